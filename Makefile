@@ -1,0 +1,94 @@
+# Two commands set everything up, each complete on its own: `make demo` and `make test`.
+#
+# TORCH chooses the torch build: what follows `pip install`. On Linux x86-64 the default brings CUDA
+# packages of several gigabytes; a machine without a GPU is served by
+#     make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# PYTHON chooses the interpreter (3.11 or 3.12): make demo PYTHON=python3.12
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := src tests examples
+
+# What an installation depends on. The stamp's name carries the torch build, so that another choice
+# of TORCH installs again.
+TORCH_ID := $(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+RUN_STAMP := $(VENV)/.installed-$(TORCH_ID)
+DEV_STAMP := $(VENV)/.installed-dev-$(TORCH_ID)
+UNFINISHED := $(VENV)/.unfinished
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all install lint format clean check-python
+
+help:
+	@echo 'make demo      set up .venv and answer prompts plainly and speculatively'
+	@echo 'make test      set up .venv and run the checks and the test suite'
+	@echo 'make test-all  the same with the full grids (long)'
+	@echo 'make install   only set up .venv'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make format    let ruff format the code'
+	@echo 'make clean     remove .venv and all caches'
+	@echo 'TORCH="..." chooses the torch build (see the top of the Makefile), PYTHON=... the interpreter'
+
+demo: $(RUN_STAMP)
+	$(BIN)/paceline demo
+
+install: $(RUN_STAMP)
+	@echo 'ready: $(BIN)/paceline --help'
+
+test: lint
+	$(BIN)/python -m pytest -q -n 2 -m 'not full'
+
+test-all: lint
+	$(BIN)/python -m pytest -q -n 2
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An installation that was interrupted may have left half a package behind: start afresh.
+define BEGIN_INSTALL
+if [ -e $(UNFINISHED) ]; then echo 'an earlier installation was interrupted: starting afresh'; rm -rf $(VENV); fi
+$(PYTHON) -m venv $(VENV)
+touch $(UNFINISHED)
+rm -f $(VENV)/.installed-*
+$(PIP) install $(TORCH)
+endef
+
+$(RUN_STAMP): $(INPUTS) | check-python
+	$(BEGIN_INSTALL)
+	$(PIP) install -c constraints.txt -e .
+	rm -f $(UNFINISHED)
+	touch $@
+
+$(DEV_STAMP): $(INPUTS) | check-python
+	$(BEGIN_INSTALL)
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	rm -f $(UNFINISHED)
+	touch $(RUN_STAMP) $@
+
+check-python:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo 'error: $(PYTHON) is missing. Debian, Ubuntu: sudo apt-get install python3 python3-venv git make'; \
+	  echo '       macOS: brew install python@3.12, then make ... PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Paceline needs Python 3.11 or 3.12, this is $$($(PYTHON) --version)."; \
+	  echo '       Debian 12, Ubuntu 24.04 and later: sudo apt-get install python3 python3-venv;'; \
+	  echo '       or name another interpreter: make ... PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' >/dev/null 2>&1 || { \
+	  echo "error: the venv module of $(PYTHON) is missing. Debian, Ubuntu: sudo apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || \
+	  echo "warning: tested with Python 3.11 and 3.12; this is $$($(PYTHON) --version)"

@@ -1,0 +1,47 @@
+"""Paceline: a drafter runs ahead, the target checks, and every token that comes out is the target's own.
+
+``LLM``, ``AsyncLLM`` and the rest are imported on first use, so that ``import paceline`` and
+``paceline --help`` cost milliseconds instead of the seconds that torch takes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .core.errors import CapabilityError as CapabilityError
+    from .core.errors import ConfigError as ConfigError
+    from .core.errors import PacelineError as PacelineError
+    from .core.request import CompletionOutput as CompletionOutput
+    from .core.request import RequestOutput as RequestOutput
+    from .core.sampling import SamplingParams as SamplingParams
+    from .llm import LLM as LLM
+    from .llm import AsyncLLM as AsyncLLM
+
+__version__ = "0.1.0"
+
+_HOME = {  # public name -> module that defines it
+    "LLM": ".llm",
+    "AsyncLLM": ".llm",
+    "SamplingParams": ".core.sampling",
+    "RequestOutput": ".core.request",
+    "CompletionOutput": ".core.request",
+    "PacelineError": ".core.errors",
+    "ConfigError": ".core.errors",
+    "CapabilityError": ".core.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

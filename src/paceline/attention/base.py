@@ -1,0 +1,100 @@
+"""What attention needs to know: which keys each row of a packed batch may see.
+
+Rows are packed over sequences (ragged, no padding). A `Segment` describes the rows of one sequence in
+one forward pass; a backend turns all segments into a plan once, and every layer uses that plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one sequence in one forward pass, and the keys that they may see.
+
+    Keys come in logical order: first ``prefix`` keys that every row sees, then the *block*: keys of
+    which a row sees those that ``visible`` names. The last keys of the block are this pass's own rows.
+    Row i's own key is at index ``prefix + block_offset + i``.
+    """
+
+    start: int  # first row of the segment in the packed batch
+    stop: int  # one past its last row
+    keys: slice | Tensor  # slots of all visible keys in logical order: a slice where contiguous, else int64 [keys]
+    num_keys: int  # prefix + block length
+    prefix: int  # leading keys that every row sees (their positions are 0 .. prefix - 1)
+    visible: Tensor | None  # [rows, num_keys - prefix] bool; None: a chain, row i sees block keys 0 .. i
+    positions: Tensor | None  # [num_keys - prefix] int64 positions of the block's keys; None: prefix + arange
+
+
+class AttentionPlan(Protocol):
+    """Prepared once a forward pass by `AttentionBackend.plan`; opaque to the network."""
+
+    segments: Sequence[Segment]
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention over the paged cache."""
+
+    name: str
+
+    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> Any:
+        """Prepare masks for every sliding window in use.
+
+        Args:
+            segments: one a sequence, covering all rows in order.
+            positions: [rows] int64, absolute position of every row.
+            windows: the sliding windows that occur in the network (None: full attention). A row at
+                position t sees keys at positions > t - window.
+        """
+        ...
+
+    def attend(
+        self,
+        plan: Any,
+        query: Tensor,  # [rows, heads, head_dim]
+        k_cache: Tensor,  # [slots, kv_heads, head_dim]
+        v_cache: Tensor,  # [slots, kv_heads, head_dim]
+        scale: float,
+        window: int | None,
+    ) -> Tensor:  # [rows, heads * head_dim]
+        """Attention of every row over the keys of its own segment."""
+        ...
+
+
+def block_visibility(segment: Segment, device: torch.device) -> Tensor:
+    """[rows, block] bool: which keys of the block each row sees (the chain rule where none is given)."""
+    if segment.visible is not None:
+        return segment.visible
+    rows = segment.stop - segment.start
+    block = segment.num_keys - segment.prefix
+    return torch.ones(rows, block, dtype=torch.bool, device=device).tril(block - rows)
+
+
+def key_positions(segment: Segment, device: torch.device) -> Tensor:
+    """[num_keys] int64: absolute position of every key."""
+    if segment.positions is None:
+        return torch.arange(segment.num_keys, device=device)
+    return torch.cat((torch.arange(segment.prefix, device=device), segment.positions))
+
+
+def key_mask(segment: Segment, positions: Tensor, window: int | None) -> Tensor:
+    """[rows, num_keys] bool: the keys each row may see.
+
+    Args:
+        segment: the rows' segment.
+        positions: [rows] int64, the rows' absolute positions.
+        window: keys at positions <= row position - window are out of sight; None: none is.
+    """
+    device = positions.device
+    rows = segment.stop - segment.start
+    mask = torch.ones(rows, segment.num_keys, dtype=torch.bool, device=device)
+    mask[:, segment.prefix :] = block_visibility(segment, device)
+    if window is not None:
+        mask &= key_positions(segment, device)[None, :] > positions[:, None] - window
+    return mask

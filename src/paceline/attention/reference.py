@@ -1,0 +1,51 @@
+"""Dense attention in plain tensor algebra, any dtype: the oracle that fast backends are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import Segment, key_mask
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """Boolean masks, one a segment and window."""
+
+    segments: Sequence[Segment]
+    masks: dict[int | None, list[Tensor]]  # by window: for each segment [rows, keys] bool
+
+
+class ReferenceAttention:
+    """Softmax(q k^T * scale) v, written as it is defined."""
+
+    name = "reference"
+
+    def plan(self, segments: Sequence[Segment], positions: Tensor, windows: frozenset[int | None]) -> ReferencePlan:
+        """One boolean mask a segment and window."""
+        masks = {w: [key_mask(s, positions[s.start : s.stop], w) for s in segments] for w in windows}
+        return ReferencePlan(segments, masks)
+
+    def attend(
+        self,
+        plan: ReferencePlan,
+        query: Tensor,  # [rows, heads, head_dim]
+        k_cache: Tensor,  # [slots, kv_heads, head_dim]
+        v_cache: Tensor,  # [slots, kv_heads, head_dim]
+        scale: float,
+        window: int | None,
+    ) -> Tensor:  # [rows, heads * head_dim]
+        """Attention of every row over the keys that its mask shows."""
+        outputs = []
+        groups = query.shape[1] // k_cache.shape[1]
+        for segment, mask in zip(plan.segments, plan.masks[window], strict=True):
+            q = query[segment.start : segment.stop]  # [rows, heads, head_dim]
+            k = k_cache[segment.keys].repeat_interleave(groups, dim=1)  # [keys, heads, head_dim]
+            v = v_cache[segment.keys].repeat_interleave(groups, dim=1)
+            scores = torch.einsum("rhd,khd->hrk", q, k) * scale  # [heads, rows, keys]
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+            outputs.append(torch.einsum("hrk,khd->rhd", weights, v))
+        return torch.cat(outputs).flatten(1)

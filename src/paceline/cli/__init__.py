@@ -1,0 +1,90 @@
+"""The command line: one module a command, loaded when it is asked for.
+
+``paceline --help`` lists the commands from the table below and imports none of them, since most need
+torch. Each module has an ``app``, a `typer.Typer`, and its options are made from the dataclasses they
+fill (see `options`), so that an option is written down once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .. import __version__
+from ..core.errors import PacelineError
+from .console import stderr
+
+COMMANDS = {  # name -> what it does; the module has the same name
+    "generate": "Answer prompts; each token is coloured by how it came about.",
+    "chat": "Talk with a model in the terminal.",
+    "demo": "Answer plainly and speculatively, compare tokens and speed.",
+    "models": "List the embedded models.",
+    "drafters": "List the drafters and their options.",
+}
+USER_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported when one is run, and not when they are listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A name and a line of help: all that listing and spelling suggestions need."""
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name and command is not None else command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; a user's mistake ends in one line and not in a traceback."""
+        try:
+            return super().invoke(ctx)
+        except PacelineError as error:
+            stderr().print("[bold red]error:[/] ", end="")
+            stderr().print(str(error), markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(USER_ERROR) from error
+        except KeyboardInterrupt as stop:
+            raise typer.Exit(INTERRUPTED) from stop
+
+
+def load(name: str) -> Any:
+    """The click command behind ``paceline NAME``."""
+    command = typer.main.get_command(import_module(f"{__name__}.{name}").app)
+    command.name = name
+    return command
+
+
+app = typer.Typer(
+    name="paceline",
+    cls=LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Faster answers from language models, token for token the same."""
+
+
+def main() -> None:
+    """The entry point of the ``paceline`` script."""
+    app()

@@ -1,0 +1,141 @@
+"""``paceline chat``: a conversation in the terminal.
+
+Ctrl-C stops the answer that is being written, not the program; what was written stays in the
+conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..core.errors import ConfigError
+from ..core.sampling import SamplingParams
+from ..llm import LLM, LLMConfig
+from .console import Painter, coloured, legend, stderr, stdout
+from .options import takes
+from .session import DEFAULT_MODEL, DRAFTER_SHOWN, figures, first_wait, open_llm
+
+app = typer.Typer(add_completion=False)
+HELP = "/exit leaves, /reset forgets the conversation, /system TEXT sets the system prompt, Ctrl-C stops an answer"
+
+
+@app.command()
+@takes(
+    llm=LLMConfig,
+    params=SamplingParams,
+    defaults={"model": DEFAULT_MODEL, "max_tokens": 256},
+    shown={"drafter": DRAFTER_SHOWN},
+)
+def chat(
+    system: Annotated[str | None, typer.Option(help="A system prompt to begin with.")] = None,
+    show_figures: Annotated[bool, typer.Option("--figures/--no-figures", help="A line of figures an answer.")] = True,
+    color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
+    *,
+    llm: dict[str, Any],
+    params: dict[str, Any],
+) -> None:
+    """Talk with a model. Type /help for the commands."""
+    sampling = SamplingParams(**params)
+    _refuse_batch_options(sampling)
+    talk = Conversation(open_llm(llm), sampling, stdout(color), show_figures)
+    talk.begin(system)
+    talk.run()
+
+
+def _refuse_batch_options(params: SamplingParams) -> None:
+    """Options whose result a conversation has no place for."""
+    for name, idle in (("n", 1), ("echo", False), ("logprobs", None), ("prompt_logprobs", None)):
+        value = getattr(params, name)
+        if value != idle:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}", "not in a conversation", "use paceline generate")
+
+
+class Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, model: LLM, params: SamplingParams, console: Console, show_figures: bool) -> None:
+        self.model = model
+        self.params = params
+        self.console = console
+        self.show_figures = show_figures
+        self.messages: list[dict[str, str]] = []
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/reset": lambda rest: self.begin(self._system()),
+            "/system": self._set_system,
+            "/help": lambda rest: self._note(HELP),
+        }
+
+    def begin(self, system: str | None) -> None:
+        """Forget everything but the system prompt."""
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def run(self) -> None:
+        """Read and answer until /exit or the end of input."""
+        if coloured(self.console):
+            self.console.print(legend())
+        self._note(HELP)
+        while (line := self._read()) is not None:
+            word, _, rest = line.partition(" ")
+            if word in self.commands:
+                self.commands[word](rest.strip())
+            elif word.startswith("/"):
+                self._note(f"unknown command {word}: {HELP}")
+            elif line:
+                self.answer(line)
+
+    def answer(self, question: str) -> None:
+        """Ask the model and add both sides to the conversation; a refused question is taken back."""
+        self.messages.append({"role": "user", "content": question})
+        try:
+            text = self._stream()
+        except ConfigError as error:
+            self.messages.pop()
+            stderr().print(f"error: {error}", style="red", markup=False)
+            return
+        self.messages.append({"role": "assistant", "content": text})
+
+    def _stream(self) -> str:
+        painter = Painter(self.model.tokenizer, self.params.skip_special_tokens)
+        chunks = iter(self.model.chat(self.messages, self.params, stream=True))
+        text = ""
+        try:
+            for chunk in first_wait(chunks, "reading"):
+                painter.feed(chunk.token_ids, chunk.origins)
+                self.console.print(painter.take(chunk.text), end="")
+                text += chunk.text
+                if chunk.finished and self.show_figures:
+                    self._note("\n" + figures(chunk.output))
+        except KeyboardInterrupt:
+            chunks.close()  # the engine drops the request
+            self._note("\n(stopped)")
+        self.console.print()
+        return text
+
+    def _read(self) -> str | None:
+        """The next line, or None to leave."""
+        try:
+            line = stderr().input("[bold]> [/]").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            self._note("\n" + HELP)
+            return ""
+        return None if line == "/exit" else line
+
+    def _system(self) -> str | None:
+        first = self.messages[0] if self.messages else {"role": ""}
+        return first["content"] if first["role"] == "system" else None
+
+    def _set_system(self, text: str) -> None:
+        if not text:
+            self._note(f"the system prompt is: {self._system() or '(none)'}")
+            return
+        self.begin(text)
+        self._note("a new conversation with this system prompt")
+
+    def _note(self, text: str) -> None:
+        stderr().print(text, style="dim", markup=False)

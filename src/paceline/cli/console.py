@@ -1,0 +1,83 @@
+"""What the commands share on the terminal: colours, the legend, figures and waiting.
+
+Answers go to stdout, everything else to stderr, so that a pipe gets the answer alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+STYLES = {"drafted": "green", "target": "blue"}  # by a token's origin
+MEANINGS = {"drafted": "drafted and accepted", "target": "the target's own"}
+
+
+def stdout(color: bool = True) -> Console:
+    """The console for answers. ``NO_COLOR``, a pipe and ``color=False`` all mean plain text."""
+    return Console(no_color=True if not color else None, highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    """The console for errors, progress and figures."""
+    return Console(stderr=True, highlight=False)
+
+
+def coloured(console: Console) -> bool:
+    """Whether colours reach the reader."""
+    return console.is_terminal and not console.no_color
+
+
+def legend() -> Text:
+    """One line that says what the colours mean."""
+    words = [Text(f"■ {MEANINGS[origin]}", style=style) for origin, style in STYLES.items()]
+    return Text("   ").join(words)
+
+
+class Painter:
+    """Gives an answer's text the colours of its tokens.
+
+    The answer's text is the engine's (stop strings cut, their possible starts held back), the colours
+    are the tokens': pieces of text are queued as tokens arrive and used up as text is shown.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._pieces: deque[tuple[int, str]] = deque()  # characters still to show, their origin
+        self._last = "target"
+
+    def feed(self, token_ids: Sequence[int], origins: Sequence[str]) -> None:
+        """Queue new tokens. A character of several tokens belongs to the one that completes it."""
+        for token, origin in zip(token_ids, origins, strict=True):
+            piece = self._stream.step(self._backend, token)
+            if piece:
+                self._pieces.append((len(piece), origin))
+
+    def take(self, text: str) -> Text:
+        """The next part of the answer, in colour."""
+        painted, start = Text(), 0
+        while start < len(text):
+            length, self._last = self._pieces.popleft() if self._pieces else (len(text), self._last)
+            painted.append(text[start : start + length], style=STYLES[self._last])
+            if start + length > len(text):
+                self._pieces.appendleft((start + length - len(text), self._last))
+            start += length
+        return painted
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes long; nothing at all where stderr is not a terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield

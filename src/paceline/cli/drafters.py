@@ -1,0 +1,47 @@
+"""``paceline drafters``: who can guess, and with which options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ..drafters.registry import DrafterRow, describe
+from .console import stdout
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def drafters(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """List the drafters and their options.
+
+    One is chosen with --drafter NAME, --drafter NAME:MODEL or --drafter NAME,OPTION=VALUE,...
+    """
+    for row in describe():
+        if as_json:
+            typer.echo(json.dumps(dataclasses.asdict(row)))
+        else:
+            _show(row)
+
+
+def _show(row: DrafterRow) -> None:
+    console = stdout()
+    console.print(Text.assemble((row.name, "bold green"), f"  {row.help}", (f"  ({row.origin})", "dim")))
+    if row.error:
+        console.print(Text(f"  cannot be used: {row.error}", style="red"))
+    if row.options:
+        console.print(_table(row))
+
+
+def _table(row: DrafterRow) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for option in row.options:
+        table.add_row(option.name, Text(option.type, style="cyan"), Text(option.default, style="dim"), option.help)
+    return table

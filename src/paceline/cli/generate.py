@@ -1,0 +1,128 @@
+"""``paceline generate``: answer prompts, token by token in colour, with a line of figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..core.errors import ConfigError
+from ..core.request import RequestOutput
+from ..core.sampling import SamplingParams
+from ..llm import LLM, LLMConfig
+from .console import Painter, coloured, legend, stderr, stdout
+from .options import takes
+from .session import DEFAULT_MODEL, DRAFTER_SHOWN, counting, figures, first_wait, open_llm
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@takes(
+    llm=LLMConfig,
+    params=SamplingParams,
+    defaults={"model": DEFAULT_MODEL, "max_tokens": 128, "temperature": 0.0},
+    shown={"drafter": DRAFTER_SHOWN},
+)
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="What to answer; repeat it for several.")
+    ] = None,
+    prompt_file: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="A file that holds one prompt; - is standard input.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with token ids.")] = False,
+    color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
+    *,
+    llm: dict[str, Any],
+    params: dict[str, Any],
+) -> None:
+    """Answer prompts.
+
+    Green tokens were drafted and accepted, blue ones are the target's own. The answer goes to stdout,
+    progress and figures to stderr.
+    """
+    prompts = _prompts(prompt, prompt_file)
+    sampling = SamplingParams(**params)
+    _check_shown(sampling, as_json)
+    model = open_llm(llm)
+    console = stdout(color)
+    if len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json:
+        _stream(model, prompts[0], sampling, chat, console)
+        return
+    for output in _answer(model, prompts, sampling, chat):
+        if as_json:
+            typer.echo(json.dumps(_record(output)))
+        else:
+            _show(model, output, sampling, console)
+
+
+def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
+    found = [*(prompts or []), *(_read(name) for name in files or [])]
+    if found:
+        return found
+    raise ConfigError("no prompt", "there is nothing to answer", 'give --prompt "..." or --prompt-file PATH')
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file {name}", f"cannot be read ({error})", "name a UTF-8 text file") from error
+
+
+def _check_shown(params: SamplingParams, as_json: bool) -> None:
+    asked = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
+    if asked and not as_json:
+        flag = "--" + asked[0].replace("_", "-")
+        raise ConfigError(flag, "the coloured text has no place for log-probabilities", "add --json")
+
+
+def _stream(model: LLM, prompt: str, params: SamplingParams, chat: bool, console: Console) -> None:
+    messages = [{"role": "user", "content": prompt}]
+    chunks = model.chat(messages, params, stream=True) if chat else model.stream(prompt, params)
+    painter = Painter(model.tokenizer, params.skip_special_tokens)
+    if coloured(console):
+        console.print(legend())
+    for chunk in first_wait(iter(chunks), "reading the prompt"):
+        painter.feed(chunk.token_ids, chunk.origins)
+        console.print(painter.take(chunk.text), end="")
+        if chunk.finished:
+            console.print()
+            stderr().print(figures(chunk.output), style="dim")
+
+
+def _answer(model: LLM, prompts: list[str], params: SamplingParams, chat: bool) -> list[RequestOutput]:
+    with counting("answering", len(prompts)) as progress:
+        if not chat:
+            return model.generate(prompts, params, progress=progress)
+        outputs = []
+        for prompt in prompts:
+            outputs += model.chat([{"role": "user", "content": prompt}], params)
+            progress(len(outputs))
+        return outputs
+
+
+def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Console) -> None:
+    if coloured(console):
+        console.print(legend())
+    for answer in output.outputs:
+        if len(output.outputs) > 1:
+            console.print(f"[{answer.index}]", style="bold", markup=False)
+        painter = Painter(model.tokenizer, params.skip_special_tokens)
+        echoed = len(output.prompt or "") if params.echo else 0
+        console.print(answer.text[:echoed], style="dim", end="", markup=False)
+        painter.feed(answer.token_ids, answer.origins)
+        console.print(painter.take(answer.text[echoed:]))
+    stderr().print(figures(output), style="dim")
+
+
+def _record(output: RequestOutput) -> dict[str, Any]:
+    """What ``--json`` prints for one prompt."""
+    return {**dataclasses.asdict(output), "stats": output.stats.as_dict()}

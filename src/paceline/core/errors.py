@@ -1,0 +1,37 @@
+"""The errors a user can meet. Each says what was asked, what is wrong and what to do."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """An option, a request, a file or a checkpoint that cannot be used as it is.
+
+    Raised at start-up or at submission, never in mid-run. One error type carries all bad input, so
+    that a caller needs one ``except`` clause.
+
+    Args:
+        asked: what the caller asked for (``"temperature=-1"``).
+        wrong: why it cannot be done (``"temperature must be 0 or more"``).
+        remedy: what to do instead (``"use 0 for greedy decoding"``).
+    """
+
+    def __init__(self, asked: str, wrong: str, remedy: str) -> None:
+        super().__init__(f"{asked}: {wrong}. {remedy[:1].upper()}{remedy[1:]}.")
+        self.asked = asked
+        self.wrong = wrong
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
+        return type(self), (self.asked, self.wrong, self.remedy)
+
+
+class CapabilityError(ConfigError):
+    """Parts that exist but do not fit together (a drafter and a round, a tokenizer and its draft)."""
+
+
+class PoolFullError(PacelineError):
+    """The K/V pool has no free block. The engine answers it by dropping drafts or by preemption."""

@@ -1,0 +1,320 @@
+"""A request from submission to answer: its stop rules, the state of its samples, what is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .sampling import SamplingParams, SequenceSampler
+from .stats import SpecStats
+
+FinishReason = Literal["stop", "length", "abort"]
+StopReason = int | str | None  # the stop id or the stop string; None for EOS and "length"
+Origin = Literal["drafted", "target"]
+DecodeStep = Callable[[int], str]  # appends one token; the new text, "" while a character is incomplete
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stop rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRules:
+    """When an output ends. Ids and strings count only in tokens after the first ``min_tokens``."""
+
+    eos_ids: frozenset[int] = frozenset()  # empty where EOS is ignored
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    keep_stop_string: bool = False
+    min_tokens: int = 0
+    max_tokens: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_ids: Sequence[int], max_tokens: int) -> StopRules:
+        """The rules of a request; ``max_tokens`` is what the request and the context allow."""
+        return cls(
+            eos_ids=frozenset() if params.ignore_eos else frozenset(eos_ids),
+            stop_ids=frozenset(params.stop_token_ids or ()),
+            stop_strings=params.stop_strings,
+            keep_stop_string=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            max_tokens=max_tokens,
+        )
+
+    def find_stop(self, text: str, new: int) -> tuple[int, str] | None:
+        """The first stop string in ``text`` that ends in its last ``new`` characters: (start, string).
+
+        First means the one that ends first, as though the text had come character by character, so the
+        answer does not depend on where tokens begin; of two that end together, the longer.
+        """
+        found = []
+        for stop in self.stop_strings:
+            start = text.find(stop, max(0, len(text) - new - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def held_back(self, text: str) -> int:
+        """Length of the longest end of ``text`` with which a stop string may be about to begin."""
+        return max((_overlap(text, stop) for stop in self.stop_strings), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that is a beginning of stop, but not all of it."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class StopChecker:
+    """Walks the tokens of one output in order and says where it ends.
+
+    EOS and stop ids stay in the token ids and have no text. The text ends where a stop string begins
+    (where it ends, with ``include_stop_str_in_output``), even in the middle of a token. A token that is
+    both the last allowed and a stop ends the output as a stop.
+
+    Args:
+        params: the request's parameters.
+        eos_ids: the model's end tokens.
+        max_tokens: most tokens of output, at least 1.
+        decode_step: turns the next token into text; None where no text is wanted.
+
+    Raises:
+        ConfigError: stop strings without a ``decode_step``.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+        max_tokens: int,
+        decode_step: DecodeStep | None,
+    ) -> None:
+        if params.stop_strings and decode_step is None:
+            asked = f"stop={params.stop!r} without a tokenizer"
+            raise ConfigError(asked, "stop strings are found in text", "use stop_token_ids, or load a tokenizer")
+        self.rules = StopRules.of(params, eos_ids, max_tokens)
+        self.text = ""
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: StopReason = None
+        self._decode_step = decode_step
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that ``max_tokens`` still allows."""
+        return self.rules.max_tokens - self.num_tokens
+
+    def feed(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None, StopReason]:
+        """Take newly accepted tokens in order, up to the first that ends the output.
+
+        Returns:
+            How many of them belong to the output, why it ended (None: it goes on), and the stop id or
+            stop string that ended it.
+
+        Raises:
+            RuntimeError: the output has already ended.
+        """
+        if self.finished:
+            raise RuntimeError("this output has ended: nothing can follow it")
+        for kept, token in enumerate(tokens, start=1):
+            self._take(token)
+            if self.finished:
+                return kept, self.finish_reason, self.stop_reason
+        return len(tokens), None, None
+
+    def stable_text(self, finished: bool = False) -> str:
+        """The text that will not change any more: all but the possible beginning of a stop string."""
+        if finished or self.finished:
+            return self.text
+        return self.text[: len(self.text) - self.rules.held_back(self.text)]
+
+    def abort(self) -> None:
+        """End the output from outside."""
+        self._finish("abort", None)
+
+    def _take(self, token: int) -> None:
+        armed = self.num_tokens >= self.rules.min_tokens
+        self.num_tokens += 1
+        if armed and token in self.rules.eos_ids:
+            return self._finish("stop", None)
+        if armed and token in self.rules.stop_ids:
+            return self._finish("stop", token)
+        self._append_text(token, armed)
+        if not self.finished and self.num_tokens >= self.rules.max_tokens:
+            self._finish("length", None)
+
+    def _append_text(self, token: int, armed: bool) -> None:
+        piece = self._decode_step(token) if self._decode_step else ""
+        self.text += piece
+        found = self.rules.find_stop(self.text, len(piece)) if piece and armed else None
+        if found:
+            start, stop = found
+            self.text = self.text[: start + len(stop) if self.rules.keep_stop_string else start]
+            self._finish("stop", stop)
+
+    def _finish(self, reason: FinishReason, stop_reason: StopReason) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's natural log-probability and its rank (1: the likeliest; equals share a rank)."""
+
+    logprob: float
+    rank: int
+    decoded: str | None = None
+
+
+def token_logprobs(
+    logits: Tensor, chosen: Tensor, k: int, decode: Callable[[int], str] | None = None
+) -> list[dict[int, Logprob]]:
+    """Log-probabilities of the chosen token and of the k likeliest, row by row.
+
+    Args:
+        logits: [n, V]; raw or processed, as the request wants it.
+        chosen: [n] int64.
+        k: likeliest tokens wanted beside the chosen one; 0: only that one.
+        decode: turns one id into text for ``Logprob.decoded``.
+
+    Returns:
+        n dicts from token id, the chosen one first, then the likeliest downwards.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = wide.log_softmax(dim=-1)
+    chosen = chosen.to(logprobs.device)
+    of_chosen = logprobs.gather(-1, chosen[:, None])  # [n, 1]
+    top = logprobs.topk(k, dim=-1)
+    ids = torch.cat([chosen[:, None], top.indices], dim=-1)  # [n, 1 + k]
+    values = torch.cat([of_chosen, top.values], dim=-1)
+    above_chosen = (logprobs > of_chosen).sum(dim=-1, keepdim=True)
+    above_top = (top.values[:, None, :] > top.values[:, :, None]).sum(dim=-1)  # whatever is above them is among them
+    above = torch.cat([above_chosen, above_top], dim=-1)  # [n, 1 + k]
+    rows = zip(ids.tolist(), values.tolist(), above.tolist(), strict=True)
+    return [_as_logprobs(*row, decode) for row in rows]
+
+
+def _as_logprobs(
+    ids: list[int], values: list[float], above: list[int], decode: Callable[[int], str] | None
+) -> dict[int, Logprob]:
+    row: dict[int, Logprob] = {}
+    for token, value, higher in zip(ids, values, above, strict=True):
+        if token not in row:
+            row[token] = Logprob(value, higher + 1, decode(token) if decode else None)
+    return row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Request, running state, answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was submitted. A request with n samples runs as n sequences."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival: int  # order of submission; older requests are served first and preempted last
+    seed: int  # the request's own, or one drawn at submission
+    prompt: str | None = None  # text, where text was given
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One running sample: its output so far, one entry a token in every list."""
+
+    request: Request
+    index: int  # sample index
+    sampler: SequenceSampler
+    checker: StopChecker
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # empty unless asked for
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    @property
+    def finished(self) -> bool:
+        return self.checker.finished
+
+    def accept(
+        self, tokens: Sequence[int], num_drafted: int, logprobs: Sequence[dict[int, Logprob]] | None = None
+    ) -> int:
+        """Append what one pass brought: ``num_drafted`` accepted tokens, then the target's own.
+
+        The stop rules may cut the tail. What is left goes to the output and to the sampler's counts.
+
+        Args:
+            tokens: in order; the first ``num_drafted`` were drafted.
+            num_drafted: accepted drafted tokens.
+            logprobs: one a token, where the request asked for them.
+
+        Returns:
+            How many of the tokens belong to the output.
+        """
+        kept, _, _ = self.checker.feed(tokens)
+        self.token_ids.extend(tokens[:kept])
+        self.origins.extend("drafted" if i < num_drafted else "target" for i in range(kept))
+        self.logprobs.extend((logprobs or ())[:kept])
+        self.sampler.commit(tokens[:kept])
+        return kept
+
+    def output(self) -> CompletionOutput:
+        """The answer so far; its text is what is safe to show."""
+        wanted = self.request.params.logprobs is not None
+        chosen = zip(self.logprobs, self.token_ids, strict=True) if wanted else ()
+        return CompletionOutput(
+            index=self.index,
+            text=self.checker.stable_text(),
+            token_ids=list(self.token_ids),
+            finish_reason=self.checker.finish_reason,
+            stop_reason=self.checker.stop_reason,
+            logprobs=list(self.logprobs) if wanted else None,
+            cumulative_logprob=sum(row[token].logprob for row, token in chosen) if wanted else None,
+            origins=list(self.origins),
+            seed=self.request.seed,
+        )
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of the answer."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None  # None: it goes on
+    stop_reason: StopReason
+    logprobs: list[dict[int, Logprob]] | None  # one a token; None unless asked for
+    cumulative_logprob: float | None  # of the chosen tokens; None unless asked for
+    origins: list[Origin]  # one a token: drafted and accepted, or the target's own choice
+    seed: int  # with it, the same request gives the same tokens
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one request."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # the first token's is None: nothing precedes it
+    outputs: list[CompletionOutput]
+    stats: SpecStats
+    finished: bool

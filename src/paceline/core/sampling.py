@@ -1,0 +1,623 @@
+"""How one token is chosen: sampling parameters, the logits pipeline of every node, counter-based noise.
+
+Every draw is an argmax. The noise of a draw is a pure function of (seed, sample index, the position the
+token will occupy, domain, token id): never of the batch, the request or the clock. A drafted node is
+therefore sampled exactly as plain decoding would sample it, with its ancestors as its output.
+
+Axis letters: n rows (nodes), D depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .errors import CapabilityError, ConfigError
+
+MaskFn = Callable[[Sequence[int]], Tensor]  # output ids so far -> [V] bool, True where a token is allowed
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+
+
+def _help(default: Any, text: str) -> Any:
+    """A dataclass field whose help text the command line shows."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, when they end, and what is reported about them.
+
+    Names and meanings follow vLLM's. All of them are exact under speculation.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range.
+    """
+
+    temperature: float = _help(1.0, "0: greedy (argmax); 1: the model's own distribution; at least 1e-4 otherwise")
+    top_p: float = _help(1.0, "keep the likeliest tokens up to this cumulative probability, in (0, 1]")
+    top_k: int = _help(0, "keep the k likeliest tokens; 0 or -1: all")
+    min_p: float = _help(0.0, "drop tokens below this fraction of the likeliest token's probability, in [0, 1]")
+    repetition_penalty: float = _help(1.0, "divide (negative logits: multiply) tokens of prompt and output; above 0")
+    presence_penalty: float = _help(0.0, "subtract once from tokens in the output, in [-2, 2]")
+    frequency_penalty: float = _help(0.0, "subtract per occurrence in the output, in [-2, 2]")
+    logit_bias: dict[int, float] | None = _help(None, "token id -> number added to its logit")
+    seed: int | None = _help(None, "any integer; without one a seed is drawn and returned with the output")
+    n: int = _help(1, "samples per prompt")
+    stop: str | list[str] | None = _help(None, "strings that end the output; their text is left out")
+    stop_token_ids: list[int] | None = _help(None, "token ids that end the output, beside EOS")
+    min_tokens: int = _help(0, "EOS, stop ids and stop strings are not considered before this many tokens")
+    max_tokens: int | None = _help(16, "most tokens of output; None: as many as the context allows")
+    ignore_eos: bool = _help(False, "do not end at EOS")
+    logprobs: int | None = _help(None, "report log-probabilities of the chosen and of this many likeliest tokens")
+    prompt_logprobs: int | None = _help(None, "the same for the tokens of the prompt")
+    logprobs_mode: Literal["raw", "processed"] = _help("raw", "log-probabilities before or after the sampling rules")
+    echo: bool = _help(False, "the text of the answer begins with the prompt")
+    include_stop_str_in_output: bool = _help(False, "keep the text of the stop string")
+    skip_special_tokens: bool = _help(True, "leave special tokens out of the text")
+
+    def __post_init__(self) -> None:
+        _check_distribution(self)
+        _check_counts(self)
+        _check_stops(self)
+        _check_flags(self)
+        # Own copies: the caller's list or dict may change while the request runs.
+        for name, copy in (("stop", list), ("stop_token_ids", list), ("logit_bias", dict)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, copy(value))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the argmax of the processed logits."""
+        return self.temperature == 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty where there is none."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _refuse(name: str, value: object, wrong: str, remedy: str) -> None:
+    raise ConfigError(f"{name}={value!r}", wrong, remedy)
+
+
+def _check_number(params: SamplingParams, name: str, low: float, high: float, remedy: str, *, open_low: bool) -> None:
+    value = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _refuse(name, value, f"{name} must be a finite number", remedy)
+    if not (low < value if open_low else low <= value) or value > high:
+        left = "(" if open_low else "["
+        right = f"{high:g}]" if math.isfinite(high) else "inf)"
+        _refuse(name, value, f"{name} must be in {left}{low:g}, {right}", remedy)
+
+
+def _check_integer(name: str, value: object, low: int | None, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(name, value, f"{name} must be an integer", remedy)
+    elif low is not None and value < low:
+        _refuse(name, value, f"{name} must be {low} or more", remedy)
+
+
+def _check_distribution(params: SamplingParams) -> None:
+    inf = math.inf
+    _check_number(params, "temperature", 0, inf, "use 0 for greedy decoding", open_low=False)
+    if 0 < params.temperature < 1e-4:
+        _refuse("temperature", params.temperature, "so close to 0 the logits overflow", "use 0, or 1e-4 and more")
+    _check_number(params, "top_p", 0, 1, "use 1 to keep every token", open_low=True)
+    _check_number(params, "min_p", 0, 1, "use 0 to keep every token", open_low=False)
+    _check_number(params, "repetition_penalty", 0, inf, "use 1 for none", open_low=True)
+    _check_number(params, "presence_penalty", -2, 2, "use 0 for none", open_low=False)
+    _check_number(params, "frequency_penalty", -2, 2, "use 0 for none", open_low=False)
+    _check_integer("top_k", params.top_k, -1, "use 0 to keep every token")
+    if params.logit_bias is not None:
+        _check_logit_bias(params.logit_bias)
+
+
+def _check_logit_bias(bias: object) -> None:
+    remedy = "pass a dict of token id to finite number, such as {42: -100.0}"
+    if not isinstance(bias, dict):
+        raise ConfigError(f"logit_bias={bias!r}", "it must be a dict", remedy)
+    for token, value in bias.items():
+        _check_integer("logit_bias token id", token, 0, remedy)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            _refuse(f"logit_bias[{token}]", value, "a bias must be a finite number", remedy)
+
+
+def _check_counts(params: SamplingParams) -> None:
+    if params.seed is not None:
+        _check_integer("seed", params.seed, None, "use any integer, or None for a fresh seed")
+    _check_integer("n", params.n, 1, "use 1 for one sample")
+    _check_integer("min_tokens", params.min_tokens, 0, "use 0 for no minimum")
+    if params.max_tokens is not None:
+        _check_integer("max_tokens", params.max_tokens, 1, "use None for as many as the context allows")
+        if params.min_tokens > params.max_tokens:
+            wrong = f"min_tokens is above max_tokens={params.max_tokens}"
+            _refuse("min_tokens", params.min_tokens, wrong, "lower min_tokens or raise max_tokens")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            _check_integer(name, getattr(params, name), 0, "use None for no log-probabilities")
+
+
+def _check_stops(params: SamplingParams) -> None:
+    remedy = "pass a non-empty string or a list of them"
+    stop = params.stop
+    if stop is not None and not isinstance(stop, (str, list, tuple)):
+        _refuse("stop", stop, "it must be a string or a list of strings", remedy)
+    for text in params.stop_strings:
+        if not isinstance(text, str) or not text:
+            _refuse("stop", stop, "a stop string must be a string of at least one character", remedy)
+    ids = params.stop_token_ids
+    if ids is not None and not isinstance(ids, (list, tuple)):
+        _refuse("stop_token_ids", ids, "it must be a list of token ids", "pass a list of integers")
+    for token in ids or ():
+        _check_integer("stop_token_ids", token, 0, "pass a list of integers")
+
+
+def _check_flags(params: SamplingParams) -> None:
+    for name in ("ignore_eos", "echo", "include_stop_str_in_output", "skip_special_tokens"):
+        if not isinstance(getattr(params, name), bool):
+            _refuse(name, getattr(params, name), f"{name} must be True or False", "pass a bool")
+    if params.logprobs_mode not in ("raw", "processed"):
+        _refuse("logprobs_mode", params.logprobs_mode, "no such mode", "use 'raw' or 'processed'")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Noise: a keyed hash, computed where the logits are
+
+_MASK64 = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step of the counter
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_LARGEST_BELOW_1 = 1 - 2**-24  # in float32
+
+_TARGET, _DRAFT, _ACCEPT, _RESIDUAL = range(4)  # domains: noise for different purposes is independent
+
+
+def derive_seed() -> int:
+    """A fresh seed for a request that names none; 53 bits, so that any JSON reader keeps it whole."""
+    return secrets.randbits(53)
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64, a bijection on 64 bits (Steele, Lea and Flood 2014, figure 17)."""
+    value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _key(*parts: int) -> int:
+    """A 64-bit key from integers of any size and sign (taken mod 2^64)."""
+    key = 0
+    for part in parts:
+        key = _mix(((key ^ part) + _GAMMA) & _MASK64)
+    return key
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits: torch has no full set of unsigned operations."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+@lru_cache(maxsize=16)
+def _counters(vocab_size: int, device: torch.device) -> Tensor:
+    """[V] int64: the counter of each token id, (id + 1) * gamma mod 2^64."""
+    return torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device).mul_(_signed(_GAMMA))
+
+
+def _hash_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """[len(keys), V] int64 in [0, 2^63): the SplitMix64 stream of each key, one output a token id.
+
+    The last xor-shift of the finaliser is left out: it only mends low bits, and a float uses the high ones.
+    """
+    start = torch.tensor([[_signed(key)] for key in keys], dtype=torch.int64, device=device)
+    bits = _counters(vocab_size, device) + start
+    shifted = torch.empty_like(bits)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        torch.bitwise_right_shift(bits, shift, out=shifted)  # arithmetic; the mask makes it logical
+        bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    return bits.bitwise_and_((1 << 63) - 1)
+
+
+def _gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """[len(keys), V] float32 standard Gumbel noise, always finite.
+
+    G = -log(E), E = -log(1 - u) exponential. A draw is decided by large G, hence by u near 0, where
+    float32 is densest: u has 63 random bits, so the tail that wins is not rounded onto a grid.
+    """
+    uniform = _hash_bits(keys, vocab_size, device).bitwise_or_(1).to(torch.float32)
+    uniform.mul_(2.0**-63).clamp_(max=_LARGEST_BELOW_1)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _uniform(key: int) -> float:
+    """A double in (0, 1), open at both ends."""
+    return ((_mix((key + _GAMMA) & _MASK64) >> 12) + 0.5) * 2.0**-52
+
+
+def _gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> list[Tensor]:
+    """One [V] row a key. On the CPU one by one: a row stays in cache, and no row depends on its neighbours."""
+    if device.type == "cpu":
+        return [_gumbel([key], vocab_size, device)[0] for key in keys]
+    return list(_gumbel(keys, vocab_size, device).unbind(0))
+
+
+def _as_list(values: Tensor | Sequence[int] | int, rows: int | None = None) -> list[int]:
+    if isinstance(values, int):
+        return [values] * (1 if rows is None else rows)
+    return values.tolist() if isinstance(values, Tensor) else [int(v) for v in values]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Truncations: pure functions of a row, in place
+
+
+def _keep_top_k(logits: Tensor, k: int) -> None:
+    """Mask all but the k largest of each row [n, V]; ties with the k-th stay."""
+    kth = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]  # [n, 1]
+    logits.masked_fill_(logits < kth, -math.inf)
+
+
+_WEIGHT_BITS = 40  # a token's weight relative to the likeliest, as an integer
+_ID_BITS = 22  # ids below 4 million; a key is weight and id together, 62 bits
+_FEW = 256  # the nucleus is looked for among so many tokens first
+
+
+def _keep_top_p(logits: Tensor, top_p: float) -> None:
+    """Mask all but the smallest set of likeliest tokens whose probability reaches top_p, in each row [n, V].
+
+    Among equals the lower id comes first. Weights are summed as integers: such a sum does not depend on
+    its order, so a row's cut is the same alone and in a batch, and on every device.
+
+    Source: Holtzman et al. 2020, section 3.1 (nucleus sampling).
+    """
+    vocab_size = logits.shape[-1]
+    if vocab_size > 1 << _ID_BITS:
+        asked = f"top_p with a vocabulary of {vocab_size}"
+        raise CapabilityError(asked, f"ids above {1 << _ID_BITS} do not fit the sort key", "use top_k or min_p")
+    relative = (logits - logits.amax(dim=-1, keepdim=True)).double().exp_()
+    weights = relative.mul_(2.0**_WEIGHT_BITS).round_().to(torch.int64)  # [n, V]
+    limit = weights.sum(dim=-1, keepdim=True).double() * top_p  # [n, 1]
+    ids_down = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = (weights << _ID_BITS) + ids_down  # all different
+    cut = _nucleus_cut(keys, limit)
+    logits.masked_fill_(keys < cut, -math.inf)
+
+
+def _nucleus_cut(keys: Tensor, limit: Tensor) -> Tensor:
+    """[n, 1] int64: the smallest key [n, V] of each row's nucleus."""
+    few = min(_FEW, keys.shape[-1])
+    if keys.device.type == "cpu":  # elsewhere the test below would wait for the device
+        top = keys.topk(few, dim=-1).values
+        if bool(((top >> _ID_BITS).sum(dim=-1, keepdim=True) >= limit).all()):
+            return _last_needed(top, limit)
+    return _last_needed(keys.sort(dim=-1, descending=True).values, limit)
+
+
+def _last_needed(ordered: Tensor, limit: Tensor) -> Tensor:
+    """The last of the descending keys [n, K] before which the weights have not yet reached the limit."""
+    weights = ordered >> _ID_BITS
+    before = weights.cumsum(dim=-1) - weights
+    kept = (before < limit).sum(dim=-1, keepdim=True).clamp_(min=1)  # [n, 1]
+    return ordered.gather(-1, kept - 1)
+
+
+def _keep_min_p(logits: Tensor, min_p: float) -> None:
+    """Mask tokens of each row [n, V] whose probability is below min_p times the largest (Nguyen et al. 2024)."""
+    floor = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
+    logits.masked_fill_(logits < floor, -math.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One sequence
+
+
+class _Tally:
+    """The counts of one sequence on one device, brought up to date when they are read."""
+
+    def __init__(self, prompt_ids: Iterable[int], vocab_size: int, device: torch.device) -> None:
+        prompt = torch.tensor(list(prompt_ids), dtype=torch.int64, device=device)
+        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # [V]
+        self.in_prompt[prompt] = True
+        self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)  # [V] in the committed output
+        self.seen = 0  # tokens of the output counted so far
+
+    def catch_up(self, output: list[int]) -> None:
+        new = output[self.seen :]
+        if new:
+            ids = torch.tensor(new, dtype=torch.int64, device=self.counts.device)
+            self.counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            self.seen = len(output)
+
+    def with_paths(self, paths: Tensor | None) -> Tensor:
+        """[n or 1, V] int32: occurrences in each row's output, its drafted ancestors included."""
+        if paths is None or paths.shape[1] == 0:
+            return self.counts[None]
+        counts = self.counts.repeat(len(paths), 1)
+        return counts.scatter_add_(1, paths.clamp(min=0), (paths >= 0).to(torch.int32))
+
+
+_Step = Callable[[Tensor, "Tensor | None"], None]  # (logits [n, V], paths [n, D] or None), in place
+
+
+class SequenceSampler:
+    """The sampling rules and the noise of one sequence (one of the n samples of a request).
+
+    A *row* is a place where a next token is chosen. ``paths`` says which drafted tokens lie between the
+    committed output and the row: None where none do, else int64 [n, D], -1 padded, from below the root
+    down to and including the row's own node. A row's output is the committed output and its path.
+
+    The result for a row does not depend on the other rows.
+
+    Args:
+        params: the rules.
+        prompt_ids: token ids of the prompt (the repetition penalty counts them).
+        seed: any integer, taken mod 2^64.
+        sample_index: which of the n samples this is.
+        vocab_size: width of the logits.
+        eos_ids: masked, as the stop ids are, until the output has ``min_tokens`` tokens.
+        mask_fn: a grammar: output ids so far -> [V] bool, True where a token is allowed.
+
+    Raises:
+        ConfigError: a token id or a count, in the parameters or the prompt, that the vocabulary does not have.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        sample_index: int,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        mask_fn: MaskFn | None = None,
+    ) -> None:
+        _check_against_vocabulary(params, prompt_ids, vocab_size)
+        self.params = params
+        self.seed = seed
+        self.sample_index = sample_index
+        self.vocab_size = vocab_size
+        self.greedy = params.greedy
+        self._prompt_ids = prompt_ids
+        self._output: list[int] = []
+        self._mask_fn = mask_fn
+        enders = {i for i in eos_ids if i < vocab_size} | set(params.stop_token_ids or ())
+        self._enders = sorted(enders)
+        self._tallies: dict[torch.device, _Tally] = {}
+        self._noise_rows: dict[tuple[torch.device, int], Tensor] = {}
+        self._steps = self._active_steps()
+
+    # -- state
+
+    @property
+    def plain(self) -> bool:
+        """Whether the choice is the argmax of the raw logits, now and from now on."""
+        return self.greedy and not self._steps
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        """The committed output. Read only."""
+        return self._output
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append newly committed tokens to the output."""
+        self._output.extend(tokens)
+        if self._mask_enders in self._steps and len(self._output) >= self.params.min_tokens:
+            self._steps.remove(self._mask_enders)
+        if self._noise_rows:
+            here = len(self._prompt_ids) + len(self._output)
+            self._noise_rows = {k: row for k, row in self._noise_rows.items() if k[1] >= here}
+
+    # -- choosing
+
+    def process(self, logits: Tensor, paths: Tensor | None = None) -> Tensor:
+        """The logits after every rule of the request, -inf where a token is ruled out.
+
+        Args:
+            logits: [n, V], any float dtype.
+            paths: None or [n, D] int64, see the class.
+
+        Returns:
+            [n, V] float32 or wider; the argument itself where no rule is active. At temperature 0 the
+            temperature and the truncations, which cannot change an argmax, are left out.
+        """
+        if logits.shape[-1] != self.vocab_size:
+            asked = f"sampling from logits of width {logits.shape[-1]}"
+            raise CapabilityError(asked, f"the vocabulary has {self.vocab_size} tokens", "cut or pad the logits")
+        wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        if not self._steps:
+            return wide
+        result = wide.clone(memory_format=torch.contiguous_format) if wide is logits else wide
+        paths = None if paths is None else paths.to(result.device)
+        for step in self._steps:
+            step(result, paths)
+        return result
+
+    def scores(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
+        """[n, V]: `process`, plus each row's noise unless greedy. The next token is the argmax.
+
+        Source: the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014, section 2).
+        """
+        processed = self.process(logits, paths)
+        if self.greedy:
+            return processed
+        noise = self.noise(positions, device=processed.device)
+        return processed + noise if processed is logits else processed.add_(noise)
+
+    def choose(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
+        """[n] int64: the token that plain decoding chooses after each row."""
+        return self.scores(logits, paths, positions).argmax(dim=-1)
+
+    def probs(self, logits: Tensor, paths: Tensor | None = None) -> Tensor:
+        """[n, V]: the distribution p from which each row's token is drawn; one-hot when greedy."""
+        processed = self.process(logits, paths)
+        if self.greedy:
+            chosen = processed.argmax(dim=-1, keepdim=True)
+            return torch.zeros_like(processed).scatter_(-1, chosen, 1.0)
+        return processed.softmax(dim=-1)
+
+    # -- noise
+
+    def noise(self, positions: Tensor | Sequence[int], device: torch.device | None = None) -> Tensor:
+        """[n, V] float32 Gumbel noise of the target's own choice, and of coupled drafts.
+
+        Args:
+            positions: [n] the position that each row's token will occupy. A list spares a GPU the wait.
+            device: where the noise is wanted; by default where ``positions`` is, or the CPU.
+        """
+        device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
+        wanted = _as_list(positions)
+        rows = self._cached_noise(wanted, device)
+        if len(rows) == 1:
+            return rows[wanted[0]].expand(len(wanted), -1)
+        return torch.stack([rows[p] for p in wanted]) if wanted else torch.empty(0, self.vocab_size, device=device)
+
+    def draft_noise(
+        self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
+    ) -> Tensor:
+        """[n, V] float32 Gumbel noise for drafts that are drawn independently of the target's choice.
+
+        The k largest of log q + noise are k draws without replacement, in draw order (Kool et al. 2019).
+        ``branch`` (one for all rows, or [n]) tells apart rows at one position that are to differ.
+        """
+        return self._independent_noise(_DRAFT, positions, branch, device)
+
+    def draw(self, probs: Tensor, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
+        """[n] int64: one draw from each row of probs [n, V], independent of the target's noise."""
+        noise = self.draft_noise(positions, branch, probs.device)
+        return (probs.log() + noise).argmax(dim=-1)
+
+    def accept_uniform(self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
+        """[n] float64 in (0, 1), on the CPU: decides whether rejection sampling accepts a drafted token.
+
+        ``branch`` (one for all, or [n]) tells apart nodes that stand at one position.
+        """
+        places = _as_list(positions)
+        keys = self._keys(_ACCEPT, places, _as_list(branch, len(places)))
+        return torch.tensor([_uniform(key) for key in keys], dtype=torch.float64)
+
+    def residual_gumbel(
+        self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
+    ) -> Tensor:
+        """[n, V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
+        return self._independent_noise(_RESIDUAL, positions, branch, device)
+
+    def _cached_noise(self, positions: list[int], device: torch.device) -> dict[int, Tensor]:
+        """Rows by position. A draft and its check use the same rows, so they are kept until they are passed."""
+        rows = {p: self._noise_rows.get((device, p)) for p in positions}
+        missing = [p for p, row in rows.items() if row is None]
+        keys = self._keys(_TARGET, missing, [0] * len(missing))
+        made = dict(zip(missing, _gumbel_rows(keys, self.vocab_size, device), strict=True))
+        self._noise_rows.update({(device, p): row for p, row in made.items()})
+        while len(self._noise_rows) > _CACHED_ROWS:
+            self._noise_rows.pop(next(iter(self._noise_rows)))
+        return {p: made[p] if row is None else row for p, row in rows.items()}
+
+    def _independent_noise(
+        self,
+        domain: int,
+        positions: Tensor | Sequence[int],
+        branch: int | Sequence[int],
+        device: torch.device | None,
+    ) -> Tensor:
+        device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
+        places = _as_list(positions)
+        keys = self._keys(domain, places, _as_list(branch, len(places)))
+        rows = _gumbel_rows(keys, self.vocab_size, device)
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, device=device)
+
+    def _keys(self, domain: int, positions: list[int], branches: list[int]) -> list[int]:
+        base = (self.seed, self.sample_index, domain)
+        return [_key(*base, position, branch) for position, branch in zip(positions, branches, strict=True)]
+
+    # -- the rules, in their order
+
+    def _active_steps(self) -> list[_Step]:
+        """The rules that can change a logit, in the order in which they apply."""
+        p = self.params
+        warm = not p.greedy
+        table: tuple[tuple[bool, _Step], ...] = (
+            (p.repetition_penalty != 1, self._penalise_repetition),
+            (p.presence_penalty != 0 or p.frequency_penalty != 0, self._penalise_output),
+            (bool(p.logit_bias), self._add_bias),
+            (p.min_tokens > 0 and bool(self._enders), self._mask_enders),
+            (self._mask_fn is not None, self._apply_grammar),
+            (warm and p.temperature != 1, lambda x, _: _divide(x, p.temperature)),
+            (warm and 0 < p.top_k < self.vocab_size, lambda x, _: _keep_top_k(x, p.top_k)),
+            (warm and p.top_p < 1, lambda x, _: _keep_top_p(x, p.top_p)),
+            (warm and p.min_p > 0, lambda x, _: _keep_min_p(x, p.min_p)),
+        )
+        return [step for active, step in table if active]
+
+    def _tally(self, device: torch.device) -> _Tally:
+        if device not in self._tallies:
+            self._tallies[device] = _Tally(self._prompt_ids, self.vocab_size, device)
+        tally = self._tallies[device]
+        tally.catch_up(self._output)
+        return tally
+
+    def _penalise_repetition(self, logits: Tensor, paths: Tensor | None) -> None:
+        """Make tokens of prompt and output less likely (Keskar et al. 2019, section 4.1, sign-aware)."""
+        tally, penalty = self._tally(logits.device), self.params.repetition_penalty
+        seen = (tally.with_paths(paths) > 0) | tally.in_prompt  # [n or 1, V]
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits.copy_(torch.where(seen, penalised, logits))
+
+    def _penalise_output(self, logits: Tensor, paths: Tensor | None) -> None:
+        """Subtract the presence penalty once and the frequency penalty for each occurrence in the output."""
+        counts = self._tally(logits.device).with_paths(paths)  # [n or 1, V]
+        presence, frequency = self.params.presence_penalty, self.params.frequency_penalty
+        # Multiply, then subtract: a fused form may round differently at a row's end, by its place in the batch.
+        logits.sub_(counts.to(logits.dtype) * frequency).sub_((counts > 0).to(logits.dtype) * presence)
+
+    def _add_bias(self, logits: Tensor, paths: Tensor | None) -> None:
+        bias = self.params.logit_bias or {}
+        ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+        logits[:, ids] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+
+    def _mask_enders(self, logits: Tensor, paths: Tensor | None) -> None:
+        """Rule out EOS and stop ids where the row's output is shorter than min_tokens."""
+        missing = self.params.min_tokens - len(self._output)
+        depth = torch.zeros(1, dtype=torch.int64, device=logits.device) if paths is None else (paths >= 0).sum(dim=1)
+        ids = torch.tensor(self._enders, dtype=torch.int64, device=logits.device)
+        early = (depth < missing)[:, None]  # [n or 1, 1]
+        logits[:, ids] = torch.where(early, -math.inf, logits[:, ids])
+
+    def _apply_grammar(self, logits: Tensor, paths: Tensor | None) -> None:
+        """Rule out what the grammar does not allow after each row's output."""
+        assert self._mask_fn is not None
+        below = [[] for _ in logits] if paths is None else [[t for t in row if t >= 0] for row in paths.tolist()]
+        for row, path in zip(logits, below, strict=True):
+            allowed = self._mask_fn([*self._output, *path])
+            if not bool(allowed.any()):
+                asked = f"a grammar mask after {len(self._output) + len(path)} tokens"
+                raise ConfigError(asked, "it allows no token at all", "let the grammar allow EOS where it ends")
+            row.masked_fill_(~allowed.to(row.device), -math.inf)
+
+
+_CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
+
+
+def _divide(logits: Tensor, temperature: float) -> None:
+    logits.div_(temperature)
+
+
+def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+    remedy = f"use ids from 0 to {vocab_size - 1}"
+    named = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids, "prompt_token_ids": prompt_ids}
+    for name, ids in named.items():
+        for token in ids or ():
+            if not 0 <= token < vocab_size:
+                _refuse(name, token, f"the vocabulary has {vocab_size} tokens", remedy)
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > vocab_size:
+            _refuse(name, wanted, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")

@@ -1,0 +1,177 @@
+"""What speculation did and what it cost: counts, acceptance, times.
+
+Definitions, once for the whole project:
+
+- A *pass* is a forward of the target that chose at least one token of the sequence's output.
+- *Drafted* tokens were checked by a pass; *accepted* ones are those of them that came out, after the
+  stop rules' cut; *emitted* tokens are all that came out.
+- The mean accepted length is ``1 + accepted / passes``: tokens a pass, were no stop rule to cut any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """What one proposer contributed."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Counts and times of one sequence, one request or a whole run."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)  # [a]: passes that accepted exactly a drafted tokens
+    depth_offered: list[int] = field(default_factory=list)  # [d - 1]: passes that accepted d - 1 and had a node at d
+    depth_accepted: list[int] = field(default_factory=list)  # [d - 1]: those of them that accepted at depth d
+    sources: dict[str, SourceStats] = field(default_factory=dict)  # by proposer
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0  # target forwards and the choice of tokens
+    host_ms: float = 0.0  # everything else that the engine does
+    idle_ms: float = 0.0  # waiting for other work
+    elapsed_ms: float = 0.0  # wall time, from submission to the last token
+    ttft_ms: float | None = None  # from submission to the first token
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0  # those whose K/V was found in the pool
+    preemptions: int = 0
+    off_reason: str | None = None  # why nothing was drafted, where speculation is off
+
+    def record_pass(
+        self,
+        *,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        offered: int | None = None,
+        sources: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """Count one pass.
+
+        Args:
+            drafted: nodes checked, root not counted.
+            accepted: drafted tokens that came out.
+            emitted: tokens that came out.
+            offered: deepest level at which a node was on offer: one below the accepted path where its
+                end has a child, else the length of the path. Default: as for a chain.
+            sources: name -> (drafted, accepted), where several proposers fill one tree.
+
+        Raises:
+            ValueError: counts that contradict each other.
+        """
+        reach = min(accepted + 1, drafted) if offered is None else offered
+        if not 0 <= accepted <= drafted or emitted < accepted or not accepted <= reach <= accepted + 1:
+            raise ValueError(f"a pass cannot have {drafted=}, {accepted=}, {emitted=}, offered={reach}")
+        self.passes += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        _bump(self.accepted_histogram, accepted)
+        for depth in range(reach):
+            _bump(self.depth_offered, depth)
+            _bump(self.depth_accepted, depth, int(depth < accepted))
+        for name, (proposed, kept) in (sources or {}).items():
+            self.sources.setdefault(name, SourceStats()).add(proposed, kept)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """1 + accepted / passes; 1 before the first pass."""
+        return 1 + self.accepted / self.passes if self.passes else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted; 0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def depth_acceptance(self) -> list[float]:
+        """[d - 1]: share accepted at depth d, of the passes that accepted d - 1 and had a node there."""
+        return [a / o if o else 0.0 for a, o in zip(self.depth_accepted, self.depth_offered, strict=True)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over `elapsed_ms`; 0 before it is known."""
+        return 1000 * self.emitted / self.elapsed_ms if self.elapsed_ms else 0.0
+
+    def merge(self, other: SpecStats) -> SpecStats:
+        """The sum of both, for requests that ran together.
+
+        Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` the earlier one.
+        ``off_reason`` stays where both give the same, or where all that was drafted is nothing.
+        """
+        merged = SpecStats()
+        for name in _SUMS:
+            setattr(merged, name, getattr(self, name) + getattr(other, name))
+        for name in ("accepted_histogram", "depth_offered", "depth_accepted"):
+            setattr(merged, name, _add_lists(getattr(self, name), getattr(other, name)))
+        for part in (self.sources, other.sources):
+            for source, counts in part.items():
+                merged.sources.setdefault(source, SourceStats()).add(counts.drafted, counts.accepted)
+        merged.elapsed_ms = max(self.elapsed_ms, other.elapsed_ms)
+        known = [t for t in (self.ttft_ms, other.ttft_ms) if t is not None]
+        merged.ttft_ms = min(known) if known else None
+        if not merged.drafted:
+            merged.off_reason = self.off_reason or other.off_reason
+        return merged
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields and derived figures, ready for JSON."""
+        plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("accepted_histogram", "depth_offered", "depth_accepted"):
+            plain[name] = list(plain[name])
+        plain["sources"] = {n: {"drafted": s.drafted, "accepted": s.accepted} for n, s in self.sources.items()}
+        derived = ("mean_accepted_length", "acceptance_rate", "depth_acceptance", "tokens_per_second")
+        return plain | {name: getattr(self, name) for name in derived}
+
+    def summary(self) -> str:
+        """One line for people."""
+        parts = [
+            f"{self.tokens_per_second:.1f} tokens/s",
+            f"mean accepted length {self.mean_accepted_length:.2f}",
+            f"{self.passes} target passes for {self.emitted} tokens",
+            f"draft {self.draft_ms:.0f} ms, verify {self.verify_ms:.0f} ms, host {self.host_ms:.0f} ms",
+        ]
+        if self.idle_ms:
+            parts[-1] += f", idle {self.idle_ms:.0f} ms"
+        if self.off_reason:
+            parts.append(f"speculation off: {self.off_reason}")
+        return " | ".join(parts)
+
+
+_SUMS = (
+    "passes",
+    "drafted",
+    "accepted",
+    "emitted",
+    "draft_ms",
+    "verify_ms",
+    "host_ms",
+    "idle_ms",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "preemptions",
+)
+
+
+def _bump(counts: list[int], index: int, amount: int = 1) -> None:
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += amount
+
+
+def _add_lists(a: list[int], b: list[int]) -> list[int]:
+    size = max(len(a), len(b))
+    pad = [x + [0] * (size - len(x)) for x in (a, b)]
+    return [x + y for x, y in zip(*pad, strict=True)]

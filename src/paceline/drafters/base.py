@@ -1,0 +1,119 @@
+"""The contract of a drafter: who guesses.
+
+A drafter declares what it reads and can do (`DrafterSpec`, data checked at start-up), sees every
+committed token through `observe`, and answers `propose` with one token tree a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.tree import TokenTree
+
+if TYPE_CHECKING:
+    from ..core.sampling import SequenceSampler
+    from ..target.base import TargetInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """A drafter's own K/V: its shape, and which part of the context it keeps."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None  # keys kept beside the sinks; None: all
+    sinks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """What a drafter needs and can do. Declared once, checked at start-up."""
+
+    name: str
+    taps: tuple[int, ...] = ()  # target layers whose outputs it reads; -1 is the last, before the final norm
+    exit_layer: int | None = None
+    cache: CacheSpec | None = None
+    proposes: Literal["point", "coupled", "sampled"] = "point"
+    lookahead: int = 0  # its K/V at i depends on tokens up to i + lookahead
+    rounds: frozenset[str] = frozenset({"serial"})
+    default_budget: int = 0  # drafted nodes a step where the user names no budget
+    tree: bool = False  # may propose siblings
+    sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
+
+
+@dataclass(slots=True)
+class SequenceView:
+    """One running sequence, as a drafter sees it."""
+
+    key: int  # unique while the sequence runs; the argument of `release`
+    tokens: list[int]  # prompt and output so far; the last one is the root. Read only; grows in place
+    prompt_len: int
+    sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
+
+
+@dataclass(slots=True)
+class DraftRequest:
+    """What is wanted of `propose`: a tree for each sequence, within its budget."""
+
+    sequences: Sequence[SequenceView]  # [B]
+    budgets: Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
+    max_depths: Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
+
+    def roots(self) -> Tensor:
+        """[B] int64 tokens of the roots."""
+        return torch.tensor([s.tokens[-1] for s in self.sequences], dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class StepFeatures:
+    """What a drafter may observe after a target forward pass, prefill included."""
+
+    sequences: Sequence[SequenceView]  # [B] sequences that had rows in the pass
+    committed: Sequence[Sequence[int]]  # [B] tokens that this pass newly committed as output (empty in mid-prefill)
+    num_accepted: Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
+    paths: Sequence[Sequence[int]]  # [B] accepted nodes, root excluded
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]
+    hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, in token order
+
+
+class Drafter(Protocol):
+    """Who guesses."""
+
+    spec: DrafterSpec
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Called once, before the first request: check the target, load weights, allocate caches.
+
+        Args:
+            target: what the target is.
+            max_sequences: sequences that may run at once.
+            pool_tokens: tokens that the target's K/V pool holds, over all sequences.
+            device: where the target runs.
+        """
+        ...
+
+    def observe(self, step: StepFeatures) -> None:
+        """Called after every target forward pass."""
+        ...
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """[B, N] trees; every root is the sequence's last token; within each budget and max depth."""
+        ...
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Called when sequences end or are preempted: drop all state about them."""
+        ...
+
+
+class ExpandingDrafter(Drafter, Protocol):
+    """A drafter that can grow a given tree by one level (Mirror and SpecPipe need it)."""
+
+    def expand(self, tree: TokenTree, leaves: Tensor, k: int) -> TokenTree:
+        """Append up to k children to each of ``leaves`` [B, M] (-1 padded)."""
+        ...

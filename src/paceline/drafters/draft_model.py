@@ -1,0 +1,483 @@
+"""A small language model drafts for a large one (Leviathan et al. 2023; Chen et al. 2023).
+
+Three shapes of draft:
+
+    chain     one child a level                                            depth=5
+    static    branching factors a level (SpecInfer, Miao et al. 2024)      branching=1x1x3x1
+    dynamic   top-k children of the best nodes, the best w nodes kept      topk=4, nodes=16
+              by cumulative probability (EAGLE-2's rule, Li et al. 2024)
+
+Three ways to pick a child at temperature > 0: ``point`` the likeliest tokens; ``coupled`` the tokens that
+the target's own noise favours under q, so that both often choose the same; ``sampled`` independent draws
+from q, for rejection sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError, ConfigError, PoolFullError
+from ..core.tree import SparseQ, TokenTree
+from ..kv.pool import KVPool, SequenceCache
+from ..target.packing import RowPacker
+from .base import CacheSpec, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .registry import DrafterConfig, DrafterContext, option
+
+if TYPE_CHECKING:
+    from ..target.base import TargetInfo
+    from ..target.decoder import Decoder
+
+PREFILL_ROWS = 512  # rows of one draft pass over a long prompt
+MAX_NODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig(DrafterConfig):
+    """A small language model with the target's tokenizer."""
+
+    kind: ClassVar[str] = "draft_model"
+
+    model: str = option(help="folder, hub name or embedded model that drafts")
+    depth: int = option(5, help="levels of the draft", minimum=1, maximum=64)
+    branching: str = option("", help="static tree: children a level, such as 1x1x3x1; sets the depth")
+    topk: int = option(1, help="dynamic tree: children of an expanded node; 1: a chain", minimum=1, maximum=64)
+    nodes: int = option(0, help="dynamic tree: nodes kept, best first; 0: topk x depth", minimum=0, maximum=MAX_NODES)
+    beam: int = option(0, help="dynamic tree: nodes expanded a level; 0: topk", minimum=0, maximum=64)
+    min_prob: float = option(
+        0.0, help="stop below a path whose cumulative probability is under this", minimum=0.0, maximum=1.0
+    )
+    proposes: Literal["point", "coupled", "sampled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
+    )
+    dtype: str = option("auto", help="auto (the target's), bfloat16, float32, float64, int8")
+
+    def validate(self) -> None:
+        """Refuse shapes that contradict each other."""
+        self.require("branching", not self.branching or self.topk == 1, "and topk are two kinds of tree: choose one")
+        self.require("nodes", not self.nodes or self.topk > 1, "belongs to a dynamic tree: set topk above 1")
+        self.require("beam", not self.beam or self.topk > 1, "belongs to a dynamic tree: set topk above 1")
+        self.require(
+            "proposes",
+            not (self.proposes == "sampled" and self.topk > 1),
+            "cannot go with a dynamic tree, which ranks drawn nodes away: use branching or a chain",
+        )
+        self.require(
+            "min_prob",
+            not (self.proposes == "sampled" and self.min_prob > 0),
+            "cannot go with proposes=sampled: whether a node is drawn must not depend on the draw",
+        )
+        self.require("branching", self.num_nodes <= MAX_NODES, f"may have {MAX_NODES} nodes at most")
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Children a level of a static tree or chain."""
+        if not self.branching:
+            return (1,) * self.depth
+        parts = self.branching.strip("<>").replace(",", "x").split("x")
+        if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+            raise ConfigError(f"branching={self.branching!r}", "factors are whole numbers above 0", "write 1x1x3x1")
+        return tuple(int(p) for p in parts)
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes of a full tree."""
+        if self.topk > 1:
+            return self.nodes or self.topk * self.depth
+        return sum(math.prod(self.factors[: level + 1]) for level in range(len(self.factors)))
+
+    def build(self, context: DrafterContext) -> DraftModel:
+        """Load the model beside the target."""
+        if context.load_model is None:
+            raise CapabilityError(
+                f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
+            )
+        return DraftModel(self, context.load_model(self.model, self.dtype))
+
+
+@dataclass(slots=True)
+class _State:
+    """What the draft has computed of one sequence."""
+
+    cache: SequenceCache
+    base: int = 0  # committed length below which the drafted nodes hang
+    parents: list[int] = field(default_factory=list)  # of nodes 1, 2, ..; 0 is the root
+    tokens: list[int] = field(default_factory=list)
+    forwarded: int = 0  # the first so many nodes have K/V
+
+
+@dataclass(slots=True)
+class _Growth:
+    """A tree while it grows. Node i + 1 is entry i."""
+
+    sequence: SequenceView
+    state: _State
+    budget: int
+    max_depth: int
+    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # cumulative log q
+    depths: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
+    q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        nodes: list[int] = []
+        while node:
+            nodes.append(node)
+            node = self.parents[node - 1]
+        return nodes[::-1]
+
+    def score(self, node: int) -> float:
+        return self.scores[node - 1] if node else 0.0
+
+    def depth(self, node: int) -> int:
+        return self.depths[node - 1] if node else 0
+
+
+class DraftModel:
+    """Drafts with a decoder of its own and its own K/V pool.
+
+    Args:
+        config: shape and kind of the drafts.
+        loaded: the draft's decoder, tokenizer and name.
+    """
+
+    def __init__(self, config: DraftModelConfig, loaded: Any) -> None:
+        self.config = config
+        self.decoder: Decoder = loaded.decoder
+        self.tokenizer = loaded.tokenizer
+        self.name: str = loaded.name
+        shape = self.decoder.config
+        self.spec = DrafterSpec(
+            name="draft_model",
+            cache=CacheSpec(num_layers=shape.num_layers, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),
+            proposes=config.proposes,
+            default_budget=config.num_nodes,
+            tree=config.topk > 1 or any(f > 1 for f in config.factors),
+        )
+        self._states: dict[int, _State] = {}
+        self._pool: KVPool | None = None
+        self._vocab = 0
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the tokenizers against each other and allocate the draft's K/V."""
+        check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
+        shape = self.decoder.config
+        self._vocab = target.vocab_size
+        self._pool = KVPool(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            pool_tokens + max_sequences * (self.config.num_nodes + 32),
+            self.decoder.dtype,
+            device,
+        )
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to do: committed tokens are read from the sequence when the next draft is wanted."""
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Free the K/V of ended or preempted sequences (their blocks stay findable)."""
+        for key in keys:
+            state = self._states.pop(key, None)
+            if state is not None:
+                state.cache.release()
+
+    @torch.inference_mode()
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence, level by level, all sequences together."""
+        growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        able = [g for g in growths if g.budget > 0]
+        if able:
+            logits = self._catch_up(able)
+            level = 0
+            while logits is not None:
+                self._expand(able, logits, level)
+                level += 1
+                logits = self._forward_frontier(able)
+        for growth in able:
+            growth.state.parents, growth.state.tokens = growth.parents, growth.tokens
+        return self._tree(growths, want.roots())
+
+    # -- catching up with the committed tokens
+
+    def _start(self, sequence: SequenceView, budget: int, max_depth: int) -> _Growth:
+        assert self._pool is not None, "bind comes before propose"
+        state = self._states.get(sequence.key)
+        if state is None:
+            state = self._states[sequence.key] = _State(self._pool.open(sequence.tokens))
+        else:
+            self._settle(state, sequence.tokens)
+        limit = self.decoder.config.max_position - len(sequence.tokens)
+        depth = min(max_depth, self.config.depth if not self.config.branching else len(self.config.factors), limit)
+        growth = _Growth(sequence, state, budget if depth > 0 else 0, depth)
+        try:
+            state.cache.reserve(len(sequence.tokens) - state.cache.committed + self._room(growth))
+        except PoolFullError:  # the target goes on alone for this sequence
+            growth.budget = 0
+        return growth
+
+    def _room(self, growth: _Growth) -> int:
+        """Rows that a full tree may take in the speculative region."""
+        if self.config.topk > 1:
+            return (self.config.beam or self.config.topk) * self.config.topk * growth.max_depth
+        return self.config.num_nodes
+
+    def _settle(self, state: _State, tokens: Sequence[int]) -> None:
+        """Keep the K/V of drafted nodes that became part of the answer."""
+        assert self._pool is not None
+        kept: list[int] = []
+        node = 0
+        for token in tokens[state.base :]:
+            node = next(
+                (
+                    i
+                    for i in range(node + 1, state.forwarded + 1)
+                    if state.parents[i - 1] == node and state.tokens[i - 1] == token
+                ),
+                0,
+            )
+            if node == 0:
+                break
+            kept.append(node - 1)
+        if state.cache.reserved:
+            self._pool.commit([(state.cache, kept)])
+            state.cache.publish(tokens)
+        state.forwarded = 0
+
+    def _catch_up(self, growths: Sequence[_Growth]) -> Tensor:
+        """Compute the K/V of all committed tokens. Returns [B, V] logits after each root."""
+        for growth in growths:
+            while self._pending(growth) > PREFILL_ROWS:
+                self._forward_pending([growth], PREFILL_ROWS)
+        logits = self._forward_pending(growths, PREFILL_ROWS)
+        for growth in growths:
+            growth.state.base = growth.state.cache.committed
+        return logits
+
+    @staticmethod
+    def _pending(growth: _Growth) -> int:
+        return len(growth.sequence.tokens) - growth.state.cache.committed
+
+    def _forward_pending(self, growths: Sequence[_Growth], most: int) -> Tensor:
+        assert self._pool is not None
+        packer = RowPacker(self.decoder, self.decoder.device)
+        last: list[int] = []
+        kept = []
+        for growth in growths:
+            cache = growth.state.cache
+            first = cache.committed
+            rows = min(self._pending(growth), most)
+            stop = first + rows
+            packer.add(
+                growth.sequence.tokens[first:stop],
+                range(first, stop),
+                [-1] * rows,
+                slots=cache.slots(first, stop),
+                keys=cache.slots(0, stop),
+                num_keys=stop,
+                prefix=first,
+            )
+            last.append(packer.rows - 1)
+            kept.append((cache, range(rows)))
+        logits = self._run(packer, last)
+        room = [cache.reserved for cache, _ in kept]
+        self._pool.commit(kept)
+        for (cache, rows_kept), reserved, growth in zip(kept, room, growths, strict=True):
+            cache.publish(growth.sequence.tokens)
+            cache.reserve(reserved - len(rows_kept))
+        return logits
+
+    def _run(self, packer: RowPacker, rows: list[int]) -> Tensor:
+        """One pass; [len(rows), V] logits, cut to the target's vocabulary."""
+        assert self._pool is not None
+        state = self.decoder.embed(packer.batch())
+        self.decoder.run_layers(state, 0, self.decoder.num_layers, self._pool)
+        chosen = None if len(rows) == packer.rows else torch.tensor(rows, device=state.hidden.device)
+        return self.decoder.logits(state, chosen)[:, : self._vocab]
+
+    # -- growing
+
+    def _expand(self, growths: Sequence[_Growth], logits: Tensor, level: int) -> None:
+        """Children of every frontier node, from the logits after it; then choose the next frontier."""
+        children = self.config.topk if self.config.topk > 1 else self.config.factors[level]
+        scores = self._scores(growths, logits)  # [frontier nodes, V]
+        log_q = scores.log_softmax(dim=-1)
+        if children == 1:
+            best = log_q.max(dim=-1)
+            values, tokens = best.values[:, None].tolist(), best.indices[:, None].tolist()
+        else:
+            top = log_q.topk(min(children, log_q.shape[-1]), dim=-1)
+            values, tokens = top.values.tolist(), top.indices.tolist()
+        row = 0
+        for growth in growths:
+            fresh: list[int] = []
+            for node in growth.frontier:
+                for value, token in zip(values[row], tokens[row], strict=True):
+                    growth.parents.append(node)
+                    growth.tokens.append(token)
+                    growth.scores.append(growth.score(node) + value)
+                    growth.depths.append(growth.depth(node) + 1)
+                    fresh.append(len(growth.tokens))
+                row += 1
+            growth.frontier = self._next_frontier(growth, fresh, level + 1)
+
+    def _scores(self, growths: Sequence[_Growth], logits: Tensor) -> Tensor:
+        """What children are ranked by; its softmax is the chance that a child is what the target says."""
+        if all(g.sequence.sampler.plain for g in growths) and self.config.proposes != "sampled":
+            return logits
+        parts = []
+        start = 0
+        for growth in growths:
+            if not growth.frontier:
+                continue
+            stop = start + len(growth.frontier)
+            parts.append(self._sequence_scores(growth, logits[start:stop]))
+            start = stop
+        return torch.cat(parts)
+
+    def _sequence_scores(self, growth: _Growth, logits: Tensor) -> Tensor:
+        sampler = growth.sequence.sampler
+        paths = self._paths(growth, logits.device)
+        positions = [len(growth.sequence.tokens) + growth.depth(node) for node in growth.frontier]
+        if self.config.proposes == "coupled":
+            return sampler.scores(logits, paths, positions)
+        if self.config.proposes == "point":
+            return sampler.process(logits, paths)
+        probs = sampler.probs(logits, paths)  # [n, V]
+        growth.q_rows.update(zip(growth.frontier, probs, strict=True))
+        return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
+
+    @staticmethod
+    def _paths(growth: _Growth, device: torch.device) -> Tensor | None:
+        """[frontier, D] drafted tokens up to each frontier node, -1 padded."""
+        paths = [[growth.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
+        width = max(map(len, paths), default=0)
+        if width == 0:
+            return None
+        return torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=device)
+
+    def _next_frontier(self, growth: _Growth, fresh: list[int], level: int) -> list[int]:
+        """The nodes worth expanding: within depth and budget, likely enough, the best few of a dynamic tree."""
+        if level >= growth.max_depth:
+            return []
+        if self.config.topk > 1:
+            beam = self.config.beam or self.config.topk
+            fresh = sorted(fresh, key=growth.score, reverse=True)[:beam]
+        else:
+            following = len(growth.tokens) + len(fresh) * self.config.factors[level]
+            if following > growth.budget:
+                return []
+        if self.config.min_prob > 0:
+            floor = math.log(self.config.min_prob)
+            fresh = [node for node in fresh if growth.score(node) >= floor]
+        return sorted(fresh)
+
+    def _forward_frontier(self, growths: Sequence[_Growth]) -> Tensor | None:
+        """K/V and logits of all frontier nodes; None where nothing is left to expand."""
+        packer = RowPacker(self.decoder, self.decoder.device)
+        for growth in growths:
+            if not growth.frontier:
+                continue
+            cache = growth.state.cache
+            base = cache.committed
+            count = len(growth.tokens)
+            first = growth.frontier[0]
+            if growth.frontier == [*range(first, count + 1)] and first == growth.state.forwarded + 1:
+                growth.state.forwarded = count
+            else:
+                self._compact(growth)
+                first = growth.state.forwarded - len(growth.frontier) + 1
+            stop = base + growth.state.forwarded
+            places = [base - 1 + growth.depth(node) for node in growth.frontier]
+            chain = len(growth.frontier) == 1 and growth.depth(growth.frontier[0]) == growth.state.forwarded
+            packer.add(
+                [growth.tokens[node - 1] for node in growth.frontier],
+                places,
+                growth.frontier,
+                slots=cache.slots(base + first - 1, stop),
+                keys=cache.slots(0, stop),
+                num_keys=stop,
+                prefix=stop - 1 if chain else base,
+                visible=None if chain else self._visible(growth),
+                block_positions=None if chain else [base - 1 + growth.depth(n + 1) for n in range(stop - base)],
+            )
+        return self._run(packer, [*range(packer.rows)]) if packer.rows else None
+
+    @staticmethod
+    def _compact(growth: _Growth) -> None:
+        """Move the frontier in front of the nodes that will never be expanded.
+
+        A node's K/V slot is its index, so the forwarded nodes must be the first ones.
+        """
+        done = growth.state.forwarded
+        rest = [n for n in range(done + 1, len(growth.tokens) + 1) if n not in set(growth.frontier)]
+        order = [*range(1, done + 1), *growth.frontier, *rest]
+        moved = {0: 0} | {old: new for new, old in enumerate(order, start=1)}
+        growth.parents = [moved[growth.parents[old - 1]] for old in order]
+        growth.tokens = [growth.tokens[old - 1] for old in order]
+        growth.scores = [growth.scores[old - 1] for old in order]
+        growth.depths = [growth.depths[old - 1] for old in order]
+        growth.q_rows = {moved[old]: row for old, row in growth.q_rows.items()}
+        growth.frontier = [moved[old] for old in growth.frontier]
+        growth.state.forwarded = done + len(growth.frontier)
+
+    @staticmethod
+    def _visible(growth: _Growth) -> Tensor:
+        """[frontier, forwarded] bool: each frontier node's ancestors and itself."""
+        mask = torch.zeros(len(growth.frontier), growth.state.forwarded, dtype=torch.bool)
+        rows = [i for i, node in enumerate(growth.frontier) for _ in growth.path(node)]
+        columns = [n - 1 for node in growth.frontier for n in growth.path(node)]
+        mask[rows, columns] = True
+        return mask
+
+    def _tree(self, growths: Sequence[_Growth], roots: Tensor) -> TokenTree:
+        tree = TokenTree.from_parents(
+            roots,
+            [g.parents for g in growths],
+            [g.tokens for g in growths],
+            log_score=[g.scores for g in growths],
+        )
+        if self.config.proposes == "sampled":
+            return tree.with_q(self._q(growths, tree))
+        if self.config.topk > 1:
+            return tree.top(torch.tensor([max(g.budget, 0) for g in growths]))
+        return tree
+
+    def _q(self, growths: Sequence[_Growth], tree: TokenTree) -> SparseQ:
+        probs = torch.zeros(*tree.tokens.shape, self._vocab)  # [B, N, V]
+        for b, growth in enumerate(growths):
+            for node, row in growth.q_rows.items():
+                probs[b, node] = row.to(probs)
+        return SparseQ(ids=None, probs=probs.to(tree.tokens.device), replacement=False)
+
+
+def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: str) -> None:
+    """Refuse a draft whose token ids mean other pieces than the target's.
+
+    Raises:
+        CapabilityError: names the first ids that differ.
+    """
+    asked = f"draft model {name!r} for target {target.name!r}"
+    remedy = "use a draft that was trained with the target's tokenizer"
+    if target.tokenizer is None or tokenizer is None:
+        if vocab_size != target.vocab_size:
+            raise CapabilityError(asked, f"{vocab_size} tokens against {target.vocab_size}", remedy)
+        return
+    ours = {i: piece for piece, i in tokenizer.get_vocab().items()}
+    theirs = {i: piece for piece, i in target.tokenizer.get_vocab().items()}
+    differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differ:
+        shown = ", ".join(f"id {i}: {theirs.get(i)!r} in the target, {ours.get(i)!r} in the draft" for i in differ[:3])
+        raise CapabilityError(asked, f"{len(differ)} token ids mean different pieces ({shown})", remedy)
+    if vocab_size < len(theirs):
+        raise CapabilityError(asked, f"its head has {vocab_size} rows for {len(theirs)} tokens", remedy)

@@ -1,0 +1,187 @@
+"""Prompt lookup: what followed the last few tokens when they stood here before?
+
+Source: prompt lookup decoding (Saxena 2023); LLMA (Yang et al. 2023, arXiv 2304.04487) copies from
+references in the same way. Departures: the index is kept up token by token, so a step never rescans the
+context; a match may run into its own continuation (periodic text); several continuations form a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ..core.tree import TokenTree
+from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .proposal import Proposal, to_tree
+from .registry import DrafterConfig, DrafterContext, option
+
+if TYPE_CHECKING:
+    from ..target.base import TargetInfo
+
+_LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig(DrafterConfig):
+    """Prompt lookup: continues as the last n tokens were continued before. Needs no model."""
+
+    kind: ClassVar[str] = "ngram"
+
+    max_ngram: int = option(4, help="longest run of last tokens that is looked up", minimum=1, maximum=64)
+    min_ngram: int = option(1, help="shortest run of last tokens that is looked up", minimum=1, maximum=64)
+    depth: int = option(8, help="tokens drafted along one continuation", minimum=1, maximum=1024)
+    branches: int = option(1, help="continuations drafted at once, as a tree; 1 drafts a chain", minimum=1, maximum=64)
+
+    def validate(self) -> None:
+        self.require("min_ngram", self.min_ngram <= self.max_ngram, f"must not exceed max_ngram={self.max_ngram}")
+
+    def build(self, context: DrafterContext) -> NgramDrafter:
+        return NgramDrafter(self)
+
+
+class NgramIndex:
+    """Where each n-gram of a growing token list was last seen; O(new tokens) to keep up.
+
+    An occurrence is named by the position that follows it. The n-gram that ends the list is left out until a
+    token follows it, so that every occurrence found has a continuation.
+    """
+
+    __slots__ = ("_earlier", "_indexed", "_latest", "_sizes")
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._earlier: dict[int, list[int]] = {n: [-1] for n in self._sizes}  # by n, by position: the one before
+        self._indexed = 1  # occurrences are known that are followed by positions below this
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what ``tokens`` has grown by."""
+        for follower in range(self._indexed, len(tokens)):
+            for n in self._sizes:
+                before = -1
+                if n <= follower:
+                    ngram = tuple(tokens[follower - n : follower])
+                    before = self._latest.get(ngram, -1)
+                    self._latest[ngram] = follower
+                self._earlier[n].append(before)
+        self._indexed = max(self._indexed, len(tokens))
+
+    def matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(n, follower) for occurrences of the last n tokens, longest n first, most recent first."""
+        for n in self._sizes:
+            if n > len(tokens):
+                continue
+            follower = self._latest.get(tuple(tokens[len(tokens) - n :]), -1)
+            for _ in range(_LOOK_BACK):
+                if follower < 0:
+                    break
+                yield n, follower
+                follower = self._earlier[n][follower]
+
+
+class NgramDrafter:
+    """Drafts the continuation of the most recent occurrence of the longest n-gram that ends the context."""
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+        self.spec = DrafterSpec(
+            name=config.kind, default_budget=config.depth * config.branches, tree=config.branches > 1
+        )
+        self._indices: dict[int, NgramIndex] = {}
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Nothing to prepare: works on token ids."""
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to do: `propose` reads the tokens themselves."""
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """[B, N] trees on the CPU; see `propose_paths`."""
+        proposals = [
+            self.propose_paths(sequence, budget, depth)
+            for sequence, budget, depth in zip(want.sequences, want.budgets, want.max_depths, strict=True)
+        ]
+        return to_tree([sequence.tokens[-1] for sequence in want.sequences], proposals)
+
+    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Draft for one sequence, without a tensor.
+
+        Args:
+            seq: the sequence; tokens that are new since the last call are indexed now.
+            budget: drafted nodes allowed.
+            max_depth: deepest node allowed.
+
+        Returns:
+            A chain, or up to ``branches`` chains that part at the root, best guess first.
+        """
+        depth = min(self.config.depth, max_depth, budget)
+        if depth <= 0:
+            return Proposal()
+        index = self._index(seq)
+        if self.config.branches == 1:
+            return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
+        return _best_of(seq.tokens, self._continuations(seq.tokens, index), depth, budget)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget these sequences."""
+        for key in keys:
+            self._indices.pop(key, None)
+
+    def _index(self, seq: SequenceView) -> NgramIndex:
+        index = self._indices.get(seq.key)
+        if index is None:
+            index = self._indices[seq.key] = NgramIndex(self.config.min_ngram, self.config.max_ngram)
+        index.extend(seq.tokens)
+        return index
+
+    def _continuations(self, tokens: Sequence[int], index: NgramIndex) -> list[tuple[int, int]]:
+        """Up to ``branches`` matches with different next tokens; shorter n-grams fill what longer ones leave."""
+        found: dict[int, tuple[int, int]] = {}
+        for n, follower in index.matches(tokens):
+            found.setdefault(tokens[follower], (n, follower))
+            if len(found) == self.config.branches:
+                break
+        return list(found.values())
+
+
+def _trust(n: int) -> float:
+    """Estimated chance that a match of n tokens continues alike: 1/2, 2/3, 3/4 ... A rule of thumb, used for
+    ranking alone."""
+    return n / (n + 1)
+
+
+def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
+    """``depth`` tokens from ``follower`` on; past the end, what was just copied repeats (periodic text)."""
+    copied = list(tokens[follower : follower + depth])
+    while len(copied) < depth:
+        copied.append(copied[follower - len(tokens)])  # one period back: the period is len(tokens) - follower
+    return copied
+
+
+def _chain(tokens: Sequence[int], n: int, follower: int, depth: int) -> Proposal:
+    step = math.log(_trust(n))
+    return Proposal(_copy(tokens, follower, depth), list(range(depth)), [step * (i + 1) for i in range(depth)])
+
+
+def _best_of(tokens: Sequence[int], matches: list[tuple[int, int]], depth: int, budget: int) -> Proposal:
+    """The ``budget`` best nodes of the matches' chains, which part at the root.
+
+    A branch starts with the chance that all branches before it failed; scores fall along a branch, so the
+    best nodes contain their ancestors.
+    """
+    nodes: list[tuple[float, int, int, int]] = []  # -log score, branch, depth, token
+    left = 0.0  # log of the chance that no earlier branch is right
+    for branch, (n, follower) in enumerate(matches):
+        step = math.log(_trust(n))
+        for level, token in enumerate(_copy(tokens, follower, depth)):
+            nodes.append((-(left + step * (level + 1)), branch, level, token))
+        left += math.log(1 - _trust(n))
+    proposal = Proposal()
+    tip = [0] * len(matches)  # tree index of each branch's deepest node so far
+    for cost, branch, _, token in sorted(nodes)[:budget]:
+        tip[branch] = proposal.add(tip[branch], token, -cost)
+    return proposal

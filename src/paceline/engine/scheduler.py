@@ -1,0 +1,170 @@
+"""Who runs, and with how many rows: one rule for prefill, decoding and speculation.
+
+Every sequence has tokens that are known and tokens whose K/V is computed. Each step lets the second
+number catch up with the first, within a budget of rows. A prompt is caught up with in chunks, a
+decoding sequence is one token behind, and drafts ride on top.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..core.errors import ConfigError
+from ..kv.pool import KVPool
+from ..rounds.base import RunningSequence, Work
+from .budget import DraftBudget
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step."""
+
+    max_sequences: int = 64  # sequences that run at once
+    max_batch_rows: int = 512  # rows of one target pass, drafts included
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_batch_rows"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}={value}", "it must be at least 1", f"leave {name} out for the default")
+
+
+class Scheduler:
+    """First come, first served; the youngest is preempted first.
+
+    Args:
+        pool: where K and V live.
+        config: limits.
+        budget: how many nodes to draft.
+    """
+
+    def __init__(self, pool: KVPool, config: SchedulerConfig, budget: DraftBudget) -> None:
+        self.pool = pool
+        self.config = config
+        self.budget = budget
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []
+        self.preempted: list[RunningSequence] = []  # since the engine last looked
+
+    def add(self, sequence: RunningSequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequences: Iterable[RunningSequence]) -> None:
+        """Take sequences out, finished or aborted, and free what they hold."""
+        gone = set(map(id, sequences))
+        for sequence in self.running:
+            if id(sequence) in gone and sequence.cache is not None:
+                sequence.cache.release()
+                sequence.cache = None
+        self.running = [s for s in self.running if id(s) not in gone]
+        self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+
+    def schedule(self) -> list[Work]:
+        """The rows of the next step. Every work's cache has its rows reserved."""
+        rows: dict[int, int] = {}
+        left = self.config.max_batch_rows
+        for sequence in list(self.running):
+            if sequence.cache is None or left == 0:  # preempted a moment ago, or no room in this step
+                continue
+            wanted = min(sequence.pending, left)
+            if self._reserve(sequence, wanted, rows):
+                rows[id(sequence)] = wanted
+                left -= wanted
+        left = self._admit(rows, left)
+        return self._with_drafts([s for s in self.running if id(s) in rows], rows, left)
+
+    def _reserve(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
+        """Reserve pending rows, preempting younger sequences, or this one, if the pool is full."""
+        assert sequence.cache is not None
+        if sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
+            for other in self.running:
+                if other.cache is not None:
+                    other.cache.trim()
+        while sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            rows.pop(id(victim), None)
+            if victim is sequence:
+                return False
+        sequence.cache.reserve(wanted)
+        return True
+
+    def _preempt(self, sequence: RunningSequence) -> None:
+        """Give a sequence's blocks back; it waits in front and recomputes (or finds) its K/V later."""
+        assert sequence.cache is not None
+        self.running.remove(sequence)
+        sequence.cache.release()
+        sequence.cache = None
+        sequence.state.stats.preemptions += 1
+        self.waiting.appendleft(sequence)
+        self.preempted.append(sequence)
+
+    def _admit(self, rows: dict[int, int], left: int) -> int:
+        """Start waiting sequences in their order while there is room. Returns the rows left."""
+        later: list[RunningSequence] = []
+        # What was preempted in this step must not displace anything in the same step.
+        while self.waiting and left > 0 and len(self.running) < self.config.max_sequences and not self.preempted:
+            sequence = self.waiting.popleft()
+            if self._sibling_computes(sequence):
+                later.append(sequence)
+                continue
+            sequence.cache = self.pool.open(sequence.view.tokens, reuse=sequence.params.prompt_logprobs is None)
+            wanted = min(sequence.pending, left)
+            # A block of headroom for each running sequence, lest the newcomer be preempted at once.
+            spare = self.pool.allocator.num_free - sequence.cache.blocks_short(wanted)
+            if spare < len(self.running):
+                sequence.cache.release()
+                sequence.cache = None
+                self.waiting.appendleft(sequence)
+                break
+            sequence.cache.reserve(wanted)
+            stats = sequence.state.stats
+            if not stats.passes:
+                stats.cached_prompt_tokens = sequence.cache.reused
+            self.running.append(sequence)
+            rows[id(sequence)] = wanted
+            left -= wanted
+        self.waiting.extendleft(reversed(later))
+        return left
+
+    def _sibling_computes(self, sequence: RunningSequence) -> bool:
+        """Whether another sample of the same request is still computing the prompt that both share."""
+        if sequence.state.index == 0 or sequence.params.prompt_logprobs is not None:
+            return False
+        return any(
+            other.state.request is sequence.state.request
+            and other.cache is not None
+            and other.pending > 1
+            and other.view.prompt_len > self.pool.block_size
+            for other in self.running
+        )
+
+    def _with_drafts(self, sequences: list[RunningSequence], rows: dict[int, int], left: int) -> list[Work]:
+        generating = sum(rows[id(s)] == s.pending for s in sequences)
+        works = []
+        for sequence in sequences:
+            depth = self._max_depth(sequence)
+            budget = 0
+            if sequence.pending == 1 and depth > 0:
+                budget = self._affordable(sequence, min(self.budget.nodes(sequence, generating), left))
+                left -= budget
+            works.append(Work(sequence, rows[id(sequence)], budget, depth))
+        return works
+
+    def _max_depth(self, sequence: RunningSequence) -> int:
+        """Deepest node that can still come out, with one token of the target's own behind it."""
+        room = sequence.max_len - len(sequence.view.tokens)
+        return max(0, min(sequence.state.checker.remaining, room) - 1)
+
+    def _affordable(self, sequence: RunningSequence, budget: int) -> int:
+        """Reserve as many drafted nodes as the pool has free blocks for. Drafts never preempt."""
+        cache = sequence.cache
+        assert cache is not None
+        rows = cache.reserved
+        room = cache.capacity - cache.committed + self.pool.allocator.num_free * self.pool.block_size
+        budget = max(0, min(budget, room - rows))
+        cache.reserve(rows + budget)
+        return budget

@@ -1,0 +1,143 @@
+"""Which blocks of the pool are free, shared, or kept for a prompt that may come again.
+
+    every block is in exactly one state:
+        used    refs > 0                     held by one or more sequences
+        cached  refs = 0, content published  evictable, least recently used first
+        empty   refs = 0, nothing published
+
+A published block is found again by its content: the id of the content before it and its own tokens,
+compared exactly (no hash is trusted, so two prompts can never be confused).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ..core.errors import PoolFullError
+
+ContentKey = tuple[int, tuple[int, ...]]  # (content id of the previous block, this block's tokens)
+
+ROOT_CONTENT = 0  # what stands before the first block of every sequence
+
+
+class BlockAllocator:
+    """Hands out blocks, next to one another where it can.
+
+    A sequence whose blocks are consecutive is read as one slice, without a gather; so a sequence grows
+    into the block after its last one, and a new sequence starts where the most room is.
+
+    Args:
+        num_blocks: blocks in the pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._empty = bytearray(b"\x01" * num_blocks)  # 1: empty; searched for long runs
+        self._num_empty = num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._content_of: dict[int, tuple[ContentKey, int]] = {}  # block -> its key and content id
+        self._block_of: dict[ContentKey, int] = {}
+        self._next_content = ROOT_CONTENT + 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now: empty and cached ones."""
+        return self._num_empty + len(self._cached)
+
+    def allocate(self, after: int | None) -> int:
+        """One block with one reference: the one behind ``after`` if it is free.
+
+        Raises:
+            PoolFullError: no block is free.
+        """
+        if self.num_free == 0:
+            raise PoolFullError(f"all {self.num_blocks} blocks of the K/V pool are in use")
+        block = self._pick(after)
+        if self._empty[block]:
+            self._empty[block] = 0
+            self._num_empty -= 1
+        else:
+            self._evict(block)
+        self._refs[block] = 1
+        return block
+
+    def _pick(self, after: int | None) -> int:
+        following = -1 if after is None else after + 1
+        if 0 <= following < self.num_blocks and (self._empty[following] or (not self._num_empty and following in self._cached)):
+            return following
+        if self._num_empty:
+            return self._roomiest()
+        return next(iter(self._cached))
+
+    def _roomiest(self) -> int:
+        """Start of the longest empty run; its middle if a sequence in front of it may want to grow."""
+        run = max(re.finditer(b"\x01+", self._empty), key=lambda found: found.end() - found.start())
+        start, stop = run.span()
+        return start + (stop - start) // 2 if start and self._refs[start - 1] else start
+
+    def _evict(self, block: int) -> None:
+        del self._cached[block]
+        key, _ = self._content_of.pop(block)
+        del self._block_of[key]
+
+    def share(self, block: int) -> None:
+        """One more reference to a used or cached block."""
+        if self._refs[block] == 0:
+            del self._cached[block]
+        self._refs[block] += 1
+
+    def free(self, block: int) -> None:
+        """One reference less; without any, a published block stays findable until it is evicted."""
+        self._refs[block] -= 1
+        if self._refs[block]:
+            return
+        if block in self._content_of:
+            self._cached[block] = None
+        else:
+            self._empty[block] = 1
+            self._num_empty += 1
+
+    def publish(self, block: int, before: int, tokens: Sequence[int]) -> int:
+        """Make a full block findable by its content.
+
+        Args:
+            block: the block that holds K and V of ``tokens``.
+            before: content id of the block in front of it (`ROOT_CONTENT` for the first).
+            tokens: its tokens, exactly one block of them.
+
+        Returns:
+            The content id. Where another block already holds this content, that one stays the one found.
+        """
+        key = (before, tuple(tokens))
+        holder = self._block_of.get(key)
+        if holder is not None:
+            return self._content_of[holder][1]
+        if block in self._content_of:  # cannot hold two contents: positions are written once
+            raise AssertionError(f"block {block} is published already")
+        content = self._next_content
+        self._next_content += 1
+        self._block_of[key] = block
+        self._content_of[block] = (key, content)
+        return content
+
+    def find(self, before: int, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """(block, content id) of a published block, or None."""
+        block = self._block_of.get((before, tuple(tokens)))
+        return None if block is None else (block, self._content_of[block][1])
+
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
+        """Assert that used + cached + empty blocks are all blocks, given every sequence's block table."""
+        refs = [0] * self.num_blocks
+        for table in held:
+            for block in table:
+                refs[block] += 1
+        assert refs == self._refs, "a block's references differ from the tables that hold it"
+        for block in range(self.num_blocks):
+            states = (self._refs[block] > 0) + (block in self._cached) + bool(self._empty[block])
+            assert states == 1, f"block {block} is in {states} states"
+        assert self._num_empty == sum(self._empty)
+        assert all(block in self._content_of for block in self._cached)
+        assert all(self._content_of[block][0] == key for key, block in self._block_of.items())

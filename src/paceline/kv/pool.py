@@ -1,0 +1,235 @@
+"""The paged K/V pool: one a device, one view of it a sequence.
+
+    a sequence's logical positions
+
+        0 ............... committed | committed .... committed + reserved | room left in the last block
+        K/V of tokens that are      | the speculative region: pending     |
+        part of the answer          | tokens, then the draft tree's nodes |
+
+`reserve` opens the region for one forward pass, `commit` keeps some of its rows (a length bump for a
+chain, a compaction for a tree), `rollback` forgets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError, PoolFullError
+from .blocks import ROOT_CONTENT, BlockAllocator
+
+# Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
+PADDING_SLOTS = 64
+
+
+class KVPool:
+    """K and V of all sequences, in blocks of ``block_size`` slots.
+
+    Args:
+        num_layers: layers that have K and V.
+        kv_heads: K/V heads a layer.
+        head_dim: width of a head.
+        num_tokens: slots wanted; rounded up to whole blocks.
+        dtype, device: of the tensors.
+        block_size: slots a block.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int = 16,
+    ) -> None:
+        num_blocks = -(-num_tokens // block_size)
+        if num_blocks < 1:
+            raise ConfigError(f"a K/V pool of {num_tokens} tokens", "it holds no block", "raise kv_memory")
+        self.block_size = block_size
+        self.num_tokens = num_blocks * block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.sequences: set[SequenceCache] = set()
+        # Zeros, not empty: a masked key is multiplied by weight 0, and 0 * NaN would not be 0.
+        shape = (num_layers, self.num_tokens + PADDING_SLOTS, kv_heads, head_dim)
+        self._k = torch.zeros(shape, dtype=dtype, device=device)  # [layers, slots, kv_heads, head_dim]
+        self._v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = list(self._k.unbind(0))  # one a layer: [slots, kv_heads, head_dim]
+        self.v = list(self._v.unbind(0))
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that K and V of one token take."""
+        return 2 * num_layers * kv_heads * head_dim * dtype.itemsize
+
+    def open(self, tokens: Sequence[int] = (), reuse: bool = True) -> SequenceCache:
+        """A new sequence, which starts with the longest published prefix of ``tokens``.
+
+        At least one token is left to compute, since a sequence needs the output of its last token.
+
+        Args:
+            tokens: what the sequence begins with.
+            reuse: False where every token must be computed (prompt log-probabilities).
+        """
+        sequence = SequenceCache(self)
+        self.sequences.add(sequence)
+        if reuse:
+            sequence._adopt(tokens)
+        return sequence
+
+    def cached_prefix(self, tokens: Sequence[int]) -> int:
+        """How many leading ``tokens`` a new sequence would find computed."""
+        return len(self._lookup(tokens)) * self.block_size
+
+    def _lookup(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """(block, content id) of every published block at the front of ``tokens``."""
+        found: list[tuple[int, int]] = []
+        content = ROOT_CONTENT
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            hit = self.allocator.find(content, tokens[start : start + self.block_size])
+            if hit is None:
+                break
+            found.append(hit)
+            content = hit[1]
+        return found
+
+    def commit(self, kept: Sequence[tuple[SequenceCache, Sequence[int]]]) -> None:
+        """Keep rows of several sequences' speculative regions and drop the others.
+
+        Args:
+            kept: for each sequence the rows to keep, ascending, counted from its committed length.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        for sequence, rows in kept:
+            for index, row in enumerate(rows):
+                if row != index:
+                    sources.append(sequence._slot(sequence.committed + row))
+                    targets.append(sequence._slot(sequence.committed + index))
+            sequence._advance(len(rows))
+        if sources:
+            # index_select copies before the write, so overlapping ranges are safe.
+            source = torch.tensor(sources, device=self._k.device)
+            target = torch.tensor(targets, device=self._k.device)
+            for cache in (self._k, self._v):
+                cache.index_copy_(1, target, cache.index_select(1, source))
+
+    def check_idle(self) -> None:
+        """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
+        assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"
+        assert self.allocator.num_free == self.allocator.num_blocks, "blocks were lost"
+
+    def check_integrity(self) -> None:
+        """Assert the standing invariants of pool, tables and allocator."""
+        for sequence in self.sequences:
+            assert 0 <= sequence.committed <= sequence.capacity
+            assert sequence.committed + sequence.reserved <= sequence.capacity
+        self.allocator.check_integrity([sequence.blocks for sequence in self.sequences])
+
+
+class SequenceCache:
+    """One sequence's view of the pool: a block table and the length that is committed."""
+
+    __slots__ = ("pool", "blocks", "committed", "reserved", "reused", "_contiguous", "_slots", "_content", "_published")
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.blocks: list[int] = []
+        self.committed = 0  # tokens whose K/V is kept
+        self.reserved = 0  # rows of the speculative region
+        self.reused = 0  # tokens found in the pool when the sequence was opened
+        self._contiguous = True
+        self._slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
+        self._content = ROOT_CONTENT  # content id of the last published block
+        self._published = 0  # blocks published or adopted
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the blocks that the sequence holds."""
+        return len(self.blocks) * self.pool.block_size
+
+    def _adopt(self, tokens: Sequence[int]) -> None:
+        for block, content in self.pool._lookup(tokens):
+            self.pool.allocator.share(block)
+            self._append(block)
+            self._content = content
+        self._published = len(self.blocks)
+        self.committed = self.reused = self.capacity
+
+    def _append(self, block: int) -> None:
+        if self.blocks and block != self.blocks[-1] + 1:
+            self._contiguous = False
+        self.blocks.append(block)
+        self._slots = None
+
+    def blocks_short(self, rows: int) -> int:
+        """Blocks still to be allocated before ``rows`` rows can be reserved."""
+        size = self.pool.block_size
+        return max(0, -(-(self.committed + rows) // size) - len(self.blocks))
+
+    def reserve(self, rows: int) -> None:
+        """Open the speculative region: ``rows`` rows behind the committed ones.
+
+        Raises:
+            PoolFullError: not enough free blocks; nothing was changed.
+        """
+        short = self.blocks_short(rows)
+        allocator = self.pool.allocator
+        if short > allocator.num_free:
+            raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
+        for _ in range(short):
+            self._append(allocator.allocate(self.blocks[-1] if self.blocks else None))
+        self.reserved = rows
+
+    def rollback(self) -> None:
+        """Forget the speculative region; its blocks stay for the next one."""
+        self.reserved = 0
+
+    def trim(self) -> None:
+        """Give back blocks behind the reserved region (memory is short)."""
+        needed = -(-(self.committed + self.reserved) // self.pool.block_size)
+        while len(self.blocks) > needed:
+            self.pool.allocator.free(self.blocks.pop())
+            self._slots = None
+        self._contiguous = all(b == self.blocks[0] + i for i, b in enumerate(self.blocks))
+
+    def _advance(self, rows: int) -> None:
+        assert rows <= self.reserved, f"{rows} rows kept of {self.reserved} reserved"
+        self.committed += rows
+        self.reserved = 0
+
+    def _slot(self, position: int) -> int:
+        size = self.pool.block_size
+        return self.blocks[position // size] * size + position % size
+
+    def slots(self, start: int, stop: int) -> slice | Tensor:
+        """Slots of the logical positions start .. stop - 1: a slice where they are contiguous."""
+        if self._contiguous:
+            base = self.blocks[0] * self.pool.block_size if self.blocks else 0
+            return slice(base + start, base + stop)
+        if self._slots is None:
+            size = self.pool.block_size
+            blocks = torch.tensor(self.blocks)[:, None] * size + torch.arange(size)
+            self._slots = blocks.reshape(-1).to(self.pool._k.device)
+        return self._slots[start:stop]
+
+    def publish(self, tokens: Sequence[int]) -> None:
+        """Make the committed full blocks findable; ``tokens`` are the sequence's, from its first on."""
+        size = self.pool.block_size
+        while (self._published + 1) * size <= self.committed:
+            start = self._published * size
+            self._content = self.pool.allocator.publish(
+                self.blocks[self._published], self._content, tokens[start : start + size]
+            )
+            self._published += 1
+
+    def release(self) -> None:
+        """Give all blocks back. Published ones can be found again until they are evicted."""
+        for block in reversed(self.blocks):
+            self.pool.allocator.free(block)
+        self.blocks.clear()
+        self.committed = self.reserved = 0
+        self.pool.sequences.discard(self)

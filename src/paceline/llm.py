@@ -1,0 +1,513 @@
+"""The Python entry: ``LLM`` for batches and streams, ``AsyncLLM`` for event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .attention import make_backend
+from .core.errors import CapabilityError, ConfigError
+from .core.request import Origin, RequestOutput
+from .core.sampling import SamplingParams
+from .drafters import registry
+from .drafters.base import Drafter
+from .drafters.registry import DrafterConfig, DrafterContext
+from .engine.budget import FixedBudget
+from .engine.engine import Engine, EngineLimits, LiveRequest
+from .engine.scheduler import SchedulerConfig
+from .engine.tokens import Prompt, chat_ids, decode_steps, encode
+from .kv.pool import KVPool
+from .rounds import make_round
+from .target.decoder import Decoder
+from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, str]  # {"role": .., "content": ..}
+DEFAULT_KV_BYTES = 512 * 2**20
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def _option(default: Any, text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig:
+    """Everything that can be said about a model at start-up."""
+
+    model: str = field(metadata={"help": "embedded model, folder or hub name"})
+    drafter: str | DrafterConfig | None = _option(None, "who guesses: name, name:model, or name:model,option=value")
+    round: str = _option("serial", "when guessing and checking happen")
+    verifier: str = _option("sample_and_match", "sample_and_match, rejection or block (for drafts that carry q)")
+    budget: int | None = _option(None, "drafted nodes a step; 0: plain decoding; default: the drafter's own size")
+    dtype: str = _option("auto", "auto (the checkpoint's), bfloat16, float32, float64 or int8")
+    device: str = _option("cpu", "cpu or cuda")
+    exact: bool = _option(False, "ids never depend on batch, chunking, prefix hits, preemption or the drafter")
+    attention: str = _option("auto", "auto, sdpa or reference")
+    kv_memory: str | int | None = _option(None, "bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
+    max_model_len: int | None = _option(None, "most tokens of prompt and output; default: the model's context")
+    max_sequences: int = _option(64, "sequences that run at once")
+    max_batch_rows: int = _option(512, "rows of one target pass; longer prompts are computed in chunks")
+    threads: int | None = _option(None, "CPU threads; default: torch's choice")
+    revision: str | None = _option(None, "branch, tag or commit on the hub")
+    offline: bool = _option(False, "fetch nothing from the hub")
+    trust_remote_code: bool = _option(False, "refused: Paceline never runs a checkpoint's code", cli=False)
+
+    def __post_init__(self) -> None:
+        if self.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code=True",
+                "Paceline never runs code that comes with a checkpoint",
+                "leave it out; the supported families need none",
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads={self.threads}", "at least one thread is needed", "leave it out for the default")
+        if self.budget is not None and self.budget > 0 and self.drafter is None:
+            raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its tokenizer."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Any  # None for a folder without one
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is new in a streamed answer."""
+
+    index: int  # sample index
+    text: str
+    token_ids: list[int]
+    origins: list[Origin]  # of each new token: drafted or target
+    finished: bool  # of this sample
+    output: RequestOutput  # all there is so far
+
+
+def parse_bytes(value: str | int) -> int:
+    """Bytes from a number or from text such as ``512MiB`` or ``2GB``.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value.lower())
+    if match is None:
+        raise ConfigError(f"kv_memory={value!r}", "not a size", "write bytes, or a number with MiB or GiB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+class LLM:
+    """A model ready to answer.
+
+    Args:
+        model: an embedded model's name, a local Hugging Face folder, or a hub name.
+        options: the fields of `LLMConfig`.
+
+    Raises:
+        ConfigError: an option, file or combination that cannot be used; raised before any request.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = _config(model, options)
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self._target = _load(self.config, self.config.model, self.config.dtype, self.config.exact)
+        self.tokenizer = self._target.tokenizer
+        self.engine = _build_engine(self.config, self._target)
+
+    # -- answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, together where there is room.
+
+        Args:
+            prompts: one or many; text, or ``{"prompt_token_ids": [...]}``.
+            params: one for all, or one a prompt; default: `SamplingParams()`.
+            progress: called with the number of answers that are done.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            ConfigError: a prompt or parameters that cannot be used; no answer was begun then.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = _per_prompt(params, len(many))
+        encoded = [encode(prompt, self.tokenizer) for prompt in many]
+        return self._run([(ids, text, p) for (ids, text), p in zip(encoded, each, strict=True)], progress)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, stream: bool = False
+    ) -> Any:
+        """Answer a conversation: a list with one output, or with ``stream=True`` an iterator of `Chunk`.
+
+        Raises:
+            ConfigError: the model has no chat template, or the template refuses the messages.
+        """
+        ids, text = chat_ids(messages, self.tokenizer, self.config.model)
+        if stream:
+            return self._stream(ids, text, params or SamplingParams())
+        return self._run([(ids, text, params or SamplingParams())], None)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Answer one prompt piece by piece. Leaving the iterator early ends the request."""
+        ids, text = encode(prompt, self.tokenizer)
+        return self._stream(ids, text, params or SamplingParams())
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request that is in flight; what it has so far, or None if there is no such request."""
+        return self.engine.abort(request_id)
+
+    def _run(
+        self, jobs: Sequence[tuple[list[int], str | None, SamplingParams]], progress: Callable[[int], None] | None
+    ) -> list[RequestOutput]:
+        order: list[str] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for ids, text, params in jobs:
+                order.append(self.engine.submit(ids, params, prompt=text))
+            while len(done) < len(order):
+                for live in self.engine.step():
+                    if live.finished and live.request.id in order:
+                        done[live.request.id] = self.engine.output(live)
+                        if progress:
+                            progress(len(done))
+        except BaseException:
+            for request_id in order:
+                self.engine.abort(request_id)
+            raise
+        return [done[request_id] for request_id in order]
+
+    def _stream(self, ids: list[int], text: str | None, params: SamplingParams) -> Iterator[Chunk]:
+        request_id = self.engine.submit(ids, params, prompt=text)
+        live = self.engine.live[request_id]
+        sent = _Sent(params.n)
+
+        def chunks() -> Iterator[Chunk]:
+            try:
+                while not live.finished:
+                    if live in self.engine.step():
+                        yield from sent.news(self.engine, live)
+            finally:
+                self.engine.abort(request_id)
+
+        return chunks()
+
+
+class _Sent:
+    """What of each sample was streamed already."""
+
+    def __init__(self, samples: int) -> None:
+        self._tokens = [0] * samples
+        self._chars = [0] * samples
+        self._done = [False] * samples
+
+    def news(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
+        """One chunk for every sample with something new."""
+        output = engine.output(live)
+        chunks = []
+        for i, completion in enumerate(output.outputs):
+            ended = completion.finish_reason is not None
+            fresh = completion.token_ids[self._tokens[i] :]
+            if self._done[i] or not (fresh or ended):
+                continue
+            chunks.append(
+                Chunk(
+                    index=i,
+                    text=completion.text[self._chars[i] :],
+                    token_ids=fresh,
+                    origins=completion.origins[self._tokens[i] :],
+                    finished=ended,
+                    output=output,
+                )
+            )
+            self._tokens[i], self._chars[i] = len(completion.token_ids), len(completion.text)
+            self._done[i] = ended
+        return chunks
+
+
+class AsyncLLM:
+    """`LLM` for event loops: requests of many tasks share the engine's batches.
+
+    The engine runs in a thread of its own, which sleeps while nothing is in flight. Call `close` (or use
+    ``async with``) when done.
+
+    Args:
+        model, options: as for `LLM`.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._llm = LLM(model, **options)
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[str, Callable[[LiveRequest | Exception], None]] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="paceline-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._llm.tokenizer
+
+    @property
+    def config(self) -> LLMConfig:
+        """What the model was started with."""
+        return self._llm.config
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """The whole answer to one prompt."""
+        output: RequestOutput | None = None
+        async for chunk in self.stream(prompt, params):
+            output = chunk.output
+        assert output is not None
+        return output
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """Chunks as they come. Leaving the iterator, or cancelling the task, ends the request.
+
+        Raises:
+            ConfigError: the prompt or the parameters cannot be used (on the first ``await``).
+        """
+        ids, text = encode(prompt, self.tokenizer)
+        return self._stream(ids, text, params or SamplingParams())
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """Chunks of the answer to a conversation."""
+        ids, text = chat_ids(messages, self.tokenizer, self.config.model)
+        return self._stream(ids, text, params or SamplingParams())
+
+    async def _stream(self, ids: list[int], text: str | None, params: SamplingParams) -> AsyncIterator[Chunk]:
+        if self._closed:
+            raise ConfigError("a request to a closed AsyncLLM", "its engine has stopped", "make a new AsyncLLM")
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
+        sent = _Sent(params.n)
+        request_ids: list[str] = []
+
+        def tell(news: LiveRequest | Exception) -> None:  # in the engine's thread
+            item = news if isinstance(news, Exception) else sent.news(self._llm.engine, news)
+            loop.call_soon_threadsafe(inbox.put_nowait, item)
+
+        def submit() -> None:  # in the engine's thread
+            try:
+                request_id = self._llm.engine.submit(ids, params, prompt=text)
+            except Exception as error:
+                loop.call_soon_threadsafe(inbox.put_nowait, error)
+                return
+            request_ids.append(request_id)
+            self._listeners[request_id] = tell
+
+        def abort() -> None:  # in the engine's thread, after submit
+            for request_id in request_ids:
+                self._listeners.pop(request_id, None)
+                self._llm.engine.abort(request_id)
+
+        self._orders.put(submit)
+        open_samples = params.n
+        try:
+            while open_samples:
+                item = await inbox.get()
+                if isinstance(item, Exception):
+                    raise item
+                for chunk in item:
+                    open_samples -= chunk.finished
+                    yield chunk
+        finally:
+            self._orders.put(abort)
+
+    def _loop(self) -> None:
+        engine = self._llm.engine
+        while True:
+            # With work at hand, take what was ordered and go on; without, sleep until something is.
+            while not engine.busy or not self._orders.empty():
+                order = self._orders.get()
+                if order is None:
+                    return
+                order()
+            try:
+                touched = engine.step()
+            except Exception as error:  # a fault of the engine itself: every request must hear of it
+                log.exception("the engine failed; all requests in flight are ended")
+                self._fail_all(error)
+                continue
+            for live in touched:
+                listener = self._listeners.get(live.request.id)
+                if listener is not None:
+                    listener(live)
+                if live.finished:
+                    self._listeners.pop(live.request.id, None)
+
+    def _fail_all(self, error: Exception) -> None:
+        engine = self._llm.engine
+        for request_id in list(engine.live):
+            listener = self._listeners.pop(request_id, None)
+            engine.abort(request_id)
+            if listener is not None:
+                listener(error)
+
+    def close(self) -> None:
+        """Stop the engine's thread. Requests in flight are ended with an error."""
+        if self._closed:
+            return
+        self._closed = True
+
+        def end() -> None:
+            self._fail_all(ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers"))
+
+        self._orders.put(end)
+        self._orders.put(None)
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
+# -- putting the parts together
+
+
+def _config(model: str, options: dict[str, Any]) -> LLMConfig:
+    known = LLMConfig.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            near = ", ".join(sorted(known))
+            raise ConfigError(f"LLM(..., {name}=...)", "there is no such option", f"known options: {near}")
+    return LLMConfig(model=str(model), **options)
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} SamplingParams for {count} prompts", "the counts differ", "give one a prompt")
+    return list(params)
+
+
+def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
+    revision = config.revision if name == config.model else None
+    folder = resolve_folder(name, revision=revision, offline=config.offline)
+    kind, quant = parse_dtype(dtype, read_config(folder))
+    backend = config.attention
+    if backend == "auto":
+        backend = "reference" if kind == torch.float64 else "sdpa"
+    if exact and backend == "reference" and kind != torch.float64:
+        raise CapabilityError(
+            "exact=True with attention='reference'",
+            "the dense reference does not keep a row's order of summation",
+            "use attention='sdpa'",
+        )
+    attention = make_backend(backend, kind, exact=exact)
+    decoder = load_model(
+        folder, attention=attention, dtype="int8" if quant else kind, device=config.device, exact=exact
+    )
+    files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
+    tokenizer = load_tokenizer(folder) if any(f.is_file() for f in files) else None
+    return LoadedModel(name, decoder, tokenizer, folder)
+
+
+def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
+    decoder = target.decoder
+    drafter = _build_drafter(config, target)
+    if config.exact and config.verifier != "sample_and_match":
+        raise CapabilityError(
+            f"exact=True with verifier={config.verifier!r}",
+            "its ids depend on the drafter by design",
+            "use verifier='sample_and_match'",
+        )
+    max_model_len = _max_model_len(config, decoder)
+    scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
+    pool = _make_pool(config, decoder, max_model_len)
+    if drafter is not None:
+        info = decoder.info(target.name, target.tokenizer)
+        drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
+    budget = _make_budget(config, drafter)
+    round_ = make_round(config.round, target=decoder, pool=pool, drafter=drafter, verifier=config.verifier)
+    limits = EngineLimits(
+        vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
+    )
+    return Engine(round_, pool, limits, scheduler, budget, decode_steps(target.tokenizer))
+
+
+def _build_drafter(config: LLMConfig, target: LoadedModel) -> Drafter | None:
+    chosen = registry.parse(config.drafter)
+    if chosen is None:
+        return None
+
+    def load(name: str, dtype: str) -> LoadedModel:
+        wanted = str(target.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        return _load(config, name, wanted, exact=False)
+
+    context = DrafterContext(
+        load_model=load,
+        dtype=target.decoder.dtype,
+        device=parse_device(config.device),
+        offline=config.offline,
+        revision=config.revision,
+    )
+    return registry.build(chosen, context)
+
+
+def _make_budget(config: LLMConfig, drafter: Drafter | None) -> FixedBudget:
+    if drafter is None:
+        return FixedBudget(size=0, why="no drafter was named")
+    if config.budget is not None:
+        return FixedBudget(size=config.budget, why="budget=0")
+    why = f"drafter {drafter.spec.name!r} drafts nothing by default"
+    return FixedBudget(size=drafter.spec.default_budget, why=why)
+
+
+def _max_model_len(config: LLMConfig, decoder: Decoder) -> int:
+    context = decoder.config.max_position
+    wanted = config.max_model_len
+    if wanted is None:
+        return context
+    if wanted < 2:
+        raise ConfigError(f"max_model_len={wanted}", "a prompt and an answer take two tokens", "give 2 or more")
+    if wanted > context:
+        note = f" ({decoder.config.max_position_note})" if decoder.config.max_position_note else ""
+        raise ConfigError(
+            f"max_model_len={wanted}", f"{config.model} has {context} positions{note}", f"give {context} or less"
+        )
+    return wanted
+
+
+def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int) -> KVPool:
+    shape = decoder.config
+    per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
+    # One sequence alone must always fit, with its last token's row.
+    least = max_model_len + 1
+    if config.kv_memory is None:
+        most = (max_model_len + 1) * config.max_sequences
+        tokens = max(least, min(most, DEFAULT_KV_BYTES // per_token))
+    else:
+        tokens = parse_bytes(config.kv_memory) // per_token
+        if tokens < least:
+            raise ConfigError(
+                f"kv_memory={config.kv_memory}",
+                f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
+                f"give {least * per_token} bytes or more, or a smaller max_model_len",
+            )
+    return KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, tokens, decoder.dtype, decoder.device)

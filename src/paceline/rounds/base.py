@@ -1,0 +1,95 @@
+"""The contract of a round, and the running sequence that engine and rounds share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..core.request import Logprob, SequenceState
+from ..core.sampling import SamplingParams
+from ..drafters.base import SequenceView
+from ..kv.pool import SequenceCache
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """One of a request's n samples, from submission to its last token."""
+
+    state: SequenceState  # request, output, stop rules, statistics
+    view: SequenceView  # tokens, prompt length, sampler: what a drafter may see
+    max_len: int  # prompt and output together cannot grow beyond this
+    cache: SequenceCache | None = None  # None while waiting
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)  # [0] is None: nothing before it
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's parameters."""
+        return self.state.request.params
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose K/V is not computed yet: the rest of the prompt, or the root alone."""
+        return len(self.view.tokens) - (self.cache.committed if self.cache else 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token is out."""
+        return self.state.finished
+
+    def emit(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[dict[int, Logprob]] | None) -> int:
+        """Append what the target chose, cut where a stop rule says so.
+
+        Args:
+            tokens: accepted drafts, then the target's own next token.
+            drafted: how many of them were drafted.
+            logprobs: one a token, where the request asked for them.
+
+        Returns:
+            How many tokens were kept; the rest was never said.
+        """
+        kept = self.state.accept(tokens, drafted, logprobs)
+        self.view.tokens.extend(tokens[:kept])
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one sequence does in one step. Its cache has room reserved for all of it."""
+
+    sequence: RunningSequence
+    rows: int  # pending tokens to compute now
+    budget: int  # drafted nodes allowed
+    max_depth: int  # deepest useful node (max_tokens, context)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the step reaches the last known token, so that a new one comes out."""
+        return self.rows == self.sequence.pending
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of one step."""
+
+    emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many
+    draft_ms: float
+    verify_ms: float
+    host_ms: float
+
+
+class Round(Protocol):
+    """When guessing and checking happen."""
+
+    name: str
+
+    def step(self, works: Sequence[Work]) -> StepResult:
+        """One target pass over the rows of ``works``, with whatever drafting belongs to it.
+
+        Tokens, caches, statistics and the drafter's state are updated when it returns.
+        """
+        ...
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """The sequences ended or were preempted: let the drafter forget them."""
+        ...

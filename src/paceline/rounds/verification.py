@@ -1,0 +1,124 @@
+"""From packed logits to verdicts: the verifiers that a user can name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..core import verify
+from ..core.errors import CapabilityError, ConfigError
+from ..core.tree import TokenTree
+from ..core.verify import VerifyOutcome
+from ..drafters.base import DrafterSpec, SequenceView
+
+# (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> outcome
+Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], VerifyOutcome]
+
+
+def choose_packed(
+    sequences: Sequence[SequenceView], counts: Sequence[int], logits: Tensor, tree: TokenTree | None
+) -> Tensor:
+    """The target's own choice after every row, as plain decoding would make it.
+
+    Args:
+        sequences: [B].
+        counts: [B] rows (nodes) of each.
+        logits: [sum of counts, V] raw.
+        tree: the nodes' ancestors; None where every sequence has its root alone.
+
+    Returns:
+        [sum of counts] int64.
+    """
+    if all(s.sampler.plain for s in sequences):
+        return logits.argmax(dim=-1)
+    if tree is None:
+        parts = [s.sampler.choose(logits[i : i + 1], None, [len(s.tokens)]) for i, s in enumerate(sequences)]
+        return torch.cat(parts)
+    depths = tree.depths().tolist()
+    paths = tree.path_tokens()
+    parts = []
+    start = 0
+    for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        rows = logits[start : start + count]
+        positions = [len(sequence.tokens) + depth for depth in depths[index][:count]]
+        parts.append(sequence.sampler.choose(rows, paths[index, :count], positions))
+        start += count
+    return torch.cat(parts)
+
+
+def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+    """Sample from the target at every node, then walk the tree along the samples."""
+    counts = tree.num_nodes.tolist()
+    picks = choose_packed(sequences, counts, logits, tree)
+    if len(counts) == 1:
+        return verify.sample_and_match(tree, picks[None, :])
+    chosen = torch.zeros(tree.tokens.shape, dtype=torch.int64, device=picks.device)
+    chosen[_real(tree, picks.device)] = picks
+    return verify.sample_and_match(tree, chosen)
+
+
+def _real(tree: TokenTree, device: torch.device) -> Tensor:
+    """[B, N] bool: which entries are nodes."""
+    width = tree.tokens.shape[1]
+    return torch.arange(width, device=device) < tree.num_nodes.to(device)[:, None]
+
+
+def _against_q(rule: Callable[..., VerifyOutcome]) -> Verifier:
+    """A verifier that weighs p against the q that the drafts were drawn from."""
+
+    def verifier(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+        counts = tree.num_nodes.tolist()
+        depths = tree.depths().tolist()
+        paths = tree.path_tokens()
+        p = logits.new_zeros((*tree.tokens.shape, logits.shape[-1]))  # [B, N, V]
+        uniform = torch.ones(tree.tokens.shape, dtype=torch.float64)  # [B, N]
+        start = 0
+        for b, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            p[b, :count] = sequence.sampler.probs(logits[start : start + count], paths[b, :count])
+            places = [len(sequence.tokens) - 1 + depth for depth in depths[b][:count]]
+            uniform[b, :count] = sequence.sampler.accept_uniform(places, list(range(count)))
+            start += count
+
+        def residual(b: int, node: int) -> Tensor:
+            place = len(sequences[b].tokens) + depths[b][node]
+            return sequences[b].sampler.residual_gumbel([place], [0], device=p.device)[0]
+
+        return rule(tree, p, uniform.to(p.device), residual)
+
+    return verifier
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "sample_and_match": match,
+    "rejection": _against_q(verify.rejection),
+    "block": _against_q(verify.block),
+}
+
+
+def make_verifier(name: str, spec: DrafterSpec | None) -> Verifier:
+    """The verifier called ``name``, checked against what the drafter proposes.
+
+    Raises:
+        ConfigError: unknown name.
+        CapabilityError: rejection or block verification with a drafter that does not draw from q.
+    """
+    if name not in VERIFIERS:
+        known = ", ".join(VERIFIERS)
+        raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {known}")
+    needs_q = name != "sample_and_match"
+    if needs_q and (spec is None or spec.proposes != "sampled"):
+        drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
+        raise CapabilityError(
+            f"verifier={name!r} with {drafter}",
+            "it needs drafts that were drawn from a known distribution",
+            "use draft_model with proposes=sampled, or verifier='sample_and_match'",
+        )
+    if name == "block" and spec is not None and spec.tree:
+        raise CapabilityError(
+            f"verifier='block' with drafter {spec.name!r}, which proposes trees",
+            "block verification is defined on chains",
+            "let the drafter propose a chain, or use verifier='rejection'",
+        )
+    return VERIFIERS[name]

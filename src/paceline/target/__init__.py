@@ -1,0 +1,1 @@
+"""The target model: one decoder, any range of whose layers can be run."""

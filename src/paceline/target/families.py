@@ -1,0 +1,514 @@
+"""Hugging Face ``config.json`` -> `DecoderConfig`, and where each tensor of a checkpoint goes.
+
+A family is one function from a config dictionary to a `DecoderConfig`; the network itself knows no
+family by name. Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and
+``rope_parameters`` (transformers 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..core.errors import CapabilityError, ConfigError
+from .rope import RopeConfig, RopeKind, yarn_attention_factor
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """All that the network must know about a checkpoint."""
+
+    family: str  # Hugging Face's model_type
+    vocab_size: int
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int  # positions 0 .. max_position - 1 are right
+    max_position_note: str = ""  # why it is less than the checkpoint's own figure, where it is
+    windows: tuple[int | None, ...]  # [layers] a row at t sees keys at positions > t - window; None: all
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float
+    activation: Literal["silu", "relu", "gelu"] = "silu"
+    gated: bool = True  # down(act(gate(x)) * up(x)); else down(act(up(x)))
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of every query and key head
+    tied: bool = False  # the output head is the embedding table
+    rope: RopeConfig | None = None
+    learned_positions: int = 0  # rows of the position table; 0: none
+    position_offset: int = 0  # position p is row p + offset of that table
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    checkpoint_dtype: str | None = None  # "bfloat16", "float32", ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One checkpoint tensor, and the rows of a parameter that it fills."""
+
+    source: str  # the checkpoint's name, without the leading "model."
+    into: str  # the decoder's parameter
+    at: int = 0  # first row of the parameter
+    rows: int | None = None  # how many of its rows; None: all
+
+
+def decoder_config(config: Json) -> DecoderConfig:
+    """Read a checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: an architecture or a value that is not supported, a field that is missing.
+        CapabilityError: a known family with an option that the decoder does not have.
+    """
+    if not isinstance(config, dict):
+        raise ConfigError("config.json", f"it holds a {type(config).__name__}, not an object", "restore the file")
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
+        raise ConfigError(f"model_type {kind!r}", f"not a supported architecture{remote}", _supported())
+    _refuse_other_heads(config)
+    if config.get("quantization_config"):
+        method = _mapping(config, "quantization_config").get("quant_method", "unknown")
+        raise CapabilityError(
+            f"a checkpoint quantised with {method!r}",
+            "only plain weights are read",
+            "use the original, or dtype='int8'",
+        )
+    return FAMILIES[kind](_Fields(config))
+
+
+def _supported() -> str:
+    return f"use one of: {', '.join(sorted(FAMILIES))} (Vicuna and Llama 2 and 3 are all 'llama')"
+
+
+def _refuse_other_heads(config: Json) -> None:
+    names = config.get("architectures") or []
+    if names and not any(str(n).endswith(("ForCausalLM", "Model")) for n in names):
+        raise ConfigError(f"architecture {names[0]!r}", "not a language model", "use a ...ForCausalLM checkpoint")
+
+
+class _Fields:
+    """Typed access to a config dictionary; every complaint names the field and its value."""
+
+    def __init__(self, values: Json) -> None:
+        self.values = values
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise _bad(name, value, f"it must be an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return _number(name, self._get(name, default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise _bad(name, value, "it must be true or false")
+        return value
+
+    def optional_integer(self, name: str, default: int | None) -> int | None:
+        """An absent field takes the default; an explicit null stays null."""
+        return None if self.values.get(name, default) is None else self.integer(name, default)
+
+    def mapping(self, name: str) -> Json:
+        return _mapping(self.values, name)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None and default is None:
+            raise ConfigError(f"config.json of a {self.values['model_type']!r} model", f"{name!r} is missing", _RESTORE)
+        return default if value is None else value
+
+
+_RESTORE = "restore the file from where the checkpoint came"
+
+
+def _bad(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError(f"config.json: {name} = {value!r}", rule, _RESTORE)
+
+
+def _mapping(values: Json, name: str) -> Json:
+    value = values.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise _bad(name, value, "it must be an object")
+    return value or {}
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise _bad(name, value, "it must be a positive number")
+    return float(value)
+
+
+# --- families -------------------------------------------------------------------------------------------------
+
+
+def _llama(f: _Fields) -> DecoderConfig:
+    bias = f.flag("attention_bias", False)
+    return _rotary_family(f, qkv_bias=bias, out_bias=bias, mlp_bias=f.flag("mlp_bias", False))
+
+
+def _mistral(f: _Fields) -> DecoderConfig:
+    window = f.optional_integer("sliding_window", 4096)
+    return _rotary_family(f, windows=(window,) * f.integer("num_hidden_layers"))
+
+
+def _qwen2(f: _Fields) -> DecoderConfig:
+    return _rotary_family(f, qkv_bias=True, windows=_layered_windows(f))
+
+
+def _qwen3(f: _Fields) -> DecoderConfig:
+    bias = f.flag("attention_bias", False)
+    return _rotary_family(
+        f, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_layered_windows(f), head_dim=f.integer("head_dim", 128)
+    )
+
+
+def _phi3(f: _Fields) -> DecoderConfig:
+    window = f.optional_integer("sliding_window", None)
+    return _rotary_family(f, windows=(window,) * f.integer("num_hidden_layers"))
+
+
+def _opt(f: _Fields) -> DecoderConfig:
+    d_model, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    _refuse_opt_variants(f, d_model)
+    positions, bias = f.integer("max_position_embeddings"), f.flag("enable_bias", True)
+    return DecoderConfig(
+        **_common(f, d_model, heads, tied=True),
+        d_ff=f.integer("ffn_dim"),
+        num_kv_heads=heads,
+        head_dim=_head_dim(d_model, heads),
+        max_position=positions,
+        windows=(None,) * f.integer("num_hidden_layers"),
+        norm="layer",
+        norm_eps=1e-5,
+        activation=_activation(f, "activation_function", "relu"),
+        gated=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        learned_positions=positions + 2,
+        position_offset=2,
+    )
+
+
+FAMILIES: dict[str, Callable[[_Fields], DecoderConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "opt": _opt,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
+
+
+def _rotary_family(
+    f: _Fields, *, windows: tuple[int | None, ...] | None = None, head_dim: int | None = None, **options: bool
+) -> DecoderConfig:
+    """What Llama, Mistral, Qwen and Phi-3 share: RMS norm, rotary positions, a gated MLP."""
+    d_model, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    kv_heads = f.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise _bad("num_key_value_heads", kv_heads, f"it must divide num_attention_heads = {heads}")
+    head_dim = head_dim or f.optional_integer("head_dim", None) or _head_dim(d_model, heads)
+    rope, limit, note = _rope(f, head_dim)
+    layers = f.integer("num_hidden_layers")
+    return DecoderConfig(
+        **_common(f, d_model, heads, tied=False),
+        d_ff=f.integer("intermediate_size"),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position=limit,
+        max_position_note=note,
+        # A window as wide as the context hides nothing.
+        windows=tuple(None if w is None or w >= limit else w for w in windows or (None,) * layers),
+        norm_eps=f.number("rms_norm_eps"),
+        activation=_activation(f, "hidden_act", "silu"),
+        rope=rope,
+        **options,  # type: ignore[arg-type]  # all of them are the boolean fields
+    )
+
+
+def _common(f: _Fields, d_model: int, heads: int, *, tied: bool) -> Json:
+    eos = f.values.get("eos_token_id")
+    dtype = f.values.get("dtype") or f.values.get("torch_dtype")
+    return {
+        "family": f.values["model_type"],
+        "vocab_size": f.integer("vocab_size"),
+        "d_model": d_model,
+        "num_heads": heads,
+        "num_layers": f.integer("num_hidden_layers"),
+        "tied": f.flag("tie_word_embeddings", tied),
+        "bos_id": next(iter(token_ids("bos_token_id", f.values.get("bos_token_id"))), None),
+        "eos_ids": token_ids("eos_token_id", eos),
+        "checkpoint_dtype": str(dtype).removeprefix("torch.") if dtype else None,
+    }
+
+
+def token_ids(name: str, value: object) -> tuple[int, ...]:
+    """An id, a list of ids or null, as a tuple."""
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise _bad(name, value, "it must be a token id or a list of them")
+    return tuple(i for i in ids if i >= 0)
+
+
+def _head_dim(d_model: int, heads: int) -> int:
+    if d_model % heads:
+        raise _bad("hidden_size", d_model, f"it must be a multiple of num_attention_heads = {heads}")
+    return d_model // heads
+
+
+def _activation(f: _Fields, name: str, default: str) -> Literal["silu", "relu", "gelu"]:
+    value = f.values.get(name) or default
+    if value in ("silu", "swish"):
+        return "silu"
+    if value == "relu":
+        return "relu"
+    if value == "gelu":
+        return "gelu"
+    raise CapabilityError(f"{name} = {value!r}", "the decoder has silu, relu and gelu", "use another checkpoint")
+
+
+def _refuse_opt_variants(f: _Fields, d_model: int) -> None:
+    wanted = {
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+        "layer_norm_elementwise_affine": True,
+        "word_embed_proj_dim": d_model,
+    }
+    for name, value in wanted.items():
+        given = f.values.get(name)
+        if given is not None and given != value:
+            raise CapabilityError(
+                f"OPT with {name} = {given!r}", f"the decoder has {value!r} only", "use another size (350m differs)"
+            )
+
+
+def _layered_windows(f: _Fields) -> tuple[int | None, ...]:
+    """Qwen's rule: which layers slide is listed, or it is those from ``max_window_layers`` on."""
+    layers = f.integer("num_hidden_layers")
+    window = f.optional_integer("sliding_window", 4096) if f.flag("use_sliding_window", False) else None
+    kinds = f.values.get("layer_types")
+    if kinds is None:
+        first = f.integer("max_window_layers", 28, minimum=0)
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise _bad("layer_types", kinds, f"it must list all {layers} layers")
+    unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise CapabilityError(f"layer type {unknown[0]!r}", "layers attend fully or slide", "use another checkpoint")
+    return tuple(window if k == "sliding_attention" else None for k in kinds)
+
+
+# --- rotary parameters ----------------------------------------------------------------------------------------
+
+
+def _rope(f: _Fields, head_dim: int) -> tuple[RopeConfig, int, str]:
+    """The rotation, how many positions it is right for, and why these are fewer than the checkpoint says."""
+    values = f.mapping("rope_parameters") or f.mapping("rope_scaling")
+    if any(isinstance(v, dict) for v in values.values()):
+        raise CapabilityError(
+            "rope_parameters by layer type", "one rotation serves all layers", "use another checkpoint"
+        )
+    context = f.integer("max_position_embeddings")
+    dim = int(head_dim * _value(values, "partial_rotary_factor", f.number("partial_rotary_factor", 1.0)))
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise _bad("partial_rotary_factor", dim / head_dim, f"the rotated part of a head ({dim}) must be even")
+    base = RopeConfig(dim=dim, theta=_value(values, "rope_theta", f.number("rope_theta", 10000.0)))
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if f.values["model_type"] == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # older Phi-3 checkpoints call LongRoPE so
+    if kind not in _ROPES:
+        raise CapabilityError(
+            f"rope type {kind!r}", "no such rotation here", f"use one of: {', '.join(sorted(_ROPES))}"
+        )
+    return _ROPES[kind](f, values, base, context)
+
+
+def _value(values: Json, name: str, default: float | None = None) -> float:
+    value = values.get(name, default)
+    if value is None:
+        raise ConfigError("config.json: rope parameters", f"{name!r} is missing", _RESTORE)
+    return _number(name, value)
+
+
+def _original(f: _Fields, values: Json, context: int) -> int:
+    """Positions before the extension; a field beside the rope parameters goes before one among them."""
+    name = "original_max_position_embeddings"
+    # Phi-3's field stands beside the rope parameters, and has a default of its own.
+    fallback = 4096 if f.values["model_type"] == "phi3" else values.get(name) or context
+    value = f.values.get(name) or fallback
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _bad(name, value, "it must be a positive integer")
+    return value
+
+
+def _replace(base: RopeConfig, kind: RopeKind, **options: Any) -> RopeConfig:
+    return RopeConfig(dim=base.dim, theta=base.theta, kind=kind, **options)
+
+
+def _default_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+    return base, context, ""
+
+
+def _linear_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+    return _replace(base, "linear", factor=_value(values, "factor")), context, ""
+
+
+def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+    """Dynamic NTK turns every frequency once a sequence outgrows the context, keys already cached included.
+
+    Up to there it is the plain rotation; beyond, a key would depend on tokens after it, which no cache can hold.
+    """
+    return base, context, "dynamic NTK changes the keys of earlier tokens beyond it"
+
+
+def _llama3_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+    low, high = _value(values, "low_freq_factor"), _value(values, "high_freq_factor")
+    if high <= low:
+        raise _bad("high_freq_factor", high, f"it must be above low_freq_factor = {low}")
+    rope = _replace(
+        base,
+        "llama3",
+        factor=_value(values, "factor"),
+        original_max_position=_original(f, values, context),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+    return rope, context, ""
+
+
+def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+    original = _original(f, values, context)
+    factor = _value(values, "factor", context / original)
+    computed = yarn_attention_factor(factor, values.get("mscale"), values.get("mscale_all_dim"))
+    rope = _replace(
+        base,
+        "yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=_value({k: v for k, v in values.items() if v}, "beta_fast", 32.0),
+        beta_slow=_value({k: v for k, v in values.items() if v}, "beta_slow", 1.0),
+        truncate=bool(values.get("truncate", True)),
+        attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
+    )
+    return rope, context, ""
+
+
+def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+    """LongRoPE (Ding et al. 2024) has two sets of factors: short and long sequences.
+
+    Which of the two rotates a key depends on the length of the whole sequence, so a sequence that grows
+    past the original context needs all its keys computed anew. Served is what the short factors are
+    right for; longer contexts are refused by ``max_position``.
+    """
+    original = _original(f, values, context)
+    factors = values.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != base.dim // 2:
+        raise _bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
+    factor = _value({k: v for k, v in values.items() if v is not None}, "factor", context / original)
+    computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    rope = _replace(
+        base,
+        "default",
+        divisors=tuple(_number("short_factor", x) for x in factors),
+        attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
+    )
+    limit = min(context, original)
+    note = "LongRoPE changes the keys of earlier tokens beyond it" if limit < context else ""
+    return rope, limit, note
+
+
+_ROPES: dict[str, Callable[[_Fields, Json, RopeConfig, int], tuple[RopeConfig, int, str]]] = {
+    "default": _default_rope,
+    "linear": _linear_rope,
+    "dynamic": _dynamic_rope,
+    "llama3": _llama3_rope,
+    "yarn": _yarn_rope,
+    "longrope": _long_rope,
+}
+
+
+# --- checkpoint names -----------------------------------------------------------------------------------------
+
+
+def weight_map(config: DecoderConfig) -> list[Piece]:
+    """Every checkpoint tensor that the decoder reads, and where it goes."""
+    pieces = list(_opt_top(config) if config.family == "opt" else _llama_top(config))
+    layer = {"opt": _opt_layer, "phi3": _phi3_layer}.get(config.family, _llama_layer)
+    for index in range(config.num_layers):
+        pieces.extend(layer(config, index))
+    return pieces
+
+
+def _affine(source: str, into: str, bias: bool, at: int = 0, rows: int | None = None) -> Iterator[Piece]:
+    for part in ("weight", "bias") if bias else ("weight",):
+        yield Piece(source=f"{source}.{part}", into=f"{into}.{part}", at=at, rows=rows)
+
+
+def _llama_top(c: DecoderConfig) -> Iterator[Piece]:
+    yield Piece(source="embed_tokens.weight", into="embedding")
+    yield from _affine("norm", "norm", bias=False)
+    if not c.tied:
+        yield Piece(source="lm_head.weight", into="head.weight")
+
+
+def _opt_top(c: DecoderConfig) -> Iterator[Piece]:
+    yield Piece(source="decoder.embed_tokens.weight", into="embedding")
+    yield Piece(source="decoder.embed_positions.weight", into="position_embedding")
+    yield from _affine("decoder.final_layer_norm", "norm", bias=True)
+    if not c.tied:
+        yield Piece(source="lm_head.weight", into="head.weight")
+
+
+def _split_qkv(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    for name, at, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
+        yield from _affine(f"{source}.{name}", f"{into}.qkv", c.qkv_bias, at, rows)
+
+
+def _llama_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
+    source, into = f"layers.{index}", f"layers.{index}"
+    yield from _norms(source, into)
+    yield from _split_qkv(c, f"{source}.self_attn", into)
+    yield from _affine(f"{source}.self_attn.o_proj", f"{into}.out", c.out_bias)
+    if c.qk_norm:
+        yield Piece(source=f"{source}.self_attn.q_norm.weight", into=f"{into}.q_norm")
+        yield Piece(source=f"{source}.self_attn.k_norm.weight", into=f"{into}.k_norm")
+    yield from _affine(f"{source}.mlp.gate_proj", f"{into}.up", c.mlp_bias, 0, c.d_ff)
+    yield from _affine(f"{source}.mlp.up_proj", f"{into}.up", c.mlp_bias, c.d_ff, c.d_ff)
+    yield from _affine(f"{source}.mlp.down_proj", f"{into}.down", c.mlp_bias)
+
+
+def _phi3_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
+    source, into = f"layers.{index}", f"layers.{index}"
+    yield from _norms(source, into)
+    yield from _affine(f"{source}.self_attn.qkv_proj", f"{into}.qkv", bias=False)
+    yield from _affine(f"{source}.self_attn.o_proj", f"{into}.out", bias=False)
+    yield from _affine(f"{source}.mlp.gate_up_proj", f"{into}.up", bias=False)
+    yield from _affine(f"{source}.mlp.down_proj", f"{into}.down", bias=False)
+
+
+def _norms(source: str, into: str) -> Iterator[Piece]:
+    yield from _affine(f"{source}.input_layernorm", f"{into}.attention_norm", bias=False)
+    yield from _affine(f"{source}.post_attention_layernorm", f"{into}.mlp_norm", bias=False)
+
+
+def _opt_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
+    source, into = f"decoder.layers.{index}", f"layers.{index}"
+    yield from _affine(f"{source}.self_attn_layer_norm", f"{into}.attention_norm", bias=True)
+    yield from _split_qkv(c, f"{source}.self_attn", into)
+    yield from _affine(f"{source}.self_attn.out_proj", f"{into}.out", c.out_bias)
+    yield from _affine(f"{source}.final_layer_norm", f"{into}.mlp_norm", bias=True)
+    yield from _affine(f"{source}.fc1", f"{into}.up", c.mlp_bias)
+    yield from _affine(f"{source}.fc2", f"{into}.down", c.mlp_bias)

@@ -1,0 +1,88 @@
+"""Packs the rows of several sequences into one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..attention.base import Segment
+from .base import Batch, Planner
+
+
+class RowPacker:
+    """Collects rows, sequence after sequence, and makes them a `Batch`.
+
+    Args:
+        planner: makes the attention plan (the decoder that will run the rows).
+        device: where the rows go.
+    """
+
+    def __init__(self, planner: Planner, device: torch.device) -> None:
+        self._planner = planner
+        self._device = device
+        self._tokens: list[int] = []
+        self._positions: list[int] = []
+        self._sequence: list[int] = []
+        self._node: list[int] = []
+        self._slots: list[slice | Tensor] = []
+        self._segments: list[Segment] = []
+
+    @property
+    def rows(self) -> int:
+        """Rows packed so far."""
+        return len(self._tokens)
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        nodes: Sequence[int],
+        slots: slice | Tensor,
+        keys: slice | Tensor,
+        num_keys: int,
+        prefix: int,
+        visible: Tensor | None = None,
+        block_positions: Sequence[int] | None = None,
+    ) -> None:
+        """Append the rows of the next sequence.
+
+        Args:
+            tokens, positions, nodes: one a row; see `Batch`.
+            slots: where the rows' K and V go.
+            keys: slots of all keys in logical order, the rows' own last.
+            num_keys, prefix: see `Segment`.
+            visible: [rows, num_keys - prefix] bool; None: a chain.
+            block_positions: [num_keys - prefix] positions of the block's keys; None: prefix, prefix + 1, ..
+        """
+        start = len(self._tokens)
+        index = len(self._segments)
+        self._tokens += tokens
+        self._positions += positions
+        self._node += nodes
+        self._sequence += [index] * len(tokens)
+        self._slots.append(slots)
+        where = None if block_positions is None else torch.tensor(block_positions, device=self._device)
+        seen = None if visible is None else visible.to(self._device)
+        self._segments.append(Segment(start, len(self._tokens), keys, num_keys, prefix, seen, where))
+
+    def batch(self) -> Batch:
+        """The packed rows with their attention plan."""
+        positions = torch.tensor(self._positions, device=self._device)
+        return Batch(
+            tokens=torch.tensor(self._tokens, device=self._device),
+            positions=positions,
+            sequence=torch.tensor(self._sequence, device=self._device),
+            node=torch.tensor(self._node, device=self._device),
+            slots=self._join(),
+            attn=self._planner.plan(self._segments, positions),
+        )
+
+    def _join(self) -> slice | Tensor:
+        """All rows' slots: one slice where there is one contiguous sequence."""
+        if len(self._slots) == 1:
+            return self._slots[0]
+        device = self._device
+        parts = [torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in self._slots]
+        return torch.cat(parts)

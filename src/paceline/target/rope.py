@@ -1,0 +1,125 @@
+"""Rotary position embedding: inverse frequencies of every scaling rule, and the table of cos and sin.
+
+Su et al. 2021 (RoFormer). Query and key of a head are rotated in pairs (i, i + dim/2), as Hugging Face
+checkpoints expect: ``x * cos + swap_halves(x) * (-sin, sin)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+# Rows of the table are computed this many at a time, so that their bits do not depend on when it grew.
+_TABLE_BLOCK = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Which rotation a family uses."""
+
+    dim: int  # rotated dimensions of a head, the first ones; the others pass
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0  # context extension
+    original_max_position: int = 0  # positions before the extension (llama3, yarn)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    attention_factor: float = 1.0  # multiplies cos and sin
+    divisors: tuple[float, ...] = ()  # [dim/2] a divisor for every frequency (LongRoPE's short factors)
+
+
+def inverse_frequencies(rope: RopeConfig, dtype: torch.dtype) -> Tensor:
+    """[dim/2] radians a position, computed in ``dtype`` (float32 is what checkpoints were trained with)."""
+    exponent = torch.arange(0, rope.dim, 2, dtype=torch.int64).to(dtype) / rope.dim
+    wavelengths = rope.theta**exponent  # over 2 pi
+    if rope.divisors:
+        return 1.0 / (torch.tensor(rope.divisors, dtype=dtype) * wavelengths)
+    if rope.kind == "linear":
+        return (1.0 / wavelengths) / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, 1.0 / wavelengths)
+    if rope.kind == "yarn":
+        return _yarn(rope, wavelengths)
+    return 1.0 / wavelengths
+
+
+def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Slow frequencies are stretched by ``factor``, fast ones stay, those between are blended (Llama 3.1)."""
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / inverse
+    turns = rope.original_max_position / wavelength  # over the original context
+    smooth = (turns - low) / (high - low)
+    blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    scaled = torch.where(wavelength > rope.original_max_position / low, inverse / rope.factor, blended)
+    return torch.where(wavelength < rope.original_max_position / high, inverse, scaled)
+
+
+def _yarn(rope: RopeConfig, wavelengths: Tensor) -> Tensor:
+    """Blend of extrapolation and interpolation over a ramp of dimensions (Peng et al. 2023, section 3.2)."""
+
+    def dimension(turns: float) -> float:  # at which a frequency makes so many turns over the original context
+        return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    width = (high - low) or 0.001
+    ramp = ((torch.arange(rope.dim // 2, dtype=wavelengths.dtype) - low) / width).clamp(0, 1)
+    return ramp / (rope.factor * wavelengths) + (1 - ramp) / wavelengths
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What cos and sin are multiplied by (Peng et al. 2023, eq. 15; the two mscales are DeepSeek's refinement)."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+class RopeTable:
+    """cos and signed sin by position, grown on demand: two look-ups a forward pass.
+
+    A table, and not cos() of each pass's positions, since a vectorised cos may round a lane and a tail
+    differently, and bits must not depend on how many rows a pass has.
+    """
+
+    def __init__(self, rope: RopeConfig, max_position: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope, self._dtype, self._device = rope, dtype, device
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self._inverse = inverse_frequencies(rope, self._wide)
+        self._cos = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)  # [positions, 1, dim]
+        self._sin = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)  # first half negated
+        if device.type != "cpu":  # there, asking for the largest position would stall the queue
+            self._grow(max_position)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [rows, 1, dim] of ``positions`` [rows]."""
+        if self._device.type == "cpu" and positions.numel():
+            highest = int(positions.max())
+            if highest >= len(self._cos):
+                self._grow(highest + 1)
+        return self._cos[positions], self._sin[positions]
+
+    def _grow(self, positions: int) -> None:
+        blocks = range(len(self._cos), positions, _TABLE_BLOCK)
+        cos, sin = zip(*(self._block(start) for start in blocks), strict=True)
+        self._cos = torch.cat((self._cos, *cos))
+        self._sin = torch.cat((self._sin, *sin))
+
+    def _block(self, start: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(start, start + _TABLE_BLOCK).to(self._wide)
+        angles = positions[:, None, None] * self._inverse  # [block, 1, dim/2]
+        cos, sin = angles.cos() * self._rope.attention_factor, angles.sin() * self._rope.attention_factor
+        both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return both[0].to(self._device, self._dtype), both[1].to(self._device, self._dtype)

@@ -1,0 +1,98 @@
+"""The embedded models: where they are and what they are.
+
+A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and
+names its draft. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source
+checkout, then in the ``_zoo`` that the wheel carries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .core.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent
+CARD = "zoo.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooEntry:
+    """One embedded model."""
+
+    name: str
+    role: str  # "target" or "draft"
+    description: str
+    parameters: int
+    bytes: int  # of the weights on disk
+    path: Path
+    draft: str | None = None  # the zoo's own draft model for this target
+
+
+def find(name: str) -> Path | None:
+    """The folder of the embedded model ``name``, or None where the zoo has no such model.
+
+    Raises:
+        ConfigError: ``$PACELINE_ZOO`` is set and is not a folder.
+    """
+    entry = _entries().get(name)
+    return entry.path if entry else None
+
+
+def available() -> list[ZooEntry]:
+    """Every embedded model, targets first, by name."""
+    return sorted(_entries().values(), key=lambda entry: (entry.role != "target", entry.name))
+
+
+def default_draft(name: str) -> str | None:
+    """The draft model that belongs to the embedded target ``name``, or None."""
+    entry = _entries().get(name)
+    return entry.draft if entry else None
+
+
+def roots() -> list[Path]:
+    """The folders that are searched, first match wins."""
+    chosen = os.environ.get("PACELINE_ZOO")
+    if chosen and not Path(chosen).is_dir():
+        raise ConfigError(f"PACELINE_ZOO={chosen}", "there is no such folder", "unset it or name a folder of models")
+    checkout = _PACKAGE.parents[1]
+    candidates = [Path(chosen)] if chosen else []
+    if (checkout / "pyproject.toml").is_file():  # an editable install: src/paceline inside the repository
+        candidates.append(checkout / "zoo")
+    candidates.append(_PACKAGE / "_zoo")
+    return [folder for folder in candidates if folder.is_dir()]
+
+
+def _entries() -> dict[str, ZooEntry]:
+    entries: dict[str, ZooEntry] = {}
+    for root in roots():
+        for entry in _scan(root):
+            entries.setdefault(entry.name, entry)
+    return entries
+
+
+def _scan(root: Path) -> Iterator[ZooEntry]:
+    for card in sorted(root.glob(f"*/{CARD}")):
+        yield _read(card)
+
+
+def _read(card: Path) -> ZooEntry:
+    try:
+        facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
+        return ZooEntry(
+            name=card.parent.name,
+            role=facts["role"],
+            description=facts["description"],
+            parameters=int(facts["parameters"]),
+            bytes=sum(file.stat().st_size for file in card.parent.glob("*.safetensors")),
+            path=card.parent,
+            draft=facts.get("draft"),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            str(card), f"not a readable zoo card ({error!r})", "restore it or remove its folder"
+        ) from error

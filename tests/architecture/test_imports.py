@@ -1,0 +1,85 @@
+"""Imports point one way, and the engine knows no drafter and no round by name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "paceline"
+ALLOWED = {  # part -> the parts it may import; every part may import itself
+    "core": set(),
+    "target": {"core", "attention", "kv", "zoo"},
+    "attention": {"core", "target", "kv"},
+    "kv": {"core", "target", "attention"},
+    "drafters": {"core", "target", "attention", "kv"},
+    "rounds": {"core", "target", "attention", "kv", "drafters"},
+    "engine": {"core", "target", "attention", "kv", "drafters", "rounds"},
+    "zoo": {"core"},
+    "llm": {"core", "target", "attention", "kv", "drafters", "rounds", "engine", "zoo"},
+    "bench": {"core", "target", "attention", "kv", "drafters", "rounds", "engine", "zoo", "llm"},
+    "cli": {"core", "target", "attention", "kv", "drafters", "rounds", "engine", "zoo", "llm", "bench"},
+}
+CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Absolute dotted names that a module imports, as tuples; relative ones resolved."""
+    module = ("paceline", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = (*module[: -node.level], *(node.module or "").split(".")) if node.level else ()
+            base = base or tuple((node.module or "").split("."))
+            yield from (tuple(filter(None, (*base, alias.name))) for alias in node.names)
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    own = part(path)
+    if own in ("__init__", "__main__"):  # the package's own front door
+        return
+    found = {name[1] for name in imports(path) if name[0] == "paceline" and len(name) > 1}
+    assert own in ALLOWED, f"{own} has no place in the layout: add it to ALLOWED"
+    assert found - {own, "__version__"} <= ALLOWED[own]
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part(p) == "core"], ids=lambda path: path.name)
+def test_core_imports_torch_and_the_standard_library_only(path: Path) -> None:
+    import sys
+
+    roots = {name[0] for name in imports(path)}
+    assert roots - sys.stdlib_module_names <= {"torch", "paceline"}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if part(p) == "engine"], ids=lambda path: path.name)
+def test_engine_imports_no_concrete_drafter_or_round(path: Path) -> None:
+    found = {name[2] for name in imports(path) if name[:2] in {("paceline", "drafters"), ("paceline", "rounds")}}
+    assert found <= CONTRACTS
+
+
+def test_the_checker_sees_relative_and_absolute_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path)
+    (tmp_path / "core").mkdir()
+    module = tmp_path / "core" / "bad.py"
+    lines = (
+        "import numpy.linalg",
+        "from paceline.engine import engine",
+        "from ..kv.pool import Pool",
+        "from . import x",
+    )
+    module.write_text("\n".join(lines))
+    assert set(imports(module)) == {
+        ("numpy", "linalg"),
+        ("paceline", "engine", "engine"),
+        ("paceline", "kv", "pool", "Pool"),
+        ("paceline", "core", "x"),
+    }

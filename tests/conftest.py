@@ -1,0 +1,31 @@
+"""What every test stands on: few threads, no network, fixed seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Every test starts from the same state of the global generators, in whatever order tests run."""
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

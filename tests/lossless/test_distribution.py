@@ -1,0 +1,281 @@
+"""Rejection and block verification draw from p: chi-square tests, with their power shown.
+
+The toy target and draft are tables: p(. | prefix) and q(. | prefix) for every prefix. What a verifier
+emits is continued by plain draws from p to a fixed length, so that the joint distribution of several
+tokens is known exactly. Two resolutions: one token from many samples (finds a small bias), and the joint
+of three tokens (finds a bias that depends on the history). Seeds are fixed. A right procedure fails at
+p-value < ALPHA; every test of the kind is shown to reject wrong procedures at p-value < OVERWHELMING.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from scipy.stats import chi2, chisquare, ncx2
+from torch import Tensor
+
+from paceline.core.tree import SparseQ, TokenTree
+from paceline.core.verify import VerifyOutcome, block, rejection
+
+ALPHA = 1e-3
+OVERWHELMING = 1e-9
+SAMPLES = 80_000  # of the test of one token
+VOCAB = 4
+Verifier = Callable[..., VerifyOutcome]
+
+CHAIN = [0, 1]  # parents of nodes 1, 2, ...
+WIDE = [0, 0, 0, 1, 1, 2, 3, 3]  # three children, of which the first and the last have two, the second one
+
+
+@dataclass(frozen=True)
+class Tables:
+    """p and q after every prefix of each length: entry d is [VOCAB ** d, VOCAB]."""
+
+    p: list[Tensor]
+    q: list[Tensor]
+
+    @staticmethod
+    def random(seed: int, depth: int) -> Tables:
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(d: int) -> Tensor:
+            return torch.randn(VOCAB**d, VOCAB, generator=generator, dtype=torch.float64).mul(0.8).softmax(dim=1)
+
+        return Tables([table(d) for d in range(depth + 1)], [table(d) for d in range(depth + 1)])
+
+    def joint(self, length: int) -> Tensor:
+        """[VOCAB ** length]: the exact probability of every sequence under plain decoding."""
+        joint = torch.ones(1, dtype=torch.float64)
+        for d in range(length):
+            joint = (joint[:, None] * self.p[d]).flatten()
+        return joint
+
+
+def draft(
+    tables: Tables, parents: list[int], batch: int, generator: torch.Generator, replacement: bool = True
+) -> tuple[TokenTree, Tensor, Tensor]:
+    """Honest draws: a tree of the given shape, p at every node [B, N, V], and each node's prefix code [B, N]."""
+    count = len(parents) + 1
+    depth, code, tokens = [0], [torch.zeros(batch, dtype=torch.int64)], [torch.zeros(batch, dtype=torch.int64)]
+    taken: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents, start=1):
+        weights = tables.q[depth[parent]][code[parent]].clone()  # [B, V]
+        if not replacement:
+            for sibling in taken.get(parent, []):
+                weights.scatter_(1, tokens[sibling][:, None], 0.0)
+        taken.setdefault(parent, []).append(node)
+        tokens.append(torch.multinomial(weights, 1, generator=generator).squeeze(1))
+        depth.append(depth[parent] + 1)
+        code.append(code[parent] * VOCAB + tokens[node])
+    shape = TokenTree.from_parents([0], [parents], [[0] * len(parents)])
+    p = torch.stack([tables.p[depth[n]][code[n]] for n in range(count)], dim=1)
+    q = torch.stack([tables.q[depth[n]][code[n]] for n in range(count)], dim=1)
+    tree = replace(
+        shape,
+        tokens=torch.stack(tokens, dim=1),
+        parents=shape.parents.expand(batch, count),
+        num_nodes=shape.num_nodes.expand(batch),
+        node_id=shape.node_id.expand(batch, count),
+        source=shape.source.expand(batch, count),
+        next_id=None,
+        dense=True,
+        q=SparseQ(None, q, replacement),
+    )
+    return tree, p, torch.stack(code, dim=1)
+
+
+def verify(verifier: Verifier, tree: TokenTree, p: Tensor, generator: torch.Generator) -> VerifyOutcome:
+    batch, width, vocab = p.shape
+    uniform = torch.rand(batch, width, generator=generator, dtype=torch.float64)
+    rows = -torch.empty(batch, vocab, dtype=torch.float64).exponential_(generator=generator).log()
+    noise = list(rows.unbind())
+    return verifier(tree, p, uniform, lambda b, node: noise[b])
+
+
+def sequences(tables: Tables, outcome: VerifyOutcome, code: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """[B] code of the first ``length`` tokens: what was emitted, continued by plain decoding, cut there."""
+    prefix = code.gather(1, outcome.frontier[:, None]).squeeze(1) * VOCAB + outcome.next_token
+    known = outcome.num_accepted + 1  # [B] tokens in prefix
+    result = torch.zeros_like(prefix)
+    for have in range(1, int(known.max()) + 1):
+        rows = (known == have).nonzero().squeeze(1)
+        codes = prefix[rows]
+        for d in range(have, length):
+            codes = codes * VOCAB + torch.multinomial(tables.p[d][codes], 1, generator=generator).squeeze(1)
+        result[rows] = codes // VOCAB ** max(have - length, 0)
+    return result
+
+
+def p_value(observed: Tensor, expected: Tensor) -> float:
+    """Chi-square of samples [n] against the probabilities of their values."""
+    counts = torch.bincount(observed, minlength=len(expected)).double()
+    expected = expected * len(observed)
+    assert expected.min() > 5, "cells too thin for a chi-square test"
+    return float(chisquare(counts.numpy(), (expected * counts.sum() / expected.sum()).numpy()).pvalue)
+
+
+def run(
+    verifier: Verifier,
+    shape: list[int],
+    length: int,
+    samples: int,
+    *,
+    seed: int = 0,
+    replacement: bool = True,
+    spoil: Callable[[TokenTree], TokenTree] = lambda tree: tree,
+) -> float:
+    """p-value of the emitted sequences against p; ``spoil`` makes the draft dishonest."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = Tables.random(seed + 100, depth=3)
+    tree, p, code = draft(tables, shape, samples, generator, replacement)
+    outcome = verify(verifier, spoil(tree), p, generator)
+    return p_value(sequences(tables, outcome, code, length, generator), tables.joint(length))
+
+
+CASES = {
+    "rejection, chain": (rejection, CHAIN, True),
+    "rejection, tree with replacement": (rejection, WIDE, True),
+    "rejection, tree without replacement": (rejection, WIDE, False),
+    "block, chain": (block, CHAIN, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("length", "samples"), [(1, SAMPLES), (3, 50_000)], ids=["one token", "joint of three"])
+def test_emits_the_distribution_of_the_target(case, length, samples):
+    verifier, shape, replacement = CASES[case]
+    assert run(verifier, shape, length, samples, replacement=replacement) > ALPHA
+
+
+def wrong_q(tree: TokenTree) -> TokenTree:
+    """The draft lies: it reports a q sharper by a quarter (temperature 0.8) than it drew from."""
+    assert tree.q is not None
+    sharper = tree.q.probs.pow(1.25)
+    return tree.with_q(replace(tree.q, probs=sharper / sharper.sum(dim=2, keepdim=True)))
+
+
+def wrong_q_below_the_root(tree: TokenTree) -> TokenTree:
+    """As `wrong_q`, but honest about the first token."""
+    lying = wrong_q(tree)
+    assert tree.q is not None and lying.q is not None
+    probs = torch.cat([tree.q.probs[:, :1], lying.q.probs[:, 1:]], dim=1)
+    return tree.with_q(replace(tree.q, probs=probs))
+
+
+def wrong_kind(tree: TokenTree) -> TokenTree:
+    """The draft lies about whether siblings were drawn with replacement."""
+    assert tree.q is not None
+    return tree.with_q(replace(tree.q, replacement=not tree.q.replacement))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_test_finds_a_draft_that_lies_about_q(case):
+    verifier, shape, replacement = CASES[case]
+    assert run(verifier, shape, 1, SAMPLES, replacement=replacement, spoil=wrong_q) < OVERWHELMING
+    assert run(verifier, shape, 3, 50_000, replacement=replacement, spoil=wrong_q) < OVERWHELMING
+
+
+def test_only_the_joint_finds_a_lie_about_later_tokens():
+    assert run(rejection, CHAIN, 1, SAMPLES, spoil=wrong_q_below_the_root) > ALPHA
+    assert run(rejection, CHAIN, 3, 50_000, spoil=wrong_q_below_the_root) < OVERWHELMING
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_same_test_finds_siblings_drawn_in_another_way_than_recorded(replacement):
+    assert run(rejection, WIDE, 1, SAMPLES, replacement=replacement, spoil=wrong_kind) < OVERWHELMING
+
+
+def test_the_same_test_finds_siblings_that_are_not_in_draw_order():
+    """Siblings sorted by q after the draw, as a tree that ranks its nodes would have them."""
+
+    def ranked(tree: TokenTree) -> TokenTree:
+        assert tree.q is not None
+        q_of_child = tree.q.probs[:, 0].gather(1, tree.tokens[:, 1:])
+        order = q_of_child.argsort(dim=1, descending=True)
+        return replace(tree, tokens=torch.cat([tree.tokens[:, :1], tree.tokens[:, 1:].gather(1, order)], dim=1))
+
+    generator = torch.Generator().manual_seed(0)
+    tables = Tables.random(100, depth=1)
+    tree, p, _ = draft(tables, [0, 0, 0], SAMPLES, generator)
+
+    def first_tokens(tree: TokenTree) -> Tensor:
+        outcome = verify(rejection, tree, p, generator)
+        accepted = tree.tokens.gather(1, outcome.frontier[:, None]).squeeze(1)
+        return torch.where(outcome.num_accepted > 0, accepted, outcome.next_token)
+
+    assert p_value(first_tokens(tree), tables.p[0][0]) > ALPHA
+    assert p_value(first_tokens(ranked(tree)), tables.p[0][0]) < OVERWHELMING
+
+
+@pytest.mark.parametrize("verifier", [rejection, block])
+def test_the_same_test_finds_a_deterministic_child(verifier):
+    """A child that was not drawn but is q's likeliest: p = (.5, .3, .2) comes out as (.71, .14, .14)."""
+    samples = 20_000
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+
+    def first_tokens(drawn: Tensor) -> Tensor:
+        tokens = torch.stack([torch.zeros_like(drawn), drawn], dim=1)
+        tree = TokenTree.from_chain(tokens, q=SparseQ(None, q.expand(samples, 2, 3)))
+        outcome = verify(verifier, tree, p.expand(samples, 2, 3), generator)
+        return torch.where(outcome.num_accepted > 0, drawn, outcome.next_token)
+
+    honest = first_tokens(torch.multinomial(q, samples, replacement=True, generator=generator))
+    assert p_value(honest, p) > ALPHA
+    likeliest = first_tokens(torch.zeros(samples, dtype=torch.int64))
+    assert p_value(likeliest, p) < OVERWHELMING
+    measured = torch.bincount(likeliest, minlength=3) / samples
+    assert torch.allclose(measured.double(), torch.tensor([5 / 7, 1 / 7, 1 / 7]).double(), atol=0.015)
+
+
+def test_power_of_the_one_token_test():
+    """At 150,000 samples a shift of 1% of the probability mass is found with probability above 0.999."""
+    shift = 0.01
+    p = Tables.random(100, depth=0).p[0][0]
+    # The least visible way to move mass: from the likeliest to the second likeliest token.
+    top = p.sort(descending=True).values[:2]
+    noncentrality = SAMPLES * shift**2 * float((1 / top).sum())
+    threshold = chi2.isf(ALPHA, VOCAB - 1)
+    assert ncx2.sf(threshold, VOCAB - 1, noncentrality) > 0.999
+
+
+def test_block_accepts_what_the_theory_says_and_more_than_rejection():
+    """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 tokens by rejection, 11/9 by blocks."""
+    samples = 100_000
+    p = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).expand(samples, 3, 2)
+    q = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(q, 2 * samples, replacement=True, generator=generator).view(samples, 2)
+    tokens = torch.cat([torch.zeros(samples, 1, dtype=torch.int64), drawn], dim=1)
+    tree = TokenTree.from_chain(tokens, q=SparseQ(None, q.expand(samples, 3, 2)))
+    for verifier, mean in ((rejection, 10 / 9), (block, 11 / 9)):
+        accepted = verify(verifier, tree, p, generator).num_accepted.double()
+        standard_error = float(accepted.std()) / samples**0.5
+        assert abs(float(accepted.mean()) - mean) < 4 * standard_error  # 4 errors are 0.011, a tenth of the gap
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_block_accepts_at_least_as_many_tokens_as_rejection(seed):
+    """In the mean, on the same drafts; the difference must not be negative beyond four standard errors."""
+    generator = torch.Generator().manual_seed(seed)
+    tree, p, _ = draft(Tables.random(seed, depth=4), [0, 1, 2, 3], 20_000, generator)
+    by_block = verify(block, tree, p, generator).num_accepted.double()
+    by_token = verify(rejection, tree, p, generator).num_accepted.double()
+    difference = by_block - by_token
+    assert float(difference.mean()) > -4 * float(difference.std()) / len(difference) ** 0.5
+    assert set(by_block.tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
+def test_more_siblings_are_accepted_more_often():
+    """A second and a third draw raise the rate at which the first token is accepted, in either way of drawing."""
+    for replacement in (True, False):
+        rates = []
+        for siblings in (1, 2, 3):
+            generator = torch.Generator().manual_seed(0)
+            tree, p, _ = draft(Tables.random(2, depth=1), [0] * siblings, 20_000, generator, replacement)
+            rates.append(float(verify(rejection, tree, p, generator).num_accepted.double().mean()))
+        assert rates[0] + 0.02 < rates[1] and rates[1] + 0.005 < rates[2]

@@ -1,0 +1,275 @@
+"""The command line: options made from dataclasses, help, colours, and mistakes that end in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from paceline import zoo
+from paceline.cli import COMMANDS, app
+from paceline.cli.console import Painter
+from paceline.cli.options import takes
+from paceline.core.errors import ConfigError
+from paceline.core.sampling import SamplingParams
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ``paceline ARGS`` in this process: wide lines, no colours."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *args: CliRunner().invoke(app, list(args))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    model: str
+    count: int = field(default=3, metadata={"help": "how many"})
+    size: int | str | None = None
+    fast: bool = False
+    limit: int | None = 16
+    mode: Literal["raw", "processed"] = "raw"
+    stop: str | list[str] | None = None
+    ids: list[int] | None = None
+    bias: dict[int, float] | None = None
+    inner: object = field(default=None, metadata={"cli": False})
+
+
+def parse(*args: str) -> dict[str, Any]:
+    """What a command that takes `Options` gets for these arguments."""
+    seen: dict[str, Any] = {}
+    small = typer.Typer()
+
+    @small.command()
+    @takes(options=Options, defaults={"count": 5})
+    def command(own: Annotated[int, typer.Option(help="its own")] = 1, *, options: dict[str, Any]) -> None:
+        seen.update(options, own=own)
+
+    result = CliRunner().invoke(small, list(args), catch_exceptions=True)
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+class TestOptions:
+    def test_defaults_are_those_of_the_dataclass_or_of_the_command(self) -> None:
+        assert parse("--model", "m") == {
+            "own": 1,
+            "model": "m",
+            "count": 5,
+            "size": None,
+            "fast": False,
+            "limit": 16,
+            "mode": "raw",
+            "stop": None,
+            "ids": None,
+            "bias": None,
+        }
+
+    def test_every_type_is_read(self) -> None:
+        given = parse(
+            *(
+                "--model",
+                "m",
+                "--own",
+                "4",
+                "--count",
+                "7",
+                "--size",
+                "1GiB",
+                "--fast",
+                "--mode",
+                "processed",
+                "--limit",
+                "9",
+            ),
+            *("--stop", "a", "--stop", "b", "--ids", "1", "--ids", "2", "--bias", "7=-2.5", "--bias", "8=1"),
+        )
+        assert given == {
+            "own": 4,
+            "model": "m",
+            "count": 7,
+            "size": "1GiB",
+            "fast": True,
+            "limit": 9,
+            "mode": "processed",
+            "stop": ["a", "b"],
+            "ids": [1, 2],
+            "bias": {7: -2.5, 8: 1.0},
+        }
+
+    def test_none_is_a_word_where_the_default_is_a_number(self) -> None:
+        assert parse("--model", "m", "--limit", "none")["limit"] is None
+
+    @pytest.mark.parametrize(
+        "args", [("--limit", "x"), ("--count", "x"), ("--mode", "other"), ("--inner", "1"), ("--count", "none")]
+    )
+    def test_what_does_not_parse_is_a_usage_error(self, args: tuple[str, ...]) -> None:
+        with pytest.raises(AssertionError, match="Usage"):
+            parse("--model", "m", *args)
+
+    @pytest.mark.parametrize("bias", ["7", "x=1", "7=y", "="])
+    def test_a_malformed_pair_is_an_error(self, bias: str) -> None:
+        with pytest.raises(ConfigError, match="KEY=VALUE"):
+            parse("--model", "m", "--bias", bias)
+
+    def test_sampling_params_survive_the_way_through_flags(self) -> None:
+        small, seen = typer.Typer(), {}
+
+        @small.command()
+        @takes(params=SamplingParams)
+        def command(*, params: dict[str, Any]) -> None:
+            seen["params"] = SamplingParams(**params)
+
+        assert CliRunner().invoke(small, []).exit_code == 0
+        assert seen["params"] == SamplingParams()
+        flags = ["--temperature", "0.5", "--stop", "x", "--stop-token-ids", "3", "--logit-bias", "4=1", "--ignore-eos"]
+        assert CliRunner().invoke(small, flags).exit_code == 0
+        assert seen["params"] == SamplingParams(
+            temperature=0.5, stop=["x"], stop_token_ids=[3], logit_bias={4: 1.0}, ignore_eos=True
+        )
+
+
+class TestPainter:
+    @pytest.fixture
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(zoo.find("paceline-small"))
+
+    def origins(self, painter: Painter, text: str) -> list[tuple[str, str]]:
+        painted = painter.take(text)
+        assert painted.plain == text
+        return [(text[span.start : span.end], str(span.style)) for span in painted.spans]
+
+    def test_each_token_has_its_colour(self, tokenizer: Any) -> None:
+        ids = tokenizer.encode(" SELECT name FROM")
+        origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
+        painter = Painter(tokenizer)
+        painter.feed(ids, origins)
+        styles = {"drafted": "green", "target": "blue"}
+        expected = [(tokenizer.decode([token]), styles[origin]) for token, origin in zip(ids, origins, strict=True)]
+        assert len(ids) >= 3
+        assert self.origins(painter, tokenizer.decode(ids)) == expected
+
+    def test_text_that_is_held_back_keeps_its_colours(self, tokenizer: Any) -> None:
+        ids = tokenizer.encode(" one two three four")
+        text = tokenizer.decode(ids)
+        whole, parts = Painter(tokenizer), Painter(tokenizer)
+        origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
+        whole.feed(ids, origins)
+        parts.feed(ids, origins)
+        joined = sum((parts.take(letter) for letter in text), start=whole.take(""))
+        expected = whole.take(text)
+        assert [joined.get_style_at_offset(Console(), i) for i in range(len(text))] == [
+            expected.get_style_at_offset(Console(), i) for i in range(len(text))
+        ]
+
+    def test_characters_of_several_tokens(self, tokenizer: Any) -> None:
+        text = "naïve 日本 🦆 end"
+        ids = tokenizer.encode(text)
+        painter = Painter(tokenizer)
+        shown = ""
+        for token in ids:
+            painter.feed([token], ["drafted"])
+        shown = painter.take(tokenizer.decode(ids)).plain
+        assert shown == text
+
+
+class TestCommands:
+    def test_help_lists_every_command(self, run: Any) -> None:
+        result = run("--help")
+        assert result.exit_code == 0
+        assert all(name in result.output for name in COMMANDS)
+
+    def test_listing_the_commands_loads_no_torch(self) -> None:
+        code = (
+            "import sys\nfrom paceline.cli import app\n"
+            "try: app(['--help'])\nexcept SystemExit as stop: assert stop.code == 0\n"
+            "assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+    def test_version(self, run: Any) -> None:
+        assert run("--version").output.startswith("paceline 0.")
+
+    def test_unknown_command_and_option(self, run: Any) -> None:
+        for args in (["genrate"], ["models", "--nonsense"], []):
+            assert run(*args).exit_code == 2
+
+    def test_models(self, run: Any) -> None:
+        result = run("models")
+        assert result.exit_code == 0
+        for entry in zoo.available():
+            assert entry.name in result.output
+        rows = [json.loads(line) for line in run("models", "--json").output.splitlines()]
+        assert [row["name"] for row in rows] == [entry.name for entry in zoo.available()]
+
+    def test_drafters(self, run: Any) -> None:
+        rows = [json.loads(line) for line in run("drafters", "--json").output.splitlines()]
+        assert {"none", "ngram", "suffix", "draft_model"} <= {row["name"] for row in rows}
+        assert all(row["help"] and not row["error"] for row in rows if row["origin"] == "built in")
+        listed = run("drafters").output
+        assert all(row["name"] in listed for row in rows)
+
+    @pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+    def test_help_of_commands_that_load_a_model(self, run: Any, command: str) -> None:
+        result = run(command, "--help")
+        assert result.exit_code == 0
+        for flag in ("--model", "--drafter", "--round", "--device", "--dtype", "--exact", "--threads", "--kv-memory"):
+            assert flag in result.output
+
+    def test_help_of_generate_has_the_sampling_options(self, run: Any) -> None:
+        output = run("generate", "--help").output
+        for flag in ("--prompt", "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--json"):
+            assert flag in output
+
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["generate"], "no prompt"),
+            (["generate", "--prompt", "x", "--temperature", "-1"], "temperature"),
+            (["generate", "--prompt", "x", "--logprobs", "2"], "--json"),
+            (["generate", "--prompt-file", "/nowhere/at/all"], "/nowhere/at/all"),
+            (["generate", "--prompt", "x", "--logit-bias", "1"], "KEY=VALUE"),
+            (["chat", "--n", "2"], "--n 2"),
+            (["demo", "--prompts", "0"], "--prompts 0"),
+            (["demo", "--prompts", "21"], "--prompts 21"),
+            (["demo", "--repeats", "0"], "--repeats 0"),
+        ],
+    )
+    def test_mistakes_end_in_one_line_and_status_2(self, run: Any, args: list[str], message: str) -> None:
+        result = run(*args)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ") and message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+    def test_ctrl_c_ends_with_130(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(zoo, "available", stop)
+        assert run("models").exit_code == 130
+
+
+def test_demo_prompts_are_well_formed() -> None:
+    from importlib import resources
+
+    data = resources.files("paceline") / "data"
+    rows = [json.loads(line) for line in (data / "demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 20
+    assert {row["domain"] for row in rows} == {"sql", "e2e", "dialogue", "prose", "code"}
+    assert all(set(row) == {"domain", "chat", "text", "max_tokens"} for row in rows)
+    sources = (data / "SOURCES.md").read_text(encoding="utf-8")
+    assert all(f"`{domain}`" in sources for domain in {row["domain"] for row in rows})

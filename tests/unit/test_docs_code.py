@@ -1,0 +1,79 @@
+"""What the documentation shows as code is code that runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from paceline.core.tree import TokenTree
+from paceline.drafters import registry
+from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "write-a-drafter.md"
+EXAMPLE = ROOT / "examples" / "custom_drafter.py"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def example(monkeypatch) -> ModuleType:
+    monkeypatch.setattr(registry, "_registered", {})
+    spec = spec_from_file_location("custom_drafter", EXAMPLE)
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "custom_drafter", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def view(tokens: list[int], key: int = 0) -> SequenceView:
+    return SequenceView(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
+
+
+def test_page_shows_the_example():
+    assert blocks("python")[0] == EXAMPLE.read_text(encoding="utf-8")
+
+
+def test_the_drafter_takes_40_lines():
+    body = EXAMPLE.read_text(encoding="utf-8").partition("@register")[2].partition("def main")[0]
+    assert 20 < sum(1 for line in body.splitlines() if line.strip()) <= 40
+
+
+def test_the_drafter_learns_and_keeps_to_its_limits(example):
+    drafter = registry.build(registry.parse("follower,depth=3"))
+    served = view([1, 2, 3, 4, 5, 6], key=1)
+    drafter.observe(StepFeatures([served], [[6]], [0], [[]]))
+    tree = drafter.propose(
+        DraftRequest([view([9, 1, 2]), view([1, 2]), view([7]), view([2, 3])], [8, 2, 8, 0], [3] * 4)
+    )
+    tree.check()
+    assert [max(tree.token_paths(b), key=len, default=[]) for b in range(4)] == [[3, 4, 5], [3, 4], [], []]
+    drafter.release([1])
+    assert not drafter.learned
+
+
+def test_the_snippet_of_a_tree(example):
+    want = DraftRequest([view([5])], [8], [8])
+    tree = eval(blocks("python")[1], {"TokenTree": TokenTree, "want": want})
+    assert torch.equal(tree.num_nodes, torch.tensor([6]))
+
+
+def test_the_entry_point_is_in_the_group_that_is_read():
+    declared = tomllib.loads(blocks("toml")[0])["project"]["entry-points"]
+    assert list(declared) == [registry.ENTRY_POINT_GROUP]
+
+
+def test_the_example_runs():
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "second time" in done.stdout

@@ -1,0 +1,145 @@
+"""Linear kinds: each computes x W^T + b, and the exact ones give a row the same bits at every width."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.errors import CapabilityError
+from paceline.target.linear import (
+    Int8Linear,
+    LinearOp,
+    PackedLinear,
+    PadRows,
+    PlainLinear,
+    SplitRows,
+    can_pack,
+    make_linear,
+)
+
+WIDTHS = range(1, 65)
+SHAPES = [(64, 64), (200, 48), (768, 256), (256, 768)]  # out, in
+needs_packing = pytest.mark.skipif(not can_pack(), reason="this processor has no packed bf16 product")
+
+
+def weights(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+    return weight.to(dtype), torch.randn(outputs, generator=generator).to(dtype)
+
+
+def rows_of(inputs: int, rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def assert_width_invariant(linear: LinearOp, x: Tensor, residual: Tensor) -> None:
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    added = torch.cat([linear.add(a, b) for a, b in zip(x.split(1), residual.split(1), strict=True)])
+    for width in WIDTHS:
+        for first in {0, (len(x) - width) // 2, len(x) - width}:
+            part = slice(first, first + width)
+            assert torch.equal(linear(x[part]), alone[part]), f"{width} rows from {first}"
+            assert torch.equal(linear.add(x[part], residual[part]), added[part]), f"add, {width} rows from {first}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant"),
+    [(torch.bfloat16, None), (torch.float32, None), (torch.float64, None), (torch.bfloat16, "int8")],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_bits_are_the_same_at_every_width(shape: tuple[int, int], dtype: torch.dtype, quant):
+    weight, bias = weights(*shape, dtype)
+    linear = make_linear(weight, bias, exact=True, quant=quant)
+    assert_width_invariant(linear, rows_of(shape[1], 64, dtype), rows_of(shape[0], 64, dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_plain_bf16(shape: tuple[int, int]):
+    """Where the packed product is missing, the plain one takes its place."""
+    from paceline.target.linear import make_exact
+
+    weight, bias = weights(*shape, torch.bfloat16)
+    linear = make_exact(PlainLinear(weight, bias), "plain", weight)
+    assert_width_invariant(linear, rows_of(shape[1], 64, torch.bfloat16), rows_of(shape[0], 64, torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [100, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_exact_bits_hold_in_long_prefills(rows: int, dtype: torch.dtype):
+    weight, _ = weights(256, 192, dtype)
+    linear = make_linear(weight, None, exact=True)
+    x = rows_of(192, rows, dtype)
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
+class _Fickle:
+    """A product whose bits depend on the width: what a probe must notice."""
+
+    def __init__(self, weight: Tensor, limit: int) -> None:
+        self.weight, self.limit = weight, limit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.nn.functional.linear(x.double(), self.weight.double()).to(x.dtype)
+        return y if x.shape[0] <= self.limit else torch.nextafter(y, torch.full_like(y, torch.inf))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(x) + residual
+
+
+@pytest.mark.parametrize(("limit", "wrap"), [(1, PadRows), (40, SplitRows), (90, SplitRows), (1000, SplitRows)])
+def test_the_probe_finds_how_far_a_kernel_can_be_trusted(limit: int, wrap: type):
+    from paceline.target.linear import make_exact
+
+    weight, _ = weights(24, 16, torch.bfloat16)
+    linear = make_exact(_Fickle(weight, limit), f"fickle {limit}", weight)
+    assert isinstance(linear, wrap)
+    if isinstance(linear, SplitRows):
+        assert linear.limit <= limit
+        x = rows_of(16, 64, torch.bfloat16)
+        assert_width_invariant(linear, x, rows_of(24, 64, torch.bfloat16))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [0, 1, 8, 11])
+def test_computes_the_product(rows: int, dtype: torch.dtype, bias: bool, exact: bool):
+    weight, offset = weights(40, 48, dtype)
+    x, residual = rows_of(48, rows, dtype), rows_of(40, rows, dtype)
+    kept = residual.clone()
+    linear = make_linear(weight, offset if bias else None, exact=exact)
+    expected = x.double() @ weight.double().T + (offset.double() if bias else 0)
+    tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(linear(x).double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        linear.add(x, residual).double(), expected + residual.double(), atol=2 * tolerance, rtol=tolerance
+    )
+    assert linear(x).dtype == dtype
+    assert torch.equal(residual, kept)  # the residual stream is tapped: it must not be written to
+
+
+@needs_packing
+def test_bf16_on_the_cpu_is_packed():
+    assert isinstance(make_linear(*weights(64, 64, torch.bfloat16)), PackedLinear)
+
+
+def test_int8_is_what_its_integers_say():
+    weight, bias = weights(96, 64, torch.bfloat16)
+    weight[3] = 0  # a row without a scale of its own
+    linear = Int8Linear(weight, bias)
+    assert linear.weight.dtype == torch.int8
+    stored = linear.weight.double() * linear.scale.double()[:, None]
+    # Half a step of the integer grid, and half a unit in the last place of a scale that was rounded to bf16.
+    step = linear.scale.double()[:, None]
+    assert ((stored - weight.double()).abs() <= 0.51 * step).all()
+    x = rows_of(64, 5, torch.bfloat16)
+    torch.testing.assert_close(
+        linear(x).double(), x.double() @ stored.T + bias.double(), atol=3e-2, rtol=2e-2
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_int8_wants_bf16(dtype: torch.dtype):
+    with pytest.raises(CapabilityError, match="int8.*bfloat16"):
+        make_linear(*weights(8, 8, dtype), quant="int8")

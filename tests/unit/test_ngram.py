@@ -1,0 +1,138 @@
+"""Prompt lookup against a brute-force search of the whole context."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.drafters.base import DraftRequest, SequenceView
+from paceline.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
+from paceline.drafters.registry import DrafterContext
+
+# Few distinct tokens: matches of every length occur, and so do contexts without any.
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def drafter(**options) -> NgramDrafter:
+    return NgramConfig(**options).build(DrafterContext())
+
+
+def view(tokens: list[int], key: int = 0) -> SequenceView:
+    return SequenceView(key=key, tokens=tokens, prompt_len=len(tokens), sampler=None)
+
+
+def lookup(tokens: list[int], n: int) -> list[int]:
+    """Positions that follow earlier occurrences of the last n tokens, most recent first."""
+    if n > len(tokens):
+        return []
+    return [at for at in range(len(tokens) - 1, n - 1, -1) if tokens[at - n : at] == tokens[len(tokens) - n :]]
+
+
+def periodic(tokens: list[int], follower: int, depth: int) -> list[int]:
+    text = list(tokens)
+    for at in range(follower, follower + depth):
+        text.append(text[at])
+    return text[len(tokens) :]
+
+
+@given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(0, 9), st.integers(0, 9))
+def test_chain_is_the_latest_continuation_of_the_longest_match(tokens, low, more, budget, max_depth):
+    proposal = drafter(min_ngram=low, max_ngram=low + more, depth=6).propose_paths(view(tokens), budget, max_depth)
+
+    found = [at for n in range(low + more, low - 1, -1) for at in lookup(tokens, n)]
+    wanted = periodic(tokens, found[0], min(6, budget, max_depth)) if found else []
+    assert proposal.tokens == wanted
+    assert proposal.parents == list(range(len(wanted)))
+
+
+@given(texts, st.integers(2, 4), st.integers(0, 12), st.integers(0, 7))
+def test_branches_are_the_latest_distinct_continuations(tokens, branches, budget, max_depth):
+    proposal = drafter(branches=branches, depth=5).propose_paths(view(tokens), budget, max_depth)
+
+    depth = min(5, budget, max_depth)
+    wanted: dict[int, list[int]] = {}
+    for at in (at for n in range(4, 0, -1) for at in lookup(tokens, n)):
+        if depth > 0 and len(wanted) < branches:
+            wanted.setdefault(tokens[at], periodic(tokens, at, depth))
+    paths: list[list[int]] = [[]]
+    for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
+        assert parent <= node
+        paths.append([*paths[parent], token])
+    for path in paths[1:]:
+        assert path == wanted[path[0]][: len(path)]
+    assert len({tuple(path) for path in paths}) == len(paths)
+    assert len(proposal) == min(budget, depth * len(wanted))  # the whole budget is used, and no more
+    assert proposal.log_scores == sorted(proposal.log_scores, reverse=True)
+
+
+@given(texts, st.data())
+def test_growing_step_by_step_equals_starting_afresh(tokens, data):
+    live: list[int] = []
+    growing = drafter(branches=3)
+    while len(live) < len(tokens):
+        live += tokens[len(live) : len(live) + data.draw(st.integers(1, 5))]
+        assert growing.propose_paths(view(live), 12, 12) == drafter(branches=3).propose_paths(view(live, 7), 12, 12)
+
+
+def test_a_step_indexes_new_tokens_only():
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, item):
+            if isinstance(item, slice):
+                Counting.reads += len(range(*item.indices(len(self))))
+            return super().__getitem__(item)
+
+    tokens = Counting(range(5000))
+    index = NgramIndex(1, 4)
+    index.extend(tokens)
+    Counting.reads = 0
+    tokens.append(17)
+    index.extend(tokens)
+    assert 0 < Counting.reads <= 1 + 2 + 3 + 4
+
+
+def test_periodic_text_is_continued_past_its_end():
+    proposal = drafter(depth=8).propose_paths(view([5, 1, 2, 3, 1, 2, 3, 1]), 8, 8)
+    assert proposal.tokens == [2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_a_longer_match_expects_more():
+    short = drafter().propose_paths(view([1, 2, 9, 2]), 8, 8)
+    long = drafter().propose_paths(view([1, 2, 3, 4, 9, 1, 2, 3, 4]), 8, 8)
+    assert 0 < short.expected_accepted < long.expected_accepted
+
+
+def test_a_batch_becomes_valid_trees():
+    views = [view([1, 2, 3, 1, 2], 1), view([4], 2), view([7, 8, 7, 9, 7], 3)]
+    tree = drafter(branches=2, depth=3).propose(DraftRequest(views, [6, 6, 3], [9, 9, 2]))
+    tree.check()
+    assert tree.tokens[:, 0].tolist() == [2, 4, 7]
+    assert tree.num_nodes.tolist() == [4, 1, 4]
+    assert sorted(tree.leaf_paths(2)) != [[]]
+    assert int(tree.depths()[2].max()) == 2
+
+
+def test_release_forgets():
+    lookups = drafter()
+    lookups.propose(DraftRequest([view([1, 1], 1), view([2, 2], 2)], [4, 4], [4, 4]))
+    lookups.release([1, 99])
+    assert list(lookups._indices) == [2]
+    assert lookups.propose_paths(view([5, 6, 5], 1), 4, 4).tokens == [6, 5, 6, 5]  # nothing of the old sequence 1
+
+
+def test_nothing_is_drafted_before_anything_repeats():
+    assert len(drafter().propose_paths(view([1, 2, 3]), 8, 8)) == 0
+
+
+def test_default_budget_covers_every_branch():
+    assert drafter(depth=5, branches=3).spec.default_budget == 15
+    assert drafter(depth=5, branches=3).spec.tree and not drafter(depth=5).spec.tree
+
+
+@pytest.mark.parametrize("options", [{"min_ngram": 5}, {"depth": 0}, {"branches": 0}, {"max_ngram": 65}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        NgramConfig(**options)

@@ -1,0 +1,245 @@
+"""Drafters by name: what is read, what is refused and with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import pytest
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.drafters import registry
+from paceline.drafters.base import DraftRequest, SequenceView
+from paceline.drafters.ngram import NgramConfig, NgramDrafter
+from paceline.drafters.none import NoneConfig
+from paceline.drafters.registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(DrafterConfig):
+    """A drafter for this test.
+
+    More about it.
+    """
+
+    kind: ClassVar[str] = "sample"
+
+    model: str = option(help="the model")
+    depth: int = option(4, help="how deep", minimum=1)
+    rate: float = option(0.5, help="how often", maximum=1)
+    eager: bool = option(False, help="whether at once")
+    tree: tuple[int, ...] | None = option(None, help="branching factors")
+    draws: Literal["point", "coupled"] = option("coupled", help="how")
+    note: str | None = option(None, help="a remark")
+
+    def build(self, context: DrafterContext):
+        return context.load_model(self.model, context.dtype)
+
+
+@pytest.fixture
+def sample(monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    return register(SampleConfig)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Make a distribution whose entry points are the lines given."""
+
+    def install(lines: str, code: str = "") -> None:
+        info = tmp_path / "thirdparty-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[paceline.drafters]\n{lines}\n")
+        (tmp_path / "thirdparty_drafters.py").write_text(code)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        registry._discovered.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    sys.modules.pop("thirdparty_drafters", None)
+    registry._discovered.cache_clear()
+
+
+def row(name: str):
+    return next(r for r in describe() if r.name == name)
+
+
+def test_none_and_objects_pass_through():
+    config = NgramConfig(depth=3)
+    assert parse(None) is None
+    assert parse(config) is config
+    assert parse("none") == NoneConfig()
+
+
+def test_names_and_options_are_read():
+    assert parse("ngram") == NgramConfig()
+    assert parse("ngram, depth = 6,branches=2") == NgramConfig(depth=6, branches=2)
+
+
+def test_every_type_is_read(sample):
+    spec = "sample:org/a-model:tag,depth=6,rate=0.25,eager=yes,tree=<1,1,3>,draws=point,note=none"
+    wanted = SampleConfig(
+        model="org/a-model:tag", depth=6, rate=0.25, eager=True, tree=(1, 1, 3), draws="point", note=None
+    )
+    assert parse(spec) == wanted
+    assert parse("sample,model=m,tree=none,note=two words") == SampleConfig(model="m", note="two words")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("sufix", ["no such drafter", "did you mean 'suffix'", "ngram", "draft_model"]),
+        ("", ["no drafter's name"]),
+        (3, ["neither a name nor a config object"]),
+        (NgramConfig, ["neither a name nor a config object"]),
+        ("ngram,dept=3", ["no option 'dept'", "did you mean 'depth'", "branches"]),
+        ("ngram,depth", ["'depth' is not option=value"]),
+        ("ngram,", ["is not option=value"]),
+        ("ngram,depth=x", ["depth takes integer, not 'x'"]),
+        ("ngram,depth=0", ["depth must be 1 or more"]),
+        ("ngram,depth=1,depth=2", ["given twice"]),
+        ("ngram:model", ["no model of its own"]),
+        ("none,depth=3", ["no option 'depth'"]),
+        ("sample", ["needs model", "write sample:model"]),
+        ("sample:", ["no model after the colon"]),
+        ("sample:a,model=b", ["model is given twice"]),
+        ("sample:a,rate=2", ["rate must be 1 or less"]),
+        ("sample:a,rate=nan", ["rate must be 1 or less"]),
+        ("sample:a,eager=perhaps", ["takes true or false"]),
+        ("sample:a,tree=<1,x>", ["tree takes"]),
+        ("sample:a,draws=sampled", ["takes point or coupled"]),
+    ],
+)
+def test_bad_specs_say_what_to_do(sample, spec, words):
+    with pytest.raises(ConfigError) as caught:
+        parse(spec)
+    for word in words:
+        assert word.lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("options", [{"depth": "6"}, {"depth": 6.0}, {"depth": True}, {"depth": None}])
+def test_config_objects_are_checked_too(options):
+    with pytest.raises(ConfigError, match="depth takes integer"):
+        NgramConfig(**options)
+
+
+def test_build_passes_the_context(sample):
+    drafter = NgramDrafter(NgramConfig())
+    asked = []
+
+    def load(name: str, dtype: str) -> NgramDrafter:
+        asked.append((name, dtype))
+        return drafter
+
+    assert build(SampleConfig(model="m"), DrafterContext(load_model=load, dtype="float32")) is drafter
+    assert asked == [("m", "float32")]
+
+
+def test_build_refuses_what_is_no_drafter(sample):
+    with pytest.raises(CapabilityError, match=r"without bind, observe, propose, release, spec"):
+        build(SampleConfig(model="m"), DrafterContext(load_model=lambda name, dtype: object()))
+
+
+def test_none_drafts_nothing():
+    drafter = build(NoneConfig())
+    tree = drafter.propose(DraftRequest([SequenceView(0, [4, 5], 1, None)], [8], [8]))
+    tree.check()
+    assert tree.tokens.tolist() == [[5]]
+    assert drafter.spec.default_budget == 0
+
+
+def test_describe_shows_every_option_as_it_is_written(sample):
+    shown = row("sample")
+    assert (shown.help, shown.origin, shown.error) == ("A drafter for this test.", "registered", None)
+    assert [(o.name, o.type, o.default, o.help) for o in shown.options] == [
+        ("model", "text", "required", "the model"),
+        ("depth", "integer", "4", "how deep"),
+        ("rate", "number", "0.5", "how often"),
+        ("eager", "true or false", "false", "whether at once"),
+        ("tree", "<integer,...> or none", "none", "branching factors"),
+        ("draws", "point or coupled", "coupled", "how"),
+        ("note", "text or none", "none", "a remark"),
+    ]
+
+
+def test_builtin_drafters_are_described():
+    for name in ("none", "ngram", "suffix"):
+        shown = row(name)
+        assert shown.error is None and shown.origin == "built in" and shown.help
+        assert all(o.help and o.default != "required" for o in shown.options)
+        spelled = ",".join(f"{o.name}={o.default}" for o in shown.options)
+        assert parse(f"{name},{spelled}" if spelled else name) == parse(name)
+
+
+def test_names_are_taken_once(sample):
+    assert register(SampleConfig) is SampleConfig  # again: no harm
+    other = type("Other", (DrafterConfig,), {"kind": "sample"})
+    with pytest.raises(ConfigError, match="taken"):
+        register(other)
+    with pytest.raises(ConfigError, match="taken"):
+        register(type("Other", (DrafterConfig,), {"kind": "ngram"}))
+    with pytest.raises(ConfigError, match="is no name"):
+        register(type("Other", (DrafterConfig,), {"kind": "a,b"}))
+
+
+def test_an_option_that_cannot_be_written_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Odd(DrafterConfig):
+        kind: ClassVar[str] = "odd"
+        table: dict = option(None, help="a table")
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Odd()
+
+
+def test_entry_points_are_found(installed):
+    installed(
+        "copycat = thirdparty_drafters:CopyConfig",
+        "from dataclasses import dataclass\n"
+        "from paceline.drafters.ngram import NgramConfig\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class CopyConfig(NgramConfig):\n"
+        "    '''Copies.'''\n"
+        "    kind = 'copycat'\n",
+    )
+    assert "thirdparty_drafters" not in sys.modules  # listed, not loaded
+    assert "copycat" in registry.names()
+    config = parse("copycat,depth=2")
+    assert type(config).__name__ == "CopyConfig" and config.depth == 2
+    assert build(config).spec.name == "copycat"
+    assert (row("copycat").origin, row("copycat").help) == ("thirdparty", "Copies.")
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "words"),
+    [
+        ("bad = thirdparty_drafters:Config", "import no_such_module_anywhere", "no_such_module_anywhere"),
+        ("bad = thirdparty_drafters:Config", "", "does not load"),
+        ("bad = thirdparty_drafters:Config", "Config = 3", "not a subclass of DrafterConfig"),
+        ("bad = thirdparty_drafters:Config", "raise KeyError('oops')", "oops"),
+    ],
+)
+def test_a_broken_entry_point_matters_only_when_asked_for(installed, lines, code, words):
+    installed(lines, code)
+    assert parse("ngram") == NgramConfig()
+    assert words in (row("bad").error or "")
+    with pytest.raises(ConfigError, match="thirdparty") as caught:
+        parse("bad")
+    assert words in str(caught.value)
+
+
+def test_a_builtin_name_cannot_be_taken_over(installed):
+    installed("ngram = thirdparty_drafters:Config", "Config = 3")
+    assert parse("ngram") == NgramConfig()
+    rows = [r for r in describe() if r.name == "ngram"]
+    assert [r.error is None for r in rows] == [True, False]
+    assert "another drafter has the name" in (rows[1].error or "")
+
+
+def test_names_cost_no_import_of_torch():
+    code = "import sys; from paceline.drafters import registry; registry.names(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

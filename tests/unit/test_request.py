@@ -1,0 +1,351 @@
+"""Stop rules, log-probabilities and the state of one output."""
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.request import (
+    CompletionOutput,
+    Logprob,
+    Request,
+    RequestOutput,
+    SequenceState,
+    StopChecker,
+    token_logprobs,
+)
+from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.stats import SpecStats
+
+EOS = 0
+ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
+
+
+def byte_decoder(pieces):
+    """A detokenizer over bytes: token i is ``pieces[i]``; text comes out when its characters are whole."""
+    pending = bytearray()
+
+    def step(token):
+        pending.extend(pieces[token])
+        for size in range(len(pending), -1, -1):
+            try:
+                text = pending[:size].decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            del pending[:size]
+            return text
+        raise AssertionError("the empty prefix decodes")
+
+    return step
+
+
+def checker(pieces=(), max_tokens=100, eos=(EOS,), **params):
+    """A checker over tokens whose texts are ``pieces``, from id 1 on; id 0 is EOS."""
+    texts = [b"<eos>", *(p.encode() if isinstance(p, str) else p for p in pieces)]
+    return StopChecker(SamplingParams(max_tokens=None, **params), eos, max_tokens, byte_decoder(texts))
+
+
+class TestIds:
+    def test_goes_on_until_told(self):
+        c = checker(["a", "b"])
+        assert c.feed([1, 2, 1]) == (3, None, None)
+        assert c.feed([]) == (0, None, None)
+        assert (c.text, c.finished, c.remaining) == ("aba", False, 97)
+
+    def test_eos_in_mid_path_cuts_and_has_no_text(self):
+        c = checker(["a", "b"])
+        assert c.feed([1, 2, EOS, 1, 1]) == (3, "stop", None)
+        assert (c.text, c.num_tokens) == ("ab", 3)
+
+    def test_ignored_eos_is_a_token_like_others(self):
+        c = checker(["a"], ignore_eos=True)
+        assert c.feed([1, EOS, 1]) == (3, None, None)
+        assert c.text == "a<eos>a"
+
+    def test_stop_id_names_itself(self):
+        c = checker(["a", "b"], stop_token_ids=[2])
+        assert c.feed([1, 2, 1]) == (2, "stop", 2)
+        assert c.text == "a"
+
+    def test_eos_that_is_also_a_stop_id(self):
+        assert checker(stop_token_ids=[EOS]).feed([EOS]) == (1, "stop", None)
+        assert checker(stop_token_ids=[EOS], ignore_eos=True).feed([EOS]) == (1, "stop", EOS)
+
+    def test_max_tokens_cuts_mid_path(self):
+        c = checker(["a"], max_tokens=3)
+        assert c.feed([1, 1]) == (2, None, None)
+        assert c.feed([1, 1, 1]) == (1, "length", None)
+        assert (c.text, c.remaining) == ("aaa", 0)
+
+    @pytest.mark.parametrize(("last", "reason"), [(EOS, None), (2, 2), (3, "!")], ids=["eos", "stop id", "stop string"])
+    def test_last_and_stop_is_a_stop(self, last, reason):
+        c = checker(["a", "b", "c!"], max_tokens=2, stop_token_ids=[2], stop="!")
+        assert c.feed([1, last]) == (2, "stop", reason)
+
+    def test_ids_before_min_tokens_do_not_stop(self):
+        c = checker(["a", "b"], min_tokens=2, stop_token_ids=[2])
+        assert c.feed([2, EOS, 2, 1]) == (3, "stop", 2)
+
+    def test_nothing_follows_the_end(self):
+        c = checker(["a"], max_tokens=1)
+        c.feed([1])
+        with pytest.raises(RuntimeError, match="has ended"):
+            c.feed([1])
+
+    def test_abort(self):
+        c = checker(["a"])
+        c.feed([1])
+        c.abort()
+        assert (c.finish_reason, c.finished, c.text) == ("abort", True, "a")
+
+
+class TestStrings:
+    def test_within_one_token_and_in_its_middle(self):
+        c = checker(["one ", "two. three"], stop=". ")
+        assert c.feed([1, 2, 1]) == (2, "stop", ". ")
+        assert c.text == "one two"
+
+    def test_across_tokens(self):
+        c = checker(["x<", "en", "d>y"], stop=["<end>"])
+        assert c.feed([1]) == (1, None, None)
+        assert c.feed([2, 3, 1]) == (2, "stop", "<end>")
+        assert (c.text, c.num_tokens) == ("x", 3)
+
+    def test_kept_on_request(self):
+        c = checker(["x<", "en", "d>y"], stop=["<end>"], include_stop_str_in_output=True)
+        c.feed([1, 2, 3])
+        assert c.text == "x<end>"
+
+    def test_the_one_that_ends_first_wins(self):
+        c = checker(["a b c d"], stop=["c d", "b", "a b c"])
+        assert c.feed([1]) == (1, "stop", "b")
+        assert c.text == "a "
+
+    def test_of_two_that_end_together_the_longer(self):
+        c = checker(["xab"], stop=["b", "ab"])
+        assert c.feed([1]) == (1, "stop", "ab")
+        assert c.text == "x"
+
+    def test_only_after_min_tokens(self):
+        c = checker(["a.", "b.", "c"], stop=".", min_tokens=2)
+        assert c.feed([1, 2, 3, 1, 3]) == (4, "stop", ".")
+        assert c.text == "a.b.ca"
+
+    def test_one_that_began_before_min_tokens_and_ends_after(self):
+        c = checker(["a<", ">b"], stop="<>", min_tokens=1)
+        assert c.feed([1, 2]) == (2, "stop", "<>")
+        assert c.text == "a"
+
+    def test_in_characters_of_several_bytes(self):
+        smile = "🙂".encode()
+        c = checker([smile[:2], smile[2:], "é"], stop="🙂é")
+        assert c.feed([1]) == (1, None, None)
+        assert (c.text, c.stable_text()) == ("", "")
+        c.feed([2])
+        assert (c.text, c.stable_text()) == ("🙂", "")
+        assert c.feed([3, 3]) == (1, "stop", "🙂é")
+        assert c.text == ""
+
+    def test_the_text_of_an_eos_cannot_complete_one(self):
+        c = StopChecker(SamplingParams(stop="s>"), (EOS,), 9, byte_decoder([b"<eos>"]))
+        assert c.feed([EOS]) == (1, "stop", None)
+        assert c.text == ""
+
+    def test_without_text_they_are_refused(self):
+        with pytest.raises(ConfigError, match="stop strings are found in text"):
+            StopChecker(SamplingParams(stop="x"), (EOS,), 9, None)
+
+    def test_without_text_ids_work(self):
+        c = StopChecker(SamplingParams(stop_token_ids=[4]), (EOS,), 9, None)
+        assert c.feed([1, 4, 4]) == (2, "stop", 4)
+        assert c.text == ""
+
+    def test_cuts_do_not_depend_on_how_tokens_arrive(self):
+        """Any split of the accepted tokens into passes, any split of the text into tokens: the same text."""
+        rng = random.Random(3)
+        met = set()
+        for _ in range(400):
+            text = "".join(rng.choice("ab.") for _ in range(12))
+            stops = ["".join(rng.choice("ab.") for _ in range(rng.randint(1, 4))) for _ in range(2)]
+            first = min(((text.find(s) + len(s), text.find(s), s) for s in stops if s in text), default=None)
+            cuts = sorted(rng.sample(range(1, 12), 4))
+            pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, 12])]
+            c, tokens = checker(pieces, stop=stops), list(range(1, len(pieces) + 1))
+            while tokens and not c.finished:
+                size = rng.randint(1, len(tokens))
+                c.feed(tokens[:size])
+                tokens = tokens[size:]
+            assert c.text == (text if first is None else text[: first[1]])
+            assert c.stop_reason == (None if first is None else first[2])
+            met.add(first is None)
+        assert met == {True, False}
+
+
+class TestStreaming:
+    def test_holds_back_what_may_begin_a_stop_string(self):
+        c = checker(["one <", "e", "x", "<end"], stop="<end>")
+        shown = []
+        for token in (1, 2, 3, 4):
+            c.feed([token])
+            shown.append(c.stable_text())
+        assert shown == ["one ", "one ", "one <ex", "one <ex"]
+        assert c.stable_text(finished=True) == "one <ex<end"
+
+    def test_the_longest_beginning_counts(self):
+        c = checker(["abab"], stop=["ababc", "abd"])
+        c.feed([1])
+        assert c.stable_text() == ""
+        c = checker(["xabab"], stop=["abac", "abd"])
+        c.feed([1])
+        assert c.stable_text() == "xab"
+
+    def test_what_was_shown_is_never_taken_back(self):
+        rng = random.Random(5)
+        held = 0
+        for _ in range(300):
+            pieces = ["".join(rng.choice("ab") for _ in range(rng.randint(1, 3))) for _ in range(8)]
+            c = checker(pieces, stop=["abba", "bbb"], min_tokens=rng.choice([0, 3]), max_tokens=8)
+            shown = ""
+            for token in range(1, 9):
+                c.feed([token])
+                now = c.stable_text()
+                assert now.startswith(shown)
+                held += len(c.text) > len(now)
+                shown = now
+                if c.finished:
+                    break
+            assert shown == c.text
+        assert held > 100
+
+    @pytest.mark.skipif(not (ZOO_MODEL / "tokenizer.json").exists(), reason="the embedded model is not here")
+    def test_with_the_embedded_models_tokenizer(self):
+        from tokenizers import Tokenizer
+        from tokenizers.decoders import DecodeStream
+
+        tokenizer = Tokenizer.from_file(str(ZOO_MODEL / "tokenizer.json"))
+        stream = DecodeStream(skip_special_tokens=True)
+        text = "The café is open 🙂 until midnight. Then it closes."
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert len(ids) > 10
+        c = StopChecker(
+            SamplingParams(max_tokens=None, stop="midnight."), (), 1000, lambda t: stream.step(tokenizer, t) or ""
+        )
+        kept, reason, stop = c.feed(ids)
+        assert (c.text, reason, stop) == ("The café is open 🙂 until ", "stop", "midnight.")
+        assert tokenizer.decode(ids[:kept]).startswith("The café is open 🙂 until midnight.")
+        assert "midnight." not in tokenizer.decode(ids[: kept - 1])
+
+
+class TestLogprobs:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0], [0.0, 0.0, 5.0, 1.0, 2.0]])
+
+    @pytest.mark.parametrize("k", [0, 1, 3, 5])
+    def test_against_the_definition(self, k):
+        chosen = torch.tensor([2, 2])
+        rows = token_logprobs(self.logits, chosen, k)
+        for row, logits, token in zip(rows, self.logits.double(), chosen.tolist(), strict=True):
+            wanted = logits.log_softmax(-1).tolist()
+            assert next(iter(row)) == token
+            best = sorted(wanted, reverse=True)[:k]
+            assert sorted((wanted[t] for t in row if t in list(row)[-k:]), reverse=True) == best or k == 0
+            assert len(row) == (k if wanted[token] in best else k + 1)
+            for t, entry in row.items():
+                assert entry.logprob == pytest.approx(wanted[t], abs=1e-6)
+                assert entry.rank == 1 + sum(w > wanted[t] for w in wanted)
+
+    def test_equals_share_a_rank(self):
+        row = token_logprobs(self.logits[:1], torch.tensor([3]), 5)[0]
+        assert [row[t].rank for t in range(5)] == [4, 1, 3, 1, 5]
+
+    def test_decoded(self):
+        row = token_logprobs(self.logits[1:], torch.tensor([0]), 1, decode=lambda t: f"<{t}>")[0]
+        assert {t: e.decoded for t, e in row.items()} == {0: "<0>", 2: "<2>"}
+
+    def test_ruled_out_tokens_of_processed_logits(self):
+        logits = self.logits.clone()
+        logits[0, 1] = -torch.inf
+        row = token_logprobs(logits[:1], torch.tensor([3]), 5)[0]
+        assert row[1] == Logprob(float("-inf"), 5)
+        assert row[3].rank == 1
+
+    def test_half_precision_is_widened(self):
+        rows = token_logprobs(self.logits.bfloat16(), torch.tensor([2, 2]), 2)
+        assert rows == token_logprobs(self.logits, torch.tensor([2, 2]), 2)
+
+
+def sequence(**params):
+    sampling = SamplingParams(**{"max_tokens": 6} | params)
+    request = Request(id="r", prompt_ids=(3, 4), params=sampling, arrival=0, seed=11, prompt="hi")
+    sampler = SequenceSampler(sampling, request.prompt_ids, seed=11, sample_index=1, vocab_size=9, eos_ids=(EOS,))
+    return SequenceState(request, 1, sampler, StopChecker(sampling, (EOS,), 6, byte_decoder([b"", b"a", b"b", b"c"])))
+
+
+class TestSequenceState:
+    def test_collects_what_passes_bring(self):
+        s = sequence()
+        assert s.accept([1], 0) == 1
+        assert s.accept([2, 3, 1], 2) == 3
+        assert s.accept([2, EOS, 3], 2) == 2
+        assert s.finished
+        assert s.output() == CompletionOutput(
+            index=1,
+            text="abcab",
+            token_ids=[1, 2, 3, 1, 2, EOS],
+            finish_reason="stop",
+            stop_reason=None,
+            logprobs=None,
+            cumulative_logprob=None,
+            origins=["target", "drafted", "drafted", "target", "drafted", "drafted"],
+            seed=11,
+        )
+
+    def test_the_sampler_counts_what_was_kept_and_no_more(self):
+        s = sequence(max_tokens=6)
+        s.accept([1, 2, 3, 1, 2, 3, 1, 2], 7)
+        assert list(s.sampler.output_ids) == [1, 2, 3, 1, 2, 3] == s.token_ids
+        assert s.output().finish_reason == "length"
+
+    def test_logprobs_are_cut_with_the_tokens_and_summed(self):
+        s = sequence(logprobs=0)
+        entries = [{t: Logprob(-t / 8, 1)} for t in (1, 2, EOS, 3)]
+        s.accept([1, 2, EOS, 3], 3, entries)
+        out = s.output()
+        assert out.logprobs == entries[:3]
+        assert out.cumulative_logprob == -3 / 8
+
+    def test_unfinished_output_shows_stable_text_only(self):
+        s = sequence(stop="bc")
+        s.accept([1, 2], 1)
+        assert (s.output().text, s.output().finish_reason) == ("a", None)
+        s.checker.abort()
+        assert (s.output().text, s.output().finish_reason) == ("ab", "abort")
+
+    def test_outputs_are_detached(self):
+        s = sequence()
+        s.accept([1], 0)
+        out = s.output()
+        s.accept([2], 0)
+        assert (out.token_ids, out.origins) == ([1], ["target"])
+
+
+def test_request_output_carries_its_parts():
+    out = RequestOutput(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=[1],
+        prompt_logprobs=None,
+        outputs=[sequence().output()],
+        stats=SpecStats(),
+        finished=False,
+    )
+    assert dataclasses.asdict(out)["outputs"][0]["token_ids"] == []
+
+
+def test_request_is_frozen():
+    request = sequence().request
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.arrival = 3

@@ -1,0 +1,135 @@
+"""Statistics: the definitions, on counts small enough to do by hand."""
+
+import json
+import random
+
+import pytest
+
+from paceline.core.stats import SourceStats, SpecStats
+
+
+def chain(*passes):
+    """Statistics of passes given as (drafted, accepted), with one more token of the target's own each."""
+    stats = SpecStats()
+    for drafted, accepted in passes:
+        stats.record_pass(drafted=drafted, accepted=accepted, emitted=accepted + 1)
+    return stats
+
+
+def test_counts_of_a_chain():
+    stats = chain((4, 2), (4, 4), (4, 0), (0, 0), (2, 1))
+    assert (stats.passes, stats.drafted, stats.accepted, stats.emitted) == (5, 14, 7, 12)
+    assert stats.accepted_histogram == [2, 1, 1, 0, 1]
+    # Four passes had a node at depth 1, three of them accepted it, and so on down.
+    assert stats.depth_offered == [4, 3, 2, 1]
+    assert stats.depth_accepted == [3, 2, 1, 1]
+    assert stats.depth_acceptance == [3 / 4, 2 / 3, 1 / 2, 1.0]
+    assert stats.mean_accepted_length == 1 + 7 / 5
+    assert stats.acceptance_rate == 7 / 14
+
+
+def test_a_tree_says_where_its_path_ended():
+    """Ten nodes, path of two: on a leaf there was nothing to refuse at depth three."""
+    leaf, inner = SpecStats(), SpecStats()
+    leaf.record_pass(drafted=10, accepted=2, emitted=3, offered=2)
+    inner.record_pass(drafted=10, accepted=2, emitted=3, offered=3)
+    assert (leaf.depth_offered, leaf.depth_accepted) == ([1, 1], [1, 1])
+    assert (inner.depth_offered, inner.depth_accepted) == ([1, 1, 1], [1, 1, 0])
+
+
+def test_a_cut_may_leave_no_token_of_the_targets_own():
+    stats = SpecStats()
+    stats.record_pass(drafted=3, accepted=2, emitted=2)
+    assert (stats.emitted, stats.mean_accepted_length) == (2, 3.0)
+
+
+def test_without_passes_nothing_is_divided_by_zero():
+    stats = SpecStats()
+    assert (stats.mean_accepted_length, stats.acceptance_rate, stats.tokens_per_second) == (1.0, 0.0, 0.0)
+    assert stats.depth_acceptance == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"drafted": 1, "accepted": 2, "emitted": 3},
+        {"drafted": 1, "accepted": -1, "emitted": 0},
+        {"drafted": 3, "accepted": 2, "emitted": 1},
+        {"drafted": 3, "accepted": 1, "emitted": 2, "offered": 0},
+        {"drafted": 3, "accepted": 1, "emitted": 2, "offered": 3},
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused_and_not_counted(bad):
+    stats = SpecStats()
+    with pytest.raises(ValueError, match="a pass cannot have"):
+        stats.record_pass(**bad)
+    assert stats == SpecStats()
+
+
+def test_merge_equals_recording_everything_in_one():
+    rng = random.Random(1)
+    everything, merged = SpecStats(), SpecStats()
+    for _ in range(7):
+        part = SpecStats(draft_ms=1.5, verify_ms=2.0, host_ms=0.25, idle_ms=4.0, prompt_tokens=3, preemptions=1)
+        part.cached_prompt_tokens = 2
+        for _ in range(rng.randrange(5)):
+            drafted = rng.randrange(6)
+            accepted = rng.randint(0, drafted)
+            sources = {rng.choice(["ngram", "suffix"]): (drafted, accepted)}
+            for stats in (part, everything):
+                stats.record_pass(drafted=drafted, accepted=accepted, emitted=accepted + 1, sources=sources)
+        merged = merged.merge(part)
+    everything.draft_ms, everything.verify_ms, everything.host_ms, everything.idle_ms = 10.5, 14.0, 1.75, 28.0
+    everything.prompt_tokens, everything.preemptions, everything.cached_prompt_tokens = 21, 7, 14
+    assert merged.passes > 5
+    assert merged == everything
+    assert sum(s.drafted for s in merged.sources.values()) == merged.drafted
+
+
+def test_merge_leaves_its_parts_alone():
+    a, b = chain((2, 1)), chain((4, 4))
+    a.sources["ngram"], b.sources["ngram"] = SourceStats(2, 1), SourceStats(4, 4)
+    before = a.as_dict(), b.as_dict()
+    merged = a.merge(b)
+    merged.record_pass(drafted=5, accepted=5, emitted=6, sources={"ngram": (5, 5)})
+    assert (a.as_dict(), b.as_dict()) == before
+
+
+def test_merge_of_times_of_requests_that_ran_together():
+    a = SpecStats(elapsed_ms=100, ttft_ms=30, emitted=5)
+    b = SpecStats(elapsed_ms=250, ttft_ms=20, emitted=20)
+    merged = a.merge(b)
+    assert (merged.elapsed_ms, merged.ttft_ms, merged.tokens_per_second) == (250, 20, 100.0)
+    assert a.merge(SpecStats()).ttft_ms == 30
+    assert SpecStats().merge(SpecStats()).ttft_ms is None
+
+
+def test_off_reason_survives_only_while_nothing_was_drafted():
+    off = SpecStats(off_reason="no drafter")
+    assert off.merge(SpecStats()).off_reason == "no drafter"
+    assert off.merge(chain((3, 1))).off_reason is None
+
+
+def test_as_dict_is_json_and_detached():
+    stats = chain((4, 2))
+    stats.record_pass(drafted=2, accepted=1, emitted=2, sources={"ngram": (2, 1)})
+    plain = stats.as_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["sources"] == {"ngram": {"drafted": 2, "accepted": 1}}
+    assert plain["mean_accepted_length"] == 2.5
+    plain["accepted_histogram"].append(99)
+    assert stats.accepted_histogram == [0, 1, 1]
+
+
+def test_summary_is_one_line_with_the_figures():
+    stats = chain((4, 3), (4, 3))
+    stats.draft_ms, stats.verify_ms, stats.host_ms, stats.elapsed_ms = 1.2, 30.4, 2.0, 40.0
+    line = stats.summary()
+    assert "\n" not in line
+    for figure in ("200.0 tokens/s", "length 4.00", "2 target passes for 8 tokens", "draft 1 ms", "verify 30 ms"):
+        assert figure in line
+    assert "speculation off" not in line and "idle" not in line
+    stats.off_reason, stats.idle_ms = "the batch is full", 7
+    assert "speculation off: the batch is full" in stats.summary()
+    assert "idle 7 ms" in stats.summary()

@@ -1,0 +1,238 @@
+"""The suffix automaton and its drafts against brute force over the plain texts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.registry import DrafterContext
+from paceline.drafters.suffix import SuffixAutomaton, SuffixConfig, SuffixDrafter
+
+words = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+# Loops are what models fall into, and where an automaton's cost would run away.
+loops = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(lambda cycle: (cycle * 40)[:40])
+text = st.one_of(words, loops)
+corpora = st.lists(text, min_size=1, max_size=4)
+
+
+def automaton(corpus: list[list[int]], max_match: int) -> SuffixAutomaton:
+    built = SuffixAutomaton(max_match)
+    for tokens in corpus:
+        built.begin()
+        built.extend(tokens)
+    return built
+
+
+def occurrences(corpus: list[list[int]], run: list[int]) -> int:
+    return sum(t[i : i + len(run)] == run for t in corpus for i in range(len(t) - len(run) + 1))
+
+
+def followers(corpus: list[list[int]], context: list[int], max_match: int) -> tuple[int, dict[int, int]]:
+    """The longest suffix of the context that something follows: its length, and what follows how often."""
+    for n in range(min(max_match, len(context)), 0, -1):
+        counts = {c: occurrences(corpus, [*context[len(context) - n :], c]) for c in range(4)}
+        if any(counts.values()):
+            return n, {c: k for c, k in counts.items() if k}
+    return 0, {}
+
+
+def drafter(**options) -> SuffixDrafter:
+    return SuffixConfig(**{"min_prob": 1e-6, "reach": 100.0, **options}).build(DrafterContext())
+
+
+def view(tokens: list[int], key: int = 0, prompt_len: int = 0) -> SequenceView:
+    return SequenceView(key=key, tokens=tokens, prompt_len=prompt_len, sampler=None)
+
+
+def paths_of(proposal) -> list[list[int]]:
+    paths: list[list[int]] = [[]]
+    for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
+        assert parent <= node
+        paths.append([*paths[parent], token])
+    return paths[1:]
+
+
+@given(corpora, st.integers(1, 4))
+def test_counts_are_exact_for_every_run(corpus, max_match):
+    built = automaton(corpus, max_match)
+    for n in range(1, max_match + 2):
+        for run in itertools.product(range(3), repeat=n):
+            state = 0
+            for token in run:
+                state = built.edges[state].get(token, -1)
+                if state < 0:
+                    break
+            assert (built.count[state] if state >= 0 else 0) == occurrences(corpus, list(run))
+
+
+@given(corpora, text, st.integers(1, 5))
+def test_longest_suffix_is_brute_force(corpus, tokens, max_match):
+    state, matched = automaton(corpus, max_match).longest_suffix(tokens)
+    candidates = range(min(max_match, len(tokens)), 0, -1)
+    assert matched == next((n for n in candidates if occurrences(corpus, tokens[len(tokens) - n :])), 0)
+    assert (state == 0) == (matched == 0)
+
+
+@given(text, st.integers(1, 5))
+def test_own_match_is_the_longest_suffix_seen_before(tokens, max_match):
+    drafts = drafter(max_match=max_match)
+    live: list[int] = []
+    for token in tokens:
+        live.append(token)
+        drafts.propose_paths(view(live), 1, 1)
+        own = drafts._sequences[0].own
+        assert own.matched == followers([live], live, max_match)[0]
+
+
+def test_repetitive_text_is_free():
+    built = automaton([[7] * 20_000, [1, 2, 3] * 5_000], max_match=16)
+    assert len(built.length) < 100
+    chain, state = 0, built._last
+    while state > 0:
+        chain, state = chain + 1, built.link[state]
+    assert chain <= 17
+
+
+@given(text, st.integers(1, 5), st.integers(1, 3), st.sampled_from([1e-6, 0.3, 0.6, 1.0]), st.integers(0, 8))
+def test_chain_follows_the_most_frequent_continuation(tokens, max_match, min_match, min_prob, depth):
+    min_match = min(min_match, max_match)
+    drafts = drafter(max_match=max_match, min_match=min_match, min_prob=min_prob, depth=6)
+    proposal = drafts.propose_paths(view(tokens), depth, 7)
+
+    context, chance = list(tokens), 1.0
+    for token, score in zip(proposal.tokens, proposal.log_scores, strict=True):
+        length, counts = followers([tokens], context, max_match)
+        assert length >= min_match
+        assert counts[token] == max(counts.values())
+        chance *= counts[token] / sum(counts.values())
+        assert math.isclose(math.exp(score), chance) and chance >= min_prob * (1 - 1e-9)
+        context.append(token)
+    assert proposal.parents == list(range(len(proposal)))
+    assert len(proposal) <= min(depth, 6)
+    if len(proposal) < min(depth, 6):  # it stopped for a reason
+        length, counts = followers([tokens], context, max_match)
+        assert length < min_match or chance * max(counts.values()) / sum(counts.values()) < min_prob * (1 + 1e-9)
+
+
+@given(text, st.integers(1, 4), st.integers(1, 12), st.integers(1, 4), st.sampled_from([0.01, 0.2]))
+def test_tree_holds_the_likeliest_paths(tokens, max_match, nodes, depth, min_prob):
+    drafts = drafter(max_match=max_match, tree=nodes, depth=depth, min_prob=min_prob)
+    proposal = drafts.propose_paths(view(tokens), nodes, depth)
+
+    chances: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while frontier:
+        path, chance = frontier.pop()
+        _, counts = followers([tokens], [*tokens, *path], max_match)
+        for token, count in counts.items() if len(path) < depth else ():
+            likely = chance * count / sum(counts.values())
+            if likely >= min_prob:
+                chances[(*path, token)] = likely
+                frontier.append(((*path, token), likely))
+    drafted = {tuple(path): math.exp(s) for path, s in zip(paths_of(proposal), proposal.log_scores, strict=True)}
+    assert len(drafted) == len(proposal) == min(nodes, len(chances))
+    assert all(math.isclose(chances[path], chance) for path, chance in drafted.items())
+    best = sorted(chances.values(), reverse=True)[: len(drafted)]
+    assert math.isclose(sum(best), proposal.expected_accepted)
+
+
+@given(st.lists(text, min_size=1, max_size=3), text, st.data(), st.sampled_from([0, 8]))
+def test_growing_step_by_step_equals_starting_afresh(earlier, tokens, data, tree):
+    drafts = drafter(max_match=4, tree=tree, max_tokens=60)
+    live: list[int] = []
+    fresh = itertools.count(1000)
+    while len(live) < len(tokens):
+        live += tokens[len(live) : len(live) + data.draw(st.integers(1, 6))]
+        if earlier and data.draw(st.booleans()):  # the shared memory changes in mid-sequence
+            finish(drafts, earlier.pop())
+        again = view(list(live), next(fresh))
+        assert drafts.propose_paths(view(live), 9, 9) == drafts.propose_paths(again, 9, 9)
+
+
+def finish(drafts: SuffixDrafter, output: list[int], prompt: tuple[int, ...] = (), key: int = -1) -> None:
+    seq = view([*prompt, *output], key, len(prompt))
+    drafts.observe(StepFeatures([seq], [output], [0], [[]]))
+    drafts.release([key])
+
+
+def test_earlier_outputs_are_drafted_from_but_not_their_prompts():
+    drafts = drafter()
+    finish(drafts, [10, 11, 12, 13], prompt=(20, 21, 22))
+    assert drafts.propose_paths(view([9, 10, 11], 1), 8, 8).tokens == [12, 13]
+    assert drafts.propose_paths(view([9, 20, 21], 2), 8, 8).tokens == []
+
+
+def test_the_better_scored_source_wins():
+    drafts = drafter(reach=1.0)
+    finish(drafts, [1, 2, 3, 4, 5, 6, 7, 8])
+    # Own text matches one token (3 -> 9), the earlier output matches three: more tokens expected there.
+    assert drafts.propose_paths(view([3, 9, 1, 2, 3], 1), 8, 8).tokens == [4, 5, 6]
+    # Own text matches as much: it is asked first and ties go to it.
+    assert drafts.propose_paths(view([1, 2, 3, 9, 8, 7, 1, 2, 3], 2), 8, 8).tokens == [9, 8, 7]
+
+
+def test_reach_limits_a_draft_by_its_match():
+    assert len(drafter(reach=0.5).propose_paths(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 2
+    assert len(drafter(reach=1.0).propose_paths(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 4
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=40), max_size=12), st.integers(0, 50))
+def test_shared_memory_stays_within_its_limit_and_keeps_the_newest(outputs, limit):
+    drafts = drafter(max_tokens=limit, max_match=8)
+    for output in outputs:
+        finish(drafts, output)
+        assert drafts.shared.size <= limit
+        kept = output[-(limit // 2) :] if limit // 2 else []
+        if kept:
+            assert drafts.shared.generations[0].longest_suffix(kept)[1] == min(len(kept), 8)
+
+
+def test_old_outputs_go_by_halves():
+    drafts = drafter(max_tokens=20)
+    for start in range(0, 50, 5):
+        finish(drafts, list(range(start, start + 5)))
+    assert 10 <= drafts.shared.size <= 20
+    assert drafts.propose_paths(view([45, 46], 1), 8, 8).tokens == [47, 48, 49]
+    assert drafts.propose_paths(view([0, 1], 2), 8, 8).tokens == []
+
+
+def test_release_frees_the_sequence():
+    drafts = drafter()
+    drafts.propose(DraftRequest([view([1, 2, 1], 1), view([3, 4], 2)], [4, 4], [4, 4]))
+    drafts.release([1, 99])
+    assert list(drafts._sequences) == [2]
+    drafts.release([2])
+    assert not drafts._sequences
+    assert drafts.shared.size == 5
+
+
+def test_no_memory_of_other_requests_where_none_is_wanted():
+    drafts = drafter(max_tokens=0)
+    finish(drafts, [1, 2, 3, 4])
+    assert drafts.shared.size == 0
+    assert len(drafts.propose_paths(view([1, 2], 1), 8, 8)) == 0
+
+
+def test_a_batch_becomes_valid_trees_within_each_budget():
+    views = [view([1, 2, 1, 3, 1], 1), view([4], 2), view([5, 6, 5, 6, 5, 7, 5], 3)]
+    tree = drafter(tree=8, min_prob=0.05).propose(DraftRequest(views, [8, 8, 3], [3, 8, 1]))
+    tree.check()
+    assert tree.tokens[:, 0].tolist() == [1, 4, 5]
+    assert tree.num_nodes.tolist()[1] == 1
+    assert tree.depths().amax(dim=1).tolist() == [3, 0, 1]
+    assert int(tree.num_nodes[2]) == 1 + 2  # 6 and 7 follow 5
+    assert sorted(tree.leaf_paths(2)) and not tree.is_chain
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_match": 33}, {"min_prob": 0.0}, {"min_prob": math.nan}, {"reach": 0.0}, {"max_tokens": -1}]
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SuffixConfig(**options)

@@ -1,0 +1,81 @@
+"""The embedded models: found by name, complete, and described truly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from paceline import zoo
+from paceline.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_chosen_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_ZOO", raising=False)
+
+
+def make_model(folder: Path, card: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"12345")
+    (folder / zoo.CARD).write_text(card, encoding="utf-8")
+
+
+def test_target_and_draft_are_there_and_belong_together() -> None:
+    names = {entry.name: entry for entry in zoo.available()}
+    assert names["paceline-small"].role == "target"
+    assert names["paceline-small-draft"].role == "draft"
+    assert zoo.default_draft("paceline-small") == "paceline-small-draft"
+    assert zoo.default_draft("paceline-small-draft") is None
+    assert zoo.find("paceline-small") == names["paceline-small"].path
+
+
+@pytest.mark.parametrize("entry", zoo.available(), ids=lambda entry: entry.name)
+def test_every_model_is_complete_and_its_card_is_true(entry: zoo.ZooEntry) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"):
+        assert (entry.path / name).is_file(), name
+    with safe_open(entry.path / "model.safetensors", "pt") as weights:
+        shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]  # noqa: SIM118  (no plain iteration)
+    assert sum(math.prod(shape) for shape in shapes) == entry.parameters
+    assert entry.bytes == (entry.path / "model.safetensors").stat().st_size
+    if entry.draft is not None:
+        assert zoo.find(entry.draft) is not None
+
+
+def test_target_and_draft_share_one_tokenizer() -> None:
+    target, draft = zoo.find("paceline-small"), zoo.find("paceline-small-draft")
+    assert target is not None and draft is not None
+    assert (target / "tokenizer.json").read_bytes() == (draft / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["", "nothing-like-it", "../zoo/paceline-small", "/", "paceline-small/"])
+def test_what_is_no_name_is_not_found(name: str) -> None:
+    assert zoo.find(name) is None
+    assert zoo.default_draft(name) is None
+
+
+def test_a_chosen_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = {"role": "target", "description": "another", "parameters": 7}
+    make_model(tmp_path / "paceline-small", json.dumps(card))
+    make_model(tmp_path / "mine", json.dumps(card))
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    assert zoo.find("paceline-small") == tmp_path / "paceline-small"
+    assert {"mine", "paceline-small-draft"} <= {entry.name for entry in zoo.available()}
+    assert next(entry.bytes for entry in zoo.available() if entry.name == "mine") == 5
+
+
+def test_a_chosen_folder_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match="gone"):
+        zoo.available()
+
+
+@pytest.mark.parametrize("card", ["{", "{}", '{"role": "target", "description": "x", "parameters": "many"}', "[]"])
+def test_a_broken_card_is_an_error(card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "broken", card)
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    with pytest.raises(ConfigError, match="zoo card"):
+        zoo.find("broken")
