@@ -71,7 +71,9 @@ class LLMConfig:
                 "leave it out; the supported families need none",
             )
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads={self.threads}", "at least one thread is needed", "leave it out for the default")
+            raise ConfigError(
+                f"threads={self.threads}", "at least one thread is needed", "leave it out for the default"
+            )
         if self.budget is not None and self.budget > 0 and self.drafter is None:
             raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
 
@@ -131,6 +133,11 @@ class LLM:
         self.tokenizer = self._target.tokenizer
         self.engine = _build_engine(self.config, self._target)
 
+    @property
+    def decoder(self) -> Decoder:
+        """The target's network."""
+        return self._target.decoder
+
     # -- answers
 
     def generate(
@@ -157,9 +164,7 @@ class LLM:
         encoded = [encode(prompt, self.tokenizer) for prompt in many]
         return self._run([(ids, text, p) for (ids, text), p in zip(encoded, each, strict=True)], progress)
 
-    def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, stream: bool = False
-    ) -> Any:
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, stream: bool = False) -> Any:
         """Answer a conversation: a list with one output, or with ``stream=True`` an iterator of `Chunk`.
 
         Raises:

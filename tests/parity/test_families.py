@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkpoints import CONTEXT, MAKERS, VOCAB, build, greedy
 from torch import Tensor
 
 from paceline.attention.base import Segment
@@ -14,8 +15,6 @@ from paceline.attention.reference import ReferenceAttention
 from paceline.target.base import Batch, ForwardState, Taps
 from paceline.target.decoder import Decoder
 from paceline.target.loader import load_model
-
-from checkpoints import CONTEXT, MAKERS, VOCAB, build, greedy
 
 PROMPT_LENGTHS = (1, 7, 65, 300)
 TOKENS = 64
@@ -122,9 +121,7 @@ def test_windows_matter(pair: Pair):
         state.attn = pair.decoder.attention.plan(state.attn.segments, state.positions, frozenset({None}))
         for layer, window in zip(pair.decoder._run, full, strict=True):
             layer.window = window
-        wrong = pair.decoder.logits(
-            pair.decoder.run_layers(state, 0, pair.decoder.num_layers, Cache(pair.decoder))
-        )
+        wrong = pair.decoder.logits(pair.decoder.run_layers(state, 0, pair.decoder.num_layers, Cache(pair.decoder)))
     for layer, kept_window in zip(pair.decoder._run, kept, strict=True):
         layer.window = kept_window
     assert (wrong - logits(pair.decoder, Cache(pair.decoder), prompt)).abs().max() > 1e-2

@@ -155,7 +155,7 @@ class TestPainter:
     def test_each_token_has_its_colour(self, tokenizer: Any) -> None:
         ids = tokenizer.encode(" SELECT name FROM")
         origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
-        painter = Painter(tokenizer)
+        painter = Painter(tokenizer, [])
         painter.feed(ids, origins)
         styles = {"drafted": "green", "target": "blue"}
         expected = [(tokenizer.decode([token]), styles[origin]) for token, origin in zip(ids, origins, strict=True)]
@@ -165,7 +165,7 @@ class TestPainter:
     def test_text_that_is_held_back_keeps_its_colours(self, tokenizer: Any) -> None:
         ids = tokenizer.encode(" one two three four")
         text = tokenizer.decode(ids)
-        whole, parts = Painter(tokenizer), Painter(tokenizer)
+        whole, parts = Painter(tokenizer, []), Painter(tokenizer, [])
         origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
         whole.feed(ids, origins)
         parts.feed(ids, origins)
@@ -178,7 +178,7 @@ class TestPainter:
     def test_characters_of_several_tokens(self, tokenizer: Any) -> None:
         text = "naïve 日本 🦆 end"
         ids = tokenizer.encode(text)
-        painter = Painter(tokenizer)
+        painter = Painter(tokenizer, [])
         shown = ""
         for token in ids:
             painter.feed([token], ["drafted"])

@@ -15,6 +15,8 @@ from paceline.target.linear import (
     PlainLinear,
     SplitRows,
     can_pack,
+    cancelling_rows,
+    make_exact,
     make_linear,
 )
 
@@ -31,6 +33,12 @@ def weights(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def rows_of(inputs: int, rows: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def sensitive_rows(weight: Tensor, rows: int) -> Tensor:
+    """Half of them random, half of them with terms that cancel, where any other order of summation shows."""
+    random = rows_of(weight.shape[1], rows, weight.dtype)
+    return torch.where(torch.arange(rows)[:, None] % 2 == 0, random, cancelling_rows(weight, rows, seed=9))
 
 
 def assert_width_invariant(linear: LinearOp, x: Tensor, residual: Tensor) -> None:
@@ -51,17 +59,15 @@ def assert_width_invariant(linear: LinearOp, x: Tensor, residual: Tensor) -> Non
 def test_exact_bits_are_the_same_at_every_width(shape: tuple[int, int], dtype: torch.dtype, quant):
     weight, bias = weights(*shape, dtype)
     linear = make_linear(weight, bias, exact=True, quant=quant)
-    assert_width_invariant(linear, rows_of(shape[1], 64, dtype), rows_of(shape[0], 64, dtype))
+    assert_width_invariant(linear, sensitive_rows(weight, 64), rows_of(shape[0], 64, dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exact_plain_bf16(shape: tuple[int, int]):
     """Where the packed product is missing, the plain one takes its place."""
-    from paceline.target.linear import make_exact
-
     weight, bias = weights(*shape, torch.bfloat16)
     linear = make_exact(PlainLinear(weight, bias), "plain", weight)
-    assert_width_invariant(linear, rows_of(shape[1], 64, torch.bfloat16), rows_of(shape[0], 64, torch.bfloat16))
+    assert_width_invariant(linear, sensitive_rows(weight, 64), rows_of(shape[0], 64, torch.bfloat16))
 
 
 @pytest.mark.parametrize("rows", [100, 300])
@@ -69,7 +75,7 @@ def test_exact_plain_bf16(shape: tuple[int, int]):
 def test_exact_bits_hold_in_long_prefills(rows: int, dtype: torch.dtype):
     weight, _ = weights(256, 192, dtype)
     linear = make_linear(weight, None, exact=True)
-    x = rows_of(192, rows, dtype)
+    x = sensitive_rows(weight, rows)
     assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
 
 
@@ -89,8 +95,6 @@ class _Fickle:
 
 @pytest.mark.parametrize(("limit", "wrap"), [(1, PadRows), (40, SplitRows), (90, SplitRows), (1000, SplitRows)])
 def test_the_probe_finds_how_far_a_kernel_can_be_trusted(limit: int, wrap: type):
-    from paceline.target.linear import make_exact
-
     weight, _ = weights(24, 16, torch.bfloat16)
     linear = make_exact(_Fickle(weight, limit), f"fickle {limit}", weight)
     assert isinstance(linear, wrap)
@@ -134,12 +138,24 @@ def test_int8_is_what_its_integers_say():
     step = linear.scale.double()[:, None]
     assert ((stored - weight.double()).abs() <= 0.51 * step).all()
     x = rows_of(64, 5, torch.bfloat16)
-    torch.testing.assert_close(
-        linear(x).double(), x.double() @ stored.T + bias.double(), atol=3e-2, rtol=2e-2
-    )
+    torch.testing.assert_close(linear(x).double(), x.double() @ stored.T + bias.double(), atol=3e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_int8_wants_bf16(dtype: torch.dtype):
     with pytest.raises(CapabilityError, match="int8.*bfloat16"):
         make_linear(*weights(8, 8, dtype), quant="int8")
+
+
+def test_cancelling_rows_show_what_random_rows_hide():
+    """The inputs of the probe can fail: the same product summed from both ends differs in most of them."""
+    weight, _ = weights(64, 768, torch.bfloat16)
+
+    def shares(x: Tensor) -> float:
+        forward = (x.float() @ weight.float().T).bfloat16()
+        backward = (x.float().flip(1) @ weight.float().flip(1).T).bfloat16()
+        return float((forward != backward).float().mean())
+
+    hidden, shown = shares(rows_of(768, 64, torch.bfloat16)), shares(cancelling_rows(weight, 64))
+    assert shown > 0.005
+    assert shown > 10 * hidden

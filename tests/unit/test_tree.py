@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.core.tree import SparseQ, TokenTree
 
-settings.register_profile("tree", max_examples=60, deadline=None)
-settings.load_profile("tree")
+quick = settings(max_examples=60, deadline=None)
 
 VOCAB = 4  # small, so that duplicate children occur
 
@@ -111,6 +110,7 @@ def assert_views_agree_with_parents(tree: TokenTree) -> None:
     assert paths.shape == (batch, width, deepest)
 
 
+@quick
 @given(trees())
 def test_views_agree_with_following_parents(tree):
     assert_views_agree_with_parents(tree)
@@ -119,6 +119,7 @@ def test_views_agree_with_following_parents(tree):
     assert tree.is_chain == forgetful(tree).is_chain == chain
 
 
+@quick
 @given(st.data())
 def test_chain_shortcuts_agree_with_the_general_views(data):
     batch, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
@@ -145,6 +146,7 @@ def test_roots_are_trees_of_one_node():
     assert tree.path_tokens().shape == (2, 1, 0) and tree.leaf_paths(0) == [] and tree.is_chain
 
 
+@quick
 @given(st.lists(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6), min_size=1, max_size=3))
 def test_from_paths_is_the_trie_in_first_seen_order(paths):
     scores = [[[-10.0 * i - d for d in range(len(path))] for i, path in enumerate(branches)] for branches in paths]
@@ -164,6 +166,7 @@ def test_from_paths_is_the_trie_in_first_seen_order(paths):
     ]
 
 
+@quick
 @given(st.lists(trees(scored=True), min_size=1, max_size=4))
 def test_stack_keeps_every_tree(parts):
     whole = TokenTree.stack(parts)
@@ -182,6 +185,7 @@ def test_stack_keeps_every_tree(parts):
     assert (whole.log_score is not None) or all(p.log_score is None or p.tokens.shape[1] == 1 for p in parts)
 
 
+@quick
 @given(trees_with_same_roots())
 def test_merge_is_the_union_of_paths(pair):
     one, other = pair
@@ -208,6 +212,7 @@ def test_merge_refuses_different_roots():
         TokenTree.roots([1, 1]).merge(TokenTree.roots([1]))
 
 
+@quick
 @given(trees(scored=True), st.data())
 def test_extend_appends_ragged_levels(tree, data):
     before = snapshot(tree)
@@ -241,6 +246,7 @@ def test_extend_refuses_unknown_parents_and_half_scored_trees():
         scored.extend(torch.tensor([[1]]), torch.tensor([[0]]))
 
 
+@quick
 @given(trees_and_closed_sets())
 def test_prune_keeps_exactly_what_is_named(pair):
     tree, keep = pair
@@ -257,6 +263,7 @@ def test_prune_keeps_exactly_what_is_named(pair):
     assert snapshot(tree) == before
 
 
+@quick
 @given(trees(), st.data())
 def test_prune_refuses_sets_that_are_not_closed(tree, data):
     b = data.draw(st.integers(0, len(tree.tokens) - 1))
@@ -269,6 +276,7 @@ def test_prune_refuses_sets_that_are_not_closed(tree, data):
         tree.prune(keep)
 
 
+@quick
 @given(trees(scored=True), st.data())
 def test_reroot_is_the_subtree(tree, data):
     tree = tree.with_q(uniform_q(tree))
@@ -294,6 +302,7 @@ def test_reroot_refuses_nodes_outside_the_tree():
             tree.reroot(nodes)
 
 
+@quick
 @given(trees(scored=True), st.data())
 def test_top_keeps_the_best_by_the_worst_score_on_the_path(tree, data):
     budgets = [data.draw(st.integers(0, 10)) for _ in tree.tokens]
@@ -311,6 +320,7 @@ def test_top_keeps_the_best_by_the_worst_score_on_the_path(tree, data):
         assert node_paths(best, b) == [node_paths(tree, b)[i] for i in kept]
 
 
+@quick
 @given(trees(scored=True), st.integers(0, 10))
 def test_top_drops_q_only_if_it_cuts(tree, budget):
     cuts = bool((tree.num_nodes - 1 > budget).any())
@@ -331,6 +341,7 @@ def test_top_of_a_chain_needs_no_scores_and_a_tree_does():
         tree.top(-1)
 
 
+@quick
 @given(st.data())
 def test_ids_stay_with_their_nodes_through_any_operations(data):
     """One id never names two different nodes, whatever is done in between."""
@@ -463,7 +474,7 @@ def snapshot(tree: TokenTree) -> list:
 
 
 @pytest.mark.gpu
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(trees(scored=True), st.data())
 def test_operations_on_cuda_give_what_they_give_on_the_cpu(tree, data):
     twin = tree.to("cuda")

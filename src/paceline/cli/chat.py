@@ -15,7 +15,7 @@ from rich.console import Console
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
-from .console import Painter, coloured, legend, stderr, stdout
+from .console import Painter, coloured, legend, note, stderr, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, DRAFTER_SHOWN, figures, first_wait, open_llm
 
@@ -66,7 +66,7 @@ class Conversation:
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": lambda rest: self.begin(self._system()),
             "/system": self._set_system,
-            "/help": lambda rest: self._note(HELP),
+            "/help": lambda rest: note(HELP),
         }
 
     def begin(self, system: str | None) -> None:
@@ -77,13 +77,13 @@ class Conversation:
         """Read and answer until /exit or the end of input."""
         if coloured(self.console):
             self.console.print(legend())
-        self._note(HELP)
+        note(HELP)
         while (line := self._read()) is not None:
             word, _, rest = line.partition(" ")
             if word in self.commands:
                 self.commands[word](rest.strip())
             elif word.startswith("/"):
-                self._note(f"unknown command {word}: {HELP}")
+                note(f"unknown command {word}: {HELP}")
             elif line:
                 self.answer(line)
 
@@ -99,21 +99,25 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def _stream(self) -> str:
-        painter = Painter(self.model.tokenizer, self.params.skip_special_tokens)
+        painter = None
         chunks = iter(self.model.chat(self.messages, self.params, stream=True))
         text = ""
         try:
             for chunk in first_wait(chunks, "reading"):
+                painter = painter or self._painter(chunk.output.prompt_token_ids)
                 painter.feed(chunk.token_ids, chunk.origins)
                 self.console.print(painter.take(chunk.text), end="")
                 text += chunk.text
                 if chunk.finished and self.show_figures:
-                    self._note("\n" + figures(chunk.output))
+                    note("\n" + figures(chunk.output))
         except KeyboardInterrupt:
             chunks.close()  # the engine drops the request
-            self._note("\n(stopped)")
+            note("\n(stopped)")
         self.console.print()
         return text
+
+    def _painter(self, prompt_ids: list[int]) -> Painter:
+        return Painter(self.model.tokenizer, prompt_ids, self.params.skip_special_tokens)
 
     def _read(self) -> str | None:
         """The next line, or None to leave."""
@@ -122,7 +126,7 @@ class Conversation:
         except EOFError:
             return None
         except KeyboardInterrupt:
-            self._note("\n" + HELP)
+            note("\n" + HELP)
             return ""
         return None if line == "/exit" else line
 
@@ -132,10 +136,7 @@ class Conversation:
 
     def _set_system(self, text: str) -> None:
         if not text:
-            self._note(f"the system prompt is: {self._system() or '(none)'}")
+            note(f"the system prompt is: {self._system() or '(none)'}")
             return
         self.begin(text)
-        self._note("a new conversation with this system prompt")
-
-    def _note(self, text: str) -> None:
-        stderr().print(text, style="dim", markup=False)
+        note("a new conversation with this system prompt")

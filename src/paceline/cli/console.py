@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ..core.errors import ConfigError
+
 STYLES = {"drafted": "green", "target": "blue"}  # by a token's origin
 MEANINGS = {"drafted": "drafted and accepted", "target": "the target's own"}
 
@@ -25,6 +27,11 @@ def stdout(color: bool = True) -> Console:
 def stderr() -> Console:
     """The console for errors, progress and figures."""
     return Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """A dim line on stderr: figures and remarks."""
+    stderr().print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def coloured(console: Console) -> bool:
@@ -45,18 +52,21 @@ class Painter:
     are the tokens': pieces of text are queued as tokens arrive and used up as text is shown.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        from tokenizers.decoders import DecodeStream
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        from ..engine.tokens import decode_steps  # here: listing the commands must not load the engine
 
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        decoder = decode_steps(tokenizer)
+        step = decoder(prompt_ids, skip_special_tokens) if decoder else None
+        if step is None:
+            raise ConfigError("coloured text", "the model has no tokenizer", "use --json")
+        self._step = step
         self._pieces: deque[tuple[int, str]] = deque()  # characters still to show, their origin
         self._last = "target"
 
     def feed(self, token_ids: Sequence[int], origins: Sequence[str]) -> None:
         """Queue new tokens. A character of several tokens belongs to the one that completes it."""
         for token, origin in zip(token_ids, origins, strict=True):
-            piece = self._stream.step(self._backend, token)
+            piece = self._step(token)
             if piece:
                 self._pieces.append((len(piece), origin))
 

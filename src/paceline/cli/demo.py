@@ -137,7 +137,7 @@ def _show_answers(console: Console, model: LLM, first: Comparison) -> None:
         ("speculative", first.speculative, first.speculative_rates),
     ):
         answer = output.outputs[0]
-        painter = Painter(model.tokenizer)
+        painter = Painter(model.tokenizer, output.prompt_token_ids)
         painter.feed(answer.token_ids, answer.origins)
         console.print(Text.assemble((f"{name:<12}", "bold"), f"{statistics.median(rates):6.0f} tokens/s"))
         console.print(painter.take(answer.text))

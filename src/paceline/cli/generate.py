@@ -15,7 +15,7 @@ from ..core.errors import ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
-from .console import Painter, coloured, legend, stderr, stdout
+from .console import Painter, coloured, legend, note, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, DRAFTER_SHOWN, counting, figures, first_wait, open_llm
 
@@ -87,15 +87,16 @@ def _check_shown(params: SamplingParams, as_json: bool) -> None:
 def _stream(model: LLM, prompt: str, params: SamplingParams, chat: bool, console: Console) -> None:
     messages = [{"role": "user", "content": prompt}]
     chunks = model.chat(messages, params, stream=True) if chat else model.stream(prompt, params)
-    painter = Painter(model.tokenizer, params.skip_special_tokens)
+    painter = None
     if coloured(console):
         console.print(legend())
     for chunk in first_wait(iter(chunks), "reading the prompt"):
+        painter = painter or Painter(model.tokenizer, chunk.output.prompt_token_ids, params.skip_special_tokens)
         painter.feed(chunk.token_ids, chunk.origins)
         console.print(painter.take(chunk.text), end="")
         if chunk.finished:
             console.print()
-            stderr().print(figures(chunk.output), style="dim")
+            note(figures(chunk.output))
 
 
 def _answer(model: LLM, prompts: list[str], params: SamplingParams, chat: bool) -> list[RequestOutput]:
@@ -115,12 +116,12 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
     for answer in output.outputs:
         if len(output.outputs) > 1:
             console.print(f"[{answer.index}]", style="bold", markup=False)
-        painter = Painter(model.tokenizer, params.skip_special_tokens)
+        painter = Painter(model.tokenizer, output.prompt_token_ids, params.skip_special_tokens)
         echoed = len(output.prompt or "") if params.echo else 0
         console.print(answer.text[:echoed], style="dim", end="", markup=False)
         painter.feed(answer.token_ids, answer.origins)
         console.print(painter.take(answer.text[echoed:]))
-    stderr().print(figures(output), style="dim")
+    note(figures(output))
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:

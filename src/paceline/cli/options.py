@@ -80,7 +80,7 @@ def takes(
         kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in groups]
         made = [flag.parameter() for flags in groups.values() for flag in flags]
         signature = inspect.Signature([*kept, *made])
-        del run.__wrapped__
+        del run.__wrapped__  # else inspect looks through to the declared parameters
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         return run

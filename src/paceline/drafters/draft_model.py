@@ -198,7 +198,7 @@ class DraftModel:
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
         if able:
-            logits = self._catch_up(able)
+            logits: Tensor | None = self._catch_up(able)
             level = 0
             while logits is not None:
                 self._expand(able, logits, level)

@@ -54,7 +54,9 @@ def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) 
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates are programs of the checkpoint and raise what they like
-        raise ConfigError("these chat messages", f"the model's template refuses them ({error})", "check roles") from error
+        raise ConfigError(
+            "these chat messages", f"the model's template refuses them ({error})", "check roles"
+        ) from error
     return list(tokenizer.encode(text, add_special_tokens=False)), text
 
 

@@ -66,11 +66,24 @@ class BlockAllocator:
 
     def _pick(self, after: int | None) -> int:
         following = -1 if after is None else after + 1
-        if 0 <= following < self.num_blocks and (self._empty[following] or (not self._num_empty and following in self._cached)):
+        if self.is_free(following):  # even if that evicts it: a scattered sequence is slow for all its life
             return following
         if self._num_empty:
             return self._roomiest()
         return next(iter(self._cached))
+
+    def is_free(self, block: int) -> bool:
+        """Whether a block could be allocated now."""
+        return 0 <= block < self.num_blocks and self._refs[block] == 0
+
+    def is_empty(self, block: int) -> bool:
+        """Whether a block could be allocated without evicting anything."""
+        return 0 <= block < self.num_blocks and self._empty[block] == 1
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks that hold nothing at all."""
+        return self._num_empty
 
     def _roomiest(self) -> int:
         """Start of the longest empty run; its middle if a sequence in front of it may want to grow."""

@@ -22,6 +22,8 @@ from .blocks import ROOT_CONTENT, BlockAllocator
 
 # Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
 PADDING_SLOTS = 64
+# A reused prefix is copied rather than shared while this many times its blocks are empty.
+COPY_MARGIN = 4
 
 
 class KVPool:
@@ -117,6 +119,16 @@ class KVPool:
             for cache in (self._k, self._v):
                 cache.index_copy_(1, target, cache.index_select(1, source))
 
+    def _copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy K and V of whole blocks."""
+        size = self.block_size
+        offsets = torch.arange(size, device=self._k.device)
+        places = [
+            (torch.tensor(b, device=offsets.device)[:, None] * size + offsets).reshape(-1) for b in (source, target)
+        ]
+        for cache in (self._k, self._v):
+            cache.index_copy_(1, places[1], cache.index_select(1, places[0]))
+
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
         assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"
@@ -152,10 +164,29 @@ class SequenceCache:
         return len(self.blocks) * self.pool.block_size
 
     def _adopt(self, tokens: Sequence[int]) -> None:
-        for block, content in self.pool._lookup(tokens):
-            self.pool.allocator.share(block)
-            self._append(block)
-            self._content = content
+        """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays.
+
+        A sequence that cannot grow right behind the shared blocks would be gathered in every step. One copy
+        costs as much as one such gather, so it is copied while there is plenty of empty room.
+        """
+        pool, allocator = self.pool, self.pool.allocator
+        found = pool._lookup(tokens)
+        blocks = [block for block, _ in found]
+        in_place = all(b == blocks[0] + i for i, b in enumerate(blocks)) and allocator.is_empty(
+            blocks[-1] + 1 if blocks else 0
+        )
+        for block, _ in found:
+            allocator.share(block)
+        if found and not in_place and allocator.num_empty > COPY_MARGIN * len(found):
+            for _ in found:
+                self._append(allocator.allocate(self.blocks[-1] if self.blocks else None))
+            pool._copy_blocks(blocks, self.blocks)
+            for block in blocks:
+                allocator.free(block)
+        else:
+            for block in blocks:
+                self._append(block)
+        self._content = found[-1][1] if found else ROOT_CONTENT
         self._published = len(self.blocks)
         self.committed = self.reused = self.capacity
 

@@ -1,6 +1,6 @@
 """The serial round: draft, then check, then the next.
 
-    propose -> one target pass over pending rows and tree nodes -> verify -> emit -> commit K/V -> observe
+propose -> one target pass over pending rows and tree nodes -> verify -> emit -> commit K/V -> observe
 """
 
 from __future__ import annotations
@@ -262,7 +262,9 @@ class SerialRound:
             sequence, span = works[i].sequence, spans[i]
             logprobs = None
             if sequence.params.logprobs is not None:
-                logprobs = self._logprobs(sequence, logits[begin : begin + _nodes(span)], paths[i], tokens[i], tree, span)
+                logprobs = self._logprobs(
+                    sequence, logits[begin : begin + _nodes(span)], paths[i], tokens[i], tree, span
+                )
             emitted[i] = sequence.emit(tokens[i], len(paths[i]), logprobs)
             self._count(sequence, tree, span, paths[i], emitted[i])
             paths[i] = paths[i][: emitted[i]]
@@ -310,10 +312,10 @@ class SerialRound:
         marks = tree.source[span.tree_index, :nodes].tolist()
         taken = [marks[n] for n in accepted]
         names = self.drafter.spec.sources or (self.drafter.spec.name,)
-        sources = {names[m] if m < len(names) else f"source {m}": (marks[1:].count(m), taken.count(m)) for m in {*marks[1:]}}
-        stats.record_pass(
-            drafted=nodes - 1, accepted=len(accepted), emitted=emitted, offered=offered, sources=sources
-        )
+        sources = {
+            names[m] if m < len(names) else f"source {m}": (marks[1:].count(m), taken.count(m)) for m in {*marks[1:]}
+        }
+        stats.record_pass(drafted=nodes - 1, accepted=len(accepted), emitted=emitted, offered=offered, sources=sources)
 
     def _observe(
         self,

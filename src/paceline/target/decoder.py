@@ -7,7 +7,6 @@ ask for it: the layer below is as few calls as the arithmetic allows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,6 +101,14 @@ class Decoder(nn.Module):
         mlp = c.d_model * c.d_ff * (3 if c.gated else 2)
         return element * (c.num_layers * (attention + mlp) + c.vocab_size * c.d_model)
 
+    def products(self) -> list[tuple[LinearOp, int]]:
+        """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
+        c = self.config
+        widths = {"qkv": c.d_model, "out": c.num_heads * c.head_dim, "up": c.d_model, "down": c.d_ff}
+        found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
+        assert self._head is not None, "finish() comes first"
+        return [*found, (self._head, c.d_model)]
+
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""
         c = self.config
@@ -116,10 +123,6 @@ class Decoder(nn.Module):
             bos_id=c.bos_id,
             tokenizer=tokenizer,
         )
-
-    def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
-        """The attention plan for rows at ``positions`` [rows] int64, for every window in use."""
-        return self.attention.plan(segments, positions, self.windows)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""

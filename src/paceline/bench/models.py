@@ -1,0 +1,61 @@
+"""Models to measure with: any that can be loaded, or a random one of a given shape."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..core.errors import ConfigError
+
+SHAPE = re.compile(r"random:(\d+)x(\d+)x(\d+)x(\d+)")
+HEAD_DIM = 64
+
+
+@contextmanager
+def materialised(model: str) -> Iterator[str]:
+    """A model's name as it is, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB``.
+
+    The random one has heads of 64, a tied head and bf16 weights, made from a fixed seed; its folder is
+    removed afterwards.
+
+    Raises:
+        ConfigError: a shape that cannot be.
+    """
+    if not model.startswith("random:"):
+        yield model
+        return
+    match = SHAPE.fullmatch(model)
+    if match is None or int(match[2]) % HEAD_DIM:
+        raise ConfigError(
+            f"model {model!r}",
+            "not the shape of a random model",
+            "write random:12x768x2048x8192, width a multiple of 64",
+        )
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        _save_random(Path(folder), *(int(part) for part in match.groups()))
+        yield folder
+
+
+def _save_random(folder: Path, layers: int, width: int, ff: int, vocab: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=ff,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD_DIM,
+        num_key_value_heads=width // HEAD_DIM,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="bfloat16",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(folder)

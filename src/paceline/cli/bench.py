@@ -1,0 +1,203 @@
+"""``paceline bench``: what things cost on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..core.errors import ConfigError
+from .console import stdout
+from .session import DEFAULT_MODEL, counting
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure what things cost on this machine.")
+
+ModelOption = Annotated[
+    str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
+]
+DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
+
+
+@app.command()
+def step(
+    model: ModelOption = DEFAULT_MODEL,
+    rows: Annotated[str, typer.Option(metavar="N,N,..", help="Rows of a pass.")] = "1,2,4,8,16,32,64",
+    context: Annotated[str, typer.Option(metavar="N,N,..", help="Committed tokens before the rows.")] = "256,1024",
+    repeats: Annotated[int, typer.Option(help="Passes of each kind; medians are shown.")] = 30,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    exact: Annotated[bool, typer.Option("--exact", help="Measure the exact mode.")] = False,
+    threads: ThreadsOption = None,
+    out: OutOption = None,
+) -> None:
+    """Time one target pass by number of rows and context, against the machine's read bandwidth."""
+    from ..bench import machine
+    from ..bench import step as bench
+    from ..bench.models import materialised
+    from ..llm import LLM
+
+    row_counts, contexts = _numbers("--rows", rows), _numbers("--context", context)
+    _positive("--repeats", repeats)
+    with materialised(model) as folder:
+        llm = LLM(folder, dtype=dtype, device=device, exact=exact, threads=threads, kv_memory=None)
+        longest = max(contexts) + max(row_counts)
+        if longest > llm.decoder.config.max_position:
+            raise ConfigError(
+                f"context {max(contexts)} with {max(row_counts)} rows",
+                f"the model has {llm.decoder.config.max_position} positions",
+                "choose smaller ones",
+            )
+        bandwidth = machine.read_bandwidth(device)
+        with counting("timing passes", repeats + 2) as progress:
+            costs = bench.measure(llm.decoder, row_counts, contexts, repeats, progress)
+    one = {c.context: c.step_ms for c in costs if c.rows == 1}
+    table = Table(box=None, header_style="bold")
+    for name in (
+        "context",
+        "rows",
+        "step ms",
+        "10-90 %",
+        "of 1 row",
+        "weights GB/s",
+        "share",
+        "linear ms",
+        "linear share",
+    ):
+        table.add_column(name, justify="right")
+    for cost in costs:
+        table.add_row(
+            str(cost.context),
+            str(cost.rows),
+            f"{cost.step_ms:.2f}",
+            f"{cost.low_ms:.2f}-{cost.high_ms:.2f}",
+            f"{cost.step_ms / one[cost.context]:.2f}" if cost.context in one else "",
+            f"{cost.gigabytes_per_second():.1f}",
+            f"{cost.share(bandwidth):.0%}",
+            f"{cost.linear_ms:.2f}",
+            f"{cost.linear_share(bandwidth):.0%}",
+        )
+    facts = machine.describe(device)
+    console = stdout()
+    console.print(f"{model}, {llm.decoder.dtype}".replace("torch.", "") + (", exact" if exact else ""))
+    console.print(facts.line())
+    console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
+    console.print(table)
+    _write(
+        out,
+        {
+            "command": "bench step",
+            "model": model,
+            "dtype": str(llm.decoder.dtype),
+            "exact": exact,
+            "machine": facts.as_dict(),
+            "read_bandwidth_bytes_per_s": bandwidth,
+            "repeats": repeats,
+            "rows": [c.as_dict(bandwidth) for c in costs],
+        },
+    )
+
+
+@app.command()
+def decode(
+    model: ModelOption = DEFAULT_MODEL,
+    batch: Annotated[str, typer.Option(metavar="N,N,..", help="Requests at once.")] = "1,16",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each (random) prompt.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each answer; EOS is ignored.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Runs of each kind; medians are shown.")] = 5,
+    transformers: Annotated[
+        bool, typer.Option("--transformers/--no-transformers", help="Run transformers' generate in turns with it.")
+    ] = True,
+    exact: Annotated[bool, typer.Option("--exact", help="Run Paceline's exact mode beside it.")] = False,
+    dtype: DtypeOption = "bfloat16",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    out: OutOption = None,
+) -> None:
+    """Plain decoding, one request and many at once, in turns with transformers on the same weights."""
+    from ..bench import decode as bench
+    from ..bench import machine
+    from ..bench.models import materialised
+    from ..llm import LLM
+    from ..target.loader import resolve_folder
+
+    batches = _numbers("--batch", batch)
+    for name, value in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens), ("--repeats", repeats)):
+        _positive(name, value)
+    with materialised(model) as folder:
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads}
+        options["max_sequences"] = max(*batches, 1) if len(batches) > 1 else batches[0]
+        llm = LLM(folder, **options)
+        engines = {"paceline": bench.paceline_runner(llm)}
+        if exact:
+            engines["paceline exact"] = bench.paceline_runner(LLM(folder, exact=True, **options))
+        if transformers:
+            resolved = str(resolve_folder(folder))
+            engines["transformers"] = bench.transformers_runner(resolved, llm.decoder.dtype, device)
+        with counting("decoding", repeats) as progress:
+            rates, ratios = bench.measure(
+                engines, batches, prompt_tokens, new_tokens, llm.decoder.config.vocab_size, repeats, progress
+            )
+    table = Table(box=None, header_style="bold")
+    for name in ("engine", "batch", "tokens/s", "low-high", "over transformers", "over batch " + str(batches[0])):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    first = {r.engine: r.tokens_per_s for r in rates if r.batch == batches[0]}
+    for rate in rates:
+        ratio = ratios.get((rate.engine, "transformers", rate.batch))
+        table.add_row(
+            rate.engine,
+            str(rate.batch),
+            f"{rate.tokens_per_s:.1f}",
+            f"{rate.low:.1f}-{rate.high:.1f}",
+            f"{ratio:.2f}" if ratio else "",
+            f"{rate.tokens_per_s / first[rate.engine]:.2f}",
+        )
+    facts = machine.describe(device)
+    console = stdout()
+    console.print(
+        f"{model}, {dtype}: {prompt_tokens} prompt tokens, {new_tokens} new tokens, {repeats} repeats in turns"
+    )
+    console.print(facts.line())
+    console.print(table)
+    _write(
+        out,
+        {
+            "command": "bench decode",
+            "model": model,
+            "dtype": dtype,
+            "machine": facts.as_dict(),
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "repeats": repeats,
+            "rates": [r.as_dict() for r in rates],
+            "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
+        },
+    )
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{flag} {text}", "not whole numbers above 0, with commas between", f"write {flag} 1,8")
+    return [int(part) for part in parts]
+
+
+def _positive(flag: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{flag} {value}", "nothing would be measured", "give 1 or more")
+
+
+def _write(out: Path | None, figures: dict[str, Any]) -> None:
+    if out is None:
+        return
+    try:
+        out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}", f"cannot be written ({error})", "name a file in a folder that exists"
+        ) from error

@@ -1,0 +1,193 @@
+"""A random tiny target in memory, a draft that often agrees with it, and an engine around them: no files.
+
+The weights are scaled so that output varies and a pass rarely repeats a token: random models otherwise
+loop, and a test on them tests nothing. The draft is a noised copy of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline.attention import make_backend
+from paceline.drafters.base import Drafter
+from paceline.drafters.draft_model import DraftModel, DraftModelConfig
+from paceline.drafters.registry import DrafterConfig, DrafterContext
+from paceline.engine.budget import FixedBudget
+from paceline.engine.engine import Engine, EngineLimits
+from paceline.engine.scheduler import SchedulerConfig
+from paceline.kv.pool import KVPool
+from paceline.rounds import make_round
+from paceline.target.decoder import Decoder
+from paceline.target.families import DecoderConfig
+from paceline.target.linear import Quant
+from paceline.target.rope import RopeConfig
+
+VOCAB = 96
+EOS = 7
+MAX_POSITION = 512
+WINDOW = 24  # sliding window of the middle layer, shorter than the prompts of most tests
+
+
+def tiny_config(**changes: Any) -> DecoderConfig:
+    """Three layers with grouped queries, the middle one with a sliding window; ``changes`` override fields."""
+    values: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "d_ff": 48,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position": MAX_POSITION,
+        "norm_eps": 1e-6,
+        "eos_ids": (EOS,),
+    } | changes
+    layers, head_dim = values["num_layers"], values["head_dim"]
+    defaults = {"windows": tuple(WINDOW if i == 1 else None for i in range(layers)), "rope": RopeConfig(dim=head_dim)}
+    return DecoderConfig(**(defaults | values))
+
+
+def tiny_decoder(
+    config: DecoderConfig | None = None,
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    attention: str = "auto",
+    exact: bool = False,
+    quant: Quant | None = None,
+) -> Decoder:
+    """A finished decoder with random weights.
+
+    Args:
+        config: its shape; default: `tiny_config`.
+        seed: of the weights. One seed gives the same weights in every dtype, up to rounding.
+        noise: what is added to every weight, as a share of its tensor's standard deviation.
+        attention: backend; "auto": the dense reference in float64, sdpa otherwise and where exact.
+    """
+    if attention == "auto":
+        attention = "reference" if dtype == torch.float64 and not exact else "sdpa"
+    backend = make_backend(attention, dtype, exact=exact)
+    decoder = Decoder(config or tiny_config(), backend, dtype=dtype, device=device, exact=exact, quant=quant)
+    generator = torch.Generator().manual_seed(seed)
+    noises = torch.Generator().manual_seed(seed + 1_000_003)
+    for name, parameter in decoder.named_parameters():
+        value = _draw(name, parameter.shape, generator)
+        if noise:
+            value += noise * value.std() * torch.randn(value.shape, generator=noises, dtype=value.dtype)
+        parameter.data.copy_(value)
+    return decoder.finish()
+
+
+def _draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    normal = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    if "norm" in name:
+        return 1 + 0.3 * normal.clamp(-2, 2)
+    if len(shape) == 1:
+        return 0.3 * normal
+    scale = {"embedding": 0.2, "head.weight": 4 * shape[-1] ** -0.5}.get(name, 1.5 * shape[-1] ** -0.5)
+    return scale * normal
+
+
+def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **options: Any) -> DraftModel:
+    """A `DraftModel` over a noised copy of the target.
+
+    Args:
+        noise: how far it is from the target.
+        target: arguments of `tiny_decoder` that the target was built with.
+        options: of `DraftModelConfig`.
+    """
+    decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
+    loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft")
+    return DraftModel(DraftModelConfig(model="tiny-draft", **options), loaded)
+
+
+def piece(token: int) -> str:
+    """The text of one id: a letter and a digit, such as ``c4``; EOS has none."""
+    return "" if token == EOS else f"{chr(97 + token // 10)}{token % 10}"
+
+
+def holds_back(token: int) -> bool:
+    """Whether the text of this id comes out together with the next one's (as half a character would)."""
+    return token % 11 == 5
+
+
+def toy_decode(prompt_ids: Sequence[int], skip_special_tokens: bool) -> Callable[[int], str]:
+    """The engine's ``make_decoder``: from one token to its new text."""
+    held = [""]
+
+    def step(token: int) -> str:
+        text = held[0] + piece(token)
+        held[0] = text if holds_back(token) else ""
+        return "" if holds_back(token) else text
+
+    return step
+
+
+def assemble(
+    drafter: Drafter | DrafterConfig | None = None,
+    *,
+    round: str = "serial",  # noqa: A002  (the name that users know)
+    verifier: str = "sample_and_match",
+    budget: int | None = None,
+    kv_tokens: int = 4096,
+    block_size: int = 16,
+    max_batch_rows: int = 512,
+    max_sequences: int = 64,
+    max_model_len: int = MAX_POSITION,
+    exact: bool = False,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    decoder: Decoder | None = None,
+    make_decoder: Any = toy_decode,
+) -> Engine:
+    """An engine over a tiny target.
+
+    Args:
+        drafter: a drafter, the config of one that needs no model, or None for plain decoding.
+        budget: drafted nodes a step; default: the drafter's own size.
+        kv_tokens: slots of the target's pool.
+        decoder: the target; default: `tiny_decoder` with ``dtype``, ``device`` and ``exact``.
+        make_decoder: see `Engine`; None for a model without a tokenizer.
+    """
+    decoder = decoder or tiny_decoder(dtype=dtype, device=device, exact=exact)
+    shape = decoder.config
+    pool = KVPool(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_tokens, decoder.dtype, decoder.device, block_size
+    )
+    if isinstance(drafter, DrafterConfig):
+        drafter = drafter.build(
+            DrafterContext(
+                load_model=None, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
+            )
+        )
+    if drafter is not None:
+        drafter.bind(decoder.info("tiny"), max_sequences, pool.num_tokens, decoder.device)
+    size = budget if budget is not None else drafter.spec.default_budget if drafter is not None else 0
+    limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=max_model_len, eos_ids=shape.eos_ids)
+    return Engine(
+        make_round(round, target=decoder, pool=pool, drafter=drafter, verifier=verifier),
+        pool,
+        limits,
+        SchedulerConfig(max_sequences=max_sequences, max_batch_rows=max_batch_rows),
+        FixedBudget(size=size, why="no drafter was named" if drafter is None else "budget=0"),
+        make_decoder,
+    )
+
+
+def run(engine: Engine, requests: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+    """Submit (prompt ids, params) together and step until all are answered; outputs in their order."""
+    order = [engine.submit(ids, params) for ids, params in requests]
+    done: dict[str, Any] = {}
+    while engine.busy:
+        for live in engine.step():
+            if live.finished:
+                done[live.request.id] = engine.output(live)
+    engine.pool.check_integrity()
+    return [done[request_id] for request_id in order]

@@ -1,0 +1,383 @@
+"""Checkpoints: how they may be stored, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.attention.reference import ReferenceAttention
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.target.decoder import Decoder
+from paceline.target.families import decoder_config, weight_map
+from paceline.target.loader import load_model, load_tokenizer, load_weights, parse_device, read_config, resolve_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from checkpoints import LLAMA3_ROPE, build  # noqa: E402  (the builders live beside the parity tests)
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def load(folder: Path, **options: Any) -> Decoder:
+    return load_model(folder, attention=ReferenceAttention(), **{"dtype": "float32", **options})
+
+
+def outputs(decoder: Decoder) -> torch.Tensor:
+    """[9, vocab] logits of a fixed prompt through the first half of the network's interface: embed and head."""
+    from paceline.attention.base import Segment
+    from paceline.target.base import Batch
+
+    c, rows = decoder.config, 9
+    positions = torch.arange(rows)
+    plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], positions)
+
+    class Cache:
+        k = [torch.zeros(rows, c.num_kv_heads, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
+        v = [torch.zeros(rows, c.num_kv_heads, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
+
+    with torch.inference_mode():
+        state = decoder.embed(Batch(positions + 5, positions, positions * 0, positions, slice(0, rows), plan))
+        return decoder.logits(decoder.run_layers(state, 0, c.num_layers, Cache()))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    build("llama2", tmp_path, seed=4)
+    return tmp_path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change fields of config.json; None removes one."""
+    values = {**json.loads((folder / "config.json").read_text()), **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+# --- how checkpoints may be stored ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama2", "phi3", "opt"])
+def test_sharded_weights_are_the_same_weights(family: str, tmp_path: Path):
+    build(family, tmp_path / "one", seed=5)
+    build(family, tmp_path / "many", seed=5, max_shard_size="50KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert torch.equal(outputs(load(tmp_path / "one")), outputs(load(tmp_path / "many")))
+
+
+def test_tied_and_untied_heads(tmp_path: Path):
+    build("llama3", tmp_path, seed=6)  # tied: no lm_head in the file
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    tied = outputs(load(tmp_path))
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    assert torch.equal(outputs(load(tmp_path)), tied)  # a stored copy of the embedding changes nothing
+    edit(tmp_path, tie_word_embeddings=False)
+    assert torch.equal(outputs(load(tmp_path)), tied)
+    edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding * 2}))
+    torch.testing.assert_close(outputs(load(tmp_path)), tied * 2)
+    edit(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="ties the head"):
+        load(tmp_path)
+
+
+def test_names_without_the_model_prefix(checkpoint: Path):
+    expected = outputs(load(checkpoint))
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_weights(checkpoint, strip)
+    assert torch.equal(outputs(load(checkpoint)), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
+def test_dtypes(checkpoint: Path, dtype: str):
+    exact, other = outputs(load(checkpoint)).double(), outputs(load(checkpoint, dtype=dtype))
+    assert other.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+    error = (other.double() - exact).norm() / exact.norm()
+    assert error < {"bfloat16": 0.05, "float64": 1e-5, "int8": 0.1}[dtype]
+    assert (dtype == "float64") or error > 1e-4  # it did round
+
+
+def test_auto_dtype_is_the_checkpoints(tmp_path: Path):
+    build("llama2", tmp_path)
+    assert load(tmp_path, dtype="auto").dtype == torch.float32
+    edit(tmp_path, dtype=None, torch_dtype="bfloat16")  # transformers 4 spells it so
+    assert load(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def test_pass_bytes_are_those_of_the_matrices(checkpoint: Path):
+    tensors = load_file(checkpoint / "model.safetensors")
+    matrices = sum(t.numel() for name, t in tensors.items() if t.dim() == 2 and "embed" not in name)
+    assert load(checkpoint).pass_bytes == 4 * matrices
+    assert load(checkpoint, dtype="bfloat16").pass_bytes == 2 * matrices
+    assert load(checkpoint, dtype="int8").pass_bytes == matrices
+
+
+def test_generation_config_names_the_end_tokens(checkpoint: Path):
+    edit(checkpoint, eos_token_id=3)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert read_config(checkpoint).eos_ids == (7, 9)
+    (checkpoint / "generation_config.json").unlink()
+    assert read_config(checkpoint).eos_ids == (3,)
+
+
+# --- what is said about broken ones ---------------------------------------------------------------------------
+
+
+def test_parameters_are_nan_until_loaded():
+    decoder = Decoder(decoder_config(LLAMA), ReferenceAttention(), dtype=torch.float32)
+    assert all(p.isnan().all() for p in decoder.parameters())
+    with pytest.raises(ConfigError, match="not loaded"):
+        decoder.finish()
+
+
+def test_every_parameter_has_a_source(tmp_path: Path):
+    """No parameter that the weight map forgets, and no two pieces on the same rows."""
+    for family in ("llama2", "llama3", "qwen2", "qwen3", "phi3", "opt"):
+        build(family, tmp_path / family)
+        decoder = Decoder(read_config(tmp_path / family), ReferenceAttention(), dtype=torch.float32)
+        assert {piece.into for piece in weight_map(decoder.config)} == {name for name, _ in decoder.named_parameters()}
+        load_weights(decoder, tmp_path / family)
+        decoder.assert_loaded()
+
+
+def test_one_nan_in_the_checkpoint_is_found(checkpoint: Path):
+    edit_weights(checkpoint, lambda t: t["model.layers.1.mlp.down_proj.weight"].view(-1)[77:78].fill_(torch.nan))
+    with pytest.raises(ConfigError, match=r"layers\.1\.down\.weight hold NaN"):
+        load(checkpoint)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def _drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: edit_weights(folder, lambda tensors: tensors.pop(name))
+
+
+def _add(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.mlp.extra.weight": torch.ones(2, 2)}))
+
+
+def _reshape(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(64, 64)}))
+
+
+def _integers(folder: Path) -> None:
+    edit_weights(
+        folder,
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+    )
+
+
+def _pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, "truncated or not safetensors"),
+        (_garbage, "truncated or not safetensors"),
+        (_drop("model.layers.2.self_attn.v_proj.weight"), r"misses tensor layers\.2\.self_attn\.v_proj\.weight"),
+        (_drop("lm_head.weight"), r"misses tensor lm_head\.weight"),
+        (_add, r"unexpected tensor model\.layers\.0\.mlp\.extra\.weight"),
+        (_reshape, r"k_proj\.weight.*shape is \[64, 64\].*asks for \[32, 64\]"),
+        (_integers, "quantised weight"),
+        (_pickle_only, "pickle files.*save_pretrained"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "not readable as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "not an object"),
+        (lambda folder: edit(folder, num_hidden_layers=4), r"misses tensors layers\.3\."),
+        (lambda folder: edit(folder, num_hidden_layers=2), "unexpected tensors.*and 6 more"),
+        (lambda folder: edit(folder, vocab_size=201), r"\[200, 64\].*\[201, 64\]"),
+    ],
+)
+def test_damage_is_named(checkpoint: Path, damage: Callable[[Path], object], message: str):
+    damage(checkpoint)
+    with pytest.raises(ConfigError, match=message):
+        load(checkpoint)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path):
+    build("llama2", tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=f"shard {shard.name} is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": "../other.safetensors"}}', "nonsense", "[]"])
+def test_a_broken_index_is_refused(checkpoint: Path, index: str):
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match="index.json"):
+        load(checkpoint)
+
+
+# --- configurations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2'.*not a supported.*llama.*opt.*qwen3"),
+        ({"model_type": None}, "None.*not a supported"),
+        ({"model_type": "mystery", "auto_map": {"AutoModel": "x.Y"}}, "brings its own code, which is never run"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "16"}, "hidden_size = '16'.*integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0.*at least 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps.*positive"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps.*positive"),
+        ({"num_attention_heads": 3}, "hidden_size = 16.*multiple"),
+        ({"num_key_value_heads": 3}, "must divide"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings.*true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"hidden_act": "gelu_new"}, "gelu_new.*silu, relu and gelu"),
+        ({"rope_scaling": {"type": "longest"}}, "rope type 'longest'.*llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": 4}, "rope_scaling = 4.*object"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "above low_freq_factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a language model"),
+    ],
+)
+def test_bad_configs_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        decoder_config({k: v for k, v in {**LLAMA, **changes}.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"do_layer_norm_before": False}, "do_layer_norm_before = False"),
+        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim = 512"),
+        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+    ],
+)
+def test_opt_variants_are_refused(changes: dict[str, Any], message: str):
+    base = {**LLAMA, "model_type": "opt", "ffn_dim": 24}
+    assert decoder_config(base).position_offset == 2
+    with pytest.raises(CapabilityError, match=message):
+        decoder_config({**base, **changes})
+
+
+def test_both_spellings_of_the_rope_parameters():
+    old = {"rope_theta": 500.0, "rope_scaling": {**LLAMA3_ROPE, "type": "llama3"}}
+    for entry in ("rope_type", "rope_theta"):
+        old["rope_scaling"].pop(entry)
+    new = {"rope_parameters": LLAMA3_ROPE}
+    assert decoder_config({**LLAMA, **old}) == decoder_config({**LLAMA, **new})
+    assert decoder_config({**LLAMA, **old}) != decoder_config(LLAMA)
+
+
+def test_rotations_that_rewrite_old_keys_limit_the_context():
+    dynamic = decoder_config({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert dynamic.max_position == 64
+    assert "dynamic" in dynamic.max_position_note
+    scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 32, "rope_scaling": scaling}
+    assert decoder_config(phi).max_position == 32
+    assert "LongRoPE" in decoder_config(phi).max_position_note
+    with pytest.raises(ConfigError, match="short_factor"):
+        decoder_config({**phi, "rope_scaling": {**scaling, "short_factor": [1.0] * 3}})
+
+
+def test_windows_by_layer():
+    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 8}
+    assert decoder_config(qwen).windows == (None, None)
+    assert decoder_config({**qwen, "use_sliding_window": True, "max_window_layers": 1}).windows == (None, 8)
+    kinds = ["sliding_attention", "full_attention"]
+    assert decoder_config({**qwen, "use_sliding_window": True, "layer_types": kinds}).windows == (8, None)
+    mistral = {**LLAMA, "model_type": "mistral"}
+    assert decoder_config({**mistral, "sliding_window": 8}).windows == (8, 8)
+    assert decoder_config({**mistral, "sliding_window": None}).windows == (None, None)
+    with pytest.raises(CapabilityError, match="chunked"):
+        decoder_config({**qwen, "layer_types": ["chunked_attention"] * 2})
+
+
+# --- names, devices, tokenizers -------------------------------------------------------------------------------
+
+
+def test_devices():
+    assert parse_device("cpu") == torch.device("cpu")
+    for wrong in ("tpu", "meta", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ConfigError, match=wrong):
+            parse_device(wrong)
+
+
+def test_unknown_dtype(checkpoint: Path):
+    with pytest.raises(ConfigError, match="float31.*bfloat16"):
+        load(checkpoint, dtype="float31")
+
+
+def test_folders_and_names(checkpoint: Path):
+    assert resolve_folder(checkpoint) == checkpoint
+    with pytest.raises(ConfigError, match="revision='main'.*local"):
+        resolve_folder(checkpoint, revision="main")
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_folder("./nowhere")
+    with pytest.raises(ConfigError, match="no such folder"):
+        load(checkpoint / "nowhere")
+    with pytest.raises(ConfigError, match="not in the local cache.*switched off"):
+        resolve_folder("some-org/some-model", offline=True)
+    with pytest.raises(ConfigError, match="neither a folder nor a hub name"):
+        resolve_folder("not a name!")
+
+
+def test_a_hub_out_of_reach_and_a_name_it_does_not_know(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    asked: list[dict[str, Any]] = []
+
+    def fail(name: str, **options: Any) -> str:
+        asked.append(options)
+        raise failures.pop()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    failures = [RuntimeError("timed out"), LocalEntryNotFoundError("no network")]
+    with pytest.raises(ConfigError, match="out of reach.*check the network|out of reach.*Check the network"):
+        resolve_folder("some-org/some-model", revision="v2")
+    with pytest.raises(ConfigError, match="does not give it .timed out"):
+        resolve_folder("some-org/some-model")
+    assert asked[0]["revision"] == "v2"
+    assert not asked[0]["local_files_only"]
+    assert not any("py" in p or "bin" in p for p in asked[0]["allow_patterns"])  # no code, no pickles
+
+
+def test_a_missing_tokenizer_is_an_error(checkpoint: Path):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_tokenizer(checkpoint)
