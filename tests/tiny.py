@@ -163,9 +163,7 @@ def assemble(
     )
     if isinstance(drafter, DrafterConfig):
         drafter = drafter.build(
-            DrafterContext(
-                load_model=None, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
-            )
+            DrafterContext(load_model=None, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None)
         )
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), max_sequences, pool.num_tokens, decoder.device)

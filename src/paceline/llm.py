@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import re
@@ -74,7 +75,9 @@ class LLMConfig:
             raise ConfigError(
                 f"threads={self.threads}", "at least one thread is needed", "leave it out for the default"
             )
-        if self.budget is not None and self.budget > 0 and self.drafter is None:
+        if self.budget:
+            FixedBudget(size=self.budget)
+        if self.budget and self.drafter is None:
             raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
 
 
@@ -209,15 +212,20 @@ class LLM:
         live = self.engine.live[request_id]
         sent = _Sent(params.n)
 
-        def chunks() -> Iterator[Chunk]:
+        def chunks() -> Iterator[Any]:
             try:
+                yield None  # taken below: a generator that was never entered would not run its end
                 while not live.finished:
                     if live in self.engine.step():
                         yield from sent.news(self.engine, live)
+                # Another call's steps, or an abort, may have ended it since the last chunk.
+                yield from sent.news(self.engine, live)
             finally:
                 self.engine.abort(request_id)
 
-        return chunks()
+        answer = chunks()
+        next(answer)
+        return answer
 
 
 class _Sent:
@@ -267,6 +275,7 @@ class AsyncLLM:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[LiveRequest | Exception], None]] = {}
         self._closed = False
+        self._gate = threading.Lock()  # nothing is ordered behind the order to stop
         self._thread = threading.Thread(target=self._loop, name="paceline-engine", daemon=True)
         self._thread.start()
 
@@ -292,7 +301,7 @@ class AsyncLLM:
         """Chunks as they come. Leaving the iterator, or cancelling the task, ends the request.
 
         Raises:
-            ConfigError: the prompt or the parameters cannot be used (on the first ``await``).
+            ConfigError: the prompt cannot be used, or (on the first ``await``) the parameters cannot.
         """
         ids, text = encode(prompt, self.tokenizer)
         return self._stream(ids, text, params or SamplingParams())
@@ -303,22 +312,23 @@ class AsyncLLM:
         return self._stream(ids, text, params or SamplingParams())
 
     async def _stream(self, ids: list[int], text: str | None, params: SamplingParams) -> AsyncIterator[Chunk]:
-        if self._closed:
-            raise ConfigError("a request to a closed AsyncLLM", "its engine has stopped", "make a new AsyncLLM")
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
         sent = _Sent(params.n)
         request_ids: list[str] = []
 
+        def post(item: list[Chunk] | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                loop.call_soon_threadsafe(inbox.put_nowait, item)
+
         def tell(news: LiveRequest | Exception) -> None:  # in the engine's thread
-            item = news if isinstance(news, Exception) else sent.news(self._llm.engine, news)
-            loop.call_soon_threadsafe(inbox.put_nowait, item)
+            post(news if isinstance(news, Exception) else sent.news(self._llm.engine, news))
 
         def submit() -> None:  # in the engine's thread
             try:
                 request_id = self._llm.engine.submit(ids, params, prompt=text)
             except Exception as error:
-                loop.call_soon_threadsafe(inbox.put_nowait, error)
+                post(error)
                 return
             request_ids.append(request_id)
             self._listeners[request_id] = tell
@@ -328,7 +338,10 @@ class AsyncLLM:
                 self._listeners.pop(request_id, None)
                 self._llm.engine.abort(request_id)
 
-        self._orders.put(submit)
+        with self._gate:
+            if self._closed:
+                raise ConfigError("a request to a closed AsyncLLM", "its engine has stopped", "make a new AsyncLLM")
+            self._orders.put(submit)
         open_samples = params.n
         try:
             while open_samples:
@@ -373,15 +386,15 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Stop the engine's thread. Requests in flight are ended with an error."""
-        if self._closed:
-            return
-        self._closed = True
 
         def end() -> None:
             self._fail_all(ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers"))
 
-        self._orders.put(end)
-        self._orders.put(None)
+        with self._gate:
+            if not self._closed:
+                self._orders.put(end)
+                self._orders.put(None)
+            self._closed = True
         self._thread.join()
 
     async def __aenter__(self) -> AsyncLLM:

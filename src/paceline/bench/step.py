@@ -14,6 +14,8 @@ from ..kv.pool import KVPool, SequenceCache
 from ..target.decoder import Decoder
 from ..target.packing import RowPacker
 
+SPARE = 256  # slots behind a context: its rows, and room to place it contiguously
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
@@ -62,7 +64,7 @@ def measure(
         shape.num_layers,
         shape.num_kv_heads,
         shape.head_dim,
-        (max(contexts) + max(rows)) * len(contexts) + 64,
+        2 * len(contexts) * (max(contexts) + SPARE),
         decoder.dtype,
         decoder.device,
     )
@@ -100,7 +102,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _filled(pool: KVPool, context: int) -> SequenceCache:
     """A sequence with ``context`` committed tokens of random K and V."""
-    cache = pool.open()
+    cache = pool.open(expected=context + SPARE)
     cache.reserve(context)
     pool.commit([(cache, range(context))])
     generator = torch.Generator().manual_seed(context)

@@ -55,6 +55,7 @@ class SequenceView:
     tokens: list[int]  # prompt and output so far; the last one is the root. Read only; grows in place
     prompt_len: int
     sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
+    max_len: int | None = None  # prompt and output together cannot grow beyond this
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..target.packing import RowPacker
 from .base import CacheSpec, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class _Growth:
     scores: list[float] = field(default_factory=list)  # cumulative log q
     depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
+    passes: int = 0  # draft passes so far
     q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
 
     def path(self, node: int) -> list[int]:
@@ -192,9 +194,18 @@ class DraftModel:
             if state is not None:
                 state.cache.release()
 
-    @torch.inference_mode()
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, level by level, all sequences together."""
+        growths = self._grow(want)
+        tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths])
+        return tree.with_q(self._q(growths, tree)) if self.config.proposes == "sampled" else tree
+
+    def draft(self, want: DraftRequest) -> list[tuple[Proposal, int]]:
+        """The same in plain Python, with the number of draft passes each took, for drafters that build on this one."""
+        return [(self._proposal(g), g.passes) for g in self._grow(want)]
+
+    @torch.inference_mode()
+    def _grow(self, want: DraftRequest) -> list[_Growth]:
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
         if able:
@@ -206,7 +217,12 @@ class DraftModel:
                 logits = self._forward_frontier(able)
         for growth in able:
             growth.state.parents, growth.state.tokens = growth.parents, growth.tokens
-        return self._tree(growths, want.roots())
+        return growths
+
+    def _proposal(self, growth: _Growth) -> Proposal:
+        """The drafted nodes; of a dynamic tree the best ones (a node's score is never above its parent's)."""
+        whole = Proposal(growth.tokens, growth.parents, growth.scores)
+        return whole.best(growth.budget) if self.config.topk > 1 else whole
 
     # -- catching up with the committed tokens
 
@@ -214,7 +230,7 @@ class DraftModel:
         assert self._pool is not None, "bind comes before propose"
         state = self._states.get(sequence.key)
         if state is None:
-            state = self._states[sequence.key] = _State(self._pool.open(sequence.tokens))
+            state = self._states[sequence.key] = _State(self._open(sequence))
         else:
             self._settle(state, sequence.tokens)
         limit = self.decoder.config.max_position - len(sequence.tokens)
@@ -226,6 +242,11 @@ class DraftModel:
             growth.budget = 0
         return growth
 
+    def _open(self, sequence: SequenceView) -> SequenceCache:
+        assert self._pool is not None
+        expected = None if sequence.max_len is None else sequence.max_len + self.config.num_nodes
+        return self._pool.open(sequence.tokens, expected=expected)
+
     def _room(self, growth: _Growth) -> int:
         """Rows that a full tree may take in the speculative region."""
         if self.config.topk > 1:
@@ -233,11 +254,14 @@ class DraftModel:
         return self.config.num_nodes
 
     def _settle(self, state: _State, tokens: Sequence[int]) -> None:
-        """Keep the K/V of drafted nodes that became part of the answer."""
+        """Keep the K/V of drafted nodes that became part of the answer.
+
+        Never that of the last token, even if it is there: the next draft needs the logits after it.
+        """
         assert self._pool is not None
         kept: list[int] = []
         node = 0
-        for token in tokens[state.base :]:
+        for token in tokens[state.base : -1]:
             node = next(
                 (
                     i
@@ -321,6 +345,7 @@ class DraftModel:
         row = 0
         for growth in growths:
             fresh: list[int] = []
+            growth.passes += bool(growth.frontier)
             for node in growth.frontier:
                 for value, token in zip(values[row], tokens[row], strict=True):
                     growth.parents.append(node)
@@ -439,19 +464,6 @@ class DraftModel:
         columns = [n - 1 for node in growth.frontier for n in growth.path(node)]
         mask[rows, columns] = True
         return mask
-
-    def _tree(self, growths: Sequence[_Growth], roots: Tensor) -> TokenTree:
-        tree = TokenTree.from_parents(
-            roots,
-            [g.parents for g in growths],
-            [g.tokens for g in growths],
-            log_score=[g.scores for g in growths],
-        )
-        if self.config.proposes == "sampled":
-            return tree.with_q(self._q(growths, tree))
-        if self.config.topk > 1:
-            return tree.top(torch.tensor([max(g.budget, 0) for g in growths]))
-        return tree
 
     def _q(self, growths: Sequence[_Growth], tree: TokenTree) -> SparseQ:
         probs = torch.zeros(*tree.tokens.shape, self._vocab)  # [B, N, V]

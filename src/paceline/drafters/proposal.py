@@ -22,6 +22,7 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # tree index of each parent: 0 the root, i + 1 for tokens[i]
     log_scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted
+    matched: int = 0  # tokens of context that the proposal rests on, where that is counted
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -32,6 +33,37 @@ class Proposal:
         self.parents.append(parent)
         self.log_scores.append(log_score)
         return len(self.tokens)
+
+    def best(self, budget: int) -> Proposal:
+        """The ``budget`` best scored nodes, in their order. No node may have a better score than its parent."""
+        if len(self.tokens) <= budget:
+            return self
+        ranked = sorted(range(len(self.tokens)), key=lambda i: (-self.log_scores[i], i))
+        kept = Proposal(matched=self.matched)
+        moved = {0: 0}
+        for i in sorted(ranked[:budget]):
+            moved[i + 1] = kept.add(moved[self.parents[i]], self.tokens[i], self.log_scores[i])
+        return kept
+
+    def graft(self, other: Proposal) -> list[int]:
+        """Add another proposal's nodes below the same root; equal paths become one node, with the better score.
+
+        Returns:
+            The indices in ``tokens`` of the nodes that are new.
+        """
+        children = {(p, t): i + 1 for i, (p, t) in reversed([*enumerate(zip(self.parents, self.tokens, strict=True))])}
+        moved = {0: 0}
+        fresh = []
+        for i, (parent, token, score) in enumerate(zip(other.parents, other.tokens, other.log_scores, strict=True)):
+            place = moved[parent]
+            node = children.get((place, token))
+            if node is None:
+                node = children[place, token] = self.add(place, token, score)
+                fresh.append(node - 1)
+            else:
+                self.log_scores[node - 1] = max(self.log_scores[node - 1], score)
+            moved[i + 1] = node
+        return fresh
 
     @property
     def is_chain(self) -> bool:

@@ -30,6 +30,7 @@ _BUILTIN = {
     "ngram": "paceline.drafters.ngram:NgramConfig",
     "suffix": "paceline.drafters.suffix:SuffixConfig",
     "draft_model": "paceline.drafters.draft_model:DraftModelConfig",
+    "hybrid": "paceline.drafters.hybrid:HybridConfig",
 }
 
 _registered: dict[str, type[DrafterConfig]] = {}

@@ -296,6 +296,7 @@ class SuffixDrafter:
             drafted = self._draft(match, limit, depth)
             if (score := drafted.expected_accepted) > best_score:
                 best, best_score = drafted, score
+                best.matched = match.matched
         return best
 
     def release(self, keys: Sequence[int]) -> None:

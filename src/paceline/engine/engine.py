@@ -105,6 +105,7 @@ class Engine:
             id=request_id, prompt_ids=tuple(prompt_ids), params=params, arrival=arrival, seed=seed, prompt=prompt
         )
         sequences = [self._sequence(request, index) for index in range(params.n)]
+        self._check_pool(sequences[0])
         echo = prompt if params.echo and prompt is not None else ""
         self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=echo)
         for sequence in sequences:
@@ -131,6 +132,15 @@ class Engine:
                 "encode the prompt with this model's tokenizer",
             )
 
+    def _check_pool(self, sequence: RunningSequence) -> None:
+        needed = sequence.max_len - 1  # the last token's K/V is never computed
+        if needed > self.pool.num_tokens:
+            raise ConfigError(
+                f"a request of up to {sequence.max_len} tokens",
+                f"the K/V pool holds {self.pool.num_tokens}",
+                "raise kv_memory, or lower max_tokens",
+            )
+
     def _sequence(self, request: Request, index: int) -> RunningSequence:
         limits, params = self.limits, request.params
         room = limits.max_model_len - len(request.prompt_ids)
@@ -147,8 +157,9 @@ class Engine:
         checker = StopChecker(params, limits.eos_ids, max_tokens, decode)
         stats = SpecStats(prompt_tokens=len(request.prompt_ids) if index == 0 else 0, off_reason=self.budget.reason())
         state = SequenceState(request, index, sampler, checker, stats=stats)
-        view = SequenceView(next(self._keys), list(request.prompt_ids), len(request.prompt_ids), sampler)
-        return RunningSequence(state, view, max_len=len(request.prompt_ids) + max_tokens)
+        max_len = len(request.prompt_ids) + max_tokens
+        view = SequenceView(next(self._keys), list(request.prompt_ids), len(request.prompt_ids), sampler, max_len)
+        return RunningSequence(state, view, max_len)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now. Returns what it has so far; None if it is not in flight."""

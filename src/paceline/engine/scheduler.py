@@ -16,6 +16,8 @@ from ..kv.pool import KVPool
 from ..rounds.base import RunningSequence, Work
 from .budget import DraftBudget
 
+SPARE_TOKENS = 32  # room for drafts behind a sequence's last token, where its place in the pool is chosen
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -111,7 +113,11 @@ class Scheduler:
             if self._sibling_computes(sequence):
                 later.append(sequence)
                 continue
-            sequence.cache = self.pool.open(sequence.view.tokens, reuse=sequence.params.prompt_logprobs is None)
+            sequence.cache = self.pool.open(
+                sequence.view.tokens,
+                reuse=sequence.params.prompt_logprobs is None,
+                expected=sequence.max_len + SPARE_TOKENS,
+            )
             wanted = min(sequence.pending, left)
             # A block of headroom for each running sequence, lest the newcomer be preempted at once.
             spare = self.pool.allocator.num_free - sequence.cache.blocks_short(wanted)
@@ -131,14 +137,13 @@ class Scheduler:
         return left
 
     def _sibling_computes(self, sequence: RunningSequence) -> bool:
-        """Whether another sample of the same request is still computing the prompt that both share."""
+        """Whether another sample of the same request is still computing prompt blocks that both can share."""
         if sequence.state.index == 0 or sequence.params.prompt_logprobs is not None:
             return False
+        size = self.pool.block_size
+        shared = (sequence.view.prompt_len - 1) // size * size
         return any(
-            other.state.request is sequence.state.request
-            and other.cache is not None
-            and other.pending > 1
-            and other.view.prompt_len > self.pool.block_size
+            other.state.request is sequence.state.request and other.cache is not None and other.cache.committed < shared
             for other in self.running
         )
 

@@ -47,15 +47,19 @@ class BlockAllocator:
         """Blocks that can be allocated now: empty and cached ones."""
         return self._num_empty + len(self._cached)
 
-    def allocate(self, after: int | None) -> int:
+    def allocate(self, after: int | None, want: int | None = None) -> int:
         """One block with one reference: the one behind ``after`` if it is free.
+
+        Args:
+            after: the sequence's last block; None for its first.
+            want: blocks that the sequence may come to hold from here on, where that is known.
 
         Raises:
             PoolFullError: no block is free.
         """
         if self.num_free == 0:
             raise PoolFullError(f"all {self.num_blocks} blocks of the K/V pool are in use")
-        block = self._pick(after)
+        block = self._pick(after, want)
         if self._empty[block]:
             self._empty[block] = 0
             self._num_empty -= 1
@@ -64,12 +68,12 @@ class BlockAllocator:
         self._refs[block] = 1
         return block
 
-    def _pick(self, after: int | None) -> int:
+    def _pick(self, after: int | None, want: int | None) -> int:
         following = -1 if after is None else after + 1
         if self.is_free(following):  # even if that evicts it: a scattered sequence is slow for all its life
             return following
         if self._num_empty:
-            return self._roomiest()
+            return self._roomiest(want)
         return next(iter(self._cached))
 
     def is_free(self, block: int) -> bool:
@@ -85,11 +89,17 @@ class BlockAllocator:
         """Blocks that hold nothing at all."""
         return self._num_empty
 
-    def _roomiest(self) -> int:
-        """Start of the longest empty run; its middle if a sequence in front of it may want to grow."""
+    def _roomiest(self, want: int | None) -> int:
+        """Where in the longest empty run a sequence should begin.
+
+        At its start if nobody stands in front of it; else so far back that the one in front can still grow: by
+        what this one does not want, or by half.
+        """
         run = max(re.finditer(b"\x01+", self._empty), key=lambda found: found.end() - found.start())
         start, stop = run.span()
-        return start + (stop - start) // 2 if start and self._refs[start - 1] else start
+        if start == 0 or not self._refs[start - 1]:
+            return start
+        return max(start, stop - (want or (stop - start + 1) // 2))
 
     def _evict(self, block: int) -> None:
         del self._cached[block]

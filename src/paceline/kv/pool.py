@@ -67,7 +67,7 @@ class KVPool:
         """Bytes that K and V of one token take."""
         return 2 * num_layers * kv_heads * head_dim * dtype.itemsize
 
-    def open(self, tokens: Sequence[int] = (), reuse: bool = True) -> SequenceCache:
+    def open(self, tokens: Sequence[int] = (), reuse: bool = True, expected: int | None = None) -> SequenceCache:
         """A new sequence, which starts with the longest published prefix of ``tokens``.
 
         At least one token is left to compute, since a sequence needs the output of its last token.
@@ -75,8 +75,10 @@ class KVPool:
         Args:
             tokens: what the sequence begins with.
             reuse: False where every token must be computed (prompt log-probabilities).
+            expected: tokens that the sequence may come to hold, where that is known: it is placed where that
+                many slots in a row are empty. Nothing is reserved for it.
         """
-        sequence = SequenceCache(self)
+        sequence = SequenceCache(self, expected)
         self.sequences.add(sequence)
         if reuse:
             sequence._adopt(tokens)
@@ -145,10 +147,22 @@ class KVPool:
 class SequenceCache:
     """One sequence's view of the pool: a block table and the length that is committed."""
 
-    __slots__ = ("pool", "blocks", "committed", "reserved", "reused", "_contiguous", "_slots", "_content", "_published")
+    __slots__ = (
+        "pool",
+        "expected",
+        "blocks",
+        "committed",
+        "reserved",
+        "reused",
+        "_contiguous",
+        "_slots",
+        "_content",
+        "_published",
+    )
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, expected: int | None = None) -> None:
         self.pool = pool
+        self.expected = expected  # tokens it may come to hold; None: not known
         self.blocks: list[int] = []
         self.committed = 0  # tokens whose K/V is kept
         self.reserved = 0  # rows of the speculative region
@@ -179,7 +193,7 @@ class SequenceCache:
             allocator.share(block)
         if found and not in_place and allocator.num_empty > COPY_MARGIN * len(found):
             for _ in found:
-                self._append(allocator.allocate(self.blocks[-1] if self.blocks else None))
+                self._append(self._allocate())
             pool._copy_blocks(blocks, self.blocks)
             for block in blocks:
                 allocator.free(block)
@@ -189,6 +203,13 @@ class SequenceCache:
         self._content = found[-1][1] if found else ROOT_CONTENT
         self._published = len(self.blocks)
         self.committed = self.reused = self.capacity
+
+    def _allocate(self) -> int:
+        """The next block, behind the last one if that is possible."""
+        want = None
+        if self.expected is not None:
+            want = max(1, -(-self.expected // self.pool.block_size) - len(self.blocks))
+        return self.pool.allocator.allocate(self.blocks[-1] if self.blocks else None, want)
 
     def _append(self, block: int) -> None:
         if self.blocks and block != self.blocks[-1] + 1:
@@ -212,7 +233,7 @@ class SequenceCache:
         if short > allocator.num_free:
             raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
         for _ in range(short):
-            self._append(allocator.allocate(self.blocks[-1] if self.blocks else None))
+            self._append(self._allocate())
         self.reserved = rows
 
     def rollback(self) -> None:

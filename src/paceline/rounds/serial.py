@@ -22,7 +22,7 @@ from ..target.base import Batch, ForwardState, Taps
 from ..target.decoder import Decoder
 from ..target.packing import RowPacker
 from .base import RunningSequence, StepResult, Work
-from .verification import choose_packed, make_verifier
+from .verification import DEFAULT_VERIFIER, choose_packed, make_verifier
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class SerialRound:
     name = "serial"
 
     def __init__(
-        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = "sample_and_match"
+        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER
     ) -> None:
         if drafter is not None and self.name not in drafter.spec.rounds:
             raise ConfigError(
@@ -62,6 +62,7 @@ class SerialRound:
         self.pool = pool
         self.drafter = drafter
         self.verify = make_verifier(verifier, drafter.spec if drafter else None)
+        self._needs_q = verifier != DEFAULT_VERIFIER
         self.failure: str | None = None  # why the drafter was put aside, if it failed
 
     # -- the step
@@ -87,8 +88,18 @@ class SerialRound:
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter forget ended or preempted sequences."""
-        if self.drafter is not None and sequences:
+        if self.drafter is None or not sequences:
+            return
+        try:
             self.drafter.release([s.view.key for s in sequences])
+        except Exception as error:
+            self._put_aside(error)
+
+    def _put_aside(self, error: Exception) -> None:
+        """Go on without the drafter. It is a guest: its fault must not cost a request."""
+        assert self.drafter is not None
+        self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
+        log.error("%s; decoding goes on without it", self.failure, exc_info=error)
 
     # -- drafting
 
@@ -105,22 +116,22 @@ class SerialRound:
         try:
             tree = self.drafter.propose(want)
             return self._fit(tree, want)
-        except Exception as error:  # a drafter is a guest: its fault must not cost a request
-            self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
-            log.exception("%s; decoding goes on without it", self.failure)
+        except Exception as error:
+            self._put_aside(error)
             return None
 
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree | None:
         """Cut what is over budget or too deep; refuse what is no tree over these roots."""
+        tree.check()
         counts = tree.num_nodes.tolist()
-        if tree.tokens.shape[0] != len(want.sequences) or min(counts) < 1:
+        if len(counts) != len(want.sequences):
             raise ValueError(f"{tree.tokens.shape[0]} trees proposed for {len(want.sequences)} sequences")
         if tree.tokens[:, 0].tolist() != [s.tokens[-1] for s in want.sequences]:
             raise ValueError("a tree's root is not its sequence's last token")
         if max(counts) == 1:
             return None
         low, high = tree.tokens.aminmax()
-        if int(low) < -1 or int(high) >= self.target.config.vocab_size:
+        if int(low) < 0 or int(high) >= self.target.config.vocab_size:
             raise ValueError(f"a drafted token lies outside the vocabulary: {int(low)} .. {int(high)}")
         over = any(n - 1 > budget for n, budget in zip(counts, want.budgets, strict=True))
         if over or any(n - 1 > depth for n, depth in zip(counts, want.max_depths, strict=True)):
@@ -130,6 +141,8 @@ class SerialRound:
             keep &= torch.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
             if not bool(keep.sum() == tree.num_nodes.sum()):
                 tree = tree.prune(keep)
+        if self._needs_q and tree.q is None:
+            raise ValueError("a tree without the distribution it was drawn from, or cut after the draw")
         return tree
 
     # -- the target pass
@@ -337,16 +350,18 @@ class SerialRound:
                 slices.append(slice(begin, len(rows)))
             index = torch.tensor(rows, device=self.target.device)
             hidden = {layer: values[index] for layer, values in taps.hidden.items()}
-        self.drafter.observe(
-            StepFeatures(
-                sequences=[w.sequence.view for w in works],
-                committed=[w.sequence.view.tokens[-n:] if n else [] for w, n in zip(works, emitted, strict=True)],
-                num_accepted=[len(paths.get(i, ())) for i in range(len(works))],
-                paths=[paths.get(i, []) for i in range(len(works))],
-                hidden=hidden,
-                hidden_rows=slices,
-            )
+        seen = StepFeatures(
+            sequences=[w.sequence.view for w in works],
+            committed=[w.sequence.view.tokens[-n:] if n else [] for w, n in zip(works, emitted, strict=True)],
+            num_accepted=[len(paths.get(i, ())) for i in range(len(works))],
+            paths=[paths.get(i, []) for i in range(len(works))],
+            hidden=hidden,
+            hidden_rows=slices,
         )
+        try:
+            self.drafter.observe(seen)
+        except Exception as error:
+            self._put_aside(error)
 
 
 def _layout(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> list[Span]:

@@ -90,8 +90,9 @@ def _against_q(rule: Callable[..., VerifyOutcome]) -> Verifier:
     return verifier
 
 
+DEFAULT_VERIFIER = "sample_and_match"  # the only one that takes any tree; the others weigh it against its q
 VERIFIERS: dict[str, Verifier] = {
-    "sample_and_match": match,
+    DEFAULT_VERIFIER: match,
     "rejection": _against_q(verify.rejection),
     "block": _against_q(verify.block),
 }
@@ -107,7 +108,7 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> Verifier:
     if name not in VERIFIERS:
         known = ", ".join(VERIFIERS)
         raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {known}")
-    needs_q = name != "sample_and_match"
+    needs_q = name != DEFAULT_VERIFIER
     if needs_q and (spec is None or spec.proposes != "sampled"):
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
         raise CapabilityError(

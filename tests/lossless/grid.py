@@ -1,0 +1,566 @@
+"""The parts of the exactness grid: an independent oracle, drafters, sampling options, conditions, a witness.
+
+The oracle is plain decoding as one would write it first: the whole text through the network for every
+token, no pool, no scheduler, no drafts, one sequence, its own stop rules. Every cell of the grid must give what
+it gives, and the witness must have seen the cell meet what it is for.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tiny import EOS, assemble, draft_model, run, tiny_config, tiny_decoder, toy_decode
+from torch import Tensor
+
+from paceline.attention.base import Segment
+from paceline.core.request import RequestOutput
+from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.tree import TokenTree
+from paceline.core.verify import VerifyOutcome
+from paceline.drafters.base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.suffix import SuffixConfig
+from paceline.engine.engine import Engine
+from paceline.rounds.base import StepResult, Work
+from paceline.target.base import Batch, TargetInfo
+from paceline.target.decoder import Decoder
+
+EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
+CONFIG = tiny_config(eos_ids=EOS_IDS)
+VOCAB = CONFIG.vocab_size
+TOKENS = 20  # of an answer, unless an option says otherwise
+BEYOND = 24  # tokens that the oracle goes on for after the end, for drafters that know the answer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The oracle
+
+
+@cache
+def target() -> Decoder:
+    """The one target of the grid: float64, dense reference attention."""
+    return tiny_decoder(CONFIG)
+
+
+def full_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
+    """[tokens, V]: the whole text in one causal pass over fresh K/V."""
+    count = len(tokens)
+    shape = (count, decoder.config.num_kv_heads, decoder.config.head_dim)
+    blank = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(2 * decoder.num_layers)]
+    cache = SimpleNamespace(k=blank[: decoder.num_layers], v=blank[decoder.num_layers :])
+    places, whole = torch.arange(count), slice(0, count)
+    segment = Segment(0, count, whole, count, 0, None, None)
+    zeros = torch.zeros_like(places)
+    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, decoder.plan([segment], places))
+    with torch.inference_mode():
+        return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache))
+
+
+@dataclass
+class Answer:
+    """What plain decoding says to one sample of a request."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # chosen and likeliest, one dict a token
+    beyond: list[int] = field(default_factory=list)  # what would have come next, had nothing ended it
+
+
+def plain(prompt: Sequence[int], params: SamplingParams, index: int = 0, beyond: int = 0) -> Answer:
+    """Plain decoding of one sample, token by token, everything computed anew for each.
+
+    Args:
+        prompt, params: the request; it names a seed.
+        index: which of its samples.
+        beyond: tokens to go on for after the end.
+    """
+    assert params.seed is not None and params.max_tokens is not None
+    sampler = SequenceSampler(params, prompt, seed=params.seed, sample_index=index, vocab_size=VOCAB, eos_ids=EOS_IDS)
+    answer, tokens, decode = Answer(), list(prompt), toy_decode((), True)
+    while not answer.finish_reason or len(answer.beyond) < beyond:
+        logits = full_logits(target(), tokens)[-1:]
+        token = int(sampler.choose(logits, None, [len(tokens)]))
+        if answer.finish_reason:
+            answer.beyond.append(token)
+        else:
+            if params.logprobs is not None:
+                rows = sampler.process(logits) if params.logprobs_mode == "processed" else logits
+                answer.logprobs.append(likeliest(rows[0], token, params.logprobs))
+            answer.ids.append(token)
+            _end(answer, token, params, decode)
+        tokens.append(token)
+        sampler.commit([token])
+    return answer
+
+
+def _end(answer: Answer, token: int, params: SamplingParams, decode: Callable[[int], str]) -> None:
+    """Whether this token ends the answer, and what text it leaves."""
+    may_stop = len(answer.ids) > params.min_tokens
+    ends = may_stop and token in EOS_IDS and not params.ignore_eos
+    if ends or (may_stop and token in (params.stop_token_ids or ())):
+        answer.finish_reason, answer.stop_reason = "stop", None if ends else token
+        return
+    for letter in decode(token):  # letter by letter: the first stop string to be complete wins
+        answer.text += letter
+        hits = [s for s in params.stop_strings if may_stop and answer.text.endswith(s)]
+        if hits:
+            stop = max(hits, key=len)
+            if not params.include_stop_str_in_output:
+                answer.text = answer.text.removesuffix(stop)
+            answer.finish_reason, answer.stop_reason = "stop", stop
+            return
+    if len(answer.ids) == params.max_tokens:
+        answer.finish_reason = "length"
+
+
+def likeliest(logits: Tensor, chosen: int, k: int) -> dict[int, float]:
+    """Log-probability of the chosen token and of the k likeliest ones, from one row [V]."""
+    logprobs = logits - logits.logsumexp(0)
+    ids = [chosen, *logprobs.argsort(descending=True, stable=True)[:k].tolist()]
+    return {i: float(logprobs[i]) for i in ids}
+
+
+def prompt_logprobs(prompt: Sequence[int], k: int) -> list[dict[int, float] | None]:
+    """The same for every token of a prompt; nothing precedes the first."""
+    logits = full_logits(target(), prompt)
+    return [None, *(likeliest(logits[i], token, k) for i, token in enumerate(prompt[1:]))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Requests
+
+
+def _prompts() -> list[list[int]]:
+    """Eight prompts, from one token to several blocks; two share a long beginning, two repeat themselves."""
+    draw = random.Random(5)
+    plain_ids = [i for i in range(VOCAB) if i not in EOS_IDS]
+    texts = [draw.choices(plain_ids, k=n) for n in (1, 3, 9, 17, 33, 40, 12, 64)]
+    texts[5][:32] = texts[4][:32]
+    texts[6] = texts[6] * 3 + texts[6][:5]
+    texts[7] = [*texts[7], *texts[7][10:30], *texts[7][10:20]]
+    return texts
+
+
+PROMPTS = _prompts()
+SIZES = (1, 3, 8)  # batch sizes of the full product
+
+
+def _params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": TOKENS, "ignore_eos": True, "seed": 11} | options))
+
+
+Maker = Callable[[Sequence[int]], SamplingParams]  # some options are made for the prompt
+
+
+def _fixed(**options: Any) -> Maker:
+    return lambda prompt: _params(**options)
+
+
+def _stop_string(keep: bool = False, **options: Any) -> Maker:
+    """Stops at five characters out of the middle of the answer: they span tokens, and begin inside one."""
+
+    def make(prompt: Sequence[int]) -> SamplingParams:
+        text = plain(prompt, _params(**options)).text
+        middle = len(text) // 2 | 1
+        return _params(stop=["~~", text[middle : middle + 5]], include_stop_str_in_output=keep, **options)
+
+    return make
+
+
+def _stop_id(**options: Any) -> Maker:
+    def make(prompt: Sequence[int]) -> SamplingParams:
+        ids = plain(prompt, _params(**options)).ids
+        return _params(stop_token_ids=[ids[TOKENS // 2]], **options)
+
+    return make
+
+
+def _eos(**options: Any) -> Maker:
+    """Ends at EOS in the middle of the answer, by as much bias towards it as that takes."""
+
+    def make(prompt: Sequence[int]) -> SamplingParams:
+        for seed, bias in product(range(11, 16), range(12)):
+            weights = {i: float(bias) for i in EOS_IDS}
+            params = _params(ignore_eos=False, logit_bias=weights, max_tokens=40, seed=seed, **options)
+            if 9 <= len(plain(prompt, params).ids) <= 36:
+                return params
+        raise AssertionError("no bias ends this answer in its middle: choose other seeds")
+
+    return make
+
+
+_COLD = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.02}
+_BIAS = {3: 4.0, 50: -100.0, 90: 3.0}
+
+OPTIONS: dict[str, Maker] = {
+    "greedy": _fixed(temperature=0, max_tokens=32),
+    "sampled": _fixed(max_tokens=32),
+    "hot": _fixed(temperature=1.6),
+    "top_p": _fixed(temperature=0.7, top_p=0.8),
+    "top_k": _fixed(temperature=0.7, top_k=6),
+    "min_p": _fixed(temperature=0.7, min_p=0.1),
+    "truncated": _fixed(**_COLD),
+    "repetition_greedy": _fixed(temperature=0, repetition_penalty=1.4),
+    "repetition_sampled": _fixed(repetition_penalty=1.2),
+    "presence_greedy": _fixed(temperature=0, presence_penalty=1.5),
+    "frequency_sampled": _fixed(frequency_penalty=1.1),
+    "penalties_negative": _fixed(temperature=0.8, presence_penalty=-0.6, frequency_penalty=-0.7),
+    "penalties_all": _fixed(temperature=0, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+    "logit_bias_greedy": _fixed(temperature=0, logit_bias=_BIAS),
+    "logit_bias_sampled": _fixed(logit_bias=_BIAS),
+    "min_tokens": _fixed(ignore_eos=False, min_tokens=9, stop_token_ids=[3, 4, 5], logit_bias={EOS: 5.0}),
+    "stop_string_greedy": _stop_string(temperature=0),
+    "stop_string_sampled": _stop_string(),
+    "stop_string_kept": _stop_string(keep=True, temperature=0.5),
+    "stop_id_greedy": _stop_id(temperature=0),
+    "stop_id_sampled": _stop_id(),
+    "eos_greedy": _eos(temperature=0),
+    "eos_sampled": _eos(),
+    "eos_ignored": _fixed(logit_bias={EOS: 5.0}),
+    "n_three": _fixed(n=3, max_tokens=12),
+    "n_three_penalised": _fixed(n=3, max_tokens=12, temperature=0.8, frequency_penalty=0.7),
+    "logprobs_raw": _fixed(logprobs=4),
+    "logprobs_processed": _fixed(logprobs=3, logprobs_mode="processed", temperature=0.7, presence_penalty=0.9),
+    "prompt_logprobs": _fixed(temperature=0, prompt_logprobs=2, logprobs=0),
+    "one_token": _fixed(max_tokens=1),
+    "two_tokens": _fixed(temperature=0, max_tokens=2),
+    "mixed": _stop_string(
+        **_COLD,
+        ignore_eos=False,
+        n=2,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias=_BIAS,
+        min_tokens=4,
+        logprobs=2,
+        logprobs_mode="processed",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of the grid with its plain answers."""
+
+    option: str
+    prompt: list[int]
+    params: SamplingParams
+    answers: list[Answer]  # one a sample
+    prompt_logprobs: list[dict[int, float] | None] | None
+
+
+@cache
+def case(option: str, prompt_index: int) -> Case:
+    """The case of one option and one of `PROMPTS`."""
+    prompt = PROMPTS[prompt_index]
+    params = OPTIONS[option](prompt)
+    answers = [plain(prompt, params, i, BEYOND) for i in range(params.n)]
+    wanted = params.prompt_logprobs
+    return Case(option, prompt, params, answers, None if wanted is None else prompt_logprobs(prompt, wanted))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drafters: the real ones, and some that are up to no good
+
+
+class Adversary:
+    """Drafts by one of the rules below, with the plain answers at hand.
+
+    Args:
+        rule: (right tokens to come, budget, max depth, random generator) -> parents and tokens of the nodes.
+        cases: where the right tokens are known from.
+    """
+
+    def __init__(self, rule: Rule, cases: Sequence[Case]) -> None:
+        self.spec = DrafterSpec(name=rule.__name__, default_budget=7, tree=True)
+        self._rule = rule
+        self._known = {
+            (id(c.params), tuple(c.prompt), i): a.ids + a.beyond for c in cases for i, a in enumerate(c.answers)
+        }
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Nothing to prepare."""
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to learn."""
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing to forget."""
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence, by the rule."""
+        rows = [self._nodes(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        return TokenTree.from_parents(want.roots(), [parents for parents, _ in rows], [tokens for _, tokens in rows])
+
+    def _nodes(self, sequence: SequenceView, budget: int, max_depth: int) -> tuple[list[int], list[int]]:
+        prompt, output = sequence.tokens[: sequence.prompt_len], sequence.tokens[sequence.prompt_len :]
+        known = self._known[id(sequence.sampler.params), tuple(prompt), sequence.sampler.sample_index]
+        assert output == known[: len(output)], "the output has left the plain answer"
+        draw = random.Random(f"{prompt} {len(output)} {sequence.sampler.sample_index}")
+        return self._rule(known[len(output) :], budget, max_depth, draw)
+
+
+Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
+Rule = Callable[[list[int], int, int, random.Random], Nodes]
+
+
+def _chain(tokens: list[int]) -> Nodes:
+    return [*range(len(tokens))], tokens
+
+
+def always_right(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """The plain answer itself."""
+    return _chain(right[: min(budget, max_depth)])
+
+
+def partly_right(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Right up to a random depth, wrong from there."""
+    good = draw.randint(0, budget)
+    return _chain([t if d < good else (t + 1) % VOCAB for d, t in enumerate(right[: min(budget, max_depth)])])
+
+
+def always_wrong(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Every token beside the right one."""
+    return _chain([(t + 1) % VOCAB for t in right[: min(budget, max_depth)]])
+
+
+def empty(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """The root alone."""
+    return [], []
+
+
+def over_budget(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Three children of the root, the last one the right one, and more nodes below it than were asked for."""
+    tokens = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, *right[: min(budget, max_depth) + 6]]
+    return [0, 0, 0, *range(3, len(tokens))], tokens
+
+
+def too_deep(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Deeper than any token can come out."""
+    return _chain(right[: max_depth + 3])
+
+
+def duplicates(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Every right token twice among the children; either one goes on, or both."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    below = 0
+    for token in right[: min(budget // 2, max_depth)]:
+        parents += [below, below]
+        tokens += [token, token]
+        below = len(tokens) - draw.randint(0, 1)
+    return parents, tokens
+
+
+def later_sibling(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """The right token is the last of three children on every level."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    below = 0
+    for token in right[: min(budget // 3, max_depth)]:
+        parents += [below] * 3
+        tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB, token]
+        below = len(tokens)
+    return parents, tokens
+
+
+def random_trees(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Any shape at all; tokens at random, or the right one of their depth."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    depths = [0]
+    for _ in range(draw.randint(0, budget)):
+        parent = draw.choice([n for n, depth in enumerate(depths) if depth < max_depth])
+        parents.append(parent)
+        tokens.append(right[depths[parent]] if draw.random() < 0.5 else draw.randrange(VOCAB))
+        depths.append(depths[parent] + 1)
+    return parents, tokens
+
+
+def random_tokens(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """A chain of noise."""
+    return _chain(draw.choices(range(VOCAB), k=min(budget, max_depth)))
+
+
+def outside_vocabulary(right: list[int], budget: int, max_depth: int, draw: random.Random) -> Nodes:
+    """Right, until it proposes a token that does not exist: it is put aside, and no request suffers."""
+    tokens = right[: min(budget, max_depth)]
+    return _chain([*tokens[:-1], VOCAB] if draw.random() < 0.1 else tokens)
+
+
+def _model(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: draft_model(target={"config": CONFIG}, **options)
+
+
+def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: Adversary(rule, cases)
+
+
+DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
+    "none": lambda cases: None,
+    "ngram": lambda cases: NgramConfig(depth=5),
+    "ngram_tree": lambda cases: NgramConfig(depth=4, branches=3),
+    "suffix": lambda cases: SuffixConfig(depth=6),
+    "suffix_tree": lambda cases: SuffixConfig(depth=6, tree=9, min_prob=0.01),
+    "chain_coupled": _model(depth=4),
+    "chain_point": _model(depth=4, proposes="point"),
+    "chain_drawn": _model(depth=3, proposes="sampled"),
+    "static_coupled": _model(branching="3x2x1", noise=0.08),
+    "static_point": _model(branching="3x1x2", noise=0.08, proposes="point"),
+    "static_drawn": _model(branching="2x2", proposes="sampled"),
+    "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
+    "dynamic_point": _model(topk=4, depth=3, beam=2, noise=0.08, proposes="point"),
+    "dynamic_shy": _model(topk=2, depth=6, min_prob=0.2),
+    **{
+        rule.__name__: _adversary(rule)
+        for rule in (
+            always_right,
+            partly_right,
+            always_wrong,
+            empty,
+            over_budget,
+            too_deep,
+            duplicates,
+            later_sibling,
+            random_trees,
+            random_tokens,
+            outside_vocabulary,
+        )
+    },
+}
+
+FAILING = {"outside_vocabulary"}  # drafters that the engine must put aside
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conditions and what they must bring about
+
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "one by one": {"max_sequences": 1},
+    "few rows": {"max_sequences": 3, "max_batch_rows": 11},
+    "together": {"max_sequences": 8},
+    "tight pool": {"max_sequences": 8, "kv_tokens": 160, "block_size": 4, "max_model_len": 150},
+}
+
+
+@dataclass
+class Witness:
+    """What was met, over any number of runs."""
+
+    accepted: set[int] = field(default_factory=set)  # drafted tokens that a pass accepted, before the stop rules' cut
+    marks: set[str] = field(default_factory=set)
+    checks: int = 0  # samples compared
+
+    def watch(self, engine: Engine) -> None:
+        """See every step of ``engine``, and every verdict on a tree."""
+        round_: Any = engine.round
+        step, verify = round_.step, round_.verify
+        paths: dict[int, list[int]] = {}
+
+        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+            outcome = verify(sequences, tree, logits)
+            for b, view in enumerate(sequences):
+                path = [n for n in outcome.path[b].tolist() if n >= 0]
+                paths[view.key] = path
+                self._saw_path(path, tree.parents[b].tolist())
+            return outcome
+
+        def watched_step(works: Sequence[Work]) -> StepResult:
+            paths.clear()
+            self._saw_works(engine, works)
+            before = [len(w.sequence.view.tokens) for w in works]
+            result = step(works)
+            for work, length in zip(works, before, strict=True):
+                path = paths.get(work.sequence.view.key, [])
+                self._saw_end(work, path, len(work.sequence.view.tokens) - length)
+            return result
+
+        round_.step, round_.verify = watched_step, watched_verify
+
+    def _saw_path(self, path: list[int], parents: list[int]) -> None:
+        self.accepted.add(len(path))
+        if any(parents.index(parents[node]) != node for node in path):
+            self.marks.add("a sibling that is not the first")
+
+    def _saw_works(self, engine: Engine, works: Sequence[Work]) -> None:
+        if any(not w.generates for w in works):
+            self.marks.add("a chunk edge")
+        ample = engine.scheduler.config.max_batch_rows >= 512
+        if ample and any(w.generates and w.sequence.pending == 1 and w.budget < _wanted(engine, w) for w in works):
+            self.marks.add("drafts cut by the pool")
+
+    def _saw_end(self, work: Work, path: list[int], emitted: int) -> None:
+        params, checker = work.sequence.params, work.sequence.state.checker
+        penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        if path and penalised:
+            self.marks.add("drafts accepted under penalties")
+        if emitted < len(path):  # the rest of the path was accepted, too, and must not come out
+            kind = "EOS" if checker.stop_reason is None else "a stop " + type(checker.stop_reason).__name__
+            self.marks.add(f"{kind} inside a path")
+
+    def saw_output(self, output: RequestOutput) -> None:
+        """Take in the statistics of an answer."""
+        if output.stats.preemptions:
+            self.marks.add("preemption")
+        if output.stats.cached_prompt_tokens:
+            self.marks.add("a prefix hit")
+
+
+def _wanted(engine: Engine, work: Work) -> int:
+    return engine.budget.nodes(work.sequence, 1) if work.max_depth > 0 else 0
+
+
+def check(output: RequestOutput, expected: Case, where: str) -> None:
+    """Assert that an answer is what plain decoding says: ids, reasons, text, log-probabilities."""
+    for completion, answer in zip(output.outputs, expected.answers, strict=True):
+        assert completion.token_ids == answer.ids, where
+        assert (completion.finish_reason, completion.stop_reason) == (answer.finish_reason, answer.stop_reason), where
+        assert completion.text == answer.text, where
+        assert len(completion.origins) == len(answer.ids), where
+        if expected.params.logprobs is not None:
+            assert completion.logprobs is not None
+            _check_logprobs(completion.logprobs, answer.logprobs, where)
+    if expected.prompt_logprobs is not None:
+        assert output.prompt_logprobs is not None
+        _check_logprobs(output.prompt_logprobs, expected.prompt_logprobs, where)
+    emitted = sum(len(a.ids) for a in expected.answers)
+    assert output.stats.emitted == emitted, where
+    assert emitted - output.stats.passes <= output.stats.accepted <= emitted, where
+
+
+def _check_logprobs(rows: Sequence[Any], expected: Sequence[Any], where: str) -> None:
+    assert len(rows) == len(expected), where
+    for row, wanted in zip(rows, expected, strict=True):
+        assert (row is None) == (wanted is None), where
+        if row is None:
+            continue
+        # Which of the tokens that a rule has ruled out are shown, where too few are left, is nobody's business.
+        possible = [i for i in wanted if wanted[i] > -math.inf]
+        assert len(row) == len(wanted) and [i for i in row if row[i].logprob > -math.inf] == possible, where
+        assert all(abs(row[i].logprob - wanted[i]) < 1e-9 for i in possible), where
+
+
+def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, encore: int = 0) -> None:
+    """Answer all cases in one engine, then the first ``encore`` again, and compare each with its plain answer."""
+    engine = assemble(DRAFTERS[drafter](cases), decoder=target(), **CONDITIONS[condition])
+    witness.watch(engine)
+    for batch in (cases, cases[:encore]):
+        outputs = run(engine, [(c.prompt, c.params) for c in batch])
+        for output, expected in zip(outputs, batch, strict=True):
+            check(output, expected, f"{drafter}, {condition}, {expected.option}, {len(expected.prompt)} prompt tokens")
+            witness.saw_output(output)
+            witness.checks += len(expected.answers)
+    # A drafter that fails is put aside and costs no request: equal answers alone would not show it.
+    failure = engine.round.failure  # type: ignore[attr-defined]
+    assert (failure is None) or drafter in FAILING, failure
+    if failure is not None:
+        witness.marks.add("a failed drafter")

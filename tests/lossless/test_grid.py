@@ -1,0 +1,151 @@
+"""Speculative output is plain output: every drafter x every sampling option x batches of 1, 3 and 8.
+
+In float64 with dense attention there is nothing to forgive: ids, finish reasons and texts are compared with
+``==``, log-probabilities to nine digits, against an oracle that recomputes the whole text for every token.
+Each test also asserts that it met what the grid is for; without that it might have tested nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from grid import (
+    CONDITIONS,
+    DRAFTERS,
+    FAILING,
+    OPTIONS,
+    PROMPTS,
+    SIZES,
+    Witness,
+    case,
+    play,
+    target,
+)
+from tiny import assemble, run
+
+from paceline.core.sampling import SamplingParams
+
+NAMES = list(OPTIONS)
+SETTINGS = list(CONDITIONS)
+ENDING = {n for n in NAMES if n.startswith(("eos_", "stop_"))}  # where in a path they end is luck: more of them
+
+# Drafted tokens that passes must have accepted, every number of them.
+ACCEPTED = {
+    "none": set(),
+    "empty": set(),
+    "always_wrong": {0},
+    "chain_coupled": {*range(5)},
+    "chain_point": {*range(5)},
+    "chain_drawn": {*range(4)},
+    "static_coupled": {*range(4)},
+    "static_point": {*range(4)},
+    "static_drawn": {*range(3)},
+    "dynamic_coupled": {*range(5)},
+    "dynamic_point": {*range(4)},
+    "partly_right": {*range(8)},
+    "too_deep": {*range(1, 8)},
+    "later_sibling": {*range(3)},
+    "duplicates": {*range(4)},
+}
+EXACTLY = {"none", "empty", "always_wrong"}  # these must have accepted nothing else
+
+ALWAYS = {"a chunk edge", "a prefix hit", "preemption"}
+DRAFTED = {"drafts cut by the pool"}
+TAKEN = {"drafts accepted under penalties"}
+ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a path"}
+BRANCHED = {"a sibling that is not the first"}
+KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
+BRANCHING = {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"} | {
+    "over_budget",
+    "later_sibling",
+    "random_trees",
+}
+
+
+def _must_meet(drafter: str) -> set[str]:
+    """What any run of the grid with this drafter must have met."""
+    marks = set(ALWAYS)
+    if drafter != "none":
+        marks |= DRAFTED
+    if drafter not in EXACTLY:
+        marks |= TAKEN
+    if drafter in KNOWING:
+        marks |= ENDED
+    if drafter in BRANCHING:
+        marks |= BRANCHED
+    if drafter in FAILING:
+        marks |= {"a failed drafter"}
+    return marks
+
+
+def _assert_met(drafter: str, witness: Witness, least: int) -> None:
+    assert witness.checks >= least
+    assert _must_meet(drafter) <= witness.marks, _must_meet(drafter) - witness.marks
+    wanted = ACCEPTED.get(drafter, {0, 1} if drafter not in KNOWING | FAILING else {1, 2})
+    assert wanted <= witness.accepted, wanted - witness.accepted
+    assert drafter not in EXACTLY or witness.accepted <= wanted
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with two threads, on a busy machine tenfold."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_target_varies() -> None:
+    """A looping target would make every drafter right and every test empty."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = run(assemble(decoder=target()), [(prompt, params) for prompt in PROMPTS])
+    assert all(len(set(o.outputs[0].token_ids)) >= 20 for o in outputs)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_option(drafter: str) -> None:
+    """All options once, a share of them in each condition, different options and prompts in one batch."""
+    witness = Witness()
+    shift = list(DRAFTERS).index(drafter)  # so that over all drafters each option meets each condition
+    for k, condition in enumerate(SETTINGS):
+        names = NAMES[(k + shift) % len(SETTINGS) :: len(SETTINGS)]
+        cases = [case(n, (3 * NAMES.index(n) + 1) % 8) for n in names]
+        cases += [case(n, (3 * NAMES.index(n) + 2) % 8) for n in names if n in ENDING]
+        play(drafter, condition, cases, witness, encore=3)
+    _assert_met(drafter, witness, least=len(NAMES))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_full_product(drafter: str) -> None:
+    """Every option in batches of 1, 3 and 8: the large ones with few rows, together and in a tight pool."""
+    witness = Witness()
+    for index, option in enumerate(NAMES):
+        for size in SIZES:
+            cases = [case(option, (index + i) % len(PROMPTS)) for i in range(size)]
+            conditions = SETTINGS[1:] if size == max(SIZES) else [SETTINGS[(index + size) % len(SETTINGS)]]
+            for condition in conditions:
+                play(drafter, condition, cases, witness, encore=1)
+    _assert_met(drafter, witness, least=len(NAMES) * (3 * 8 + 3 + 1))
+
+
+def test_a_wrong_verifier_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid has teeth: a verifier that takes every first child is caught at once."""
+    from paceline.core.verify import VerifyOutcome
+    from paceline.rounds import verification
+
+    right = verification.match
+
+    def gullible(sequences, tree, logits):  # type: ignore[no-untyped-def]
+        outcome = right(sequences, tree, logits)
+        first = (tree.num_nodes > 1).long()  # accept node 1, whatever it is
+        path = torch.where(outcome.num_accepted[:, None] > 0, outcome.path, first[:, None].expand_as(outcome.path))
+        path = torch.where(path == 0, -1, path)
+        return VerifyOutcome(path, (path >= 0).sum(dim=1), outcome.next_token, outcome.frontier)
+
+    monkeypatch.setitem(verification.VERIFIERS, "sample_and_match", gullible)
+    with pytest.raises(AssertionError):
+        play("always_wrong", "together", [case("greedy", i) for i in range(3)], Witness())

@@ -1,0 +1,457 @@
+"""The loop on a tiny target: many requests, little memory, bad guests; the answers never change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+
+from paceline.core.errors import ConfigError
+from paceline.core.request import RequestOutput
+from paceline.core.sampling import SamplingParams
+from paceline.core.stats import SpecStats
+from paceline.core.tree import TokenTree
+from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
+from paceline.drafters.ngram import NgramConfig
+from paceline.engine.engine import Engine
+from paceline.target.decoder import Decoder
+
+pytestmark = pytest.mark.timeout(60)  # a loop that starves somebody would run for ever
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+WARM = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    return tiny_decoder()
+
+
+def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(low, high + 1, (count,), generator=draw).tolist()
+    return [torch.randint(10, VOCAB, (size,), generator=draw).tolist() for size in sizes]
+
+
+def ids(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+def plain(target: Decoder, jobs: Sequence[tuple[list[int], SamplingParams]]) -> list[list[list[int]]]:
+    """Each request alone, in an engine of its own, without a drafter."""
+    return [ids(run(assemble(decoder=target), [job]))[0] for job in jobs]
+
+
+def consistent(output: RequestOutput) -> None:
+    """The statistics tell the same story as the ids and the origins."""
+    stats = output.stats
+    origins = [origin for sample in output.outputs for origin in sample.origins]
+    assert stats.emitted == sum(len(sample.token_ids) for sample in output.outputs) == len(origins)
+    assert sum(stats.accepted_histogram) == stats.passes
+    assert sum(n * count for n, count in enumerate(stats.accepted_histogram)) == stats.accepted
+    assert stats.accepted == origins.count("drafted") <= stats.drafted
+    assert stats.emitted <= stats.passes + stats.accepted
+    assert sum(source.drafted for source in stats.sources.values()) == stats.drafted
+    assert sum(source.accepted for source in stats.sources.values()) == stats.accepted
+    assert sum(stats.depth_accepted) == stats.accepted
+    assert all(a <= o for a, o in zip(stats.depth_accepted, stats.depth_offered, strict=True))
+    assert stats.prompt_tokens == len(output.prompt_token_ids)
+    assert (stats.off_reason is None) or stats.drafted == 0
+    if output.finished and stats.emitted:
+        assert stats.ttft_ms is not None and 0 < stats.ttft_ms <= stats.elapsed_ms
+
+
+# -- the same answers, however they are computed
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_batch_rows": 7},
+        {"max_sequences": 2},
+        {"kv_tokens": 112},
+        {"kv_tokens": 96, "block_size": 4, "max_batch_rows": 11},
+    ],
+    ids=lambda limits: "-".join(f"{k}={v}" for k, v in limits.items()) or "free",
+)
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
+def test_answers_do_not_depend_on_limits(
+    target: Decoder, params: SamplingParams, limits: dict[str, int], drafting: bool
+):
+    jobs = [(prompt, params) for prompt in prompts(6)]
+    engine = assemble(draft_model(depth=3) if drafting else None, decoder=target, **limits)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(target, jobs)
+    for output in outputs:
+        consistent(output)
+        assert output.finished and (output.stats.drafted > 0) == drafting
+    preempted = sum(output.stats.preemptions for output in outputs)
+    assert (preempted > 0) == ("kv_tokens" in limits)
+    if preempted:
+        assert outputs[0].stats.preemptions == 0  # the oldest never is
+
+
+def test_requests_that_come_later_join_the_batch(target: Decoder):
+    jobs = [(prompt, WARM) for prompt in prompts(4)]
+    engine = assemble(draft_model(depth=2), decoder=target)
+    order, done = [], {}
+    for prompt, params in jobs:
+        order.append(engine.submit(prompt, params))
+        for _ in range(3):
+            done.update({live.request.id: engine.output(live) for live in engine.step() if live.finished})
+        engine.pool.check_integrity()
+    assert len(engine.scheduler.running) > 1
+    while engine.busy:
+        done.update({live.request.id: engine.output(live) for live in engine.step() if live.finished})
+    assert ids([done[i] for i in order]) == plain(target, jobs)
+
+
+def test_a_prompt_that_comes_again_is_not_computed_again(target: Decoder):
+    engine = assemble(decoder=target)
+    prompt = prompts(1, low=40)[0]
+    first, second = (run(engine, [(prompt, GREEDY)])[0] for _ in range(2))
+    assert ids([first]) == ids([second])
+    assert first.stats.cached_prompt_tokens == 0 and second.stats.cached_prompt_tokens == 32
+    third = run(engine, [(prompt, replace(GREEDY, prompt_logprobs=0))])[0]
+    assert third.stats.cached_prompt_tokens == 0 and len(third.prompt_logprobs or ()) == len(prompt)
+    assert ids([third]) == ids([first])
+
+
+def test_samples_share_the_prompt_and_differ(target: Decoder):
+    prompt = prompts(1, low=40)[0]
+    (output,) = run(assemble(draft_model(depth=3), decoder=target), [(prompt, replace(WARM, n=3))])
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert output.stats.cached_prompt_tokens == 64  # two samples, two blocks each
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
+    consistent(output)
+    (alone,) = run(assemble(decoder=target), [(prompt, WARM)])
+    assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_a_drawn_seed_is_returned_and_repeats_the_answer(target: Decoder):
+    prompt = prompts(1)[0]
+    engine = assemble(decoder=target)
+    (first,), (other,) = (run(engine, [(prompt, replace(WARM, seed=None))]) for _ in range(2))
+    assert ids([first]) != ids([other])
+    (again,) = run(engine, [(prompt, replace(WARM, seed=first.outputs[0].seed))])
+    assert ids([again]) == ids([first])
+
+
+def test_an_answer_ends_where_the_context_does(target: Decoder):
+    engine = assemble(draft_model(depth=4), decoder=target, max_model_len=32)
+    prompt = prompts(1, low=20, high=20)[0]
+    (output,) = run(engine, [(prompt, replace(GREEDY, max_tokens=None))])
+    assert len(output.outputs[0].token_ids) == 12 and output.outputs[0].finish_reason == "length"
+    assert ids([output]) == plain(target, [(prompt, replace(GREEDY, max_tokens=12))])
+
+
+# -- ending early, and bad requests
+
+
+def test_abort_in_flight_disturbs_nobody(target: Decoder):
+    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    engine = assemble(draft_model(depth=3), decoder=target, max_sequences=2)
+    order = [engine.submit(*job) for job in jobs]
+    for _ in range(4):
+        engine.step()
+    waiting = engine.abort(order[2])
+    assert waiting is not None and waiting.outputs[0].token_ids == []
+    output = engine.abort(order[0])
+    engine.pool.check_integrity()
+    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
+    consistent(output)
+    assert engine.abort(order[0]) is None and engine.abort("nobody") is None
+    expected = plain(target, jobs)
+    got = output.outputs[0].token_ids
+    assert 0 < len(got) < 24 and got == expected[0][0][: len(got)]
+    done = []
+    while engine.busy:
+        done += [engine.output(live) for live in engine.step() if live.finished]
+    assert ids(done) == [expected[1]]
+    engine.pool.check_idle()
+
+
+def test_abort_of_the_last_request_leaves_an_idle_engine(target: Decoder):
+    engine = assemble(decoder=target)
+    request = engine.submit(prompts(1)[0], replace(WARM, n=3))
+    engine.step()
+    engine.abort(request)
+    assert not engine.busy and engine.step() == []
+    engine.pool.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "an empty prompt"),
+        ([5] * 32, GREEDY, "a prompt of 32 tokens"),
+        ([5, VOCAB], GREEDY, f"prompt token id {VOCAB}"),
+        ([5, -1], GREEDY, "prompt token id -1"),
+        ([5], replace(GREEDY, logit_bias={VOCAB: 1.0}), "logit_bias"),
+        ([5], replace(GREEDY, stop_token_ids=[VOCAB]), "stop_token_ids"),
+        ([5], replace(GREEDY, logprobs=VOCAB + 1), "logprobs"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_submission(
+    target: Decoder, prompt: list[int], params: SamplingParams, message: str
+):
+    engine = assemble(decoder=target, max_model_len=32)
+    good = engine.submit([5, 6], GREEDY)
+    with pytest.raises(ConfigError, match=message):
+        engine.submit(prompt, params)
+    assert list(engine.live) == [good]
+    assert len(engine.scheduler.waiting) == 1
+    assert ids([run_one(engine, good)]) == plain(target, [([5, 6], GREEDY)])
+
+
+def run_one(engine: Engine, request: str) -> RequestOutput:
+    done: dict[str, RequestOutput] = {}
+    while engine.busy:
+        done.update({live.request.id: engine.output(live) for live in engine.step() if live.finished})
+        engine.pool.check_integrity()
+    return done[request]
+
+
+def test_an_id_in_use_is_refused(target: Decoder):
+    engine = assemble(decoder=target)
+    engine.submit([5], GREEDY, request_id="mine")
+    with pytest.raises(ConfigError, match="it is in use"):
+        engine.submit([6], GREEDY, request_id="mine")
+    engine.abort("mine")
+    assert engine.submit([6], GREEDY, request_id="mine") == "mine"
+
+
+def test_a_request_that_can_never_fit_the_pool_is_refused(target: Decoder):
+    engine = assemble(decoder=target, kv_tokens=32)
+    with pytest.raises(ConfigError, match="the K/V pool holds 32"):
+        engine.submit([5] * 10, GREEDY)  # 10 + 24 tokens: 33 rows
+    (output,) = run(engine, [([5] * 9, GREEDY)])
+    assert len(output.outputs[0].token_ids) == 24
+
+
+def test_stop_strings_need_text(target: Decoder):
+    engine = assemble(decoder=target, make_decoder=None)
+    with pytest.raises(ConfigError, match="stop strings are found in text"):
+        engine.submit([5], replace(GREEDY, stop="a"))
+    assert not engine.busy
+
+
+# -- guests that misbehave
+
+
+class Guest:
+    """A drafter that proposes ``propose_tree`` and otherwise keeps to the contract."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.spec = DrafterSpec(name="guest", **{"default_budget": 4, **spec})
+        self.released: list[int] = []
+        self.proposals = 0
+
+    def bind(self, *_: object) -> None:
+        pass
+
+    def observe(self, step: StepFeatures) -> None:
+        pass
+
+    def release(self, keys: Sequence[int]) -> None:
+        self.released += keys
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        self.proposals += 1
+        return self.propose_tree(want)
+
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return chain(want, 3)
+
+
+def chain(want: DraftRequest, depth: int, token: int = 50) -> TokenTree:
+    return TokenTree.from_chain(torch.cat([want.roots()[:, None], torch.full((len(want.budgets), depth), token)], 1))
+
+
+class Raises(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        if self.proposals < 3:
+            return chain(want, 2)
+        raise RuntimeError("lost my way")
+
+
+class Nothing(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return None  # type: ignore[return-value]
+
+
+class WrongRoot(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        tree = chain(want, 2)
+        return replace(tree, tokens=(tree.tokens + 1) % VOCAB)
+
+
+class WrongBatch(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return TokenTree.stack([chain(want, 2), chain(want, 1)])
+
+
+class OutsideVocabulary(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return chain(want, 2, token=VOCAB)
+
+
+class NegativeToken(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return chain(want, 2, token=-1)
+
+
+class ParentsInTheFuture(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        tree = chain(want, 2)
+        return replace(tree, parents=torch.tensor([[-1, 2, 1]] * len(want.budgets), dtype=torch.int32), chain=None)
+
+
+class ShortCounts(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return replace(chain(want, 2), num_nodes=torch.zeros(len(want.budgets), dtype=torch.int64))
+
+
+class RaisesInObserve(Guest):
+    def observe(self, step: StepFeatures) -> None:
+        if self.proposals > 1:
+            raise KeyError("observe")
+
+
+class RaisesInRelease(Guest):
+    def release(self, keys: Sequence[int]) -> None:
+        raise OSError("release")
+
+
+FAILING = {
+    Raises: "RuntimeError: lost my way",
+    Nothing: "AttributeError",
+    WrongRoot: "root is not its sequence's last token",
+    WrongBatch: "trees proposed for",
+    OutsideVocabulary: "outside the vocabulary",
+    NegativeToken: "outside the vocabulary",
+    ParentsInTheFuture: "not an earlier node",
+    ShortCounts: "num_nodes is 0",
+    RaisesInObserve: "KeyError: 'observe'",
+    RaisesInRelease: "OSError: release",
+}
+
+
+@pytest.mark.parametrize("kind", FAILING, ids=lambda kind: kind.__name__)
+def test_a_drafter_that_fails_costs_no_request(target: Decoder, kind: type[Guest]):
+    guest: Drafter = kind()
+    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    engine = assemble(guest, decoder=target, kv_tokens=160)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(target, jobs)
+    failure = getattr(engine.round, "failure", None)
+    assert failure is not None and FAILING[kind] in failure and "'guest'" in failure
+    for output in outputs:
+        consistent(output)
+        assert output.stats.drafted or output.stats.off_reason == failure
+    engine.pool.check_idle()
+    calls = kind.propose and guest.proposals  # type: ignore[attr-defined]
+    assert ids(run(engine, jobs)) == ids(outputs)
+    assert guest.proposals == calls  # type: ignore[attr-defined]  # it is not asked again
+
+
+class OverBudget(Guest):
+    """Ten children of the root and a chain of ten, with a budget of four."""
+
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        parents = [[*[0] * 10, 1, *range(11, 20)]] * len(want.budgets)
+        return TokenTree.from_parents(want.roots(), parents, [[*range(40, 50), *[50] * 10]] * len(want.budgets))
+
+
+class TooDeep(Guest):
+    """Deeper than max_tokens can use: its tail would run past the context."""
+
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return chain(want, 100)
+
+
+class Duplicates(Guest):
+    """The same token as several children of one parent."""
+
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        tokens = [[(s.tokens[-1] + i // 2) % VOCAB for i in range(4)] for s in want.sequences]
+        return TokenTree.from_parents(want.roots(), [[0, 0, 1, 1]] * len(want.budgets), tokens)
+
+
+class Unequal(Guest):
+    """Some sequences get nothing, others a branching tree."""
+
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        some = [s.key % 2 == 0 for s in want.sequences]
+        parents = [[0, 0, 1] if yes else [] for yes in some]
+        return TokenTree.from_parents(want.roots(), parents, [[50, 60, 70][: len(row)] for row in parents])
+
+
+@pytest.mark.parametrize("kind", [OverBudget, TooDeep, Duplicates, Unequal], ids=lambda kind: kind.__name__)
+def test_odd_drafts_are_cut_to_size(target: Decoder, kind: type[Guest]):
+    guest = kind(default_budget=4)
+    jobs = [(prompt, params) for prompt in prompts(3) for params in (GREEDY, WARM)]
+    engine = assemble(guest, decoder=target, kv_tokens=240)
+    outputs = run(engine, jobs)
+    assert getattr(engine.round, "failure", None) is None
+    assert ids(outputs) == plain(target, jobs)
+    for output in outputs:
+        consistent(output)
+        assert output.stats.drafted <= 4 * output.stats.passes
+    assert any(output.stats.drafted for output in outputs)
+
+
+def test_every_sequence_is_released_when_it_ends_or_is_preempted(target: Decoder):
+    guest = Guest()
+    engine = assemble(guest, decoder=target, kv_tokens=160)
+    outputs = run(engine, [(prompt, GREEDY) for prompt in prompts(6)])
+    preempted = sum(output.stats.preemptions for output in outputs)
+    assert preempted > 0
+    assert len(guest.released) == 6 + preempted and len(set(guest.released)) == 6
+
+
+def test_taps_are_handed_to_the_drafter_row_by_row(target: Decoder):
+    seen: dict[int, int] = {}
+
+    class Tapped(Guest):
+        def observe(self, step: StepFeatures) -> None:
+            assert set(step.hidden) == {0, -1}
+            assert sum(r.stop - r.start for r in step.hidden_rows) == step.hidden[0].shape[0]
+            for view, rows, tokens in zip(step.sequences, step.hidden_rows, step.committed, strict=True):
+                seen[view.key] = seen.get(view.key, 0) + rows.stop - rows.start
+                assert list(tokens) == (view.tokens[-len(tokens) :] if tokens else [])
+
+    engine = assemble(Tapped(taps=(0, -1)), decoder=target, max_batch_rows=16)
+    outputs = run(engine, [(prompt, GREEDY) for prompt in prompts(3)])
+    assert getattr(engine.round, "failure", None) is None
+    # Every token is computed once, but for the last one, which nothing follows.
+    assert list(seen.values()) == [len(o.prompt_token_ids) + 24 - 1 for o in outputs]
+
+
+# -- off must be free, and said
+
+
+def test_without_a_drafter_the_reason_is_said(target: Decoder):
+    (output,) = run(assemble(decoder=target), [([5, 6, 7], GREEDY)])
+    assert output.stats.off_reason == "no drafter was named"
+    assert output.stats.passes == output.stats.emitted == 24 and output.stats.drafted == 0
+
+
+def test_a_budget_of_zero_never_asks_the_drafter(target: Decoder):
+    guest = Guest()
+    (output,) = run(assemble(guest, decoder=target, budget=0), [([5, 6, 7], GREEDY)])
+    assert guest.proposals == 0 and output.stats.off_reason == "budget=0"
+
+
+def test_statistics_add_up_over_requests(target: Decoder):
+    outputs = run(assemble(NgramConfig(), decoder=target), [([5, 6, 5, 6, 5], GREEDY), ([8, 9, 8], GREEDY)])
+    total = SpecStats()
+    for output in outputs:
+        consistent(output)
+        total = total.merge(output.stats)
+    assert total.emitted == 48 and sum(total.accepted_histogram) == total.passes

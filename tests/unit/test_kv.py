@@ -1,0 +1,398 @@
+"""The K/V pool against plain lists: what a sequence holds, what is found again, what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paceline.core.errors import ConfigError, PoolFullError
+from paceline.kv.blocks import ROOT_CONTENT, BlockAllocator
+from paceline.kv.pool import KVPool, SequenceCache
+
+SIZE = 4  # slots a block
+
+
+def make_pool(blocks: int, layers: int = 2) -> KVPool:
+    return KVPool(layers, 2, 3, blocks * SIZE, torch.float64, torch.device("cpu"), SIZE)
+
+
+def write(cache: SequenceCache, row: int, value: float) -> None:
+    """Store ``value`` as K (and its negative as V) of one row of the speculative region, in every layer."""
+    place = cache.committed + row
+    for k, v in zip(cache.pool.k, cache.pool.v, strict=True):
+        k[cache.slots(place, place + 1)] = value
+        v[cache.slots(place, place + 1)] = -value
+
+
+def contents(cache: SequenceCache) -> list[float]:
+    """One number a committed token; every layer, head and element must agree on it."""
+    slots = cache.slots(0, cache.committed)
+    values = cache.pool.k[0][slots][:, 0, 0]
+    for k, v in zip(cache.pool.k, cache.pool.v, strict=True):
+        assert torch.equal(k[slots], values[:, None, None].expand(-1, 2, 3))
+        assert torch.equal(v[slots], -values[:, None, None].expand(-1, 2, 3))
+    return values.tolist()
+
+
+def grow(cache: SequenceCache, tokens: Sequence[int]) -> None:
+    """Compute and commit tokens one after the other."""
+    cache.reserve(len(tokens))
+    for row, token in enumerate(tokens):
+        write(cache, row, token)
+    cache.pool.commit([(cache, range(len(tokens)))])
+
+
+def opened(pool: KVPool, tokens: Sequence[int]) -> SequenceCache:
+    """A sequence that computed and published ``tokens``."""
+    cache = pool.open(tokens)
+    grow(cache, tokens[cache.committed :])
+    cache.publish(tokens)
+    return cache
+
+
+class PoolModel(RuleBasedStateMachine):
+    """Random lives of sequences beside a model in plain lists. K of a token is the token itself."""
+
+    @initialize(blocks=st.integers(4, 14))
+    def start(self, blocks: int) -> None:
+        self.pool = make_pool(blocks)
+        self.blocks = blocks
+        self.tokens: dict[SequenceCache, list[int]] = {}  # all known tokens of each open sequence
+        self.published: set[tuple[int, ...]] = set()  # every prefix of whole blocks that was ever published
+
+    def pick(self, data: st.DataObject) -> SequenceCache:
+        caches = sorted(self.tokens, key=lambda cache: list(self.tokens).index(cache))
+        return data.draw(st.sampled_from(caches))
+
+    @rule(
+        tokens=st.lists(st.integers(1, 2), min_size=1, max_size=14),
+        reuse=st.booleans(),
+        more=st.none() | st.integers(0, 40),
+    )
+    def open(self, tokens: list[int], reuse: bool, more: int | None) -> None:
+        found = self.pool.cached_prefix(tokens)
+        cache = self.pool.open(tokens, reuse, None if more is None else len(tokens) + more)
+        assert cache.committed == cache.reused == (found if reuse else 0)
+        assert cache.committed < len(tokens)  # one token is always left to compute
+        assert cache.committed % SIZE == 0
+        if cache.committed:
+            assert tuple(tokens[: cache.committed]) in self.published
+        self.tokens[cache] = list(tokens)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), extra=st.integers(0, 6))
+    def step(self, data: st.DataObject, extra: int) -> None:
+        """A target pass: pending tokens, ``extra`` tree nodes behind them, an ascending path is kept."""
+        cache = self.pick(data)
+        tokens = self.tokens[cache]
+        pending = len(tokens) - cache.committed
+        short, free = cache.blocks_short(pending + extra), self.pool.allocator.num_free
+        before = (list(cache.blocks), cache.committed, cache.reserved, free)
+        if short > free:
+            with pytest.raises(PoolFullError):
+                cache.reserve(pending + extra)
+            assert before == (cache.blocks, cache.committed, cache.reserved, self.pool.allocator.num_free)
+            return
+        cache.reserve(pending + extra)
+        nodes = data.draw(st.lists(st.integers(1, 2), min_size=extra, max_size=extra))
+        for row, token in enumerate([*tokens[cache.committed :], *nodes]):
+            write(cache, row, token)
+        path = data.draw(st.lists(st.integers(0, extra - 1), unique=True).map(sorted)) if extra else []
+        if data.draw(st.integers(0, 9)) == 0:
+            cache.rollback()
+            assert cache.reserved == 0
+            return
+        self.pool.commit([(cache, [*range(pending), *(pending + node for node in path)])])
+        tokens += [nodes[node] for node in path]
+        assert contents(cache) == tokens
+        tokens.append(data.draw(st.integers(1, 2)))  # the next token: known, not computed
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        cache.publish(self.tokens[cache])
+        for stop in range(SIZE, cache.committed + 1, SIZE):
+            self.published.add(tuple(self.tokens[cache][:stop]))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        cache.trim()
+        assert len(cache.blocks) == -(-(cache.committed + cache.reserved) // SIZE)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        cache.release()
+        del self.tokens[cache]
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        assert self.pool.sequences == set(self.tokens)
+        held = {block for cache in self.tokens for block in cache.blocks}
+        assert self.pool.allocator.num_free == self.blocks - len(held)
+        for cache, tokens in self.tokens.items():
+            assert contents(cache) == tokens[: cache.committed]
+            assert torch.arange(self.pool.num_tokens)[cache.slots(0, cache.capacity)].tolist() == [
+                block * SIZE + i for block in cache.blocks for i in range(SIZE)
+            ]
+
+
+TestPoolModel = PoolModel.TestCase
+TestPoolModel.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+# -- finding prefixes again
+
+
+def test_finds_exactly_the_longest_published_prefix():
+    pool = make_pool(32)
+    tokens = list(range(1, 12))  # two whole blocks and three tokens
+    first = opened(pool, tokens)
+    for kept in range(1, 12):
+        other = tokens[:kept] + [99] * 4  # parts from it after `kept` tokens
+        assert pool.cached_prefix(other) == min(kept, 8) // SIZE * SIZE
+    assert pool.cached_prefix(tokens[:8]) == 4  # its last token must be left to compute
+    assert pool.cached_prefix(tokens[:9]) == 8
+    assert pool.cached_prefix([2, *tokens]) == 0  # the same blocks elsewhere are other blocks
+    first.release()
+    again = pool.open(tokens)
+    assert again.committed == again.reused == 8 and contents(again) == tokens[:8]
+    assert pool.open(tokens, reuse=False).committed == 0
+
+
+def test_shared_blocks_are_not_written_by_those_who_share_them():
+    pool = make_pool(6)  # too little room for copies
+    tokens = list(range(1, 10))
+    first, second = opened(pool, tokens), pool.open(tokens)
+    assert second.blocks == first.blocks[:2]
+    grow(second, [50, 51, 52])
+    assert contents(first) == tokens and contents(second) == [*tokens[:8], 50, 51, 52]
+    first.release()
+    assert contents(second) == [*tokens[:8], 50, 51, 52]
+    pool.check_integrity()
+
+
+def test_where_there_is_room_a_prefix_is_copied_so_that_it_can_grow_in_one_piece():
+    pool = make_pool(32)
+    tokens = list(range(1, 10))
+    first, second = opened(pool, tokens), pool.open(tokens)
+    assert not set(second.blocks) & set(first.blocks)
+    assert second.reused == 8 and contents(second) == tokens[:8]
+    grow(second, [50] * 20)
+    assert isinstance(second.slots(0, 28), slice)
+    assert contents(first) == tokens and contents(second) == [*tokens[:8], *[50] * 20]
+    second.release()
+    first.release()
+    assert contents(pool.open(tokens)) == tokens[:8]
+    pool.check_integrity()
+
+
+def test_a_prefix_that_nobody_follows_is_shared_in_place():
+    pool = make_pool(32)
+    tokens = list(range(1, 10))
+    first = opened(pool, tokens)
+    blocks = first.blocks[:2]
+    first.release()
+    assert pool.open(tokens).blocks == blocks
+
+
+def test_of_two_that_publish_the_same_the_first_is_found():
+    pool = make_pool(6)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    one, two = pool.open(tokens), pool.open(tokens)
+    for cache in (one, two):
+        grow(cache, tokens)
+        cache.publish(tokens)
+    assert not set(one.blocks) & set(two.blocks)
+    assert pool.open(tokens).blocks == one.blocks[:2]
+    one.release()
+    assert pool.open(tokens).blocks == pool.open(tokens).blocks  # kept, though its owner is gone
+    pool.check_integrity()
+
+
+def test_what_was_used_last_is_evicted_last_and_tails_go_before_heads():
+    pool = make_pool(4)
+    old, new = [1] * 9, [2] * 9
+    for tokens in (old, new):
+        opened(pool, tokens[:8]).release()
+    assert pool.cached_prefix(old) == pool.cached_prefix(new) == 8  # the pool is full of them
+    pool.open(old).release()  # used again: now the newest
+    expected = [(8, 4), (8, 0), (4, 0), (0, 0)]
+    cache = pool.open()
+    for kept in expected:
+        cache.reserve(cache.capacity + 1)
+        assert (pool.cached_prefix(old), pool.cached_prefix(new)) == kept
+        pool.check_integrity()
+    with pytest.raises(PoolFullError):
+        cache.reserve(cache.capacity + 1)
+
+
+# -- where blocks lie
+
+
+def test_a_growing_sequence_is_read_as_one_slice():
+    pool = make_pool(32)
+    caches = [pool.open() for _ in range(3)]
+    for _ in range(5):
+        for cache in caches:
+            grow(cache, [7] * 3)
+    for cache in caches:
+        slots = cache.slots(0, cache.committed)
+        assert isinstance(slots, slice) and slots.stop - slots.start == 15
+
+
+def test_sequences_that_say_how_long_they_get_lie_in_one_piece():
+    """Four that fill the pool together, whatever the order in which they grow."""
+    pool = make_pool(16)
+    caches = [pool.open(expected=16) for _ in range(4)]
+    for size in (3, 9, 2, 2):
+        for cache in caches:
+            grow(cache, [7] * size)
+    assert pool.allocator.num_free == 0
+    assert all(isinstance(cache.slots(0, 16), slice) for cache in caches)
+
+
+def test_scattered_blocks_are_gathered_in_logical_order():
+    pool = make_pool(4)
+    walls = [pool.open() for _ in range(4)]
+    for wall in walls:
+        wall.reserve(1)
+    by_block = {wall.blocks[0]: wall for wall in walls}
+    by_block[3].release()
+    cache = pool.open()
+    grow(cache, [1, 2, 3])
+    by_block[0].release()
+    grow(cache, [4, 5, 6])
+    assert cache.blocks == [3, 0]
+    assert torch.as_tensor(cache.slots(2, 6)).tolist() == [14, 15, 0, 1]
+    assert contents(cache) == [1, 2, 3, 4, 5, 6]
+    cache.reserve(0)
+    by_block[1].release()
+    cache.pool.commit([(cache, [])])
+    grow(cache, [7, 8, 9])
+    assert cache.blocks == [3, 0, 1] and contents(cache) == list(range(1, 10))
+
+
+def test_trimmed_back_to_neighbours_it_is_a_slice_again():
+    pool = make_pool(4)
+    walls = [pool.open() for _ in range(4)]
+    for wall in walls:
+        wall.reserve(1)
+    by_block = {wall.blocks[0]: wall for wall in walls}
+    by_block[1].release()
+    cache = pool.open()
+    grow(cache, [1])
+    by_block[3].release()
+    cache.reserve(5)
+    assert cache.blocks == [1, 3] and not isinstance(cache.slots(0, 6), slice)
+    cache.rollback()
+    cache.trim()
+    assert cache.blocks == [1] and cache.slots(0, 1) == slice(4, 5)
+    pool.check_integrity()
+
+
+# -- commits and refusals
+
+
+def test_tree_commits_of_several_sequences_keep_each_path():
+    pool = make_pool(16)
+    caches = [opened(pool, [10 * i + 1, 10 * i + 2]) for i in range(1, 4)]
+    for cache in caches:
+        cache.reserve(6)
+        for row in range(6):
+            write(cache, row, 100 + row)
+    pool.commit([(caches[0], [0, 2, 5]), (caches[1], []), (caches[2], [1, 2, 3, 4, 5])])
+    assert contents(caches[0]) == [11, 12, 100, 102, 105]
+    assert contents(caches[1]) == [21, 22]
+    assert contents(caches[2]) == [31, 32, 101, 102, 103, 104, 105]
+    assert [c.reserved for c in caches] == [0, 0, 0]
+
+
+def test_more_rows_cannot_be_kept_than_were_reserved():
+    pool = make_pool(4)
+    cache = pool.open()
+    cache.reserve(2)
+    with pytest.raises(AssertionError, match="3 rows kept of 2"):
+        pool.commit([(cache, [0, 1, 2])])
+
+
+def test_an_idle_pool_holds_nothing():
+    pool = make_pool(4)
+    cache = opened(pool, [1, 2, 3, 4, 5])
+    with pytest.raises(AssertionError, match="still hold blocks"):
+        pool.check_idle()
+    cache.release()
+    pool.check_idle()
+
+
+def test_the_integrity_check_sees_a_lost_block_and_a_doubled_one():
+    pool = make_pool(4)
+    cache = opened(pool, [1, 2, 3, 4, 5])
+    cache.blocks.append(cache.blocks[0])
+    with pytest.raises(AssertionError):
+        pool.check_integrity()
+    cache.blocks[:] = cache.blocks[:1]
+    with pytest.raises(AssertionError):
+        pool.check_integrity()
+
+
+def test_a_pool_without_a_block_is_refused():
+    with pytest.raises(ConfigError, match="kv_memory"):
+        make_pool(0)
+
+
+def test_bytes_per_token_is_what_the_tensors_take():
+    pool = make_pool(5, layers=3)
+    bytes_held = sum(t[: pool.num_tokens].nbytes for t in (*pool.k, *pool.v))
+    assert KVPool.bytes_per_token(3, 2, 3, torch.float64) * pool.num_tokens == bytes_held
+
+
+# -- the allocator alone
+
+
+def test_allocator_prefers_the_block_behind_then_the_roomiest_place():
+    allocator = BlockAllocator(10)
+    first = allocator.allocate(None)
+    assert first == 0
+    second = allocator.allocate(None)
+    assert second > 2  # room is left in front of it for the first to grow
+    assert allocator.allocate(first) == 1
+    assert allocator.allocate(1) == 2
+    assert allocator.allocate(9) != 10  # there is none behind the last
+
+
+def test_allocator_takes_empty_blocks_before_it_evicts():
+    allocator = BlockAllocator(3)
+    block = allocator.allocate(None)
+    allocator.publish(block, ROOT_CONTENT, [1, 2])
+    allocator.free(block)
+    assert allocator.num_free == 3
+    others = [allocator.allocate(block - 1 if block else None) for _ in range(2)]
+    assert block not in others and allocator.find(ROOT_CONTENT, [1, 2]) is not None
+    assert allocator.allocate(None) == block
+    assert allocator.find(ROOT_CONTENT, [1, 2]) is None and allocator.num_empty == 0
+    with pytest.raises(PoolFullError):
+        allocator.allocate(None)
+    allocator.check_integrity([[block], others])
+
+
+def test_a_block_cannot_be_published_twice():
+    allocator = BlockAllocator(2)
+    block = allocator.allocate(None)
+    allocator.publish(block, ROOT_CONTENT, [1, 2])
+    with pytest.raises(AssertionError, match="published already"):
+        allocator.publish(block, ROOT_CONTENT, [3, 4])

@@ -1,0 +1,305 @@
+"""Who runs, with how many rows: catch-up, chunks, order, preemption, drafts on top."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.request import Request, SequenceState, StopChecker
+from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.drafters.base import SequenceView
+from paceline.engine.budget import FixedBudget
+from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.kv.pool import KVPool
+from paceline.rounds.base import RunningSequence, Work
+
+SIZE = 4
+VOCAB = 1000
+pytestmark = pytest.mark.timeout(30)  # a scheduler that starves somebody would run for ever
+
+
+class Bench:
+    """A scheduler with a target that is imagined: every generating sequence gets ``1 + accepted`` tokens a step."""
+
+    def __init__(self, blocks: int = 100, budget: int = 0, **limits: int) -> None:
+        self.pool = KVPool(1, 1, 2, blocks * SIZE, torch.float32, torch.device("cpu"), SIZE)
+        self.scheduler = Scheduler(self.pool, SchedulerConfig(**limits), FixedBudget(size=budget))
+        self.made = 0
+
+    def add(self, prompt: int | list[int], max_tokens: int = 50, n: int = 1, **params: int) -> list[RunningSequence]:
+        """Queue a request; a number stands for a prompt of so many tokens that no other request has."""
+        self.made += 1
+        ids = [100 + self.made] * prompt if isinstance(prompt, int) else prompt
+        rules = SamplingParams(max_tokens=max_tokens, n=n, temperature=0, **params)
+        request = Request(id=str(self.made), prompt_ids=tuple(ids), params=rules, arrival=self.made, seed=0)
+        sequences = [self._sequence(request, index) for index in range(n)]
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        return sequences
+
+    def _sequence(self, request: Request, index: int) -> RunningSequence:
+        ids, params = request.prompt_ids, request.params
+        sampler = SequenceSampler(params, ids, seed=0, sample_index=index, vocab_size=VOCAB)
+        assert params.max_tokens is not None
+        checker = StopChecker(params, (), params.max_tokens, None)
+        view = SequenceView(self.made * 100 + index, list(ids), len(ids), sampler)
+        return RunningSequence(SequenceState(request, index, sampler, checker), view, len(ids) + params.max_tokens)
+
+    def step(self, accepted: int = 0) -> list[Work]:
+        """Schedule, check the rules that always hold, and carry it out."""
+        self.scheduler.preempted.clear()
+        works = self.scheduler.schedule()
+        config = self.scheduler.config
+        assert sum(w.rows + w.budget for w in works) <= config.max_batch_rows
+        assert len(works) <= len(self.scheduler.running) <= config.max_sequences
+        for work in works:
+            cache = work.sequence.cache
+            assert cache is not None and work.rows >= 1
+            assert cache.reserved == work.rows + work.budget <= cache.capacity - cache.committed
+            assert work.budget == 0 or (work.generates and work.budget <= self.scheduler.budget.nodes(work.sequence, 1))
+        self.pool.check_integrity()
+        ended = []
+        for work in works:
+            self._compute(work, accepted)
+            if work.sequence.finished:
+                ended.append(work.sequence)
+        self.scheduler.remove(ended)
+        self.pool.check_integrity()
+        return works
+
+    def _compute(self, work: Work, accepted: int) -> None:
+        sequence, cache = work.sequence, work.sequence.cache
+        assert cache is not None
+        generates = work.generates
+        path = min(accepted, work.budget, work.max_depth)
+        kept = sequence.emit([7] * (path + 1), path, None) if generates else 0
+        if generates:
+            sequence.state.stats.record_pass(drafted=work.budget, accepted=min(path, kept), emitted=kept)
+        self.pool.commit([(cache, range(work.rows + min(path, kept)))])
+        cache.publish(sequence.view.tokens)
+
+
+def rows(works: list[Work], *sequences: RunningSequence) -> list[int]:
+    """Rows of each sequence in the step; 0 where it was left out."""
+    found = {id(w.sequence): w.rows for w in works}
+    return [found.get(id(s), 0) for s in sequences]
+
+
+def test_each_step_catches_up_with_what_is_known():
+    bench = Bench()
+    (one,) = bench.add(10)
+    assert rows(bench.step(), one) == [10]
+    (two,) = bench.add(3)
+    assert rows(bench.step(), one, two) == [1, 3]
+    assert rows(bench.step(), one, two) == [1, 1]
+    assert one.pending == two.pending == 1
+
+
+def test_long_prompts_are_computed_in_chunks_and_decoding_goes_first():
+    bench = Bench(max_batch_rows=8)
+    (early,) = bench.add(5)
+    assert rows(bench.step(), early) == [5]
+    (late,) = bench.add(18)
+    chunks = [rows(bench.step(), early, late) for _ in range(4)]
+    assert chunks == [[1, 7], [1, 7], [1, 4], [1, 1]]
+    assert len(late.state.token_ids) == 2  # the chunk that reaches the prompt's end brings the first token
+
+
+def test_prompts_share_a_step_while_rows_are_left():
+    bench = Bench(max_batch_rows=8)
+    a, b, c = (bench.add(size)[0] for size in (3, 4, 4))
+    assert rows(bench.step(), a, b, c) == [3, 4, 1]
+    assert rows(bench.step(), a, b, c) == [1, 1, 3]
+
+
+def test_a_step_admits_no_more_sequences_than_it_has_rows():
+    bench = Bench(max_batch_rows=3)
+    sequences = [bench.add(1, max_tokens=2)[0] for _ in range(5)]
+    assert [len(bench.step()) for _ in range(4)] == [3, 3, 2, 2]
+    assert all(s.finished for s in sequences)
+
+
+def test_first_come_first_served_up_to_max_sequences():
+    bench = Bench(max_sequences=2)
+    a, b, c = (bench.add(3, max_tokens=tokens)[0] for tokens in (3, 1, 1))
+    assert rows(bench.step(), a, b, c) == [3, 3, 0]
+    assert rows(bench.step(), a, b, c) == [1, 0, 3]
+
+
+def test_a_newcomer_waits_until_running_sequences_have_a_block_each_to_grow():
+    bench = Bench(blocks=6)
+    (a,) = bench.add(12, max_tokens=8)  # three blocks
+    bench.step()
+    (b,) = bench.add(12)  # three more: nothing would be left for a
+    (c,) = bench.add(1)  # fits, but b was here first
+    assert rows(bench.step(), a, b, c) == [1, 0, 0]
+    assert list(bench.scheduler.waiting) == [b, c]
+    for _ in range(6):
+        bench.step()
+    assert a.finished
+    assert rows(bench.step(), b, c) == [12, 1]
+
+
+def test_the_youngest_is_preempted_first_and_comes_back_first():
+    bench = Bench(blocks=8)
+    a, b, c = (bench.add(7, max_tokens=12)[0] for _ in range(3))
+    bench.step()
+    (d,) = bench.add(1, max_tokens=2)
+    victims: list[RunningSequence] = []
+    for _ in range(60):
+        bench.step()
+        for victim in bench.scheduler.preempted:
+            assert victim.cache is None and victim in bench.scheduler.waiting
+            running = [s.state.request.arrival for s in bench.scheduler.running if s not in victims]
+            assert all(victim.state.request.arrival > arrival for arrival in running)
+        victims += bench.scheduler.preempted
+        if all(s.finished for s in (a, b, c)):
+            break
+    assert victims[0] is c and a not in victims
+    assert c.state.stats.preemptions == victims.count(c)
+    assert len(c.state.token_ids) == 12
+    for _ in range(3):
+        bench.step()
+    assert d.finished
+    bench.pool.check_idle()
+
+
+def test_nothing_is_admitted_in_a_step_that_preempts():
+    bench = Bench(blocks=5)
+    (a,) = bench.add(8, max_tokens=10)
+    (b,) = bench.add(7, max_tokens=10)
+    (c,) = bench.add(1, max_tokens=2)
+    bench.step()
+    seen = False
+    for _ in range(40):
+        works = bench.step()
+        if bench.scheduler.preempted:
+            seen = True
+            assert rows(works, c) == [0] or c in bench.scheduler.running
+            assert not any(w.sequence.state.stats.passes == 0 for w in works)
+    assert seen and all(s.finished for s in (a, b, c))
+
+
+def test_blocks_behind_idle_drafts_are_taken_back_before_anyone_is_preempted():
+    bench = Bench(blocks=6, budget=8)
+    a, b = (bench.add(3, max_tokens=5)[0] for _ in range(2))
+    bench.step()
+    assert [w.budget for w in bench.step()] == [8, 8]  # two and a half blocks each
+    bench.scheduler.budget = FixedBudget(size=0)
+    (c,) = bench.add(8, max_tokens=1)
+    for _ in range(8):
+        bench.step()
+    assert all(s.finished and not s.state.stats.preemptions for s in (a, b, c))
+
+
+def test_drafts_take_what_is_left_and_never_preempt():
+    bench = Bench(blocks=4, budget=6)
+    a, b = (bench.add(4, max_tokens=4)[0] for _ in range(2))
+    bench.step()
+    budgets = [w.budget for w in bench.step()]
+    assert budgets == [3, 3]  # one block each is left: its first slot is the root's
+    assert not bench.scheduler.preempted and a.cache and b.cache
+
+
+def test_drafts_fit_into_the_rows_of_a_step():
+    bench = Bench(budget=6, max_batch_rows=10)
+    a, b = (bench.add(2)[0] for _ in range(2))
+    bench.step()
+    assert [(w.rows, w.budget) for w in bench.step()] == [(1, 6), (1, 2)]
+    (c,) = bench.add(9)
+    works = bench.step()
+    assert rows(works, a, b, c) == [1, 1, 8] and sum(w.budget for w in works) == 0
+    assert rows(bench.step(), c) == [1]
+
+
+def test_no_draft_is_deeper_than_max_tokens_can_use():
+    bench = Bench(budget=6)
+    (a,) = bench.add(2, max_tokens=9)
+    bench.step()
+    depths = []
+    for _ in range(3):
+        (work,) = bench.step(accepted=2)
+        depths.append((work.max_depth, work.budget > 0))
+    assert a.finished and depths == [(7, True), (4, True), (1, True)]
+    (b,) = bench.add(2, max_tokens=2)
+    bench.step()
+    (work,) = bench.step()
+    assert work.max_depth == 0 and work.budget == 0 and b.finished
+
+
+def test_samples_of_one_request_share_the_prompt_once_it_is_computed():
+    bench = Bench(max_batch_rows=16)
+    samples = bench.add(list(range(1, 31)), n=3)
+    (other,) = bench.add(2)
+    assert rows(bench.step(), *samples, other) == [16, 0, 0, 0]
+    assert rows(bench.step(), *samples, other) == [14, 0, 0, 2]  # no one waits for siblings but siblings
+    assert rows(bench.step(), *samples, other) == [1, 2, 2, 1]  # the two wait for the prompt, not for each other
+    assert [s.state.stats.cached_prompt_tokens for s in samples] == [0, 28, 28]
+
+
+def test_samples_that_report_the_prompt_compute_it_themselves():
+    bench = Bench()
+    samples = bench.add(list(range(1, 31)), n=2, prompt_logprobs=1)
+    assert rows(bench.step(), *samples) == [30, 30]
+
+
+def test_removed_sequences_leave_the_queue_and_the_pool():
+    bench = Bench(max_sequences=1)
+    (a,), (b,), (c,) = bench.add(5), bench.add(5), bench.add(5)
+    bench.step()
+    bench.scheduler.remove([a, b])
+    assert a.cache is None and not bench.scheduler.running and list(bench.scheduler.waiting) == [c]
+    bench.pool.check_idle()
+    assert rows(bench.step(), c) == [5]
+
+
+@pytest.mark.parametrize("name", ["max_sequences", "max_batch_rows"])
+def test_limits_below_one_are_refused(name: str):
+    with pytest.raises(ConfigError, match=f"{name}=0"):
+        SchedulerConfig(**{name: 0})
+
+
+@pytest.mark.parametrize("size", [-1, 1025])
+def test_budgets_out_of_range_are_refused(size: int):
+    with pytest.raises(ConfigError, match="a draft budget is 0 to 1024"):
+        FixedBudget(size=size)
+
+
+def test_a_budget_of_zero_says_why():
+    assert FixedBudget(size=0, why="it rains").reason() == "it rains"
+    assert FixedBudget(size=0).reason() == "the draft budget is 0"
+    assert FixedBudget(size=3, why="it rains").reason() is None
+
+
+def random_load(seed: int) -> list[RunningSequence]:
+    """Requests at random times, some aborted; until all that are left have ended."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    bench = Bench(blocks=number(12, 20), budget=number(0, 6), max_batch_rows=number(3, 20), max_sequences=number(1, 6))
+    sequences: list[RunningSequence] = []
+    for step in range(2000):
+        if step < 60 and number(0, 2) == 0:
+            prompt = [number(1, 2) for _ in range(number(1, 24))]
+            sequences += bench.add(prompt, max_tokens=number(1, 20), n=number(1, 3))
+        if step < 60 and sequences and number(0, 15) == 0:
+            bench.scheduler.remove([sequences.pop(number(0, len(sequences) - 1))])
+        bench.step(accepted=number(0, 3))
+        if step >= 60 and all(s.finished for s in sequences):
+            break
+    assert not bench.scheduler.running and not bench.scheduler.waiting
+    bench.pool.check_idle()
+    return sequences
+
+
+def test_random_loads_come_to_their_end():
+    """None starves, each gets exactly its tokens, nothing is lost; pressure and prefix hits were met."""
+    ended = [sequence for seed in range(12) for sequence in random_load(seed)]
+    assert len(ended) > 200
+    assert all(len(s.state.token_ids) == s.params.max_tokens for s in ended)
+    assert sum(s.state.stats.preemptions for s in ended) > 10
+    assert sum(s.state.stats.cached_prompt_tokens > 0 for s in ended) > 10
+    assert sum(s.state.stats.accepted for s in ended) > 100
