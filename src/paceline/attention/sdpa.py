@@ -106,8 +106,8 @@ def _calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch
 def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """All rows of one sequence in one kernel call."""
     rows, heads, dim = query.shape
-    k = k_cache[call.keys].transpose(0, 1)[None]  # [1, kv_heads, keys, head_dim]
-    v = v_cache[call.keys].transpose(0, 1)[None]
+    k = _rows_of(k_cache, call.keys).transpose(0, 1)[None]  # [1, kv_heads, keys, head_dim]
+    v = _rows_of(v_cache, call.keys).transpose(0, 1)[None]
     groups = heads // k.shape[1]
     mask = call.mask
     if groups > 1 and not call.causal:
@@ -122,6 +122,11 @@ def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor
         q, k, v, attn_mask=mask, is_causal=call.causal, scale=scale, enable_gqa=groups > 1
     )
     return out[0].transpose(0, 1).reshape(rows, heads * dim)
+
+
+def _rows_of(cache: Tensor, keys: slice | Tensor) -> Tensor:
+    """cache[keys]; scattered rows by index_select, which is several times as fast as indexing with a tensor."""
+    return cache[keys] if isinstance(keys, slice) else cache.index_select(0, keys)
 
 
 def _exact_calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch.dtype) -> list[Call]:
@@ -199,11 +204,14 @@ def _attend_each(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, sc
     rows, heads, dim = query.shape
     kv_heads = k_cache.shape[1]
     q = query.view(rows, kv_heads, heads // kv_heads, dim)
-    k = k_cache[call.keys]  # [keys, kv_heads, head_dim] or [rows, keys, kv_heads, head_dim]
-    v = v_cache[call.keys]
-    if k.dim() == 3:
-        k = k.expand(rows, *k.shape)
-        v = v.expand(rows, *v.shape)
+    if isinstance(call.keys, slice):
+        k = k_cache[call.keys].expand(rows, -1, -1, -1)  # [rows, keys, kv_heads, head_dim]
+        v = v_cache[call.keys].expand(rows, -1, -1, -1)
+    else:
+        shape = (*call.keys.shape, kv_heads, dim)
+        flat = call.keys.reshape(-1)
+        k = _rows_of(k_cache, flat).view(shape)
+        v = _rows_of(v_cache, flat).view(shape)
     assert call.mask is not None
     mask = call.mask[:, None, None, :]
     out = scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)

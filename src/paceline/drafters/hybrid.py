@@ -5,7 +5,7 @@ a draft model is right more often elsewhere, at a price. The drafter keeps book 
 (no clock is read), and each step takes the cheaper way to the next token:
 
     suffix   the look-up alone, where it promises more tokens for the time
-    both     the draft model's tree with the look-up grafted in
+    both     the draft model's tree with the look-up grafted in; of two chains (topk=1) the more promising one
     none     the look-up, if any, while the draft model does not pay for its passes; it is tried again later
 """
 
@@ -43,12 +43,10 @@ class HybridConfig(DrafterConfig):
     kind: ClassVar[str] = "hybrid"
 
     model: str = option(help="folder, hub name or embedded model that drafts")
-    depth: int = option(4, help="levels of the draft model's tree", minimum=1, maximum=64)
-    topk: int = option(3, help="children of an expanded node; 1: a chain", minimum=1, maximum=64)
-    nodes: int = option(10, help="drafted nodes a step, best first", minimum=1, maximum=256)
-    min_prob: float = option(
-        0.25, help="do not expand a path whose probability is under this", minimum=0.0, maximum=1.0
-    )
+    depth: int = option(6, help="levels of the draft model's tree", minimum=1, maximum=64)
+    topk: int = option(1, help="children of an expanded node; 1: chains only", minimum=1, maximum=64)
+    nodes: int = option(10, help="most nodes of a step in which the draft model takes part", minimum=1, maximum=256)
+    min_prob: float = option(0.2, help="do not expand a path whose probability is under this", minimum=0.0, maximum=1.0)
     lookup: int = option(14, help="longest look-up, in tokens", minimum=1, maximum=64)
     memory: int = option(0, help="tokens of earlier outputs to look up in, beside the request's own", minimum=0)
     pass_cost: float = option(
@@ -126,7 +124,7 @@ class Hybrid:
             cache=draft.spec.cache,
             proposes=config.proposes,
             default_budget=max(config.nodes, config.lookup),
-            tree=True,
+            tree=config.topk > 1,
             sources=("draft_model", "suffix"),
         )
 
@@ -172,14 +170,7 @@ class Hybrid:
         proposals: list[Proposal] = []
         sources: list[list[int]] = []
         for i, (view, budget, _) in enumerate(rows):
-            proposal, marks = (
-                _joined(drafts[i], lookups[i], min(budget, self.config.nodes))
-                if i in drafts
-                else (
-                    lookups[i],
-                    [SUFFIX] * len(lookups[i]),
-                )
-            )
+            proposal, marks = self._choice(drafts.get(i), lookups[i], min(budget, self.config.nodes))
             self._books[view.key].drafted = i in drafts
             proposals.append(proposal)
             sources.append(marks)
@@ -190,6 +181,16 @@ class Hybrid:
             sources,
             [p.log_scores for p in proposals],
         )
+
+    def _choice(self, draft: Proposal | None, lookup: Proposal, budget: int) -> tuple[Proposal, list[int]]:
+        """What is proposed in the end, and who proposed each node."""
+        if draft is None:
+            return lookup, [SUFFIX] * len(lookup)
+        if self.config.topk > 1:
+            return _joined(draft, lookup, budget)
+        if lookup.expected_accepted > draft.expected_accepted:
+            return lookup, [SUFFIX] * len(lookup)
+        return draft, [DRAFT] * len(draft)
 
     def _look_up(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
         """The suffix drafter's chain, its scores by what such matches were worth so far."""
