@@ -39,6 +39,11 @@ def depths(parents: list[int]) -> list[int]:
     return found
 
 
+def heads_first(cache: Tensor) -> Tensor:
+    """[slots, kv_heads, dim], as the tests write it, in the pool's order: [kv_heads, slots, dim]."""
+    return cache.transpose(0, 1).contiguous()
+
+
 def random_parents(nodes: int, generator: torch.Generator) -> list[int]:
     return [-1, *(int(torch.randint(0, i, (), generator=generator)) for i in range(1, nodes))]
 
@@ -86,7 +91,7 @@ class Pass:
 
     def run(self, backend: ReferenceAttention | SdpaAttention, query: Tensor, window: int | None) -> Tensor:
         plan = backend.plan(self.segments, torch.tensor(self.places), frozenset({None, window}))
-        return backend.attend(plan, query, self.k, self.v, SCALE, window)
+        return backend.attend(plan, query, heads_first(self.k), heads_first(self.v), SCALE, window)
 
 
 def mixed_pass(dtype: torch.dtype, heads: int, kv_heads: int, seed: int) -> Pass:
@@ -157,7 +162,7 @@ def alone(made: Pass, keys: Tensor, query: Tensor, window: int | None) -> Tensor
     backend = SdpaAttention(made.dtype, exact=True)
     segment = Segment(0, 1, slice(0, len(keys)), len(keys), len(keys) - 1, None, None)
     plan = backend.plan([segment], torch.tensor([len(keys) - 1]), frozenset({window}))
-    return backend.attend(plan, query[None], k, v, SCALE, window)[0]
+    return backend.attend(plan, query[None], heads_first(k), heads_first(v), SCALE, window)[0]
 
 
 def assert_exact(made: Pass, window: int | None) -> None:
@@ -247,6 +252,8 @@ def test_the_exactness_test_can_fail():
         keys = segment.num_keys - 32 + row
         one = replace(segment, start=0, stop=1, keys=slice(0, keys), num_keys=keys, prefix=keys - 1)
         plan = backend.plan([one], torch.tensor([keys - 1]), frozenset({None}))
-        narrow.append(backend.attend(plan, query[row : row + 1], made.k, made.v, SCALE, None)[0])
+        narrow.append(
+            backend.attend(plan, query[row : row + 1], heads_first(made.k), heads_first(made.v), SCALE, None)[0]
+        )
     torch.testing.assert_close(torch.stack(narrow), wide, atol=2e-5, rtol=2e-5)
     assert any(not torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))

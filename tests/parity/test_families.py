@@ -25,7 +25,7 @@ class Cache:
 
     def __init__(self, decoder: Decoder) -> None:
         c = decoder.config
-        shape = (CONTEXT, c.num_kv_heads, c.head_dim)
+        shape = (c.num_kv_heads, CONTEXT, c.head_dim)
         self.k = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(c.num_layers)]
         self.v = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(c.num_layers)]
 
@@ -201,7 +201,7 @@ class _SelfAttention:
 
     def attend(self, plan: Any, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: Any) -> Tensor:
         rows, heads = query.shape[:2]
-        value = v_cache[:rows].repeat_interleave(heads // v_cache.shape[1], dim=1)
+        value = v_cache[:, :rows].transpose(0, 1).repeat_interleave(heads // v_cache.shape[0], dim=1)
         return (query * scale + value).flatten(1)
 
 

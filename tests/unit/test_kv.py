@@ -25,17 +25,17 @@ def write(cache: SequenceCache, row: int, value: float) -> None:
     """Store ``value`` as K (and its negative as V) of one row of the speculative region, in every layer."""
     place = cache.committed + row
     for k, v in zip(cache.pool.k, cache.pool.v, strict=True):
-        k[cache.slots(place, place + 1)] = value
-        v[cache.slots(place, place + 1)] = -value
+        k[:, cache.slots(place, place + 1)] = value
+        v[:, cache.slots(place, place + 1)] = -value
 
 
 def contents(cache: SequenceCache) -> list[float]:
     """One number a committed token; every layer, head and element must agree on it."""
     slots = cache.slots(0, cache.committed)
-    values = cache.pool.k[0][slots][:, 0, 0]
+    values = cache.pool.k[0][:, slots][0, :, 0]
     for k, v in zip(cache.pool.k, cache.pool.v, strict=True):
-        assert torch.equal(k[slots], values[:, None, None].expand(-1, 2, 3))
-        assert torch.equal(v[slots], -values[:, None, None].expand(-1, 2, 3))
+        assert torch.equal(k[:, slots], values[None, :, None].expand(2, -1, 3))
+        assert torch.equal(v[:, slots], -values[None, :, None].expand(2, -1, 3))
     return values.tolist()
 
 
@@ -357,7 +357,7 @@ def test_a_pool_without_a_block_is_refused():
 
 def test_bytes_per_token_is_what_the_tensors_take():
     pool = make_pool(5, layers=3)
-    bytes_held = sum(t[: pool.num_tokens].nbytes for t in (*pool.k, *pool.v))
+    bytes_held = sum(t[:, : pool.num_tokens].nbytes for t in (*pool.k, *pool.v))
     assert KVPool.bytes_per_token(3, 2, 3, torch.float64) * pool.num_tokens == bytes_held
 
 

@@ -58,8 +58,8 @@ class AttentionBackend(Protocol):
         self,
         plan: Any,
         query: Tensor,  # [rows, heads, head_dim]
-        k_cache: Tensor,  # [slots, kv_heads, head_dim]
-        v_cache: Tensor,  # [slots, kv_heads, head_dim]
+        k_cache: Tensor,  # [kv_heads, slots, head_dim]
+        v_cache: Tensor,  # [kv_heads, slots, head_dim]
         scale: float,
         window: int | None,
     ) -> Tensor:  # [rows, heads * head_dim]

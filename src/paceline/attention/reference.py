@@ -33,19 +33,19 @@ class ReferenceAttention:
         self,
         plan: ReferencePlan,
         query: Tensor,  # [rows, heads, head_dim]
-        k_cache: Tensor,  # [slots, kv_heads, head_dim]
-        v_cache: Tensor,  # [slots, kv_heads, head_dim]
+        k_cache: Tensor,  # [kv_heads, slots, head_dim]
+        v_cache: Tensor,  # [kv_heads, slots, head_dim]
         scale: float,
         window: int | None,
     ) -> Tensor:  # [rows, heads * head_dim]
         """Attention of every row over the keys that its mask shows."""
         outputs = []
-        groups = query.shape[1] // k_cache.shape[1]
+        groups = query.shape[1] // k_cache.shape[0]
         for segment, mask in zip(plan.segments, plan.masks[window], strict=True):
             q = query[segment.start : segment.stop]  # [rows, heads, head_dim]
-            k = k_cache[segment.keys].repeat_interleave(groups, dim=1)  # [keys, heads, head_dim]
-            v = v_cache[segment.keys].repeat_interleave(groups, dim=1)
-            scores = torch.einsum("rhd,khd->hrk", q, k) * scale  # [heads, rows, keys]
+            k = k_cache[:, segment.keys].repeat_interleave(groups, dim=0)  # [heads, keys, head_dim]
+            v = v_cache[:, segment.keys].repeat_interleave(groups, dim=0)
+            scores = torch.einsum("rhd,hkd->hrk", q, k) * scale  # [heads, rows, keys]
             weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
-            outputs.append(torch.einsum("hrk,khd->rhd", weights, v))
+            outputs.append(torch.einsum("hrk,hkd->rhd", weights, v))
         return torch.cat(outputs).flatten(1)

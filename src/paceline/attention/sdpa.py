@@ -71,8 +71,8 @@ class SdpaAttention:
         self,
         plan: SdpaPlan,
         query: Tensor,  # [rows, heads, head_dim]
-        k_cache: Tensor,  # [slots, kv_heads, head_dim]
-        v_cache: Tensor,  # [slots, kv_heads, head_dim]
+        k_cache: Tensor,  # [kv_heads, slots, head_dim]
+        v_cache: Tensor,  # [kv_heads, slots, head_dim]
         scale: float,
         window: int | None,
     ) -> Tensor:  # [rows, heads * head_dim]
@@ -106,8 +106,8 @@ def _calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch
 def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """All rows of one sequence in one kernel call."""
     rows, heads, dim = query.shape
-    k = _rows_of(k_cache, call.keys).transpose(0, 1)[None]  # [1, kv_heads, keys, head_dim]
-    v = _rows_of(v_cache, call.keys).transpose(0, 1)[None]
+    k = _rows_of(k_cache, call.keys)[None]  # [1, kv_heads, keys, head_dim]
+    v = _rows_of(v_cache, call.keys)[None]
     groups = heads // k.shape[1]
     mask = call.mask
     if groups > 1 and not call.causal:
@@ -125,8 +125,8 @@ def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor
 
 
 def _rows_of(cache: Tensor, keys: slice | Tensor) -> Tensor:
-    """cache[keys]; scattered rows by index_select, which is several times as fast as indexing with a tensor."""
-    return cache[keys] if isinstance(keys, slice) else cache.index_select(0, keys)
+    """[kv_heads, keys, head_dim]: cache[:, keys]; scattered rows by index_select, which is several times as fast as indexing with a tensor."""
+    return cache[:, keys] if isinstance(keys, slice) else cache.index_select(1, keys)
 
 
 def _exact_calls(segment: Segment, positions: Tensor, window: int | None, dtype: torch.dtype) -> list[Call]:
@@ -202,17 +202,17 @@ def _buckets(counts: Sequence[int]) -> list[tuple[int, int]]:
 def _attend_each(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """Every row a batch entry of its own: [rows, kv_heads, groups, head_dim] against its own keys."""
     rows, heads, dim = query.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads = k_cache.shape[0]
     q = query.view(rows, kv_heads, heads // kv_heads, dim)
     if isinstance(call.keys, slice):
-        k = k_cache[call.keys].expand(rows, -1, -1, -1)  # [rows, keys, kv_heads, head_dim]
-        v = v_cache[call.keys].expand(rows, -1, -1, -1)
+        k = k_cache[:, call.keys].expand(rows, -1, -1, -1)  # [rows, kv_heads, keys, head_dim]
+        v = v_cache[:, call.keys].expand(rows, -1, -1, -1)
     else:
-        shape = (*call.keys.shape, kv_heads, dim)
+        shape = (kv_heads, *call.keys.shape, dim)
         flat = call.keys.reshape(-1)
-        k = _rows_of(k_cache, flat).view(shape)
-        v = _rows_of(v_cache, flat).view(shape)
+        k = _rows_of(k_cache, flat).view(shape).transpose(0, 1)
+        v = _rows_of(v_cache, flat).view(shape).transpose(0, 1)
     assert call.mask is not None
     mask = call.mask[:, None, None, :]
-    out = scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.reshape(rows, heads * dim)

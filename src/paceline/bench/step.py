@@ -107,7 +107,7 @@ def _filled(pool: KVPool, context: int) -> SequenceCache:
     pool.commit([(cache, range(context))])
     generator = torch.Generator().manual_seed(context)
     for layer in (*pool.k, *pool.v):
-        part = layer[cache.slots(0, context)]
+        part = layer[:, cache.slots(0, context)]
         part.copy_(torch.randn(part.shape, generator=generator))
     return cache
 

@@ -56,10 +56,11 @@ class KVPool:
         self.allocator = BlockAllocator(num_blocks)
         self.sequences: set[SequenceCache] = set()
         # Zeros, not empty: a masked key is multiplied by weight 0, and 0 * NaN would not be 0.
-        shape = (num_layers, self.num_tokens + PADDING_SLOTS, kv_heads, head_dim)
-        self._k = torch.zeros(shape, dtype=dtype, device=device)  # [layers, slots, kv_heads, head_dim]
+        # Heads first: what one head reads in a pass lies in one piece.
+        shape = (num_layers, kv_heads, self.num_tokens + PADDING_SLOTS, head_dim)
+        self._k = torch.zeros(shape, dtype=dtype, device=device)  # [layers, kv_heads, slots, head_dim]
         self._v = torch.zeros(shape, dtype=dtype, device=device)
-        self.k = list(self._k.unbind(0))  # one a layer: [slots, kv_heads, head_dim]
+        self.k = list(self._k.unbind(0))  # one a layer: [kv_heads, slots, head_dim]
         self.v = list(self._v.unbind(0))
 
     @staticmethod
@@ -119,7 +120,7 @@ class KVPool:
             source = torch.tensor(sources, device=self._k.device)
             target = torch.tensor(targets, device=self._k.device)
             for cache in (self._k, self._v):
-                cache.index_copy_(1, target, cache.index_select(1, source))
+                cache.index_copy_(2, target, cache.index_select(2, source))
 
     def _copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy K and V of whole blocks."""
@@ -129,7 +130,7 @@ class KVPool:
             (torch.tensor(b, device=offsets.device)[:, None] * size + offsets).reshape(-1) for b in (source, target)
         ]
         for cache in (self._k, self._v):
-            cache.index_copy_(1, places[1], cache.index_select(1, places[0]))
+            cache.index_copy_(2, places[1], cache.index_select(2, places[0]))
 
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""

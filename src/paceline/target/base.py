@@ -69,7 +69,7 @@ class ForwardState:
 
 
 class KVCache(Protocol):
-    """What a forward pass sees of a cache: one K and one V tensor a layer, [slots, kv_heads, head_dim]."""
+    """What a forward pass sees of a cache: one K and one V tensor a layer, [kv_heads, slots, head_dim]."""
 
     k: list[Tensor]
     v: list[Tensor]

@@ -275,8 +275,8 @@ class Layer(nn.Module):
         hidden: Tensor,  # [rows, d_model]
         state: ForwardState,
         rotation: tuple[Tensor, Tensor] | None,  # cos and signed sin [rows, 1, rotated_dim]
-        k_cache: Tensor,  # [slots, kv_heads, head_dim]
-        v_cache: Tensor,  # [slots, kv_heads, head_dim]
+        k_cache: Tensor,  # [kv_heads, slots, head_dim]
+        v_cache: Tensor,  # [kv_heads, slots, head_dim]
         attention: AttentionBackend,
     ) -> Tensor:  # [rows, d_model]
         """Both halves of the layer; ``hidden`` is left as it is."""
@@ -323,11 +323,11 @@ class Layer(nn.Module):
 
 
 def store(cache: Tensor, slots: Tensor | slice, values: Tensor) -> None:
-    """cache[slots] = values, [rows, kv_heads, head_dim]."""
+    """cache[:, slots] = values, which come as [rows, kv_heads, head_dim]."""
     if isinstance(slots, slice):
-        cache[slots] = values
+        cache[:, slots] = values.transpose(0, 1)
     else:
-        cache.index_copy_(0, slots, values)
+        cache.index_copy_(1, slots, values.transpose(0, 1))
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
