@@ -13,14 +13,17 @@ from typing import Any
 import torch
 
 from paceline.attention import make_backend
+from paceline.attention.base import Segment
 from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
+from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.registry import DrafterConfig, DrafterContext
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.rounds import make_round
+from paceline.target.base import Batch
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig
 from paceline.target.linear import Quant
@@ -106,6 +109,35 @@ def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **
     decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
     loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft")
     return DraftModel(DraftModelConfig(model="tiny-draft", **options), loaded)
+
+
+def hybrid(*, noise: float = 0.03, target: dict[str, Any] | None = None, **options: Any) -> Hybrid:
+    """A `Hybrid` whose draft model is a noised copy of the target.
+
+    Args:
+        noise, target: as for `draft_model`.
+        options: of `HybridConfig`.
+    """
+    decoder = tiny_decoder(**{**(target or {}), "noise": noise, "exact": False})
+    loaded = SimpleNamespace(decoder=decoder, tokenizer=None, name="tiny-draft")
+    context = DrafterContext(
+        load_model=lambda name, dtype: loaded, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
+    )
+    return HybridConfig(model="tiny-draft", **options).build(context)
+
+
+def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, V]: the whole text in one causal pass over fresh K/V."""
+    count = len(tokens)
+    shape = (decoder.config.num_kv_heads, count, decoder.config.head_dim)
+    blank = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(2 * decoder.num_layers)]
+    cache = SimpleNamespace(k=blank[: decoder.num_layers], v=blank[decoder.num_layers :])
+    places, whole = torch.arange(count), slice(0, count)
+    segment = Segment(0, count, whole, count, 0, None, None)
+    zeros = torch.zeros_like(places)
+    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, decoder.plan([segment], places))
+    with torch.inference_mode():
+        return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache))
 
 
 def piece(token: int) -> str:

@@ -528,4 +528,12 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int) -> KVPoo
                 f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
                 f"give {least * per_token} bytes or more, or a smaller max_model_len",
             )
-    return KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, tokens, decoder.dtype, decoder.device)
+    try:
+        return KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, tokens, decoder.dtype, decoder.device)
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
+        asked = f"kv_memory={config.kv_memory}" if config.kv_memory is not None else "the default kv_memory"
+        raise ConfigError(
+            asked,
+            f"{decoder.device} has no {tokens * per_token / 2**30:.1f} GiB to give for the K/V pool",
+            f"give less, but {least * per_token} bytes or more, or a smaller max_model_len",
+        ) from error

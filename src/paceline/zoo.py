@@ -1,7 +1,7 @@
 """The embedded models: where they are and what they are.
 
 A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and
-names its draft. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source
+names its draft and its drafter. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source
 checkout, then in the ``_zoo`` that the wheel carries.
 """
 
@@ -31,6 +31,7 @@ class ZooEntry:
     bytes: int  # of the weights on disk
     path: Path
     draft: str | None = None  # the zoo's own draft model for this target
+    drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
 
 
 def find(name: str) -> Path | None:
@@ -48,10 +49,10 @@ def available() -> list[ZooEntry]:
     return sorted(_entries().values(), key=lambda entry: (entry.role != "target", entry.name))
 
 
-def default_draft(name: str) -> str | None:
-    """The draft model that belongs to the embedded target ``name``, or None."""
+def default_drafter(name: str) -> str | None:
+    """The drafter, as ``--drafter`` takes it, that goes with the embedded target ``name``, or None."""
     entry = _entries().get(name)
-    return entry.draft if entry else None
+    return entry.drafter if entry else None
 
 
 def roots() -> list[Path]:
@@ -90,9 +91,17 @@ def _read(card: Path) -> ZooEntry:
             parameters=int(facts["parameters"]),
             bytes=sum(file.stat().st_size for file in card.parent.glob("*.safetensors")),
             path=card.parent,
-            draft=facts.get("draft"),
+            draft=_text(facts, "draft"),
+            drafter=_text(facts, "drafter"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             str(card), f"not a readable zoo card ({error!r})", "restore it or remove its folder"
         ) from error
+
+
+def _text(facts: dict[str, Any], key: str) -> str | None:
+    value = facts.get(key)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{key} must be text, not {value!r}")
+    return value

@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny import EOS, assemble, draft_model, run, tiny_config, tiny_decoder, toy_decode
+from tiny import EOS, assemble, draft_model, full_logits, hybrid, run, tiny_config, tiny_decoder, toy_decode
 from torch import Tensor
 
-from paceline.attention.base import Segment
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
@@ -30,7 +28,7 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
-from paceline.target.base import Batch, TargetInfo
+from paceline.target.base import TargetInfo
 from paceline.target.decoder import Decoder
 
 EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
@@ -47,20 +45,6 @@ BEYOND = 24  # tokens that the oracle goes on for after the end, for drafters th
 def target() -> Decoder:
     """The one target of the grid: float64, dense reference attention."""
     return tiny_decoder(CONFIG)
-
-
-def full_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """[tokens, V]: the whole text in one causal pass over fresh K/V."""
-    count = len(tokens)
-    shape = (count, decoder.config.num_kv_heads, decoder.config.head_dim)
-    blank = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(2 * decoder.num_layers)]
-    cache = SimpleNamespace(k=blank[: decoder.num_layers], v=blank[decoder.num_layers :])
-    places, whole = torch.arange(count), slice(0, count)
-    segment = Segment(0, count, whole, count, 0, None, None)
-    zeros = torch.zeros_like(places)
-    batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, decoder.plan([segment], places))
-    with torch.inference_mode():
-        return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache))
 
 
 @dataclass
@@ -402,6 +386,10 @@ def _model(**options: Any) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: draft_model(target={"config": CONFIG}, **options)
 
 
+def _hybrid(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: hybrid(target={"config": CONFIG}, **options)
+
+
 def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: Adversary(rule, cases)
 
@@ -421,6 +409,8 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
     "dynamic_point": _model(topk=4, depth=3, beam=2, noise=0.08, proposes="point"),
     "dynamic_shy": _model(topk=2, depth=6, min_prob=0.2),
+    "hybrid_chain": _hybrid(depth=4, lookup=6),
+    "hybrid_tree": _hybrid(topk=3, depth=4, nodes=9, lookup=6, noise=0.08),
     **{
         rule.__name__: _adversary(rule)
         for rule in (

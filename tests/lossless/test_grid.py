@@ -44,6 +44,8 @@ ACCEPTED = {
     "static_drawn": {*range(3)},
     "dynamic_coupled": {*range(5)},
     "dynamic_point": {*range(4)},
+    "hybrid_chain": {*range(5)},
+    "hybrid_tree": {*range(5)},
     "partly_right": {*range(8)},
     "too_deep": {*range(1, 8)},
     "later_sibling": {*range(3)},
@@ -58,6 +60,7 @@ ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a p
 BRANCHED = {"a sibling that is not the first"}
 KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
 BRANCHING = {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"} | {
+    "hybrid_tree",
     "over_budget",
     "later_sibling",
     "random_trees",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -153,7 +155,7 @@ class TestPainter:
         return [(text[span.start : span.end], str(span.style)) for span in painted.spans]
 
     def test_each_token_has_its_colour(self, tokenizer: Any) -> None:
-        ids = tokenizer.encode(" SELECT name FROM")
+        ids = tokenizer.encode(" SELECT name FROM", add_special_tokens=False)
         origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
         painter = Painter(tokenizer, [])
         painter.feed(ids, origins)
@@ -163,7 +165,7 @@ class TestPainter:
         assert self.origins(painter, tokenizer.decode(ids)) == expected
 
     def test_text_that_is_held_back_keeps_its_colours(self, tokenizer: Any) -> None:
-        ids = tokenizer.encode(" one two three four")
+        ids = tokenizer.encode(" one two three four", add_special_tokens=False)
         text = tokenizer.decode(ids)
         whole, parts = Painter(tokenizer, []), Painter(tokenizer, [])
         origins = ["drafted" if i % 2 else "target" for i in range(len(ids))]
@@ -177,7 +179,7 @@ class TestPainter:
 
     def test_characters_of_several_tokens(self, tokenizer: Any) -> None:
         text = "naïve 日本 🦆 end"
-        ids = tokenizer.encode(text)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         painter = Painter(tokenizer, [])
         shown = ""
         for token in ids:
@@ -217,7 +219,7 @@ class TestCommands:
 
     def test_drafters(self, run: Any) -> None:
         rows = [json.loads(line) for line in run("drafters", "--json").output.splitlines()]
-        assert {"none", "ngram", "suffix", "draft_model"} <= {row["name"] for row in rows}
+        assert {"none", "ngram", "suffix", "draft_model", "hybrid"} <= {row["name"] for row in rows}
         assert all(row["help"] and not row["error"] for row in rows if row["origin"] == "built in")
         listed = run("drafters").output
         assert all(row["name"] in listed for row in rows)
@@ -246,6 +248,20 @@ class TestCommands:
             (["demo", "--prompts", "0"], "--prompts 0"),
             (["demo", "--prompts", "21"], "--prompts 21"),
             (["demo", "--repeats", "0"], "--repeats 0"),
+            (["demo", "--model", "paceline-small-draft"], "no drafter of its own"),
+            (["generate", "--prompt", "x", "--drafter", "ngrm"], "ngram"),
+            (["generate", "--prompt", "x", "--dtype", "foo"], "foo"),
+            (["generate", "--prompt", "x", "--device", "tpu"], "tpu"),
+            (["generate", "--prompt", "x", "--kv-memory", "much"], "much"),
+            (["generate", "--prompt", "x", "--kv-memory", "4000000GiB"], "4000000GiB"),
+            (["generate", "--prompt", "x", "--verifier", "rejection"], "coupled"),
+            (["generate", "--prompt", "word " * 3000], "2048 tokens"),
+            (["chat", "--model", "./nowhere"], "nowhere"),
+            (["bench", "step", "--rows", "1,x"], "--rows 1,x"),
+            (["bench", "step", "--out", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+            (["bench", "step", "--model", "random:1x0x64x64"], "random:1x0x64x64"),
+            (["bench", "decode", "--batch", "0"], "--batch 0"),
+            (["bench", "decode", "--repeats", "0"], "--repeats 0"),
         ],
     )
     def test_mistakes_end_in_one_line_and_status_2(self, run: Any, args: list[str], message: str) -> None:
@@ -254,6 +270,45 @@ class TestCommands:
         assert result.stdout == ""
         assert result.stderr.startswith("error: ") and message in result.stderr
         assert len(result.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize("harm", ["config", "weights", "tokenizer"])
+    def test_a_broken_checkpoint_ends_in_one_line(self, run: Any, tmp_path: Path, harm: str) -> None:
+        source = zoo.find("paceline-small-draft")
+        assert source is not None
+        folder = Path(shutil.copytree(source, tmp_path / "broken"))
+        if harm == "weights":
+            with (folder / "model.safetensors").open("r+b") as weights:
+                weights.truncate(100_000)
+        else:
+            (folder / ("config.json" if harm == "config" else "tokenizer.json")).write_text('{"a": ', encoding="utf-8")
+        result = run("generate", "--prompt", "x", "--model", str(folder))
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: ") and str(folder) in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+    def test_generate_drafts_with_the_drafter_of_the_zoo(self, run: Any) -> None:
+        record = json.loads(run("generate", "--prompt", "It was a dark", "--max-tokens", "24", "--json").stdout)
+        assert len(record["outputs"][0]["token_ids"]) == 24
+        assert "drafted" in record["outputs"][0]["origins"]
+
+    def test_demo_compares_in_the_exact_mode(self, run: Any) -> None:
+        result = run("demo", "--prompts", "1", "--repeats", "1")
+        assert result.exit_code == 0, result.output
+        assert "IDENTICAL: 1 of 1" in result.output
+
+    def test_demo_is_exact_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+        from paceline.cli import demo
+
+        seen: list[bool] = []
+
+        def stop(options: dict[str, Any]) -> None:
+            seen.append(options["exact"])
+            raise ConfigError("a model", "not needed here", "look at the options")
+
+        monkeypatch.setattr(demo, "open_llm", stop)
+        for flags in ([], ["--no-exact"], ["--exact"]):
+            assert run("demo", *flags).exit_code == 2
+        assert seen == [True, False, True]
 
     def test_ctrl_c_ends_with_130(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def stop() -> None:

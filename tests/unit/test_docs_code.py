@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
@@ -71,9 +70,3 @@ def test_the_snippet_of_a_tree(example):
 def test_the_entry_point_is_in_the_group_that_is_read():
     declared = tomllib.loads(blocks("toml")[0])["project"]["entry-points"]
     assert list(declared) == [registry.ENTRY_POINT_GROUP]
-
-
-def test_the_example_runs():
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "second time" in done.stdout

@@ -141,6 +141,44 @@ def test_a_newcomer_waits_until_running_sequences_have_a_block_each_to_grow():
     assert rows(bench.step(), b, c) == [12, 1]
 
 
+def test_a_newcomer_that_has_to_wait_copies_nothing_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    copied: list[int] = []
+    monkeypatch.setattr(KVPool, "_copy_blocks", lambda pool, source, target: copied.extend(source))
+    bench = Bench(blocks=40)
+    prompt = [*range(17)]
+    bench.add(prompt, max_tokens=60)  # its four published blocks cannot be shared and grown behind
+    bench.step()
+    for tokens in range(3, 16):
+        bench.add(1, max_tokens=tokens)
+    bench.step()
+    (late,) = bench.add(prompt + [500] * 40, max_tokens=2)
+    assert bench.pool._copies([0, 1, 2, 3])
+    waited = 0
+    while late.cache is None:
+        bench.step()
+        waited += 1
+        assert not copied
+    assert waited > 3 and late.cache.reused == 16  # there is less empty room by now: it shares
+
+
+@pytest.mark.parametrize("blocks", [13, 60])
+def test_the_cost_of_a_sequence_is_what_it_takes(blocks: int):
+    """Sharing cached blocks, sharing held ones, copying, and starting from nothing."""
+    prompt = [*range(17)]
+    for held in (True, False):
+        for tokens, reuse in ((prompt + [5] * 9, True), (prompt + [5] * 9, False), ([9] * 11, True)):
+            bench = Bench(blocks=blocks)
+            bench.add(prompt, max_tokens=9 if held else 1)
+            bench.step()
+            before = bench.pool.allocator.num_free
+            rows, cost = bench.pool.cost(tokens, 7, reuse)
+            assert bench.pool.allocator.num_free == before
+            cache = bench.pool.open(tokens, reuse)
+            assert rows == min(7, len(tokens) - cache.committed)
+            cache.reserve(rows)
+            assert before - bench.pool.allocator.num_free == cost
+
+
 def test_the_youngest_is_preempted_first_and_comes_back_first():
     bench = Bench(blocks=8)
     a, b, c = (bench.add(7, max_tokens=12)[0] for _ in range(3))

@@ -18,6 +18,10 @@ def no_chosen_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_ZOO", raising=False)
 
 
+PARAMETERS_NO_NUMBER = '{"role": "target", "description": "x", "parameters": "many"}'
+DRAFTER_NO_TEXT = '{"role": "target", "description": "x", "parameters": 1, "drafter": 7}'
+
+
 def make_model(folder: Path, card: str) -> None:
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"12345")
@@ -28,8 +32,9 @@ def test_target_and_draft_are_there_and_belong_together() -> None:
     names = {entry.name: entry for entry in zoo.available()}
     assert names["paceline-small"].role == "target"
     assert names["paceline-small-draft"].role == "draft"
-    assert zoo.default_draft("paceline-small") == "paceline-small-draft"
-    assert zoo.default_draft("paceline-small-draft") is None
+    assert names["paceline-small"].draft == "paceline-small-draft"
+    assert zoo.default_drafter("paceline-small") == "hybrid:paceline-small-draft,dtype=int8"
+    assert zoo.default_drafter("paceline-small-draft") is None
     assert zoo.find("paceline-small") == names["paceline-small"].path
 
 
@@ -54,7 +59,7 @@ def test_target_and_draft_share_one_tokenizer() -> None:
 @pytest.mark.parametrize("name", ["", "nothing-like-it", "../zoo/paceline-small", "/", "paceline-small/"])
 def test_what_is_no_name_is_not_found(name: str) -> None:
     assert zoo.find(name) is None
-    assert zoo.default_draft(name) is None
+    assert zoo.default_drafter(name) is None
 
 
 def test_a_chosen_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +78,9 @@ def test_a_chosen_folder_that_is_not_there_is_an_error(tmp_path: Path, monkeypat
         zoo.available()
 
 
-@pytest.mark.parametrize("card", ["{", "{}", '{"role": "target", "description": "x", "parameters": "many"}', "[]"])
+@pytest.mark.parametrize(
+    "card", ["{", "{}", '{"role": "target", "description": "x", "parameters": "many"}', "[]", DRAFTER_NO_TEXT]
+)
 def test_a_broken_card_is_an_error(card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path / "broken", card)
     monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))

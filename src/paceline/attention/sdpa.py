@@ -125,7 +125,10 @@ def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor
 
 
 def _rows_of(cache: Tensor, keys: slice | Tensor) -> Tensor:
-    """[kv_heads, keys, head_dim]: cache[:, keys]; scattered rows by index_select, which is several times as fast as indexing with a tensor."""
+    """[kv_heads, keys, head_dim]: cache[:, keys].
+
+    Scattered rows by index_select, which is several times as fast as indexing with a tensor.
+    """
     return cache[:, keys] if isinstance(keys, slice) else cache.index_select(1, keys)
 
 

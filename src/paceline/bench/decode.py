@@ -90,7 +90,9 @@ def paceline_runner(llm: LLM) -> Runner:
 def transformers_runner(folder: str, dtype: torch.dtype, device: str) -> Runner:
     """Greedy decoding with transformers' ``generate``, EOS ignored."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the bar of the measuring is enough
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(device).eval()
 

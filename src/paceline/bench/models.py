@@ -28,11 +28,11 @@ def materialised(model: str) -> Iterator[str]:
         yield model
         return
     match = SHAPE.fullmatch(model)
-    if match is None or int(match[2]) % HEAD_DIM:
+    if match is None or int(match[2]) % HEAD_DIM or not all(int(part) for part in match.groups()):
         raise ConfigError(
             f"model {model!r}",
             "not the shape of a random model",
-            "write random:12x768x2048x8192, width a multiple of 64",
+            "write random:12x768x2048x8192, all above 0 and the width a multiple of 64",
         )
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         _save_random(Path(folder), *(int(part) for part in match.groups()))

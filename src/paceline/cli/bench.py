@@ -44,6 +44,7 @@ def step(
 
     row_counts, contexts = _numbers("--rows", rows), _numbers("--context", context)
     _positive("--repeats", repeats)
+    _check_out(out)
     with materialised(model) as folder:
         llm = LLM(folder, dtype=dtype, device=device, exact=exact, threads=threads, kv_memory=None)
         longest = max(contexts) + max(row_counts)
@@ -129,6 +130,7 @@ def decode(
     batches = _numbers("--batch", batch)
     for name, value in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens), ("--repeats", repeats)):
         _positive(name, value)
+    _check_out(out)
     with materialised(model) as folder:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads}
         options["max_sequences"] = max(*batches, 1) if len(batches) > 1 else batches[0]
@@ -190,6 +192,12 @@ def _numbers(flag: str, text: str) -> list[int]:
 def _positive(flag: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{flag} {value}", "nothing would be measured", "give 1 or more")
+
+
+def _check_out(out: Path | None) -> None:
+    """Refuse a file that cannot be written before the measuring, which takes minutes."""
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"--out {out}", "no file can be there", "name a file in a folder that exists")
 
 
 def _write(out: Path | None, figures: dict[str, Any]) -> None:

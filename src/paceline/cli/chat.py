@@ -64,7 +64,7 @@ class Conversation:
         self.show_figures = show_figures
         self.messages: list[dict[str, str]] = []
         self.commands: dict[str, Callable[[str], None]] = {
-            "/reset": lambda rest: self.begin(self._system()),
+            "/reset": lambda rest: self._reset(),
             "/system": self._set_system,
             "/help": lambda rest: note(HELP),
         }
@@ -133,6 +133,10 @@ class Conversation:
     def _system(self) -> str | None:
         first = self.messages[0] if self.messages else {"role": ""}
         return first["content"] if first["role"] == "system" else None
+
+    def _reset(self) -> None:
+        self.begin(self._system())
+        note("a new conversation")
 
     def _set_system(self, text: str) -> None:
         if not text:

@@ -5,6 +5,7 @@ Answers go to stdout, everything else to stderr, so that a pipe gets the answer 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,15 @@ from ..core.errors import ConfigError
 
 STYLES = {"drafted": "green", "target": "blue"}  # by a token's origin
 MEANINGS = {"drafted": "drafted and accepted", "target": "the target's own"}
+PIPE_WIDTH = 160  # columns of a table that no terminal limits: rich would take 80 and cut the figures
 
 
 def stdout(color: bool = True) -> Console:
     """The console for answers. ``NO_COLOR``, a pipe and ``color=False`` all mean plain text."""
-    return Console(no_color=True if not color else None, highlight=False, soft_wrap=True)
+    console = Console(no_color=True if not color else None, highlight=False, soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
 
 
 def stderr() -> Console:

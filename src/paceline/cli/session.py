@@ -15,15 +15,14 @@ from ..llm import LLM
 from .console import stderr, waiting
 
 DEFAULT_MODEL = "paceline-small"
-DRAFTER_SHOWN = "the model's own draft where the zoo has one, else none"
+DRAFTER_SHOWN = "the model's own drafter where the zoo names one, else none"
 
 
 def open_llm(options: dict[str, Any]) -> LLM:
-    """Load a model; a target of the zoo comes with its own draft unless a drafter is named."""
+    """Load a model; a target of the zoo comes with its own drafter unless one is named."""
     model, drafter = options["model"], options["drafter"]
     if drafter is None:
-        draft = zoo.default_draft(model)
-        drafter = f"draft_model:{draft}" if draft else None
+        drafter = zoo.default_drafter(model)
     with waiting(f"loading {model}"):
         llm = LLM(**{**options, "drafter": drafter})
     if llm.tokenizer is None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..core.errors import CapabilityError, ConfigError, PoolFullError
 from ..core.tree import SparseQ, TokenTree
@@ -136,6 +137,14 @@ class _Growth:
             node = self.parents[node - 1]
         return nodes[::-1]
 
+    def add(self, parent: int, token: int, log_q: float) -> int:
+        """Append a child; returns its node."""
+        self.scores.append(self.score(parent) + log_q)
+        self.depths.append(self.depth(parent) + 1)
+        self.parents.append(parent)
+        self.tokens.append(token)
+        return len(self.tokens)
+
     def score(self, node: int) -> float:
         return self.scores[node - 1] if node else 0.0
 
@@ -233,14 +242,24 @@ class DraftModel:
             state = self._states[sequence.key] = _State(self._open(sequence))
         else:
             self._settle(state, sequence.tokens)
-        limit = self.decoder.config.max_position - len(sequence.tokens)
-        depth = min(max_depth, self.config.depth if not self.config.branching else len(self.config.factors), limit)
-        growth = _Growth(sequence, state, budget if depth > 0 else 0, depth)
-        try:
-            state.cache.reserve(len(sequence.tokens) - state.cache.committed + self._room(growth))
-        except PoolFullError:  # the target goes on alone for this sequence
-            growth.budget = 0
+        growth = _Growth(sequence, state, budget, self._depth(sequence, max_depth))
+        if budget > 0 and growth.max_depth > 0 and self._reserve(growth):
+            return growth
+        growth.budget = 0  # the target goes on alone for this sequence
         return growth
+
+    def _depth(self, sequence: SequenceView, max_depth: int) -> int:
+        """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""
+        levels = len(self.config.factors) if self.config.branching else self.config.depth
+        return min(max_depth, levels, self.decoder.config.max_position - len(sequence.tokens))
+
+    def _reserve(self, growth: _Growth) -> bool:
+        """Room for the pending tokens and for every node that may be expanded; False if the pool is full."""
+        try:
+            growth.state.cache.reserve(self._pending(growth) + self._room(growth))
+        except PoolFullError:
+            return False
+        return True
 
     def _open(self, sequence: SequenceView) -> SequenceCache:
         assert self._pool is not None
@@ -248,10 +267,11 @@ class DraftModel:
         return self._pool.open(sequence.tokens, expected=expected)
 
     def _room(self, growth: _Growth) -> int:
-        """Rows that a full tree may take in the speculative region."""
+        """Rows that a tree may take in the speculative region: nodes above its last level, which is not expanded."""
+        levels = growth.max_depth - 1
         if self.config.topk > 1:
-            return (self.config.beam or self.config.topk) * self.config.topk * growth.max_depth
-        return self.config.num_nodes
+            return (self.config.beam or self.config.topk) * levels
+        return sum(math.prod(self.config.factors[: level + 1]) for level in range(levels))
 
     def _settle(self, state: _State, tokens: Sequence[int]) -> None:
         """Keep the K/V of drafted nodes that became part of the answer.
@@ -322,12 +342,18 @@ class DraftModel:
         return logits
 
     def _run(self, packer: RowPacker, rows: list[int]) -> Tensor:
-        """One pass; [len(rows), V] logits, cut to the target's vocabulary."""
+        """One pass; [len(rows), V] logits over the target's vocabulary.
+
+        Heads of one family often differ in how far they are padded: rows beyond the target's are cut, missing
+        ones are impossible.
+        """
         assert self._pool is not None
         state = self.decoder.embed(packer.batch())
         self.decoder.run_layers(state, 0, self.decoder.num_layers, self._pool)
         chosen = None if len(rows) == packer.rows else torch.tensor(rows, device=state.hidden.device)
-        return self.decoder.logits(state, chosen)[:, : self._vocab]
+        logits = self.decoder.logits(state, chosen)[:, : self._vocab]
+        missing = self._vocab - logits.shape[-1]
+        return pad(logits, (0, missing), value=-math.inf) if missing else logits
 
     # -- growing
 
@@ -346,13 +372,12 @@ class DraftModel:
         for growth in growths:
             fresh: list[int] = []
             growth.passes += bool(growth.frontier)
+            # Later levels are grown only where they fit; of the first one, what fits.
+            most = growth.budget if level == 0 and self.config.topk == 1 else children
             for node in growth.frontier:
-                for value, token in zip(values[row], tokens[row], strict=True):
-                    growth.parents.append(node)
-                    growth.tokens.append(token)
-                    growth.scores.append(growth.score(node) + value)
-                    growth.depths.append(growth.depth(node) + 1)
-                    fresh.append(len(growth.tokens))
+                for value, token in [*zip(values[row], tokens[row], strict=True)][:most]:
+                    if value > -math.inf:  # else a rule forbids it: fewer tokens are possible than children wanted
+                        fresh.append(growth.add(node, token, value))
                 row += 1
             growth.frontier = self._next_frontier(growth, fresh, level + 1)
 
@@ -466,11 +491,12 @@ class DraftModel:
         return mask
 
     def _q(self, growths: Sequence[_Growth], tree: TokenTree) -> SparseQ:
-        probs = torch.zeros(*tree.tokens.shape, self._vocab)  # [B, N, V]
-        for b, growth in enumerate(growths):
-            for node, row in growth.q_rows.items():
-                probs[b, node] = row.to(probs)
-        return SparseQ(ids=None, probs=probs.to(tree.tokens.device), replacement=False)
+        rows = [(b, node, row) for b, growth in enumerate(growths) for node, row in growth.q_rows.items()]
+        dtype = rows[0][2].dtype if rows else torch.float32
+        probs = torch.zeros(*tree.tokens.shape, self._vocab, dtype=dtype, device=tree.tokens.device)  # [B, N, V]
+        for b, node, row in rows:
+            probs[b, node] = row
+        return SparseQ(ids=None, probs=probs, replacement=False)
 
 
 def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: str) -> None:

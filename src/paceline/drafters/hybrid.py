@@ -45,8 +45,8 @@ class HybridConfig(DrafterConfig):
     model: str = option(help="folder, hub name or embedded model that drafts")
     depth: int = option(6, help="levels of the draft model's tree", minimum=1, maximum=64)
     topk: int = option(1, help="children of an expanded node; 1: chains only", minimum=1, maximum=64)
-    nodes: int = option(10, help="most nodes of a step in which the draft model takes part", minimum=1, maximum=256)
-    min_prob: float = option(0.2, help="do not expand a path whose probability is under this", minimum=0.0, maximum=1.0)
+    nodes: int = option(10, help="most nodes of a draft that the model takes part in", minimum=1, maximum=256)
+    min_prob: float = option(0.3, help="do not expand a path whose probability is under this", minimum=0.0, maximum=1.0)
     lookup: int = option(14, help="longest look-up, in tokens", minimum=1, maximum=64)
     memory: int = option(0, help="tokens of earlier outputs to look up in, beside the request's own", minimum=0)
     pass_cost: float = option(
@@ -230,6 +230,8 @@ class Hybrid:
         )
         found = {}
         for i, (proposal, passes) in zip(asked, self._draft.draft(part), strict=True):
+            if passes == 0:  # no room for it: that says nothing about its worth
+                continue
             book = self._books[want.sequences[i].key]
             book.passes = MEMORY * book.passes + (1 - MEMORY) * passes
             found[i] = proposal
@@ -244,6 +246,4 @@ def _joined(draft: Proposal, lookup: Proposal, budget: int) -> tuple[Proposal, l
         parent = both.parents[i]
         if parent and both.log_scores[i] > both.log_scores[parent - 1]:
             both.log_scores[i] = both.log_scores[parent - 1]
-    ranked = sorted(range(len(both)), key=lambda i: (-both.log_scores[i], i))
-    marks = [SUFFIX if i in new else DRAFT for i in sorted(ranked[:budget])]
-    return both.best(budget), marks
+    return both.best(budget), [SUFFIX if i in new else DRAFT for i in both.ranked(budget)]

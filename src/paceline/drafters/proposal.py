@@ -34,14 +34,17 @@ class Proposal:
         self.log_scores.append(log_score)
         return len(self.tokens)
 
+    def ranked(self, budget: int) -> list[int]:
+        """Indices in ``tokens`` of the ``budget`` best scored nodes, ascending; of equals the earlier ones."""
+        return sorted(sorted(range(len(self.tokens)), key=lambda i: (-self.log_scores[i], i))[:budget])
+
     def best(self, budget: int) -> Proposal:
         """The ``budget`` best scored nodes, in their order. No node may have a better score than its parent."""
         if len(self.tokens) <= budget:
             return self
-        ranked = sorted(range(len(self.tokens)), key=lambda i: (-self.log_scores[i], i))
         kept = Proposal(matched=self.matched)
         moved = {0: 0}
-        for i in sorted(ranked[:budget]):
+        for i in self.ranked(budget):
             moved[i + 1] = kept.add(moved[self.parents[i]], self.tokens[i], self.log_scores[i])
         return kept
 

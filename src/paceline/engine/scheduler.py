@@ -113,19 +113,14 @@ class Scheduler:
             if self._sibling_computes(sequence):
                 later.append(sequence)
                 continue
-            sequence.cache = self.pool.open(
-                sequence.view.tokens,
-                reuse=sequence.params.prompt_logprobs is None,
-                expected=sequence.max_len + SPARE_TOKENS,
-            )
-            wanted = min(sequence.pending, left)
+            tokens = sequence.view.tokens
+            reuse = sequence.params.prompt_logprobs is None
+            wanted, blocks = self.pool.cost(tokens, left, reuse)
             # A block of headroom for each running sequence, lest the newcomer be preempted at once.
-            spare = self.pool.allocator.num_free - sequence.cache.blocks_short(wanted)
-            if spare < len(self.running):
-                sequence.cache.release()
-                sequence.cache = None
+            if self.pool.allocator.num_free - blocks < len(self.running):
                 self.waiting.appendleft(sequence)
                 break
+            sequence.cache = self.pool.open(tokens, reuse, expected=sequence.max_len + SPARE_TOKENS)
             sequence.cache.reserve(wanted)
             stats = sequence.state.stats
             if not stats.passes:

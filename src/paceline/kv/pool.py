@@ -89,6 +89,34 @@ class KVPool:
         """How many leading ``tokens`` a new sequence would find computed."""
         return len(self._lookup(tokens)) * self.block_size
 
+    def cost(self, tokens: Sequence[int], most: int, reuse: bool = True) -> tuple[int, int]:
+        """What it would take to `open` a sequence and to reserve rows for its next tokens; nothing is changed.
+
+        Args:
+            tokens, reuse: as for `open`.
+            most: rows to reserve at most.
+
+        Returns:
+            The rows to reserve, and the free blocks that are gone then.
+        """
+        found = [block for block, _ in self._lookup(tokens)] if reuse else []
+        prefix = len(found) * self.block_size
+        rows = min(len(tokens) - prefix, most)
+        fresh = -(-(prefix + rows) // self.block_size) - len(found)
+        adopted = len(found) if self._copies(found) else sum(self.allocator.is_free(block) for block in found)
+        return rows, fresh + adopted
+
+    def _copies(self, prefix: Sequence[int]) -> bool:
+        """Whether a new sequence copies these blocks rather than share them.
+
+        A sequence that cannot grow right behind the shared blocks would be gathered in every step. One copy
+        costs as much as one such gather, so it is copied while there is plenty of empty room.
+        """
+        if not prefix:
+            return False
+        in_place = all(b == prefix[0] + i for i, b in enumerate(prefix)) and self.allocator.is_empty(prefix[-1] + 1)
+        return not in_place and self.allocator.num_empty > COPY_MARGIN * len(prefix)
+
     def _lookup(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """(block, content id) of every published block at the front of ``tokens``."""
         found: list[tuple[int, int]] = []
@@ -179,29 +207,25 @@ class SequenceCache:
         return len(self.blocks) * self.pool.block_size
 
     def _adopt(self, tokens: Sequence[int]) -> None:
-        """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays.
-
-        A sequence that cannot grow right behind the shared blocks would be gathered in every step. One copy
-        costs as much as one such gather, so it is copied while there is plenty of empty room.
-        """
+        """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays."""
         pool, allocator = self.pool, self.pool.allocator
         found = pool._lookup(tokens)
+        if not found:
+            return
         blocks = [block for block, _ in found]
-        in_place = all(b == blocks[0] + i for i, b in enumerate(blocks)) and allocator.is_empty(
-            blocks[-1] + 1 if blocks else 0
-        )
-        for block, _ in found:
+        copies = pool._copies(blocks)
+        for block in blocks:
             allocator.share(block)
-        if found and not in_place and allocator.num_empty > COPY_MARGIN * len(found):
-            for _ in found:
+        if copies:
+            for _ in blocks:
                 self._append(self._allocate())
             pool._copy_blocks(blocks, self.blocks)
-            for block in blocks:
+            for block in reversed(blocks):
                 allocator.free(block)
         else:
             for block in blocks:
                 self._append(block)
-        self._content = found[-1][1] if found else ROOT_CONTENT
+        self._content = found[-1][1]
         self._published = len(self.blocks)
         self.committed = self.reused = self.capacity
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.request import Logprob, token_logprobs
 from ..core.tree import TokenTree
-from ..drafters.base import Drafter, DraftRequest, StepFeatures
+from ..drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ..kv.pool import KVPool
 from ..target.base import Batch, ForwardState, Taps
 from ..target.decoder import Decoder
@@ -268,7 +268,7 @@ class SerialRound:
         tokens: dict[int, list[int]],
         paths: dict[int, list[int]],
     ) -> list[int]:
-        """Apply the stop rules, keep the accepted K/V, count. Returns tokens emitted by each work."""
+        """Apply the stop rules, count, keep the K/V of what came out. Returns tokens emitted by each work."""
         emitted = [0] * len(works)
         begin = 0
         for i in generating:
@@ -282,6 +282,11 @@ class SerialRound:
             self._count(sequence, tree, span, paths[i], emitted[i])
             paths[i] = paths[i][: emitted[i]]
             begin += _nodes(span)
+        self._keep(works, paths)
+        return emitted
+
+    def _keep(self, works: Sequence[Work], paths: dict[int, list[int]]) -> None:
+        """Commit the K/V of pending tokens and accepted nodes; the root is the last pending token."""
         kept = []
         for i, work in enumerate(works):
             assert work.sequence.cache is not None
@@ -289,7 +294,6 @@ class SerialRound:
         self.pool.commit(kept)
         for work, (cache, _) in zip(works, kept, strict=True):
             cache.publish(work.sequence.view.tokens)
-        return emitted
 
     def _logprobs(
         self,
@@ -316,19 +320,19 @@ class SerialRound:
         if tree is None or span.tree_index < 0 or self.drafter is None:
             stats.record_pass(drafted=0, accepted=0, emitted=emitted)
             return
-        accepted = list(path[:emitted])
+        accepted = path[:emitted]
         nodes = _nodes(span)
-        parents = tree.parents[span.tree_index, :nodes].tolist()
-        frontier = accepted[-1] if accepted else 0
-        ended_here = len(accepted) == len(path) and emitted > len(path)  # not cut by a stop rule
-        offered = len(accepted) + int(ended_here and frontier in parents[1:])
+        parents = tree.parents[span.tree_index, 1:nodes].tolist()
         marks = tree.source[span.tree_index, :nodes].tolist()
-        taken = [marks[n] for n in accepted]
-        names = self.drafter.spec.sources or (self.drafter.spec.name,)
-        sources = {
-            names[m] if m < len(names) else f"source {m}": (marks[1:].count(m), taken.count(m)) for m in {*marks[1:]}
-        }
-        stats.record_pass(drafted=nodes - 1, accepted=len(accepted), emitted=emitted, offered=offered, sources=sources)
+        frontier = path[-1] if path else 0
+        refused = emitted > len(path) and frontier in parents  # all of the path came out, and the next guess was wrong
+        stats.record_pass(
+            drafted=nodes - 1,
+            accepted=len(accepted),
+            emitted=emitted,
+            offered=len(accepted) + refused,
+            sources=_by_source(self.drafter.spec, marks[1:], [marks[n] for n in accepted]),
+        )
 
     def _observe(
         self,
@@ -381,6 +385,12 @@ def _layout(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | N
 
 def _nodes(span: Span) -> int:
     return span.stop - span.root
+
+
+def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, int]]:
+    """(drafted, accepted) nodes by the name of who proposed them, from the nodes' marks."""
+    names = spec.sources or (spec.name,)
+    return {names[m] if m < len(names) else f"source {m}": (drafted.count(m), accepted.count(m)) for m in {*drafted}}
 
 
 def _block_mask(ancestors: Tensor, pending: int) -> Tensor:

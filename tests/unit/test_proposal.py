@@ -1,0 +1,89 @@
+"""Proposals in plain Python: the best nodes are a tree, a graft holds every path of both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.drafters.proposal import Proposal, to_tree
+
+Paths = dict[tuple[int, ...], float]
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    """Any tree of up to 12 nodes, siblings apart, no score above its parent's, few different scores."""
+    made = Proposal()
+    taken: set[tuple[int, int]] = set()
+    for _ in range(draw(st.integers(0, 12))):
+        parent = draw(st.integers(0, len(made)))
+        token = draw(st.integers(0, 4))
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            above = made.log_scores[parent - 1] if parent else 0.0
+            made.add(parent, token, above - draw(st.sampled_from([0.0, 0.5, 1.25])))
+    return made
+
+
+def paths(proposal: Proposal) -> Paths:
+    found: list[tuple[int, ...]] = [()]
+    for parent, token in zip(proposal.parents, proposal.tokens, strict=True):
+        found.append((*found[parent], token))  # fails where a parent comes after its child
+    scores = dict(zip(found[1:], proposal.log_scores, strict=True))
+    assert len(scores) == len(proposal)
+    return scores
+
+
+@given(proposals(), st.integers(0, 14))
+@settings(max_examples=150, deadline=None)
+def test_the_best_nodes_are_a_tree_and_none_left_out_is_better(whole: Proposal, budget: int) -> None:
+    before, kept = paths(whole), paths(whole.best(budget))
+    assert len(kept) == min(budget, len(whole))
+    assert kept.items() <= before.items()
+    assert all(path[:-1] in kept for path in kept if len(path) > 1)
+    left = [score for path, score in before.items() if path not in kept]
+    assert not left or not kept or max(left) <= min(kept.values())
+    assert [*kept] == [path for path in before if path in kept]  # in their order
+    assert [*before] == [*paths(whole)]  # and the whole is untouched
+    assert [[*before][i] for i in whole.ranked(budget)] == [*kept]
+
+
+@given(proposals(), proposals())
+@settings(max_examples=150, deadline=None)
+def test_a_graft_holds_every_path_of_both_once_with_the_better_score(one: Proposal, other: Proposal) -> None:
+    before, added = paths(one), paths(other)
+    fresh = one.graft(other)
+    both = paths(one)
+    assert both == {p: max(before.get(p, -math.inf), added.get(p, -math.inf)) for p in before | added}
+    assert [*both][: len(before)] == [*before]
+    assert [[*both][i] for i in fresh] == [p for p in added if p not in before]
+
+
+@given(st.lists(proposals(), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_a_tensor_tree_holds_the_same_nodes(several: list[Proposal]) -> None:
+    tree = to_tree([*range(50, 50 + len(several))], several, source=3)
+    tree.check()
+    assert tree.num_nodes.tolist() == [len(p) + 1 for p in several]
+    assert tree.log_score is not None
+    for b, proposal in enumerate(several):
+        stop = len(proposal) + 1
+        assert tree.tokens[b, :stop].tolist() == [50 + b, *proposal.tokens]
+        assert tree.parents[b, 1:stop].tolist() == proposal.parents
+        assert tree.log_score[b, 1:stop].tolist() == proposal.log_scores
+        assert tree.source[b, 1:stop].tolist() == [3] * len(proposal)
+    assert torch.equal(tree.tokens[:, 0], torch.arange(50, 50 + len(several)))
+
+
+def test_expected_accepted_adds_up_the_chances_of_all_paths() -> None:
+    proposal = Proposal()
+    first = proposal.add(0, 5, math.log(0.5))
+    proposal.add(first, 6, math.log(0.25))
+    proposal.add(0, 7, math.log(0.125))
+    assert proposal.expected_accepted == pytest.approx(0.875)
+    assert not proposal.is_chain
+    assert proposal.best(2).is_chain and Proposal().is_chain
