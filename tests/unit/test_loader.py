@@ -47,8 +47,8 @@ def outputs(decoder: Decoder) -> torch.Tensor:
     plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], positions)
 
     class Cache:
-        k = [torch.zeros(rows, c.num_kv_heads, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
-        v = [torch.zeros(rows, c.num_kv_heads, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
+        k = [torch.zeros(c.num_kv_heads, rows, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
+        v = [torch.zeros(c.num_kv_heads, rows, c.head_dim, dtype=decoder.dtype) for _ in range(c.num_layers)]
 
     with torch.inference_mode():
         state = decoder.embed(Batch(positions + 5, positions, positions * 0, positions, slice(0, rows), plan))
