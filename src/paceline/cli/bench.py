@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -12,6 +13,10 @@ from rich.table import Table
 from ..core.errors import ConfigError
 from .console import stdout
 from .session import DEFAULT_MODEL, counting
+
+if TYPE_CHECKING:  # torch is loaded when a command runs, not when its help is shown
+    from ..bench.decode import DecodeRate
+    from ..bench.step import StepCost
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure what things cost on this machine.")
 
@@ -57,38 +62,12 @@ def step(
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 2) as progress:
             costs = bench.measure(llm.decoder, row_counts, contexts, repeats, progress)
-    one = {c.context: c.step_ms for c in costs if c.rows == 1}
-    table = Table(box=None, header_style="bold")
-    for name in (
-        "context",
-        "rows",
-        "step ms",
-        "10-90 %",
-        "of 1 row",
-        "weights GB/s",
-        "share",
-        "linear ms",
-        "linear share",
-    ):
-        table.add_column(name, justify="right")
-    for cost in costs:
-        table.add_row(
-            str(cost.context),
-            str(cost.rows),
-            f"{cost.step_ms:.2f}",
-            f"{cost.low_ms:.2f}-{cost.high_ms:.2f}",
-            f"{cost.step_ms / one[cost.context]:.2f}" if cost.context in one else "",
-            f"{cost.gigabytes_per_second():.1f}",
-            f"{cost.share(bandwidth):.0%}",
-            f"{cost.linear_ms:.2f}",
-            f"{cost.linear_share(bandwidth):.0%}",
-        )
     facts = machine.describe(device)
     console = stdout()
     console.print(f"{model}, {llm.decoder.dtype}".replace("torch.", "") + (", exact" if exact else ""))
     console.print(facts.line())
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
-    console.print(table)
+    console.print(_step_table(costs, bandwidth))
     _write(
         out,
         {
@@ -145,27 +124,13 @@ def decode(
             rates, ratios = bench.measure(
                 engines, batches, prompt_tokens, new_tokens, llm.decoder.config.vocab_size, repeats, progress
             )
-    table = Table(box=None, header_style="bold")
-    for name in ("engine", "batch", "tokens/s", "low-high", "over transformers", "over batch " + str(batches[0])):
-        table.add_column(name, justify="left" if name == "engine" else "right")
-    first = {r.engine: r.tokens_per_s for r in rates if r.batch == batches[0]}
-    for rate in rates:
-        ratio = ratios.get((rate.engine, "transformers", rate.batch))
-        table.add_row(
-            rate.engine,
-            str(rate.batch),
-            f"{rate.tokens_per_s:.1f}",
-            f"{rate.low:.1f}-{rate.high:.1f}",
-            f"{ratio:.2f}" if ratio else "",
-            f"{rate.tokens_per_s / first[rate.engine]:.2f}",
-        )
     facts = machine.describe(device)
     console = stdout()
     console.print(
         f"{model}, {dtype}: {prompt_tokens} prompt tokens, {new_tokens} new tokens, {repeats} repeats in turns"
     )
     console.print(facts.line())
-    console.print(table)
+    console.print(_decode_table(rates, ratios, batches[0]))
     _write(
         out,
         {
@@ -180,6 +145,56 @@ def decode(
             "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
         },
     )
+
+
+def _step_table(costs: Sequence[StepCost], bandwidth: float) -> Table:
+    """One line a row count and context."""
+    one = {c.context: c.step_ms for c in costs if c.rows == 1}
+    table = Table(box=None, header_style="bold")
+    for name in (
+        "context",
+        "rows",
+        "step ms",
+        "10-90 %",
+        "of 1 row",
+        "weights GB/s",
+        "share",
+        "linear ms",
+        "linear share",
+    ):
+        table.add_column(name, justify="right")
+    for cost in costs:
+        table.add_row(
+            str(cost.context),
+            str(cost.rows),
+            f"{cost.step_ms:.2f}",
+            f"{cost.low_ms:.2f}-{cost.high_ms:.2f}",
+            f"{cost.step_ms / one[cost.context]:.2f}" if cost.context in one else "",
+            f"{cost.gigabytes_per_second():.1f}",
+            f"{cost.share(bandwidth):.0%}",
+            f"{cost.linear_ms:.2f}",
+            f"{cost.linear_share(bandwidth):.0%}",
+        )
+    return table
+
+
+def _decode_table(rates: Sequence[DecodeRate], ratios: Mapping[tuple[str, str, int], float], first_batch: int) -> Table:
+    """One line an engine and batch size."""
+    table = Table(box=None, header_style="bold")
+    for name in ("engine", "batch", "tokens/s", "low-high", "over transformers", "over batch " + str(first_batch)):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    first = {r.engine: r.tokens_per_s for r in rates if r.batch == first_batch}
+    for rate in rates:
+        ratio = ratios.get((rate.engine, "transformers", rate.batch))
+        table.add_row(
+            rate.engine,
+            str(rate.batch),
+            f"{rate.tokens_per_s:.1f}",
+            f"{rate.low:.1f}-{rate.high:.1f}",
+            f"{ratio:.2f}" if ratio else "",
+            f"{rate.tokens_per_s / first[rate.engine]:.2f}",
+        )
+    return table
 
 
 def _numbers(flag: str, text: str) -> list[int]:

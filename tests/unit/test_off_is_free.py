@@ -1,0 +1,49 @@
+"""Off is free: without drafts a step runs the very operations that plain decoding runs, and no other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline import LLM, SamplingParams
+
+PROMPT = {"prompt_token_ids": [0, 70, 300, 4000, 5, 6]}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class Count(TorchDispatchMode):
+    """Counts every tensor operation that reaches the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(llm: LLM, params: SamplingParams) -> Counter[str]:
+    llm.generate([PROMPT], params)  # whatever is done once is done
+    with Count() as count:
+        llm.generate([PROMPT], params)
+    return count.seen
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=8)])
+def test_a_budget_of_zero_adds_no_operation(params: SamplingParams):
+    plain = operations(LLM("paceline-small", kv_memory="64MiB"), params)
+    assert sum(plain.values()) > 100
+    for drafter in ("none", "ngram", "suffix"):
+        off = operations(LLM("paceline-small", kv_memory="64MiB", drafter=drafter, budget=0), params)
+        assert off == plain, drafter
+
+
+def test_a_budget_adds_some():
+    """The count above can tell the difference."""
+    plain = operations(LLM("paceline-small", kv_memory="64MiB"), GREEDY)
+    on = operations(LLM("paceline-small", kv_memory="64MiB", drafter="draft_model:paceline-small-draft"), GREEDY)
+    assert on != plain
