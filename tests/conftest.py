@@ -11,6 +11,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time, and no deadline: a slow machine is no failure.
+settings.register_profile("paceline", derandomize=True, deadline=None)
+settings.load_profile("paceline")
 
 # One thread even without workers: two threads that spin beside another busy process cost twenty times one.
 torch.set_num_threads(1)
