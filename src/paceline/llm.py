@@ -528,12 +528,34 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int) -> KVPoo
                 f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
                 f"give {least * per_token} bytes or more, or a smaller max_model_len",
             )
+    wanted = tokens * per_token
+    free = _free_bytes(decoder.device)
+    if free is not None and wanted > free:
+        raise _too_little_memory(config, max_model_len, per_token, wanted, f"{free / 2**30:.1f} GiB are free")
     try:
         return KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, tokens, decoder.dtype, decoder.device)
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
-        asked = f"kv_memory={config.kv_memory}" if config.kv_memory is not None else "the default kv_memory"
-        raise ConfigError(
-            asked,
-            f"{decoder.device} has no {tokens * per_token / 2**30:.1f} GiB to give for the K/V pool",
-            f"give less, but {least * per_token} bytes or more, or a smaller max_model_len",
-        ) from error
+        raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
+
+
+def _too_little_memory(config: LLMConfig, max_model_len: int, per_token: int, wanted: int, why: str) -> ConfigError:
+    asked = f"kv_memory={config.kv_memory}" if config.kv_memory is not None else "the default kv_memory"
+    return ConfigError(
+        f"{asked} on {config.device}",
+        f"K/V of {wanted // per_token:,} tokens takes {wanted / 2**30:.1f} GiB, and {why}",
+        f"give max_model_len (now {max_model_len:,}; one request of 4,096 tokens takes "
+        f"{4096 * per_token / 2**30:.2f} GiB) or a smaller kv_memory",
+    )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # no Linux: the allocator has the last word
+        return None
+    return None
