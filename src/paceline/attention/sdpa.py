@@ -29,7 +29,7 @@ MAX_GATHERED_KEYS = 1 << 15
 assert BUCKET <= PADDING_SLOTS, "exact attention reads up to one bucket past a sequence's last slot"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One kernel call: some rows, the keys they share, and what they may see of them."""
 
@@ -37,6 +37,7 @@ class Call:
     keys: slice | Tensor  # shared keys: slice or [keys]; a row's own: [rows, keys]
     mask: Tensor | None  # additive, broadcastable to [rows, keys]; None: every row sees every key
     causal: bool  # rows are the last keys, each sees those up to its own
+    grouped: Tensor | None = None  # the mask once for each query head of a K/V head; made by the first layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,9 @@ def _attend_together(call: Call, query: Tensor, k_cache: Tensor, v_cache: Tensor
         # Query heads that share a K/V head become more query rows of it: no key is copied.
         q = query.view(rows, -1, groups, dim).permute(1, 2, 0, 3).reshape(1, -1, groups * rows, dim)
         if mask is not None:
-            mask = mask.repeat(groups, 1)
+            if call.grouped is None:
+                call.grouped = mask.repeat(groups, 1)
+            mask = call.grouped
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.view(-1, groups, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads * dim)
     q = query.transpose(0, 1)[None]  # [1, heads, rows, head_dim]
