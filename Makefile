@@ -1,8 +1,9 @@
 # Two commands set everything up, each complete on its own: `make demo` and `make test`.
 #
 # TORCH chooses the torch build: what follows `pip install`. On Linux x86-64 the default brings CUDA
-# packages of several gigabytes; a machine without a GPU is served by
-#     make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# packages of several gigabytes; a machine without a GPU is served by the CPU build, whose index PyTorch's
+# "Get started" page names:
+#     make demo TORCH="torch==2.13.0 --index-url ADDRESS_OF_THE_CPU_INDEX"
 # PYTHON chooses the interpreter (3.11 or 3.12): make demo PYTHON=python3.12
 
 PYTHON ?= python3
