@@ -28,6 +28,7 @@ from .engine.scheduler import SchedulerConfig
 from .engine.tokens import Prompt, chat_ids, decode_steps, encode
 from .kv.pool import KVPool
 from .rounds import make_round
+from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .target.decoder import Decoder
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
 
@@ -49,7 +50,7 @@ class LLMConfig:
     model: str = field(metadata={"help": "embedded model, folder or hub name"})
     drafter: str | DrafterConfig | None = _option(None, "who guesses: name, name:model, or name:model,option=value")
     round: str = _option("serial", "when guessing and checking happen")
-    verifier: str = _option("sample_and_match", "sample_and_match, rejection or block (for drafts that carry q)")
+    verifier: str = _option(DEFAULT_VERIFIER, "sample_and_match, rejection or block (for drafts that carry q)")
     budget: int | None = _option(None, "drafted nodes a step; 0: plain decoding; default: the drafter's own size")
     dtype: str = _option("auto", "auto (the checkpoint's), bfloat16, float32, float64 or int8")
     device: str = _option("cpu", "cpu or cuda")
@@ -449,11 +450,11 @@ def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
 def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     decoder = target.decoder
     drafter = _build_drafter(config, target)
-    if config.exact and config.verifier != "sample_and_match":
+    if config.exact and config.verifier in VERIFIERS and VERIFIERS[config.verifier].needs_q:
         raise CapabilityError(
             f"exact=True with verifier={config.verifier!r}",
             "its ids depend on the drafter by design",
-            "use verifier='sample_and_match'",
+            f"use verifier={DEFAULT_VERIFIER!r}",
         )
     max_model_len = _max_model_len(config, decoder)
     scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)

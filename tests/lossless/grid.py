@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -453,7 +453,7 @@ class Witness:
     def watch(self, engine: Engine) -> None:
         """See every step of ``engine``, and every verdict on a tree."""
         round_: Any = engine.round
-        step, verify = round_.step, round_.verify
+        step, verify = round_.step, round_.verifier.verify
         paths: dict[int, list[int]] = {}
 
         def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
@@ -474,7 +474,8 @@ class Witness:
                 self._saw_end(work, path, len(work.sequence.view.tokens) - length)
             return result
 
-        round_.step, round_.verify = watched_step, watched_verify
+        round_.step = watched_step
+        round_.verifier = replace(round_.verifier, verify=watched_verify)
 
     def _saw_path(self, path: list[int], parents: list[int]) -> None:
         self.accepted.add(len(path))

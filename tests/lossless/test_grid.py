@@ -149,6 +149,6 @@ def test_a_wrong_verifier_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
         path = torch.where(path == 0, -1, path)
         return VerifyOutcome(path, (path >= 0).sum(dim=1), outcome.next_token, outcome.frontier)
 
-    monkeypatch.setitem(verification.VERIFIERS, "sample_and_match", gullible)
+    monkeypatch.setitem(verification.VERIFIERS, "sample_and_match", verification.VerifierKind(gullible))
     with pytest.raises(AssertionError):
         play("always_wrong", "together", [case("greedy", i) for i in range(3)], Witness())

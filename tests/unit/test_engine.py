@@ -59,7 +59,7 @@ def consistent(output: RequestOutput) -> None:
     assert sum(stats.depth_accepted) == stats.accepted
     assert all(a <= o for a, o in zip(stats.depth_accepted, stats.depth_offered, strict=True))
     assert stats.prompt_tokens == len(output.prompt_token_ids)
-    assert (stats.off_reason is None) or stats.drafted == 0
+    assert stats.off_reason is None or stats.drafted == 0 or "failed" in stats.off_reason
     if output.finished and stats.emitted:
         assert stats.ttft_ms is not None and 0 < stats.ttft_ms <= stats.elapsed_ms
 
@@ -353,7 +353,9 @@ def test_a_drafter_that_fails_costs_no_request(target: Decoder, kind: type[Guest
     assert failure is not None and FAILING[kind] in failure and "'guest'" in failure
     for output in outputs:
         consistent(output)
-        assert output.stats.drafted or output.stats.off_reason == failure
+        # One that ended before the failure has nothing to tell.
+        assert output.stats.off_reason == failure or (output.stats.drafted and output.stats.off_reason is None)
+    assert outputs[-1].stats.off_reason == failure or kind is RaisesInRelease
     engine.pool.check_idle()
     calls = kind.propose and guest.proposals  # type: ignore[attr-defined]
     assert ids(run(engine, jobs)) == ids(outputs)

@@ -48,7 +48,7 @@ class SpecStats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # those whose K/V was found in the pool
     preemptions: int = 0
-    off_reason: str | None = None  # why nothing was drafted, where speculation is off
+    off_reason: str | None = None  # why speculation is off, or was put aside on the way
 
     def record_pass(
         self,

@@ -230,8 +230,8 @@ class Engine:
         reference = live.ended or perf_counter()
         stats.elapsed_ms = (reference - live.submitted) * 1e3
         stats.ttft_ms = (live.first_token - live.submitted) * 1e3 if live.first_token else None
-        if not stats.drafted:
-            stats.off_reason = getattr(self.round, "failure", None) or stats.off_reason
+        # A drafter that failed on the way must be heard of, whatever it had drafted before.
+        stats.off_reason = self.round.failure or stats.off_reason
         outputs = [self._completion(live, s) for s in live.sequences]
         wants_prompt = live.request.params.prompt_logprobs is not None
         return RequestOutput(

@@ -61,8 +61,7 @@ class SerialRound:
         self.target = target
         self.pool = pool
         self.drafter = drafter
-        self.verify = make_verifier(verifier, drafter.spec if drafter else None)
-        self._needs_q = verifier != DEFAULT_VERIFIER
+        self.verifier = make_verifier(verifier, drafter.spec if drafter else None)
         self.failure: str | None = None  # why the drafter was put aside, if it failed
 
     # -- the step
@@ -141,7 +140,7 @@ class SerialRound:
             keep &= torch.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
             if not bool(keep.sum() == tree.num_nodes.sum()):
                 tree = tree.prune(keep)
-        if self._needs_q and tree.q is None:
+        if self.verifier.needs_q and tree.q is None:
             raise ValueError("a tree without the distribution it was drawn from, or cut after the draw")
         return tree
 
@@ -249,7 +248,7 @@ class SerialRound:
                 tokens[i], paths[i] = [token], []
         if treed and tree is not None:
             rows = logits if not plain else torch.cat([logits[begins[i] : begins[i] + _nodes(spans[i])] for i in treed])
-            outcome = self.verify([works[i].sequence.view for i in treed], tree, rows)
+            outcome = self.verifier.verify([works[i].sequence.view for i in treed], tree, rows)
             nodes = tree.tokens.tolist()
             for b, (i, path, token) in enumerate(
                 zip(treed, outcome.path.tolist(), outcome.next_token.tolist(), strict=True)

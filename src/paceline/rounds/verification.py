@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def choose_packed(
 def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
     """Sample from the target at every node, then walk the tree along the samples."""
     counts = tree.num_nodes.tolist()
-    picks = choose_packed(sequences, counts, logits, tree)
+    # Trees may be built on the host; the few ids follow them there.
+    picks = choose_packed(sequences, counts, logits, tree).to(tree.tokens.device)
     if len(counts) == 1:
         return verify.sample_and_match(tree, picks[None, :])
     chosen = torch.zeros(tree.tokens.shape, dtype=torch.int64, device=picks.device)
@@ -69,6 +71,8 @@ def _against_q(rule: Callable[..., VerifyOutcome]) -> Verifier:
     """A verifier that weighs p against the q that the drafts were drawn from."""
 
     def verifier(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+        """p, uniforms and residual noise of every node, for ``rule``."""
+        tree = tree.to(logits.device)  # the distributions are large: the tree goes to them
         counts = tree.num_nodes.tolist()
         depths = tree.depths().tolist()
         paths = tree.path_tokens()
@@ -90,36 +94,45 @@ def _against_q(rule: Callable[..., VerifyOutcome]) -> Verifier:
     return verifier
 
 
-DEFAULT_VERIFIER = "sample_and_match"  # the only one that takes any tree; the others weigh it against its q
-VERIFIERS: dict[str, Verifier] = {
-    DEFAULT_VERIFIER: match,
-    "rejection": _against_q(verify.rejection),
-    "block": _against_q(verify.block),
+@dataclass(frozen=True, slots=True)
+class VerifierKind:
+    """A verifier and what it asks of the drafts."""
+
+    verify: Verifier
+    needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
+    chains_only: bool = False
+
+
+DEFAULT_VERIFIER = "sample_and_match"
+VERIFIERS: dict[str, VerifierKind] = {
+    DEFAULT_VERIFIER: VerifierKind(match),
+    "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),
+    "block": VerifierKind(_against_q(verify.block), needs_q=True, chains_only=True),
 }
 
 
-def make_verifier(name: str, spec: DrafterSpec | None) -> Verifier:
+def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
     """The verifier called ``name``, checked against what the drafter proposes.
 
     Raises:
         ConfigError: unknown name.
-        CapabilityError: rejection or block verification with a drafter that does not draw from q.
+        CapabilityError: a verifier that needs q, or chains, with a drafter that does not give them.
     """
     if name not in VERIFIERS:
         known = ", ".join(VERIFIERS)
         raise ConfigError(f"verifier={name!r}", "there is no such verifier", f"use one of: {known}")
-    needs_q = name != DEFAULT_VERIFIER
-    if needs_q and (spec is None or spec.proposes != "sampled"):
+    kind = VERIFIERS[name]
+    if kind.needs_q and (spec is None or spec.proposes != "sampled"):
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
         raise CapabilityError(
             f"verifier={name!r} with {drafter}",
             "it needs drafts that were drawn from a known distribution",
-            "use draft_model with proposes=sampled, or verifier='sample_and_match'",
+            f"use draft_model with proposes=sampled, or verifier={DEFAULT_VERIFIER!r}",
         )
-    if name == "block" and spec is not None and spec.tree:
+    if kind.chains_only and spec is not None and spec.tree:
         raise CapabilityError(
-            f"verifier='block' with drafter {spec.name!r}, which proposes trees",
-            "block verification is defined on chains",
+            f"verifier={name!r} with drafter {spec.name!r}, which proposes trees",
+            "this verification is defined on chains",
             "let the drafter propose a chain, or use verifier='rejection'",
         )
-    return VERIFIERS[name]
+    return kind
