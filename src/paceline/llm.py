@@ -30,11 +30,14 @@ from .kv.pool import KVPool
 from .rounds import make_round
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .target.decoder import Decoder
+from .target.families import DecoderConfig
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
+from .target.native import unsupported
 
 log = logging.getLogger(__name__)
 
 Message = Mapping[str, str]  # {"role": .., "content": ..}
+KERNELS = ("auto", "native", "torch")
 DEFAULT_KV_BYTES = 512 * 2**20
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -55,7 +58,8 @@ class LLMConfig:
     dtype: str = _option("auto", "auto (the checkpoint's), bfloat16, float32, float64 or int8")
     device: str = _option("cpu", "cpu or cuda")
     exact: bool = _option(False, "ids never depend on batch, chunking, prefix hits, preemption or the drafter")
-    attention: str = _option("auto", "auto, sdpa or reference")
+    kernels: str = _option("auto", "auto, native (compiled for this processor; CPU only) or torch")
+    attention: str = _option("auto", "where torch's kernels run: auto, sdpa or reference")
     kv_memory: str | int | None = _option(None, "bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
     max_model_len: int | None = _option(None, "most tokens of prompt and output; default: the model's context")
     max_sequences: int = _option(64, "sequences that run at once")
@@ -80,6 +84,10 @@ class LLMConfig:
             FixedBudget(size=self.budget)
         if self.budget and self.drafter is None:
             raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
+
+
+# Options on which the target itself depends: two `LLM` that agree in them can share its weights.
+TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +131,19 @@ class LLM:
 
     Args:
         model: an embedded model's name, a local Hugging Face folder, or a hub name.
+        share: one of the same target, whose weights are used in place of loading them again; K/V, drafter and
+            engine stay apart.
         options: the fields of `LLMConfig`.
 
     Raises:
         ConfigError: an option, file or combination that cannot be used; raised before any request.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, share: LLM | None = None, **options: Any) -> None:
         self.config = _config(model, options)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        self._target = _load(self.config, self.config.model, self.config.dtype, self.config.exact)
+        self._target = _load_target(self.config) if share is None else _shared(self.config, share)
         self.tokenizer = self._target.tokenizer
         self.engine = _build_engine(self.config, self._target)
 
@@ -425,10 +435,28 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     return list(params)
 
 
+def _load_target(config: LLMConfig) -> LoadedModel:
+    return _load(config, config.model, config.dtype, config.exact)
+
+
+def _shared(config: LLMConfig, other: LLM) -> LoadedModel:
+    for name in TARGET_OPTIONS:
+        mine, theirs = getattr(config, name), getattr(other.config, name)
+        if mine != theirs:
+            raise ConfigError(
+                f"LLM(..., share=...) with {name}={mine!r}",
+                f"the shared target was loaded with {theirs!r}",
+                "give the same, or leave share out",
+            )
+    return other._target
+
+
 def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
     revision = config.revision if name == config.model else None
     folder = resolve_folder(name, revision=revision, offline=config.offline)
-    kind, quant = parse_dtype(dtype, read_config(folder))
+    shape = read_config(folder)
+    kind, quant = parse_dtype(dtype, shape)
+    native = _native(config, shape, kind)
     backend = config.attention
     if backend == "auto":
         backend = "reference" if kind == torch.float64 else "sdpa"
@@ -440,11 +468,35 @@ def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
         )
     attention = make_backend(backend, kind, exact=exact)
     decoder = load_model(
-        folder, attention=attention, dtype="int8" if quant else kind, device=config.device, exact=exact
+        folder,
+        attention=attention,
+        dtype="int8" if quant else kind,
+        device=config.device,
+        exact=exact,
+        native=native,
     )
     files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
     tokenizer = load_tokenizer(folder) if any(f.is_file() for f in files) else None
     return LoadedModel(name, decoder, tokenizer, folder)
+
+
+def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Whether the compiled layers run this model."""
+    if config.kernels not in KERNELS:
+        raise ConfigError(f"kernels={config.kernels!r}", "there are no such kernels", f"use {', '.join(KERNELS)}")
+    asked_for_torch = config.kernels == "torch" or config.attention != "auto"
+    if config.kernels == "native" and config.attention != "auto":
+        raise ConfigError(
+            f"kernels='native' with attention={config.attention!r}",
+            "the compiled layers have an attention of their own",
+            "leave attention out, or use kernels='torch'",
+        )
+    if asked_for_torch:
+        return False
+    why = unsupported(shape, dtype, parse_device(config.device))
+    if why and config.kernels == "native":
+        raise CapabilityError("kernels='native'", why, "use kernels='auto' or 'torch'")
+    return why is None
 
 
 def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:

@@ -18,6 +18,7 @@ from ..core.errors import ConfigError
 from .base import Batch, ForwardState, KVCache, Taps, TargetInfo
 from .families import DecoderConfig
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
+from .native import Stack
 from .rope import RopeTable
 
 # Elementwise operations on more elements than this are cut into one range a thread, at any element.
@@ -38,6 +39,7 @@ class Decoder(nn.Module):
         exact: a row's bits depend on nothing but its own input: not on the number of rows in the pass,
             nor on its place among them.
         quant: "int8" for int8 weights in the linear layers and the head.
+        native: run the layers in compiled code (see `native.Stack`); ``attention`` is then not asked.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         exact: bool = False,
         quant: Quant | None = None,
+        native: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -66,6 +69,8 @@ class Decoder(nn.Module):
         self._rope = RopeTable(config.rope, config.max_position, dtype, self.device) if config.rope else None
         self._run: list[Layer] = list(self.layers)  # type: ignore[arg-type]  # an nn.ModuleList is slow to index
         self._head: LinearOp | None = None
+        self._native = native
+        self._stack: Stack | None = None
 
     def assert_loaded(self) -> None:
         """Raises ConfigError where a parameter still holds NaN."""
@@ -85,6 +90,11 @@ class Decoder(nn.Module):
         which the look-up needs as it is: vocab_size * d_model elements are then held twice.
         """
         self.assert_loaded()
+        if self._native:
+            self._stack = Stack(self)
+            self._head = self._stack.head
+            self.head = None
+            return self
         for layer in self._run:
             layer.finish(self.quant)
         self.norm.finish()
@@ -105,8 +115,10 @@ class Decoder(nn.Module):
         """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
         c = self.config
         widths = {"qkv": c.d_model, "out": c.num_heads * c.head_dim, "up": c.d_model, "down": c.d_ff}
-        found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
         assert self._head is not None, "finish() comes first"
+        if self._stack is not None:
+            return list(zip(self._stack.products(), [*widths.values()] * c.num_layers + [c.d_model], strict=True))
+        found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
         return [*found, (self._head, c.d_model)]
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
@@ -126,6 +138,8 @@ class Decoder(nn.Module):
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
+        if self._stack is not None:
+            return self._stack.plan(segments)
         return self.attention.plan(segments, positions, self.windows)
 
     def embed(self, batch: Batch) -> ForwardState:
@@ -134,7 +148,8 @@ class Decoder(nn.Module):
         if self.config.learned_positions:
             hidden.add_(F.embedding(batch.positions + self.config.position_offset, self.position_embedding))
         state = ForwardState(hidden, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
-        self._rotation(state)
+        if self._stack is None:
+            self._rotation(state)
         return state
 
     def run_layers(
@@ -145,6 +160,8 @@ class Decoder(nn.Module):
         A tap is the very tensor that the next layer reads. Layers never write to their input, so it stays
         as it was.
         """
+        if self._stack is not None:
+            return self._run_native(self._stack, state, start, stop, cache, taps)
         hidden, attention = state.hidden, self.attention
         rotation = self._rotation(state)
         for index in range(start, stop):
@@ -155,11 +172,26 @@ class Decoder(nn.Module):
         state.hidden = hidden
         return state
 
+    def _run_native(
+        self, stack: Stack, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None
+    ) -> ForwardState:
+        """One call, or one up to each tap."""
+        tapped = [] if taps is None else [name % self.num_layers + 1 for name in taps.layers]
+        for end in sorted({*(t for t in tapped if start < t < stop), stop}):
+            if end > start:
+                state.hidden = stack.run(state, start, end, cache)
+                if taps is not None:
+                    self._tap(taps, end - 1, state.hidden)
+            start = end
+        return state
+
     def logits(self, state: ForwardState, rows: Tensor | None = None) -> Tensor:
         """[rows, vocab], float32 or wider: final norm and output head of the rows named (all by default)."""
         if self._head is None:
             raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
         hidden = state.hidden if rows is None else state.hidden[rows]
+        if self._stack is not None:
+            return self._stack.logits(hidden)
         logits = self._head(self.norm(hidden))  # [rows, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
 

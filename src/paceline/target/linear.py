@@ -101,12 +101,7 @@ class Int8Linear:
     __slots__ = ("bias", "scale", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        wide = weight.float()
-        # Where a row is all zero any scale will do. Rounded first: q must match the scale that is used.
-        scale = (wide.abs().amax(dim=1) / 127).to(torch.bfloat16)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        self.weight = (wide / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)  # [out, in]
-        self.scale = scale  # [out]
+        self.weight, self.scale = quantised(weight)  # [out, in], [out]
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,6 +110,15 @@ class Int8Linear:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x).add_(residual)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [out, in] and its scale [out] bf16, as `Int8Linear` defines them."""
+    wide = weight.float()
+    # Where a row is all zero any scale will do. Rounded first: q must match the scale that is used.
+    scale = (wide.abs().amax(dim=1) / 127).to(torch.bfloat16)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (wide / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
 class SplitRows:

@@ -38,6 +38,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     exact: bool = False,
+    native: bool = False,
 ) -> Decoder:
     """Load the checkpoint in a local folder.
 
@@ -47,7 +48,7 @@ def load_model(
         dtype: "bfloat16", "float16", "float32", "float64", "int8" (int8 weights, bf16 activations), or
             "auto" for what the checkpoint is stored in.
         device: "cpu", "cuda" or "cuda:1".
-        exact: see `Decoder`.
+        exact, native: see `Decoder`.
 
     Raises:
         ConfigError: files that are missing, broken or do not fit the configuration.
@@ -57,7 +58,7 @@ def load_model(
     config = read_config(folder)
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
-    decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant)
+    decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
     load_weights(decoder, folder)
     return decoder.finish()
 

@@ -100,6 +100,7 @@ class RopeTable:
         self._inverse = inverse_frequencies(rope, self._wide)
         self._cos = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)  # [positions, 1, dim]
         self._sin = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)  # first half negated
+        self._halves: tuple[Tensor, Tensor] | None = None
         if device.type != "cpu":  # there, asking for the largest position would stall the queue
             self._grow(max_position)
 
@@ -107,9 +108,20 @@ class RopeTable:
         """cos and signed sin [rows, 1, dim] of ``positions`` [rows]."""
         if self._device.type == "cpu" and positions.numel():
             highest = int(positions.max())
-            if highest >= len(self._cos):
-                self._grow(highest + 1)
+            self.reach(highest)
         return self._cos[positions], self._sin[positions]
+
+    def reach(self, position: int) -> None:
+        """Grow the table until it holds ``position``."""
+        if position >= len(self._cos):
+            self._grow(position + 1)
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions so far, dim/2], unsigned, contiguous: what rotates both halves of a head."""
+        if self._halves is None or len(self._halves[0]) != len(self._cos):
+            half = self._rope.dim // 2
+            self._halves = self._cos[:, 0, half:].contiguous(), self._sin[:, 0, half:].contiguous()
+        return self._halves
 
     def _grow(self, positions: int) -> None:
         blocks = range(len(self._cos), positions, _TABLE_BLOCK)

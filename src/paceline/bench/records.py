@@ -1,0 +1,182 @@
+"""What a benchmark writes down: methods, cells, trials, and the report that holds them.
+
+Everything a figure is computed from is here, raw: a report can be summarised again, compared with
+another one, and repeated. Aggregates are never stored without the trials behind them.
+
+- A *method* is a drafter x a round x settings in this engine, or a mode of a peer.
+- A *cell* is what stays the same while methods are compared: workload, batch size, context, temperature.
+- A *group* is one batch of prompts, submitted together; at batch 1 it is one prompt.
+- A *trial* is one method on one group, once. Trials of one (cell, group, repeat) are *paired*: they ran
+  one right after the other on the same prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+SCHEMA = 1  # of the JSON report; raised when a reader of an older one would go wrong
+PLAIN = "plain"  # name of the method that every speed-up is over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way of decoding."""
+
+    name: str  # unique in a report, shown everywhere
+    engine: str = "paceline"  # or a peer: "transformers", "llama.cpp", "vllm"
+    drafter: str = "none"  # as the registry reads it; of a peer: the name of its mode
+    round: str = "serial"
+    settings: dict[str, Any] = field(default_factory=dict)  # options of LLM beyond drafter and round; a peer's own
+    dtype: str = "auto"
+    synthetic: bool = False  # accepts at a stated rate instead of guessing: measures the engine, not a drafter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is the same for all methods of one comparison."""
+
+    workload: str
+    batch: int = 1
+    temperature: float = 0.0
+    context: int | None = None  # prompts are cut (or filled) to this many tokens; None: as they are
+    max_new_tokens: int = 64
+    ignore_eos: bool = False  # True where the same number of tokens must come out of every engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptIds:
+    """One prompt as it goes to every method: token ids, templates and earlier turns included."""
+
+    id: str  # unique within the workload; "/2" at the end for a second turn
+    category: str
+    ids: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One method on one group of prompts, once."""
+
+    method: str
+    cell: Cell
+    group: int  # index of the group within the cell
+    repeat: int
+    prompts: list[str]  # ids, in the order of submission
+    prompt_tokens: list[int]  # of each
+    outputs: list[list[int]]  # new token ids of each
+    finish: list[str]  # why each ended
+    wall_ms: float  # from submission of the group to its last token
+    ttft_ms: list[float]  # of each request, from submission of the group to its first token
+    waits_ms: list[float] = field(default_factory=list)  # between successive arrivals of tokens, all requests pooled
+    arrivals: list[int] = field(default_factory=list)  # tokens that came at the end of each of those waits
+    passes: int = 0  # target passes that chose tokens, summed over sequences
+    drafted: int = 0
+    accepted: int = 0
+    depth_offered: list[int] = field(default_factory=list)  # [d-1] passes that accepted d-1 and had a node at d
+    depth_accepted: list[int] = field(default_factory=list)  # [d-1] of them, those that accepted at d
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    host_ms: float = 0.0
+    steps: int = 0  # engine steps: target passes over the whole group
+    bytes_read: int = 0  # weights and K/V that the target passes must read, from their shapes
+    peak_bytes: int | None = None  # peak memory of the method: what it holds and what the trial added
+    budget: dict[str, Any] | None = None  # what the draft budget chose, and why
+    error: str | None = None  # why the trial failed; then there are no outputs
+    off_reason: str | None = None  # why speculation was off, or was put aside on the way
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the group."""
+        return sum(map(len, self.outputs))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens over the wall time, prompt processing included."""
+        return 1000 * self.tokens / self.wall_ms if self.wall_ms else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """1 + accepted / passes."""
+        return 1 + self.accepted / self.passes if self.passes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON; times are rounded to a microsecond."""
+        found = asdict(self)
+        for name in ("wall_ms", "draft_ms", "verify_ms", "host_ms"):
+            found[name] = round(found[name], 3)
+        for name in ("ttft_ms", "waits_ms"):
+            found[name] = [round(value, 3) for value in found[name]]
+        return found
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Trial:
+        """The inverse of `as_dict`; unknown keys are refused."""
+        return cls(**{**values, "cell": Cell(**values["cell"])})
+
+
+@dataclass(kw_only=True)
+class Exactness:
+    """How one method's ids compare with the reference's in one cell (see `bench.lossless`)."""
+
+    method: str
+    reference: str
+    cell: Cell
+    sequences: int
+    identical: int
+    explained: int = 0  # first difference at a top-2 gap below the tolerance, the rest agrees teacher-forced
+    failures: list[dict[str, Any]] = field(default_factory=list)  # prompt id, position, both tokens, gap, what
+    tolerance: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is left unexplained."""
+        return not self.failures
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Exactness:
+        """From JSON."""
+        return cls(**{**values, "cell": Cell(**values["cell"])})
+
+
+@dataclass(kw_only=True)
+class Report:
+    """A whole run, enough to repeat it."""
+
+    title: str
+    created: str  # ISO 8601, UTC
+    command: list[str]  # the command line that repeats it
+    model: dict[str, Any]  # name, parameters, dtype, pass_bytes, kv_bytes_per_token, ...
+    machine: dict[str, Any]  # as bench.machine.describe gives it, and read_bandwidth_bytes_per_s
+    versions: dict[str, str]  # paceline, torch, transformers, each peer that ran
+    commit: str | None  # of the project, with "-dirty" where the tree was changed
+    settings: dict[str, Any]  # seeds, repeats, limits, sweeps, calibration in use
+    workloads: dict[str, dict[str, Any]]  # by name: title, source, licence, prompts used
+    methods: list[Method]
+    trials: list[Trial]
+    exactness: list[Exactness] = field(default_factory=list)
+    unavailable: dict[str, str] = field(default_factory=dict)  # method -> why it could not run
+    notes: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["methods"] = [asdict(m) for m in self.methods]
+        found["trials"] = [t.as_dict() for t in self.trials]
+        found["exactness"] = [asdict(e) for e in self.exactness]
+        return found
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Report:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ValueError: another schema.
+        """
+        if values.get("schema") != SCHEMA:
+            raise ValueError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
+        made = dict(values)
+        made["methods"] = [Method(**m) for m in values["methods"]]
+        made["trials"] = [Trial.from_dict(t) for t in values["trials"]]
+        made["exactness"] = [Exactness.from_dict(e) for e in values["exactness"]]
+        return cls(**made)

@@ -1,0 +1,1071 @@
+// A decoder's layers on a CPU, for any number of rows: one call a pass, no work per operation.
+//
+// What decides the time of a small pass is how fast the weights stream from memory and how little happens
+// between two of them. So the weights lie in the order in which they are read, a layer is five stages with
+// a barrier behind each, and everything between two products is done on the block that is still in
+// registers or in the first-level cache.
+//
+// Same bits at every width. A row's result depends on that row alone: every product sums over k in one
+// fixed order whatever the number of rows, attention sums over the row's own visible keys in their logical
+// order, one after the other. Plain decoding, a chunk of a prompt and a tree of drafts give a row the same
+// bits.
+//
+// Weights are stored by blocks of 16 outputs: [outputs / 16][k / step][16][step] with step = 2 for bf16 (the
+// layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), and
+// step = 1 for float32 and int8.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include <omp.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define PL_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__AVX512BF16__)
+#define PL_DOT_BF16 1
+#endif
+
+namespace {
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+using bf16 = uint16_t;
+
+constexpr int LANES = 16;    // outputs of a weight block
+constexpr int ROWS = 16;     // rows that a product handles at once
+constexpr int BLOCKS = 4;    // weight blocks that a product handles at once
+constexpr int VECTORS = 4;   // query vectors that attention handles at once
+constexpr int TILE_ROWS = 16;  // the same where it runs on tiles
+constexpr int TILE_KEYS = 32;  // keys of one tile of values
+constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
+constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
+
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
+enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
+int g_isa = -1;
+
+inline v16 load(const float* p) { v16 v; std::memcpy(&v, p, 64); return v; }
+inline void save(float* p, v16 v) { std::memcpy(p, &v, 64); }
+inline v16 splat(float x) { return v16{} + x; }
+inline v16 fma16(v16 a, v16 b, v16 c) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+inline float wide(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; std::memcpy(&f, &u, 4); return f; }
+inline float wide(float x) { return x; }
+inline bf16 narrow(float f) {
+  uint32_t u; std::memcpy(&u, &f, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return (bf16)((u >> 16) | 0x40);  // NaN stays NaN
+  return (bf16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);                 // to nearest, ties to even
+}
+inline void put(bf16* p, float f) { *p = narrow(f); }
+inline void put(float* p, float f) { *p = f; }
+inline v16 load_wide(const float* p) { return load(p); }
+inline v16 load_wide(const bf16* p) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+#else
+  v16 v;
+  for (int i = 0; i < 16; i++) v[i] = wide(p[i]);
+  return v;
+#endif
+}
+inline float sum16(v16 v) {
+  float s[16];
+  save(s, v);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) s[i] += s[i + width];
+  return s[0];
+}
+
+// exp to about two units in the last place; arguments beyond +-87 are clamped.
+inline v16 exp16(v16 x) {
+  const v16 most = splat(87.0f), least = splat(-87.0f);
+  x = x < most ? x : most;
+  x = x > least ? x : least;
+  const v16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  v16 n = fma16(x, splat(1.44269504088896341f), shift) - shift;
+  v16 r = fma16(n, splat(-0.693359375f), x);
+  r = fma16(n, splat(2.12194440e-4f), r);
+  v16 y = splat(1.9875691500e-4f);
+  y = fma16(y, r, splat(1.3981999507e-3f));
+  y = fma16(y, r, splat(8.3334519073e-3f));
+  y = fma16(y, r, splat(4.1665795894e-2f));
+  y = fma16(y, r, splat(1.6666665459e-1f));
+  y = fma16(y, r, splat(5.0000001201e-1f));
+  y = fma16(y, r * r, r) + splat(1.0f);
+  i16 e = (__builtin_convertvector(n, i16) + 127) << 23;
+  v16 scale;
+  std::memcpy(&scale, &e, 64);
+  return y * scale;
+}
+
+int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+}  // namespace
+
+extern "C" {
+
+struct Linear {        // y = x W^T * scale + bias
+  const void* weight;  // packed
+  const float* scale;  // [n], int8 only
+  const float* bias;   // [n] or null
+  int64_t n, k;        // outputs, inputs
+  int64_t kind;        // Kind
+};
+
+struct Layer {
+  Linear qkv, out, up, down;  // up holds gate, then up
+  const float* attention_norm;
+  const float* mlp_norm;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;
+  int64_t window;       // 0: every earlier key is visible
+};
+
+struct Model {
+  int64_t d_model, heads, kv_heads, head_dim, d_ff, rotated, vocab;
+  int64_t wide_activations;  // 1: float32 activations and cache, 0: bf16
+  float eps, scale;
+  Layer* layers;
+  const float* norm;
+  Linear head;
+};
+
+struct Segment {        // rows of one sequence; see attention/base.py
+  int64_t start, stop;
+  int64_t prefix, num_keys;
+  int64_t base;                    // slot of key 0 where slots are contiguous, else -1
+  const int64_t* keys;             // [num_keys] slots where they are not
+  const uint8_t* visible;          // [rows, num_keys - prefix] or null: a chain
+  const int64_t* block_positions;  // [num_keys - prefix] or null: prefix, prefix + 1, ..
+};
+
+struct Pass {
+  int64_t rows;
+  const void* hidden_in;  // [rows, d_model]
+  void* hidden_out;       // [rows, d_model]
+  const int64_t* positions;  // [rows]
+  const int64_t* slots;      // [rows], -1: K and V are not kept
+  int64_t slot_base;         // where slots is null: first of the contiguous ones
+  const float* cos;          // [positions, rotated / 2]
+  const float* sin;
+  int64_t num_positions;     // rows of that table
+  void* const* k_cache;      // [layers] of [kv_heads, slots, head_dim]
+  void* const* v_cache;
+  int64_t head_stride;       // elements between two heads of a cache
+  const Segment* segments;
+  int64_t num_segments;
+  int64_t threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------- products
+
+template <class A> struct Input { const A* x; int64_t stride; };  // rows of x; bf16 rows are padded to K_STEP
+
+#if PL_AMX
+struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
+
+void configure_tiles(int rows) {
+  TileConfig c;
+  for (int t = 0; t < 4; t++) c.bytes[t] = 64, c.rows[t] = rows;  // 0-3: sums [rows, 16] float
+  c.bytes[4] = 64, c.rows[4] = rows;                              // 4: x [rows, 32] bf16
+  for (int t = 5; t < 8; t++) c.bytes[t] = 64, c.rows[t] = 16;    // 5-7: weights [16 pairs of k, 16 outputs]
+  _tile_loadconfig(&c);
+}
+
+template <int B> void amx_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c) {
+  _tile_zero(0);
+  if (B > 1) _tile_zero(1);
+  if (B > 2) _tile_zero(2);
+  if (B > 3) _tile_zero(3);
+  const int64_t stride = in.stride * 2;
+  for (int64_t i = 0; i < k; i += 32) {
+    _tile_loadd(4, in.x + i, stride);
+    _tile_loadd(5, w[0] + i * 16, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if (B > 1) { _tile_loadd(6, w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
+    if (B > 2) { _tile_loadd(7, w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
+    if (B > 3) { _tile_loadd(5, w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
+  }
+  const int64_t out = BLOCKS * LANES * 4;
+  _tile_stored(0, c, out);
+  if (B > 1) _tile_stored(1, c + 16, out);
+  if (B > 2) _tile_stored(2, c + 32, out);
+  if (B > 3) _tile_stored(3, c + 48, out);
+}
+#endif
+
+// Vector products: R rows against B weight blocks, every sum in a register of its own.
+template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c) {
+  v16 sum[R][B] = {};
+  for (int64_t i = 0; i < k; i += 2) {
+#if PL_DOT_BF16
+    __m512bh line[B];
+    for (int b = 0; b < B; b++) line[b] = (__m512bh)_mm512_loadu_si512(w[b] + i * 16);
+    for (int r = 0; r < R; r++) {
+      int32_t pair;
+      std::memcpy(&pair, in.x + r * in.stride + i, 4);
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+      for (int b = 0; b < B; b++) sum[r][b] = (v16)_mm512_dpbf16_ps((__m512)sum[r][b], line[b], x);
+    }
+#else
+    v16 low[B], high[B];
+    for (int b = 0; b < B; b++) {
+      i16 line;
+      std::memcpy(&line, w[b] + i * 16, 64);
+      const i16 l = line << 16, h = line & (int32_t)0xffff0000;
+      std::memcpy(&low[b], &l, 64);
+      std::memcpy(&high[b], &h, 64);
+    }
+    for (int r = 0; r < R; r++) {
+      const bf16* x = in.x + r * in.stride + i;
+      const v16 x0 = splat(wide(x[0])), x1 = splat(wide(x[1]));
+      for (int b = 0; b < B; b++) sum[r][b] = fma16(high[b], x1, fma16(low[b], x0, sum[r][b]));
+    }
+#endif
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) save(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
+}
+
+inline v16 weights16(const float* w) { return load(w); }
+inline v16 weights16(const int8_t* w) {
+#if defined(__AVX512F__)
+  return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+#else
+  v16 v;
+  for (int i = 0; i < 16; i++) v[i] = w[i];
+  return v;
+#endif
+}
+
+template <int R, int B, class W, class A> void fma_product(const W* const w[], int64_t k, Input<A> in, float* c) {
+  v16 sum[R][B] = {};
+  for (int64_t i = 0; i < k; i++) {
+    v16 line[B];
+    for (int b = 0; b < B; b++) line[b] = weights16(w[b] + i * 16);
+    for (int r = 0; r < R; r++) {
+      const v16 x = splat(wide(in.x[r * in.stride + i]));
+      for (int b = 0; b < B; b++) sum[r][b] = fma16(line[b], x, sum[r][b]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) save(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
+}
+
+template <int R, int B> void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c) { dot_product<R, B>(w, k, in, c); }
+template <int R, int B, class A> void product_rb(const float* const w[], int64_t k, Input<A> in, float* c) { fma_product<R, B>(w, k, in, c); }
+template <int R, int B, class A> void product_rb(const int8_t* const w[], int64_t k, Input<A> in, float* c) { fma_product<R, B>(w, k, in, c); }
+
+template <int B, class W, class A> void vector_product(const W* const w[], int64_t k, Input<A> in, int rows, float* c) {
+  while (rows > 0) {
+    const int r = std::min(rows, 4);
+    if (r == 1) product_rb<1, B>(w, k, in, c);
+    else if (r == 2) product_rb<2, B>(w, k, in, c);
+    else if (r == 3) product_rb<3, B>(w, k, in, c);
+    else product_rb<4, B>(w, k, in, c);
+    rows -= r;
+    in.x += r * in.stride;
+    c += r * BLOCKS * LANES;
+  }
+}
+
+template <class W, class A> void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows, float* c) {
+  if (blocks == 1) vector_product<1>(w, k, in, rows, c);
+  else if (blocks == 2) vector_product<2>(w, k, in, rows, c);
+  else if (blocks == 3) vector_product<3>(w, k, in, rows, c);
+  else vector_product<4>(w, k, in, rows, c);
+}
+
+// One product: up to ROWS rows of x against up to BLOCKS weight blocks (any of the matrix), into c [ROWS][64].
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<float> in, int rows, float* c) {
+  const float* w[BLOCKS];
+  for (int b = 0; b < blocks; b++) w[b] = (const float*)l.weight + block[b] * LANES * l.k;
+  product_w(w, blocks, l.k, in, rows, c);
+}
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
+  if (l.kind == I8) {
+    const int8_t* w[BLOCKS];
+    for (int b = 0; b < blocks; b++) w[b] = (const int8_t*)l.weight + block[b] * LANES * l.k;
+    return product_w(w, blocks, l.k, in, rows, c);
+  }
+  const int64_t k = up(l.k, K_STEP);
+  const bf16* w[BLOCKS];
+  for (int b = 0; b < blocks; b++) w[b] = (const bf16*)l.weight + block[b] * LANES * k;
+#if PL_AMX
+  if (g_isa == AMX_BF16) {
+    if (blocks == 1) amx_product<1>(w, k, in, c);
+    else if (blocks == 2) amx_product<2>(w, k, in, c);
+    else if (blocks == 3) amx_product<3>(w, k, in, c);
+    else amx_product<4>(w, k, in, c);
+    return;
+  }
+#endif
+  product_w(w, blocks, k, in, rows, c);
+}
+
+inline float finished(const Linear& l, int64_t n, float sum) {
+  if (l.scale) sum *= l.scale[n];
+  return l.bias ? sum + l.bias[n] : sum;
+}
+
+// Each thread sets its tiles once a pass: as many rows as there are, at most a tile's 16.
+struct Tiles {
+  explicit Tiles(int64_t rows) { configure(rows); }
+  static void configure(int64_t rows) {
+#if PL_AMX
+    if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
+#endif
+    (void)rows;
+  }
+  ~Tiles() {
+#if PL_AMX
+    if (g_isa == AMX_BF16) _tile_release();
+#endif
+  }
+};
+
+struct Share { int64_t begin, end; };  // of n units, what thread t of T does
+inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }
+
+// The outputs of blocks [begin, end), for all rows: each(row0, rows, first output, outputs, c).
+template <class A, class F> void sweep(const Linear& l, Share s, Input<A> in, int64_t rows, F each) {
+  alignas(64) float c[ROWS * BLOCKS * LANES];
+  for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
+    const int blocks = (int)std::min<int64_t>(BLOCKS, s.end - b);
+    const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int n = (int)std::min<int64_t>(ROWS, rows - r);
+      product(l, block, blocks, Input<A>{in.x + r * in.stride, in.stride}, n, c);
+      each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------- norms
+
+// RMS norm (Zhang and Sennrich 2019) of one row, in float32, rounded once; what lies beyond d is zeroed.
+template <class A> void rms(const A* x, const float* weight, int64_t d, float eps, A* y, int64_t padded) {
+  v16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= d; i += 16) { const v16 v = load_wide(x + i); squares = fma16(v, v, squares); }
+  float total = sum16(squares);
+  for (; i < d; i++) total += wide(x[i]) * wide(x[i]);
+  const float scale = 1.0f / std::sqrt(total / (float)d + eps);
+  for (i = 0; i < d; i++) put(y + i, wide(x[i]) * scale * weight[i]);
+  for (; i < padded; i++) put(y + i, 0.0f);
+}
+
+// In place on one head of float32.
+inline void head_norm(float* x, const float* weight, int64_t d, float eps) {
+  float total = 0;
+  for (int64_t i = 0; i < d; i++) total += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(total / (float)d + eps);
+  for (int64_t i = 0; i < d; i++) x[i] = x[i] * scale * weight[i];
+}
+
+// Rotary embedding (Su et al. 2021) of the first `rotated` dimensions, pairs (i, i + rotated / 2).
+inline void rotate(float* x, const float* cos, const float* sin, int64_t rotated) {
+  const int64_t half = rotated / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- attention
+
+// Sixteen sums at once: lane i of the result is the sum over the lanes of a[i], always in the same order.
+inline v16 sums16(const v16 a[16]) {
+#if defined(__AVX512F__)
+  __m512 t[8], u[4];
+  for (int i = 0; i < 8; i++)
+    t[i] = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a[2 * i], (__m512)a[2 * i + 1]),
+                         _mm512_unpackhi_ps((__m512)a[2 * i], (__m512)a[2 * i + 1]));
+  for (int i = 0; i < 4; i++)
+    u[i] = _mm512_add_ps(
+        (__m512)_mm512_unpacklo_pd((__m512d)t[2 * i], (__m512d)t[2 * i + 1]),
+        (__m512)_mm512_unpackhi_pd((__m512d)t[2 * i], (__m512d)t[2 * i + 1]));
+  const __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+  const __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+  return (v16)_mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+#else
+  v16 v;
+  for (int i = 0; i < 16; i++) v[i] = sum16(a[i]);
+  return v;
+#endif
+}
+
+// q . k of sixteen keys. head_dim is a multiple of 16.
+inline v16 scores16(const float* q, const float* const k[16], int64_t d) {
+  v16 a[16] = {};
+  for (int64_t i = 0; i < d; i += 16) {
+    const v16 x = load(q + i);
+    for (int j = 0; j < 16; j++) a[j] = fma16(x, load(k[j] + i), a[j]);
+  }
+  return sums16(a);
+}
+inline v16 scores16(const bf16* q, const bf16* const k[16], int64_t d) {
+  v16 a[16] = {};
+  int64_t i = 0;
+#if PL_DOT_BF16
+  for (; i + 32 <= d; i += 32) {
+    const __m512bh x = (__m512bh)_mm512_loadu_si512(q + i);
+    for (int j = 0; j < 16; j++) a[j] = (v16)_mm512_dpbf16_ps((__m512)a[j], x, (__m512bh)_mm512_loadu_si512(k[j] + i));
+  }
+#endif
+  for (; i < d; i += 16) {
+    const v16 x = load_wide(q + i);
+    for (int j = 0; j < 16; j++) a[j] = fma16(x, load_wide(k[j] + i), a[j]);
+  }
+  return sums16(a);
+}
+
+// sum[m] += weight[m][j] * v[j] over n keys, one after the other; D vectors of 16 dimensions each.
+template <int M, int D, class A, class P>
+void accumulate(float* const out[], const float* const weight[], int64_t n, P value) {
+  v16 sum[M][D];
+  for (int m = 0; m < M; m++)
+    for (int d = 0; d < D; d++) sum[m][d] = load(out[m] + d * 16);
+  for (int64_t j = 0; j < n; j++) {
+    const A* v = value(j);
+    v16 x[D];
+    for (int d = 0; d < D; d++) x[d] = load_wide(v + d * 16);
+    for (int m = 0; m < M; m++) {
+      const v16 p = splat(weight[m][j]);
+      for (int d = 0; d < D; d++) sum[m][d] = fma16(p, x[d], sum[m][d]);
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int d = 0; d < D; d++) save(out[m] + d * 16, sum[m][d]);
+}
+
+template <int M, class A, class P>
+void accumulate_dims(float* const out[], const float* const weight[], int64_t n, int64_t dims, P value) {
+  float* part[M];
+  for (int64_t i = 0; i < dims;) {
+    for (int m = 0; m < M; m++) part[m] = out[m] + i;
+    auto shifted = [&](int64_t j) { return value(j) + i; };
+    const int64_t left = (dims - i) / 16;
+    if (left >= 4) accumulate<M, 4, A>(part, weight, n, shifted), i += 64;
+    else if (left >= 2) accumulate<M, 2, A>(part, weight, n, shifted), i += 32;
+    else accumulate<M, 1, A>(part, weight, n, shifted), i += 16;
+  }
+}
+
+template <class A, class P>
+void accumulate_any(int m, float* const out[], const float* const weight[], int64_t n, int64_t dims, P value) {
+  if (n == 0) return;
+  if (m == 1) accumulate_dims<1, A>(out, weight, n, dims, value);
+  else if (m == 2) accumulate_dims<2, A>(out, weight, n, dims, value);
+  else if (m == 3) accumulate_dims<3, A>(out, weight, n, dims, value);
+  else accumulate_dims<4, A>(out, weight, n, dims, value);
+}
+
+// exp(score - max) in place, the sum of it returned: lanes by the key's place, whatever the number of rows.
+inline float soften(float* s, int64_t n) {
+  v16 most = splat(-INFINITY);
+  for (int64_t j = n; j % 16; j++) s[j] = -INFINITY;
+  for (int64_t j = 0; j < n; j += 16) { const v16 x = load(s + j); most = x > most ? x : most; }
+  float top = most[0];
+  for (int i = 1; i < 16; i++) top = std::max(top, most[i]);
+  v16 total = {};
+  for (int64_t j = 0; j < n; j += 16) {
+    v16 e = exp16(load(s + j) - top);
+    if (j + 16 > n)
+      for (int64_t i = n - j; i < 16; i++) e[i] = 0.0f;
+    save(s + j, e);
+    total += e;
+  }
+  return sum16(total);
+}
+
+struct Scratch {  // of one thread, grown on demand
+  std::vector<float> scores, out;
+  std::vector<int32_t> tail;
+  std::vector<bf16> weights;
+};
+thread_local Scratch t_scratch;
+
+// What rows r0 .. r0 + count - 1 of a segment see: `common` leading keys, then each its own `tail`.
+struct View { int64_t common; int64_t tail_begin[TILE_ROWS + 1]; };
+
+inline View look(const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count, std::vector<int32_t>& tail) {
+  View v{};
+  tail.clear();
+  const int64_t rows = s.stop - s.start, block = s.num_keys - s.prefix;
+  const bool cut = window > 0 && s.num_keys > window;
+  const int64_t chain = s.num_keys - rows + 1;  // keys that row 0 of a chain sees
+  v.common = cut ? 0 : s.visible ? s.prefix : chain + r0;
+  for (int m = 0; m < count; m++) {
+    v.tail_begin[m] = (int64_t)tail.size();
+    const int64_t row = r0 + m, least = positions[s.start + row] - window;  // in sight: positions above this
+    if (!s.visible) {
+      const int64_t from = cut ? std::max<int64_t>(0, least + 1) : v.common;
+      for (int64_t j = from; j < chain + row; j++) tail.push_back((int32_t)j);
+      continue;
+    }
+    if (cut)
+      for (int64_t j = std::max<int64_t>(0, least + 1); j < s.prefix; j++) tail.push_back((int32_t)j);
+    const uint8_t* seen = s.visible + row * block;
+    for (int64_t j = 0; j < block; j++) {
+      const int64_t at = s.block_positions ? s.block_positions[j] : s.prefix + j;
+      if (seen[j] && (!cut || at > least)) tail.push_back((int32_t)(s.prefix + j));
+    }
+  }
+  v.tail_begin[count] = (int64_t)tail.size();
+  return v;
+}
+
+// Attention of up to VECTORS rows of a segment under one query head.
+template <class A>
+void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
+            const A* query, int64_t query_stride, const A* keys, const A* values, A* out, int64_t out_stride) {
+  Scratch& t = t_scratch;
+  const int64_t d = m.head_dim, room = up(s.num_keys, 16);
+  if ((int64_t)t.scores.size() < VECTORS * room) t.scores.resize(VECTORS * room * 2);
+  if ((int64_t)t.out.size() < VECTORS * d) t.out.resize(VECTORS * d);
+  const View view = look(s, window, positions, r0, count, t.tail);
+  auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
+  auto key_at = [&](int64_t j) { return keys + slot(j) * d; };
+  auto value_at = [&](int64_t j) { return values + slot(j) * d; };
+  float* score[VECTORS];
+  float* sum[VECTORS];
+  for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room, sum[i] = t.out.data() + i * d;
+
+  const A* near[16];
+  alignas(64) float found[16];
+  for (int64_t j = 0; j < view.common; j += 16) {
+    const int64_t n = std::min<int64_t>(16, view.common - j);
+    for (int64_t i = 0; i < 16; i++) near[i] = key_at(j + std::min(i, n - 1));
+    for (int i = 0; i < count; i++) {
+      save(found, scores16(query + i * query_stride, near, d) * m.scale);
+      std::memcpy(score[i] + j, found, n * sizeof(float));
+    }
+  }
+  float total[VECTORS];
+  for (int i = 0; i < count; i++) {
+    const int32_t* own = t.tail.data() + view.tail_begin[i];
+    const int64_t owned = view.tail_begin[i + 1] - view.tail_begin[i];
+    for (int64_t j = 0; j < owned; j += 16) {
+      const int64_t n = std::min<int64_t>(16, owned - j);
+      for (int64_t x = 0; x < 16; x++) near[x] = key_at(own[j + std::min(x, n - 1)]);
+      save(found, scores16(query + i * query_stride, near, d) * m.scale);
+      std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
+    }
+    total[i] = soften(score[i], view.common + owned);
+    std::memset(sum[i], 0, d * sizeof(float));
+  }
+  accumulate_any<A>(count, sum, score, view.common, d, value_at);
+  for (int i = 0; i < count; i++) {
+    const int32_t* own = t.tail.data() + view.tail_begin[i];
+    const int64_t owned = view.tail_begin[i + 1] - view.tail_begin[i];
+    const float* rest[1] = {score[i] + view.common};
+    accumulate_any<A>(1, sum + i, rest, owned, d, [&](int64_t j) { return value_at(own[j]); });
+    const float scale = 1.0f / total[i];
+    A* y = out + i * out_stride;
+    for (int64_t x = 0; x < d; x++) put(y + x, sum[i][x] * scale);
+  }
+}
+
+#if PL_AMX
+// Attention on tiles. Scores come as [16 keys, R rows] from keys as they lie in the cache and queries
+// interleaved once; values are interleaved in pairs of keys on the way. What all rows of a task share is
+// computed for R of them at once, what is a row's own for that row alone: a row's sum is over its keys in
+// tiles of TILE_KEYS, counted from its first, whoever else is there.
+
+const bf16 g_zeros[MOST_DIMS] = {};
+
+void configure_attention(int rows) {  // 0: scores, 1: keys, 2: queries, 3-4: sums, 5: weights, 6-7: values
+  TileConfig c;
+  auto shape = [&](int t, int r, int bytes) { c.rows[t] = r, c.bytes[t] = bytes; };
+  shape(0, 16, rows * 4), shape(1, 16, 64), shape(2, 16, rows * 4);
+  shape(3, rows, 64), shape(4, rows, 64), shape(5, rows, 64), shape(6, 16, 64), shape(7, 16, 64);
+  _tile_loadconfig(&c);
+}
+
+// In place: `count` vectors of interleaved elements -> those of even place, then those of odd place; and again
+// within each half. Vector v then holds row reversed(v).
+inline void unzip(__m512 v[], int count) {
+  if (count == 1) return;
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  __m512 half[TILE_ROWS];
+  for (int i = 0; i < count / 2; i++) {
+    half[i] = _mm512_permutex2var_ps(v[2 * i], even, v[2 * i + 1]);
+    half[count / 2 + i] = _mm512_permutex2var_ps(v[2 * i], odd, v[2 * i + 1]);
+  }
+  unzip(half, count / 2);
+  unzip(half + count / 2, count / 2);
+  for (int i = 0; i < count; i++) v[i] = half[i];
+}
+inline int reversed(int v, int count) {
+  int r = 0;
+  for (int bit = 1; bit < count; bit *= 2) r = r * 2 + (v & bit ? 1 : 0);
+  return r;
+}
+
+// [d / 32][16 pairs of dimensions][rows][2]: queries as the second factor of a tile product.
+void interleave_queries(const bf16* query, int64_t stride, int count, int rows, int64_t d, bf16* out) {
+  for (int64_t pair = 0; pair < d / 2; pair++)
+    for (int r = 0; r < rows; r++)
+      std::memcpy(out + (pair * rows + r) * 2, query + std::min(r, count - 1) * stride + pair * 2, 4);
+}
+
+// score[r][j] of sixteen keys, for `rows` (a power of two) rows of which `count` are wanted.
+template <class K>
+inline void tile_scores(const bf16* queries, int rows, int count, int64_t d, float scale, bool together, K key, int64_t n,
+                        float* const score[], int64_t j) {
+  alignas(64) bf16 near[16 * MOST_DIMS];
+  const bf16* keys = key(0);
+  if (!together || n < 16) {
+    for (int i = 0; i < 16; i++) std::memcpy(near + i * d, i < n ? key(i) : g_zeros, d * sizeof(bf16));
+    keys = near;
+  }
+  _tile_zero(0);
+  for (int64_t i = 0; i < d; i += 32) {
+    _tile_loadd(1, keys + i, d * 2);
+    _tile_loadd(2, queries + i * rows, rows * 4);
+    _tile_dpbf16ps(0, 1, 2);
+  }
+  alignas(64) float found[16 * TILE_ROWS];
+  _tile_stored(0, found, rows * 4);
+  __m512 v[TILE_ROWS];
+  for (int r = 0; r < rows; r++) v[r] = _mm512_mul_ps(_mm512_load_ps(found + r * 16), _mm512_set1_ps(scale));
+  unzip(v, rows);
+  const __mmask16 mask = n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1);
+  for (int r = 0; r < rows; r++) {
+    const int to = reversed(r, rows);
+    if (to < count) _mm512_mask_storeu_ps(score[to] + j, mask, v[r]);
+  }
+}
+
+// sum[r] [d] += weights [rows, keys] values, TILE_KEYS keys at a time. `sum` keeps the dimensions of each 32 in
+// the order that interleaving gives them; see `ordered`.
+template <class V>
+void tile_values(const bf16* weights, int64_t weight_stride, int64_t n, int64_t d, V value, float* sum, int64_t sum_stride) {
+  alignas(64) bf16 pairs[2][16 * 32];
+  for (int64_t i = 0; i < d; i += 32) {
+    _tile_loadd(3, sum + i, sum_stride * 4);
+    _tile_loadd(4, sum + i + 16, sum_stride * 4);
+    for (int64_t j = 0; j < n; j += TILE_KEYS) {
+      for (int64_t pair = 0; pair < 16; pair++) {
+        const int64_t at = j + pair * 2;
+        const __m512i a = _mm512_loadu_si512((at < n ? value(at) : g_zeros) + i);
+        const __m512i b = _mm512_loadu_si512((at + 1 < n ? value(at + 1) : g_zeros) + i);
+        _mm512_store_si512(pairs[0] + pair * 32, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(pairs[1] + pair * 32, _mm512_unpackhi_epi16(a, b));
+      }
+      _tile_loadd(5, weights + j, weight_stride * 2);
+      _tile_loadd(6, pairs[0], 64);
+      _tile_loadd(7, pairs[1], 64);
+      _tile_dpbf16ps(3, 5, 6);
+      _tile_dpbf16ps(4, 5, 7);
+    }
+    _tile_stored(3, sum + i, sum_stride * 4);
+    _tile_stored(4, sum + i + 16, sum_stride * 4);
+  }
+}
+
+// 32 sums of `tile_values` in the order of their dimensions, times scale.
+inline void ordered(const float* sum, float scale, bf16* out) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const __m512 a = _mm512_loadu_ps(sum), b = _mm512_loadu_ps(sum + 16), by = _mm512_set1_ps(scale);
+  const __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by);
+  const __m512 second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
+                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
+  Scratch& t = t_scratch;
+  const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS) + TILE_KEYS;
+  if ((int64_t)t.scores.size() < TILE_ROWS * room) t.scores.resize(TILE_ROWS * room * 2);
+  if ((int64_t)t.weights.size() < TILE_ROWS * room) t.weights.resize(TILE_ROWS * room * 2);
+  if ((int64_t)t.out.size() < TILE_ROWS * d) t.out.resize(TILE_ROWS * d);
+  const View view = look(s, window, positions, r0, count, t.tail);
+  auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
+  int rows = 1;
+  while (rows < count) rows *= 2;
+  float* score[TILE_ROWS];
+  for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room;
+  alignas(64) bf16 queries[TILE_ROWS * MOST_DIMS];
+  interleave_queries(query, query_stride, count, rows, d, queries);
+
+  // Keys that every row has at the same place, in whole tiles; the rest is each row's own.
+  const bool lone = count == 1 && view.tail_begin[1] == 0;
+  const int64_t shared = lone ? view.common : view.common / TILE_KEYS * TILE_KEYS;
+  configure_attention(rows);
+  for (int64_t j = 0; j < shared; j += 16)
+    tile_scores(queries, rows, count, d, m.scale, s.base >= 0, [&](int64_t i) { return keys + slot(j + i) * d; },
+                std::min<int64_t>(16, shared - j), score, j);
+  auto own_key = [&](int i, int64_t j) {  // key j of row i, for j >= shared
+    return slot(j < view.common ? j : t.tail[view.tail_begin[i] + j - view.common]);
+  };
+  int64_t seen[TILE_ROWS];
+  bool any = false;
+  for (int i = 0; i < count; i++) {
+    seen[i] = view.common + view.tail_begin[i + 1] - view.tail_begin[i];
+    any = any || seen[i] > shared;
+  }
+  if (any) {
+    if (rows > 1) configure_attention(1);
+    for (int i = 0; i < count; i++) {
+      if (rows > 1) interleave_queries(query + i * query_stride, 0, 1, 1, d, queries);
+      for (int64_t j = shared; j < seen[i]; j += 16)
+        tile_scores(queries, 1, 1, d, m.scale, false, [&](int64_t x) { return keys + own_key(i, j + x) * d; },
+                    std::min<int64_t>(16, seen[i] - j), score + i, j);
+    }
+  }
+  float total[TILE_ROWS];
+  for (int i = 0; i < count; i++) {
+    total[i] = soften(score[i], seen[i]);
+    bf16* w = t.weights.data() + i * room;
+    const int64_t end = up(seen[i], TILE_KEYS);
+    for (int64_t j = up(seen[i], 16); j < end; j++) score[i][j] = 0.0f;
+    for (int64_t j = 0; j < end; j += 32)
+      _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(score[i] + j + 16), _mm512_loadu_ps(score[i] + j)));
+  }
+  float* sum = t.out.data();
+  std::memset(sum, 0, TILE_ROWS * d * sizeof(float));
+  if (shared) {
+    if (any && rows > 1) configure_attention(rows);
+    tile_values(t.weights.data(), room, shared, d, [&](int64_t j) { return values + slot(j) * d; }, sum, d);
+  }
+  if (any) {
+    if (rows > 1) configure_attention(1);
+    for (int i = 0; i < count; i++)
+      if (seen[i] > shared)
+        tile_values(t.weights.data() + i * room + shared, room, seen[i] - shared, d,
+                    [&](int64_t j) { return values + own_key(i, shared + j) * d; }, sum + i * d, d);
+  }
+  for (int i = 0; i < count; i++)
+    for (int64_t x = 0; x < d; x += 32) ordered(sum + i * d + x, 1.0f / total[i], out + i * out_stride + x);
+}
+#endif
+
+template <class A> inline bool on_tiles(const Model&) { return false; }
+#if PL_AMX
+template <> inline bool on_tiles<bf16>(const Model& m) { return g_isa == AMX_BF16 && m.head_dim % 32 == 0 && m.head_dim <= MOST_DIMS; }
+#endif
+
+// ------------------------------------------------------------------------------------------------ the pass
+
+struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to whole tiles
+  std::vector<char> memory;
+  char* at = nullptr;
+  template <class A> A* take(int64_t n) {
+    A* p = (A*)at;
+    at += up(n * (int64_t)sizeof(A), 64);
+    return p;
+  }
+};
+thread_local Buffers t_buffers;
+
+template <class A> struct Runner {
+  const Model& m;
+  const Pass& p;
+  int64_t rows, padded_rows, d, attended_width, ff;
+  A *normed, *query, *attended, *middle, *inner;
+  bool alone;  // so few rows that every thread norms them for itself, without a barrier
+
+  Runner(const Model& model, const Pass& pass, int start) : m(model), p(pass) {
+    rows = p.rows, padded_rows = up(rows, ROWS);
+    d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
+    alone = rows <= 4;
+    const int64_t copies = alone ? p.threads : 1;
+    const int64_t sizes[] = {copies * padded_rows * d, rows * m.heads * m.head_dim, padded_rows * attended_width,
+                             rows * m.d_model, padded_rows * ff};
+    int64_t bytes = 64;
+    for (int64_t n : sizes) bytes += up(n * (int64_t)sizeof(A), 64);
+    Buffers& b = t_buffers;
+    if ((int64_t)b.memory.size() < bytes) b.memory.resize(bytes);
+    b.at = (char*)up((int64_t)b.memory.data(), 64);
+    normed = b.take<A>(sizes[0]);
+    query = b.take<A>(sizes[1]);
+    attended = b.take<A>(sizes[2]);
+    middle = b.take<A>(sizes[3]);
+    inner = b.take<A>(sizes[4]);
+    (void)start;
+  }
+
+  int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
+
+  // RMS norm of all rows; returns where this thread finds them.
+  const A* norm(const A* x, const float* weight, int t, int T) {
+    if (alone) {
+      A* own = normed + t * padded_rows * d;
+      for (int64_t r = 0; r < rows; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, own + r * d, d);
+      return own;
+    }
+    const Share s = share(rows, t, T);
+    for (int64_t r = s.begin; r < s.end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
+#pragma omp barrier
+    return normed;
+  }
+
+  // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
+  void project(const Layer& l, int index, const A* x, int t, int T) {
+    const int64_t hd = m.head_dim, per_head = hd / LANES, all = m.heads + 2 * m.kv_heads;
+    const Share s = share(all, t, T);
+    std::vector<float>& buffer = t_scratch.out;
+    if ((int64_t)buffer.size() < ROWS * hd) buffer.resize(ROWS * hd);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    for (int64_t h = s.begin; h < s.end; h++)
+      for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
+        const int n = (int)std::min<int64_t>(ROWS, rows - r0);
+        for (int64_t b = 0; b < per_head; b += BLOCKS) {
+          const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
+          const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
+          product(l.qkv, block, blocks, Input<A>{x + r0 * d, d}, n, c);
+          for (int r = 0; r < n; r++)
+            for (int i = 0; i < blocks * LANES; i++)
+              buffer[r * hd + b * LANES + i] = finished(l.qkv, first * LANES + i, c[r * BLOCKS * LANES + i]);
+        }
+        for (int r = 0; r < n; r++) place(l, index, h, r0 + r, buffer.data() + r * hd);
+      }
+  }
+
+  void place(const Layer& l, int index, int64_t h, int64_t row, float* x) {
+    const int64_t hd = m.head_dim;
+    const bool is_query = h < m.heads, is_value = h >= m.heads + m.kv_heads;
+    if (!is_value) {
+      const float* weight = is_query ? l.q_norm : l.k_norm;
+      if (weight) head_norm(x, weight, hd, m.eps);
+      const int64_t half = m.rotated / 2, at = p.positions[row];
+      if (half) rotate(x, p.cos + at * half, p.sin + at * half, m.rotated);
+    }
+    A* y;
+    if (is_query) {
+      y = query + (row * m.heads + h) * hd;
+    } else {
+      const int64_t where = slot(row);
+      if (where < 0) return;
+      void* const* caches = is_value ? p.v_cache : p.k_cache;
+      const int64_t head = h - m.heads - (is_value ? m.kv_heads : 0);
+      y = (A*)caches[index] + head * p.head_stride + where * hd;
+    }
+    for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
+  }
+
+  void attention(const Layer& l, int index, std::atomic<int64_t>& next) {
+    const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
+    const bool tiled = on_tiles<A>(m);
+    int64_t task = next.fetch_add(1, std::memory_order_relaxed), first = 0;
+    for (int64_t s = 0; s < p.num_segments; s++) {
+      const Segment& seg = p.segments[s];
+      const bool cut = l.window > 0 && seg.num_keys > l.window;
+      const int64_t wide_as = cut ? 1 : tiled ? TILE_ROWS : VECTORS, chunks = (seg.stop - seg.start + wide_as - 1) / wide_as;
+      const int64_t tasks = chunks * m.heads;
+      for (; task < first + tasks; task = next.fetch_add(1, std::memory_order_relaxed)) {
+        const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
+        const int count = (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0);
+        const int64_t row = seg.start + r0, cache = h / groups * p.head_stride;
+        attend_one(tiled, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
+                   (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd);
+      }
+      first += tasks;
+    }
+  }
+
+  void attend_one(bool tiled, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {
+#if PL_AMX
+    if constexpr (std::is_same_v<A, bf16>)
+      if (tiled) return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
+#endif
+    (void)tiled;
+    attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
+  }
+
+  // out = residual + x W^T, rounded once.
+  void add(const Linear& l, const A* x, int64_t stride, const A* residual, A* out, int t, int T) {
+    const int64_t width = m.d_model;
+    sweep(l, share(up(l.n, LANES) / LANES, t, T), Input<A>{x, stride}, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+      for (int r = 0; r < n; r++)
+        for (int64_t i = 0; i < outputs; i++) {
+          const int64_t at = (r0 + r) * width + first + i;
+          put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
+        }
+    });
+  }
+
+  // silu(gate) * up, two blocks of each at a time.
+  void mlp(const Linear& l, const A* x, int t, int T) {
+    const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
+    const Share s = share(total, t, T);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    for (int64_t b = s.begin; b < s.end; b += half) {
+      const int n = (int)std::min<int64_t>(half, s.end - b);
+      int64_t block[BLOCKS] = {};
+      for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
+      for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
+        const int count = (int)std::min<int64_t>(ROWS, rows - r0);
+        product(l, block, 2 * n, Input<A>{x + r0 * d, d}, count, c);
+        for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
+      }
+    }
+    if (t == 0 && ff != m.d_ff)
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
+  }
+
+  void silu(const Linear& l, int64_t b, int n, float* c, A* y) {
+    for (int i = 0; i < 2 * n * LANES; i++) {
+      const int64_t at = i < n * LANES ? b * LANES + i : m.d_ff + b * LANES + i - n * LANES;
+      c[i] = finished(l, at, c[i]);
+    }
+    for (int i = 0; i < n; i++) {
+      const v16 gate = load(c + i * LANES), value = load(c + (n + i) * LANES);
+      alignas(64) float z[16];
+      save(z, gate / (splat(1.0f) + exp16(-gate)) * value);
+      for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
+    }
+  }
+
+  void layer(const Layer& l, int index, const A* in, A* out, std::atomic<int64_t>& next, int t, int T) {
+    project(l, index, norm(in, l.attention_norm, t, T), t, T);
+#pragma omp barrier
+    attention(l, index, next);
+    if (on_tiles<A>(m)) Tiles::configure(rows);  // for the products again
+#pragma omp barrier
+    add(l.out, attended, attended_width, in, middle, t, T);
+#pragma omp barrier
+    mlp(l.up, norm(middle, l.mlp_norm, t, T), t, T);
+#pragma omp barrier
+    add(l.down, inner, ff, middle, out, t, T);
+#pragma omp barrier
+  }
+};
+
+template <class A> void run(const Model& m, const Pass& p, int start, int stop) {
+  Runner<A> runner(m, p, start);
+  std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[stop - start]);
+  for (int i = 0; i < stop - start; i++) next[i] = 0;
+  // The last row of attended beyond heads * head_dim, if any, must read as zero.
+  if (runner.attended_width != m.heads * m.head_dim)
+    std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
+#pragma omp parallel num_threads((int)p.threads)
+  {
+    const int t = omp_get_thread_num(), T = omp_get_num_threads();
+    Tiles tiles(p.rows);
+    for (int i = start; i < stop; i++)
+      runner.layer(m.layers[i], i, (const A*)(i == start ? p.hidden_in : p.hidden_out), (A*)p.hidden_out, next[i - start], t, T);
+  }
+}
+
+template <class A>
+void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    Tiles tiles(rows);
+    sweep(l, share(up(l.n, LANES) / LANES, omp_get_thread_num(), omp_get_num_threads()), Input<A>{x, stride}, rows,
+          [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+            for (int r = 0; r < n; r++)
+              for (int64_t i = 0; i < outputs; i++)
+                y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+          });
+  }
+}
+
+// Rows of x, normed where a weight is given, in a buffer whose rows are padded as `product` wants them.
+template <class A>
+const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, float eps) {
+  Buffers& b = t_buffers;
+  const int64_t stride = up(k, K_STEP), bytes = up(rows, ROWS) * stride * (int64_t)sizeof(A) + 128;
+  if ((int64_t)b.memory.size() < bytes) b.memory.resize(bytes);
+  b.at = (char*)up((int64_t)b.memory.data(), 64);
+  A* y = b.take<A>(up(rows, ROWS) * stride);
+  for (int64_t r = 0; r < rows; r++) {
+    if (weight) { rms(x + r * k, weight, k, eps, y + r * stride, stride); continue; }
+    std::memcpy((void*)(y + r * stride), x + r * k, k * sizeof(A));
+    for (int64_t i = k; i < stride; i++) put(y + r * stride + i, 0.0f);
+  }
+  return y;
+}
+
+template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
+  const int64_t blocks = up(n, LANES) / LANES;
+#pragma omp parallel for
+  for (int64_t b = 0; b < blocks; b++)
+    for (int64_t i = 0; i < padded_k; i++)
+      for (int lane = 0; lane < LANES; lane++) {
+        const int64_t row = b * LANES + lane;
+        out[b * LANES * padded_k + i / step * LANES * step + lane * step + i % step] =
+            row < n && i < k ? w[row * k + i] : W(0);
+      }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The instructions in use; to be called once, before all else.
+int pl_init(int most) {
+  int isa = GENERIC;
+#if PL_DOT_BF16
+  isa = AVX512_BF16;
+#endif
+#if PL_AMX
+  // A process asks for the tile registers once (ARCH_REQ_XCOMP_PERM, XTILE_DATA).
+  if (syscall(SYS_arch_prctl, 0x1023, 18) == 0) isa = AMX_BF16;
+#endif
+  g_isa = std::min(isa, most);
+  return g_isa;
+}
+
+// Elements of a packed weight.
+int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * (kind == BF16 ? up(k, K_STEP) : k); }
+
+void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
+  if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
+  else if (kind == BF16) pack_lines((const bf16*)w, n, k, up(k, K_STEP), 2, (bf16*)out);
+  else pack_lines((const int8_t*)w, n, k, k, 1, (int8_t*)out);
+}
+
+// y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.
+void pl_linear(const Linear* l, const void* x, int64_t rows, float* y, int threads) {
+  if (l->kind == F32) linear(*l, (const float*)x, l->k, rows, y, threads);
+  else linear(*l, prepared((const bf16*)x, rows, l->k, nullptr, 0), up(l->k, K_STEP), rows, y, threads);
+}
+
+// Layers start .. stop - 1. Returns 0, or 1 where a position lies beyond the rotation table: nothing is done then.
+int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
+  if (m->rotated)
+    for (int64_t r = 0; r < p->rows; r++)
+      if (p->positions[r] < 0 || p->positions[r] >= p->num_positions) return 1;
+  if (m->wide_activations) run<float>(*m, *p, start, stop);
+  else run<bf16>(*m, *p, start, stop);
+  return 0;
+}
+
+// logits [rows, vocab] float32 of hidden [rows, d_model].
+void pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, int threads) {
+  if (m->wide_activations)
+    linear(m->head, prepared((const float*)hidden, rows, m->d_model, m->norm, m->eps), up(m->d_model, K_STEP), rows, logits, threads);
+  else
+    linear(m->head, prepared((const bf16*)hidden, rows, m->d_model, m->norm, m->eps), up(m->d_model, K_STEP), rows, logits, threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,227 @@
+"""A decoder's layers in one call: the compiled counterpart of `decoder.Layer.run`.
+
+Takes over where it can (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, heads of a
+multiple of 16); everything else runs layer by layer on torch. A row's bits depend on that row and on the
+keys it sees alone, so what ``exact`` asks for holds here at no cost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .. import native
+from ..attention.base import Segment
+from .base import ForwardState, KVCache
+from .families import DecoderConfig
+from .linear import LinearOp, quantised
+from .rope import RopeTable
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+HEAD_STEP = 16  # a head's width is a multiple of it
+
+
+def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the compiled layers cannot run this network; None where they can."""
+    c = config
+    rules = (
+        (device.type == "cpu", f"they run on the CPU, not on {device.type}"),
+        (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
+        (c.norm == "rms" and c.gated and c.activation == "silu", f"{c.family} has another norm or activation"),
+        (not c.learned_positions and c.rope is not None, f"{c.family} has learned positions"),
+        (c.head_dim % HEAD_STEP == 0, f"heads of {c.head_dim} are no multiple of {HEAD_STEP}"),
+        (c.d_ff % HEAD_STEP == 0, f"a feed-forward width of {c.d_ff} is no multiple of {HEAD_STEP}"),
+    )
+    return next((why for holds, why in rules if not holds), None) or native.unavailable()
+
+
+class NativeLinear:
+    """A packed weight and its product, on its own; in a pass the layers use the same weight directly."""
+
+    kind = "native"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, quant: bool) -> None:
+        library = native.library()
+        assert library is not None
+        scale = None
+        self.dtype = weight.dtype
+        if quant:
+            weight, scale = quantised(weight)
+        weight = weight.contiguous()
+        n, k = weight.shape
+        kind = native.KINDS[weight.dtype]
+        self.packed = torch.empty(library.pl_packed_size(n, k, kind), dtype=weight.dtype)
+        library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
+        self.scale = None if scale is None else scale.float()
+        self.bias = None if bias is None else bias.float()
+        self.struct = native.Linear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]."""
+        library = native.library()
+        assert library is not None
+        rows = x.contiguous()
+        y = torch.empty(rows.shape[0], self.struct.n)
+        library.pl_linear(self.struct, rows.data_ptr(), rows.shape[0], y.data_ptr(), torch.get_num_threads())
+        return y.to(self.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[rows, out] residual + x W^T + b."""
+        return self(x).add_(residual)
+
+
+@dataclass(slots=True)
+class NativePlan:
+    """Segments as the compiled layers read them, and what must stay alive meanwhile."""
+
+    segments: Sequence[Segment]
+    table: Any  # ctypes array of native.Segment
+    held: list[Tensor]
+
+
+class Stack:
+    """All layers of a decoder and its head. Takes over the decoder's weights, packed."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        c, quant = decoder.config, decoder.quant is not None
+        self._dtype = decoder.dtype
+        self._held: list[Any] = []
+        self.linears: list[NativeLinear] = []
+        assert c.rope is not None
+        self._rope = RopeTable(c.rope, c.max_position, torch.float32, decoder.device)
+        self._half = c.rope.dim // 2
+        layers = (native.Layer * c.num_layers)()
+        for made, layer in zip(layers, decoder.layers, strict=True):
+            self._fill(made, layer, quant)
+        weight = decoder.embedding if decoder.head is None else decoder.head.weight
+        self.head = NativeLinear(weight.data, None, quant)
+        self._model = native.Model(
+            d_model=c.d_model,
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            d_ff=c.d_ff,
+            rotated=c.rope.dim,
+            vocab=c.vocab_size,
+            wide_activations=decoder.dtype == torch.float32,
+            eps=c.norm_eps,
+            scale=c.head_dim**-0.5,
+            layers=layers,
+            norm=self._floats(decoder.norm.weight),
+            head=self.head.struct,
+        )
+        self._reference = ctypes.byref(self._model)
+        self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
+        library = native.library()
+        assert library is not None
+        self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
+
+    def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
+        for name in ("qkv", "out", "up", "down"):
+            dense = getattr(layer, name)
+            linear = NativeLinear(dense.weight.data, None if dense.bias is None else dense.bias.data, quant)
+            delattr(layer, name)  # one copy of the weights is enough
+            self.linears.append(linear)
+            setattr(made, name, linear.struct)
+        made.attention_norm = self._floats(layer.attention_norm.weight)
+        made.mlp_norm = self._floats(layer.mlp_norm.weight)
+        made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
+        made.window = layer.window or 0
+
+    def _floats(self, parameter: Tensor | None) -> int | None:
+        if parameter is None:
+            return None
+        wide = parameter.data.float().contiguous()
+        self._held.append(wide)
+        return wide.data_ptr()
+
+    def products(self) -> list[LinearOp]:
+        """Every product of a pass, in order; the head is the last."""
+        return [*self.linears, self.head]
+
+    def plan(self, segments: Sequence[Segment]) -> NativePlan:
+        """Addresses instead of tensors."""
+        table = (native.Segment * len(segments))()
+        held: list[Tensor] = []
+        for row, s in zip(table, segments, strict=True):
+            row.start, row.stop, row.prefix, row.num_keys = s.start, s.stop, s.prefix, s.num_keys
+            if isinstance(s.keys, slice):
+                row.base = s.keys.start
+            else:
+                row.base, row.keys = -1, _hold(s.keys, held)
+            if s.visible is not None:
+                row.visible = _hold(s.visible, held)
+            if s.positions is not None:
+                row.block_positions = _hold(s.positions, held)
+        return NativePlan(segments, table, held)
+
+    def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
+        """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is."""
+        hidden, plan = state.hidden.contiguous(), state.attn
+        out = torch.empty_like(hidden)
+        k, v, stride = self._addresses(cache)
+        positions = state.positions
+        run = native.Pass(
+            rows=hidden.shape[0],
+            hidden_in=hidden.data_ptr(),
+            hidden_out=out.data_ptr(),
+            positions=positions.data_ptr(),
+            k_cache=ctypes.addressof(k),
+            v_cache=ctypes.addressof(v),
+            head_stride=stride,
+            segments=ctypes.addressof(plan.table),
+            num_segments=len(plan.table),
+            threads=torch.get_num_threads(),
+        )
+        slots = state.slots
+        if isinstance(slots, slice):
+            run.slot_base = slots.start
+        else:
+            run.slots = slots.data_ptr()
+        self._rotation(run)
+        if self._run_layers(self._reference, run, start, stop):
+            self._rope.reach(int(positions.max()))
+            self._rotation(run)
+            if self._run_layers(self._reference, run, start, stop):
+                raise ValueError(f"negative position {int(positions.min())}")
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] float32: final norm and head."""
+        hidden = hidden.contiguous()
+        out = torch.empty(hidden.shape[0], self._model.vocab)
+        self._logits(self._reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def _rotation(self, run: native.Pass) -> None:
+        cos, sin = self._rope.halves()
+        run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
+
+    def _addresses(self, cache: KVCache) -> tuple[Any, Any, int]:
+        """Pointers to every layer's K and V, and the distance between two heads, in elements."""
+        found = self._caches.get(cache)
+        if found is None:
+            for layer in (*cache.k, *cache.v):
+                if layer.dtype != self._dtype or layer.stride(-1) != 1 or layer.stride(0) != cache.k[0].stride(0):
+                    raise ValueError(f"a cache of {layer.dtype} {layer.stride()} under a model of {self._dtype}")
+            pointers = [(ctypes.c_void_p * len(part))(*(t.data_ptr() for t in part)) for part in (cache.k, cache.v)]
+            found = pointers[0], pointers[1], cache.k[0].stride(0)
+            self._caches[cache] = found
+        return found
+
+
+def _hold(tensor: Tensor, held: list[Tensor]) -> int:
+    held.append(tensor.contiguous())
+    return held[-1].data_ptr()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
