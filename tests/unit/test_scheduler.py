@@ -57,7 +57,9 @@ class Bench:
             cache = work.sequence.cache
             assert cache is not None and work.rows >= 1
             assert cache.reserved == work.rows + work.budget <= cache.capacity - cache.committed
-            assert work.budget == 0 or (work.generates and work.budget <= self.scheduler.budget.nodes(work.sequence, 1))
+            assert work.budget == 0 or (
+                work.generates and work.budget <= self.scheduler.budget.plan([work.sequence], 1)[0]
+            )
         self.pool.check_integrity()
         ended = []
         for work in works:

@@ -42,7 +42,9 @@ def materialised(model: str) -> Iterator[str]:
 def _save_random(folder: Path, layers: int, width: int, ff: int, vocab: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a benchmark's progress is enough
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=width,

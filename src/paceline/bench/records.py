@@ -101,7 +101,8 @@ class Trial:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON; times are rounded to a microsecond."""
-        found = asdict(self)
+        found = {f.name: getattr(self, f.name) for f in fields(self)}  # not `asdict`: it copies every token id
+        found["cell"] = asdict(self.cell)
         for name in ("wall_ms", "draft_ms", "verify_ms", "host_ms"):
             found[name] = round(found[name], 3)
         for name in ("ttft_ms", "waits_ms"):

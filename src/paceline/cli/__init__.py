@@ -21,7 +21,7 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
     "chat": "Talk with a model in the terminal.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
-    "bench": "Measure what things cost on this machine.",
+    "bench": "Measure what speculation is worth on this machine.",
     "models": "List the embedded models.",
     "drafters": "List the drafters and their options.",
 }

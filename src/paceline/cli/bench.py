@@ -1,4 +1,4 @@
-"""``paceline bench``: what things cost on this machine."""
+"""``paceline bench``: what speculation is worth here (see `bench_run`), and what single things cost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import typer
 from rich.table import Table
 
 from ..core.errors import ConfigError
+from . import bench_run
 from .console import stdout
 from .session import DEFAULT_MODEL, counting
 
 if TYPE_CHECKING:  # torch is loaded when a command runs, not when its help is shown
     from ..bench.decode import DecodeRate
     from ..bench.step import StepCost
+    from ..engine.costs import CostTable
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure what things cost on this machine.")
+app = typer.Typer(add_completion=False)
+app.callback(invoke_without_command=True)(bench_run.bench)
 
 ModelOption = Annotated[
     str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
@@ -27,6 +30,68 @@ DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat1
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
+
+
+@app.command()
+def workloads(
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of workloads that do not come along.")
+    ] = None,
+) -> None:
+    """List what can be asked: workloads that come with Paceline, and those read from a folder."""
+    from ..bench.workloads import available
+
+    table = Table(box=None, header_style="bold")
+    for name in ("workload", "title", "read from", "licence", "source"):
+        table.add_column(name, overflow="fold")
+    for row in available(data):
+        table.add_row(row.name, row.title, row.origin, row.licence, row.source, style=None if row.found else "dim")
+    stdout().print(table)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="Report of one run, or its folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
+) -> None:
+    """Hold one report against another: what differs, and what became faster or slower (B over A)."""
+    from ..bench.compare import compare as compare_reports
+    from ..bench.compare import render_terminal
+    from ..bench.report import load_report
+
+    stdout().print(render_terminal(compare_reports(load_report(first), load_report(second))))
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Option(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Measure its draft model too; default: the model's own drafter where the zoo names one."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Passes of each kind; medians count.")] = 15,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    exact: Annotated[bool, typer.Option("--exact", help="Calibrate the exact mode.")] = False,
+    threads: ThreadsOption = None,
+) -> None:
+    """Measure what passes cost, for the draft budget "auto", and keep it beside the model."""
+    from .. import zoo
+    from ..bench.calibrate import CalibrateConfig, rounds
+    from ..bench.calibrate import calibrate as measure
+    from ..llm import LLM
+
+    _positive("--repeats", repeats)
+    if model.startswith("random:"):
+        raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
+    chosen = drafter if drafter is not None else zoo.default_drafter(model)
+    config = CalibrateConfig(repeats=repeats)
+    llm = LLM(model, dtype=dtype, device=device, exact=exact, threads=threads)
+    with counting("timing passes", rounds(config, chosen)) as progress:
+        made, file = measure(llm, chosen, config, progress)
+    console = stdout()
+    console.print(_cost_table({model: made.table, **made.drafts}))
+    console.print(f"written to {file}", markup=False)
 
 
 @app.command()
@@ -145,6 +210,20 @@ def decode(
             "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
         },
     )
+
+
+def _cost_table(tables: Mapping[str, CostTable]) -> Table:
+    """Milliseconds by rows of one sequence, and by sequences of one row; a column a model."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("a pass of")
+    for name in tables:
+        table.add_column(f"{name}, ms", justify="right")
+    for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
+        counts = sorted({count for each in tables.values() for count, _ in getattr(each, kind)})
+        for count in counts:
+            found = (dict(getattr(each, kind)).get(count) for each in tables.values())
+            table.add_row(f"{count} {what}", *("" if ms is None else f"{ms:.2f}" for ms in found))
+    return table
 
 
 def _step_table(costs: Sequence[StepCost], bandwidth: float) -> Table:

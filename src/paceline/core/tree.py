@@ -108,7 +108,7 @@ class TokenTree:
     def from_chain(
         tokens: Tensor,
         lengths: Tensor | Sequence[int] | None = None,
-        source: int = 0,
+        source: int | Tensor = 0,
         log_score: Tensor | None = None,
         q: SparseQ | None = None,
     ) -> TokenTree:
@@ -117,7 +117,7 @@ class TokenTree:
         Args:
             tokens: [B, D + 1] int64, the root first.
             lengths: [B] real nodes of each chain, the root included; all D + 1 by default.
-            source: who proposes these nodes, 0 .. 255.
+            source: who proposes these nodes, 0 .. 255: one for all, or [B, D + 1].
             log_score: [B, D + 1] cumulative log q; the root's is 0.
             q: what the tokens were drawn from, for sampled drafts.
 
@@ -132,7 +132,9 @@ class TokenTree:
             parents=torch.arange(-1, width - 1, dtype=torch.int32, device=device).expand(batch, width),
             num_nodes=num_nodes,
             node_id=torch.arange(width, device=device).expand(batch, width),
-            source=torch.full((batch, width), source, dtype=torch.uint8, device=device),
+            source=torch.full((batch, width), source, dtype=torch.uint8, device=device)
+            if isinstance(source, int)
+            else source.to(torch.uint8),
             log_score=log_score,
             q=q,
             next_id=num_nodes,

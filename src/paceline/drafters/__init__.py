@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .proposal import Proposal
     from .registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
     from .suffix import SuffixConfig
+    from .synthetic import SyntheticConfig
 
 _HOMES = {
     "DraftRequest": "base",
@@ -26,6 +27,7 @@ _HOMES = {
     "NoneConfig": "none",
     "Proposal": "proposal",
     "SuffixConfig": "suffix",
+    "SyntheticConfig": "synthetic",
     "DrafterConfig": "registry",
     "DrafterContext": "registry",
     "build": "registry",
@@ -47,6 +49,7 @@ __all__ = [
     "SequenceView",
     "StepFeatures",
     "SuffixConfig",
+    "SyntheticConfig",
     "build",
     "describe",
     "option",

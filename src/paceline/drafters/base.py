@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class DrafterSpec:
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     tree: bool = False  # may propose siblings
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
+    synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
 
 
 @dataclass(slots=True)
@@ -109,6 +110,15 @@ class Drafter(Protocol):
 
     def release(self, keys: Sequence[int]) -> None:
         """Called when sequences end or are preempted: drop all state about them."""
+        ...
+
+
+@runtime_checkable
+class RememberingDrafter(Drafter, Protocol):
+    """A drafter that carries something from one request to the next: outputs, K/V of prompts, what it learned."""
+
+    def forget(self) -> None:
+        """Drop all of it. Called between requests, so that a benchmark's trials know nothing of each other."""
         ...
 
 

@@ -15,9 +15,9 @@ from q, for rejection sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch.nn.functional import pad
 from ..core.errors import CapabilityError, ConfigError, PoolFullError
 from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import KVPool, SequenceCache
+from ..target.base import ForwardState
+from ..target.native import Chain, Stack
 from ..target.packing import RowPacker
 from .base import CacheSpec, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .proposal import Proposal, to_tree
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ..target.base import TargetInfo
     from ..target.decoder import Decoder
 
+T = TypeVar("T")
 PREFILL_ROWS = 512  # rows of one draft pass over a long prompt
 MAX_NODES = 256
 
@@ -203,6 +206,11 @@ class DraftModel:
             if state is not None:
                 state.cache.release()
 
+    def forget(self) -> None:
+        """Forget the K/V of ended sequences."""
+        if self._pool is not None:
+            self._pool.forget()
+
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, level by level, all sequences together."""
         growths = self._grow(want)
@@ -217,8 +225,11 @@ class DraftModel:
     def _grow(self, want: DraftRequest) -> list[_Growth]:
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
-        if able:
-            logits: Tensor | None = self._catch_up(able)
+        stack = self.decoder.stack
+        if able and stack is not None and self._rolls(able):
+            self._roll(able, stack)
+        elif able:
+            logits: Tensor | None = self._catch_up(able, self._logits)
             level = 0
             while logits is not None:
                 self._expand(able, logits, level)
@@ -227,6 +238,36 @@ class DraftModel:
         for growth in able:
             growth.state.parents, growth.state.tokens = growth.parents, growth.tokens
         return growths
+
+    def _rolls(self, growths: Sequence[_Growth]) -> bool:
+        """Whether the drafts are chains of likeliest tokens, which compiled code draws in one call."""
+        chains = self.config.topk == 1 and all(f == 1 for f in self.config.factors)
+        return chains and self.config.proposes != "sampled" and all(g.sequence.sampler.plain for g in growths)
+
+    def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
+        """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
+        assert self._pool is not None
+        floor = math.log(self.config.min_prob) if self.config.min_prob > 0 else -math.inf
+        chains = []
+        for growth in growths:
+            self._shorten(growth)
+            cache, tokens = growth.state.cache, growth.sequence.tokens
+            steps = min(growth.max_depth, growth.budget)
+            keys = cache.slots(0, len(tokens) + steps - 1)
+            chains.append(Chain(tokens[cache.committed :], cache.committed, steps, keys, floor))
+        found = stack.roll(chains, self._pool, self._vocab)
+        self._settled(growths, [len(chain.pending) for chain in chains])
+        for growth, drafted in zip(growths, found, strict=True):
+            for node, (token, log_q) in enumerate(drafted):
+                growth.add(node, token, log_q)
+            growth.passes += len(drafted)
+            growth.state.base = growth.state.cache.committed
+            growth.state.forwarded = len(drafted) - 1
+
+    def _shorten(self, growth: _Growth) -> None:
+        """Leave at most `PREFILL_ROWS` pending tokens."""
+        while self._pending(growth) > PREFILL_ROWS:
+            self._forward_pending([growth], PREFILL_ROWS)
 
     def _proposal(self, growth: _Growth) -> Proposal:
         """The drafted nodes; of a dynamic tree the best ones (a node's score is never above its parent's)."""
@@ -298,25 +339,24 @@ class DraftModel:
             state.cache.publish(tokens)
         state.forwarded = 0
 
-    def _catch_up(self, growths: Sequence[_Growth]) -> Tensor:
-        """Compute the K/V of all committed tokens. Returns [B, V] logits after each root."""
+    def _catch_up(self, growths: Sequence[_Growth], read: Callable[[ForwardState, list[int]], T]) -> T:
+        """Compute the K/V of all committed tokens. Returns what ``read`` makes of the pass and its [B] root rows."""
         for growth in growths:
-            while self._pending(growth) > PREFILL_ROWS:
-                self._forward_pending([growth], PREFILL_ROWS)
-        logits = self._forward_pending(growths, PREFILL_ROWS)
+            self._shorten(growth)
+        found = read(*self._forward_pending(growths, PREFILL_ROWS))
         for growth in growths:
             growth.state.base = growth.state.cache.committed
-        return logits
+        return found
 
     @staticmethod
     def _pending(growth: _Growth) -> int:
         return len(growth.sequence.tokens) - growth.state.cache.committed
 
-    def _forward_pending(self, growths: Sequence[_Growth], most: int) -> Tensor:
+    def _forward_pending(self, growths: Sequence[_Growth], most: int) -> tuple[ForwardState, list[int]]:
         assert self._pool is not None
         packer = RowPacker(self.decoder, self.decoder.device)
         last: list[int] = []
-        kept = []
+        counts = []
         for growth in growths:
             cache = growth.state.cache
             first = cache.committed
@@ -332,25 +372,35 @@ class DraftModel:
                 prefix=first,
             )
             last.append(packer.rows - 1)
-            kept.append((cache, range(rows)))
-        logits = self._run(packer, last)
-        room = [cache.reserved for cache, _ in kept]
-        self._pool.commit(kept)
-        for (cache, rows_kept), reserved, growth in zip(kept, room, growths, strict=True):
-            cache.publish(growth.sequence.tokens)
-            cache.reserve(reserved - len(rows_kept))
-        return logits
+            counts.append(rows)
+        state = self._run(packer)
+        self._settled(growths, counts)
+        return state, last
 
-    def _run(self, packer: RowPacker, rows: list[int]) -> Tensor:
-        """One pass; [len(rows), V] logits over the target's vocabulary.
+    def _settled(self, growths: Sequence[_Growth], counts: Sequence[int]) -> None:
+        """The first so many reserved rows of each are part of the text; what is left stays reserved."""
+        assert self._pool is not None
+        caches = [growth.state.cache for growth in growths]
+        room = [cache.reserved for cache in caches]
+        self._pool.commit([(cache, range(count)) for cache, count in zip(caches, counts, strict=True)])
+        for growth, cache, reserved, count in zip(growths, caches, room, counts, strict=True):
+            cache.publish(growth.sequence.tokens)
+            cache.reserve(reserved - count)
+
+    def _run(self, packer: RowPacker) -> ForwardState:
+        """One pass over all layers."""
+        assert self._pool is not None
+        state = self.decoder.embed(packer.batch())
+        return self.decoder.run_layers(state, 0, self.decoder.num_layers, self._pool)
+
+    def _logits(self, state: ForwardState, rows: list[int]) -> Tensor:
+        """[len(rows), V] logits over the target's vocabulary.
 
         Heads of one family often differ in how far they are padded: rows beyond the target's are cut, missing
         ones are impossible.
         """
-        assert self._pool is not None
-        state = self.decoder.embed(packer.batch())
-        self.decoder.run_layers(state, 0, self.decoder.num_layers, self._pool)
-        chosen = None if len(rows) == packer.rows else torch.tensor(rows, device=state.hidden.device)
+        whole = len(rows) == state.hidden.shape[0]
+        chosen = None if whole else torch.tensor(rows, device=state.hidden.device)
         logits = self.decoder.logits(state, chosen)[:, : self._vocab]
         missing = self._vocab - logits.shape[-1]
         return pad(logits, (0, missing), value=-math.inf) if missing else logits
@@ -461,7 +511,7 @@ class DraftModel:
                 visible=None if chain else self._visible(growth),
                 block_positions=None if chain else [base - 1 + growth.depth(n + 1) for n in range(stop - base)],
             )
-        return self._run(packer, [*range(packer.rows)]) if packer.rows else None
+        return self._logits(self._run(packer), [*range(packer.rows)]) if packer.rows else None
 
     @staticmethod
     def _compact(growth: _Growth) -> None:

@@ -22,7 +22,7 @@ from ..core.errors import CapabilityError
 from ..core.tree import TokenTree
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .draft_model import DraftModel, DraftModelConfig
-from .proposal import Proposal
+from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .suffix import SuffixConfig, SuffixDrafter
 
@@ -140,6 +140,12 @@ class Hybrid:
         for key in keys:
             self._books.pop(key, None)
 
+    def forget(self) -> None:
+        """Forget earlier outputs, the draft's K/V of earlier prompts, and what look-ups were worth."""
+        self._draft.forget()
+        self._suffix.forget()
+        self._chances = _Chances()
+
     def observe(self, step: StepFeatures) -> None:
         """Judge the last proposals by what came out."""
         self._suffix.observe(step)
@@ -174,13 +180,7 @@ class Hybrid:
             self._books[view.key].drafted = i in drafts
             proposals.append(proposal)
             sources.append(marks)
-        return TokenTree.from_parents(
-            [view.tokens[-1] for view in want.sequences],
-            [p.parents for p in proposals],
-            [p.tokens for p in proposals],
-            sources,
-            [p.log_scores for p in proposals],
-        )
+        return to_tree([view.tokens[-1] for view in want.sequences], proposals, sources)
 
     def _choice(self, draft: Proposal | None, lookup: Proposal, budget: int) -> tuple[Proposal, list[int]]:
         """What is proposed in the end, and who proposed each node."""

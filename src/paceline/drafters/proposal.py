@@ -82,13 +82,15 @@ class Proposal:
         return sum(map(math.exp, self.log_scores))
 
 
-def to_tree(root_tokens: Sequence[int], proposals: Sequence[Proposal], source: int = 0) -> TokenTree:
+def to_tree(
+    root_tokens: Sequence[int], proposals: Sequence[Proposal], source: int | Sequence[Sequence[int]] = 0
+) -> TokenTree:
     """One tree a sequence, on the CPU.
 
     Args:
         root_tokens: [B] the last committed token of each sequence.
         proposals: [B] drafted nodes of each.
-        source: who proposed them, for statistics.
+        source: who proposed them, for statistics: one for all, or one a node.
 
     Returns:
         [B, N] with N = 1 + the largest proposal; ``log_score`` is set.
@@ -96,7 +98,8 @@ def to_tree(root_tokens: Sequence[int], proposals: Sequence[Proposal], source: i
     if len(proposals) == 1 and proposals[0].is_chain:  # the hot case, at half the cost of the general one
         only = proposals[0]
         scores = torch.tensor([[0.0, *only.log_scores]], dtype=torch.float64)
-        return TokenTree.from_chain(torch.tensor([[*root_tokens, *only.tokens]]), None, source, scores)
+        marks = source if isinstance(source, int) else torch.tensor([[0, *source[0]]])
+        return TokenTree.from_chain(torch.tensor([[*root_tokens, *only.tokens]]), None, marks, scores)
     return TokenTree.from_parents(
         root_tokens,
         [p.parents for p in proposals],

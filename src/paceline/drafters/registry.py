@@ -31,6 +31,7 @@ _BUILTIN = {
     "suffix": "paceline.drafters.suffix:SuffixConfig",
     "draft_model": "paceline.drafters.draft_model:DraftModelConfig",
     "hybrid": "paceline.drafters.hybrid:HybridConfig",
+    "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 
 _registered: dict[str, type[DrafterConfig]] = {}

@@ -310,6 +310,10 @@ class SuffixDrafter:
             if ended is not None:
                 self.shared.add(ended.tokens[ended.prompt_len :])
 
+    def forget(self) -> None:
+        """Forget the outputs of earlier requests."""
+        self.shared = SharedOutputs(self.config.max_tokens, self.config.max_match)
+
     def _sequence(self, seq: SequenceView) -> _Sequence:
         state = self._sequences.get(seq.key)
         if state is None:

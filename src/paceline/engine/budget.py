@@ -1,45 +1,203 @@
-"""How many nodes to draft."""
+"""How many nodes to draft: fixed, by batch size, or left to the engine (`auto.AutoBudget`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Literal, Protocol
 
 from ..core.errors import ConfigError
 from ..rounds.base import RunningSequence
 
 MAX_BUDGET = 1024  # nodes a tree; beyond this a mask alone outweighs the model
+AUTO: Literal["auto"] = "auto"
+FORMS = "give a number, a table such as '1:8,4:4,16:0', or 'auto'"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did, for a budget that learns. Lists are over the sequences that got tokens."""
+
+    sequences: Sequence[RunningSequence]  # [B] in the order of the pass
+    budgets: Sequence[int]  # [B] nodes that were allowed
+    drafted: Sequence[int]  # [B] nodes that were checked
+    accepted: Sequence[int]  # [B] drafted tokens that came out
+    pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
+    draft_ms: float
+    rest_ms: float  # everything else of the step: scheduling, target pass, verdict, book-keeping
 
 
 class DraftBudget(Protocol):
     """Decides the number of drafted nodes of each sequence, zero included."""
 
-    def nodes(self, sequence: RunningSequence, batch_size: int) -> int:
-        """Nodes for this sequence in a step with ``batch_size`` generating sequences."""
+    @property
+    def never_drafts(self) -> bool:
+        """Whether every answer is 0, so that nobody need ask."""
+        ...
+
+    @property
+    def learns(self) -> bool:
+        """Whether it wants to be told what every step did."""
+        ...
+
+    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
+        """Nodes for the coming step.
+
+        Args:
+            sequences: [b] those that can draft: one token behind, and room for more than one.
+            batch_size: generating sequences in the step, those that cannot draft included.
+
+        Returns:
+            [b] nodes allowed for each.
+        """
+        ...
+
+    def observe(self, step: StepRecord) -> None:
+        """What the step did; called after each step where `learns`."""
+        ...
+
+    def forget(self, sequences: Sequence[RunningSequence]) -> None:
+        """These sequences have ended."""
         ...
 
     def reason(self) -> str | None:
-        """Why nothing is drafted, where nothing is."""
+        """Why nothing is drafted at all, known before the first step; None where something may be."""
+        ...
+
+    def rested(self, sequence: RunningSequence) -> str | None:
+        """Why speculation was put to rest for most of this sequence's steps, where it was."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen and why, ready for JSON; ``kind`` and ``why`` are always there."""
         ...
 
 
+class StaticBudget:
+    """What budgets that learn nothing have in common."""
+
+    learns = False
+
+    def observe(self, step: StepRecord) -> None:
+        """Nothing to learn."""
+
+    def forget(self, sequences: Sequence[RunningSequence]) -> None:
+        """Nothing was kept."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class FixedBudget:
+class FixedBudget(StaticBudget):
     """The same number of nodes for every sequence in every step."""
 
     size: int
     why: str | None = None  # said where size is 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.size <= MAX_BUDGET:
-            raise ConfigError(
-                f"budget={self.size}", f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off"
-            )
+        _check_size(self.size, f"budget={self.size}")
 
-    def nodes(self, sequence: RunningSequence, batch_size: int) -> int:
+    @property
+    def never_drafts(self) -> bool:
+        """Whether the size is 0."""
+        return self.size == 0
+
+    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """The fixed size."""
-        return self.size
+        return [self.size] * len(sequences)
 
     def reason(self) -> str | None:
         """Why nothing is drafted."""
         return (self.why or "the draft budget is 0") if self.size == 0 else None
+
+    def rested(self, sequence: RunningSequence) -> str | None:
+        """A fixed budget never rests; one of 0 has said so at the start."""
+        return self.reason()
+
+    def describe(self) -> dict[str, Any]:
+        """The size."""
+        return {"kind": "fixed", "nodes": self.size, "why": self.reason() or f"fixed at {self.size}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableBudget(StaticBudget):
+    """Nodes by batch size: the entry of the largest listed batch size that is not above the current one."""
+
+    entries: tuple[tuple[int, int], ...]  # (batch size, nodes), ascending, from batch size 1 on
+
+    def __post_init__(self) -> None:
+        asked = f"budget={self}"
+        if not self.entries or self.entries[0][0] != 1:
+            raise ConfigError(asked, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
+        if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.entries)):
+            raise ConfigError(asked, "batch sizes must ascend, each listed once", "write it like 1:8,4:4,16:0")
+        for _, size in self.entries:
+            _check_size(size, asked)
+
+    def __str__(self) -> str:
+        return ",".join(f"{batch}:{size}" for batch, size in self.entries)
+
+    @property
+    def never_drafts(self) -> bool:
+        """Whether every entry is 0."""
+        return all(size == 0 for _, size in self.entries)
+
+    def size_at(self, batch_size: int) -> int:
+        """Nodes at a batch size."""
+        return next(size for batch, size in reversed(self.entries) if batch <= max(1, batch_size))
+
+    def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
+        """The entry of the batch size, for all alike."""
+        return [self.size_at(batch_size)] * len(sequences)
+
+    def reason(self) -> str | None:
+        """Why nothing is drafted at any batch size."""
+        return f"the draft budget is 0 at every batch size ({self})" if self.never_drafts else None
+
+    def rested(self, sequence: RunningSequence) -> str | None:
+        """Said of a sequence that drafted nothing although the table lets smaller batches draft."""
+        stats = sequence.state.stats
+        return f"the draft budget is 0 at the batch sizes met ({self})" if stats.passes and not stats.drafted else None
+
+    def describe(self) -> dict[str, Any]:
+        """The table."""
+        return {"kind": "table", "table": dict(self.entries), "why": self.reason() or f"by batch size: {self}"}
+
+
+def parse_budget(value: int | str | Mapping[int, int] | None) -> FixedBudget | TableBudget | Literal["auto"]:
+    """What a user asked for: a number, a table, or ``auto`` (also None).
+
+    Raises:
+        ConfigError: neither, or out of range.
+    """
+    if value is None:
+        return AUTO
+    if isinstance(value, bool) or not isinstance(value, int | str | Mapping):
+        raise ConfigError(f"budget={value!r}", "not a draft budget", FORMS)
+    if isinstance(value, int):
+        return FixedBudget(size=value, why=f"budget={value}")
+    if isinstance(value, Mapping):
+        return TableBudget(entries=tuple(sorted((_whole(b, value), _whole(n, value)) for b, n in value.items())))
+    text = value.strip().lower()
+    if text == AUTO:
+        return AUTO
+    if ":" not in text:
+        size = _whole(text, value)
+        return FixedBudget(size=size, why=f"budget={size}")
+    pairs = [entry.split(":") for entry in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ConfigError(f"budget={value!r}", "an entry is not of the form BATCH:NODES", FORMS)
+    return TableBudget(entries=tuple((_whole(batch, value), _whole(size, value)) for batch, size in pairs))
+
+
+def _whole(part: Any, whole: Any) -> int:
+    try:
+        if isinstance(part, bool | float):
+            raise ValueError
+        return int(part)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"budget={whole!r}", f"{part!r} is not a whole number", FORMS) from error
+
+
+def _check_size(size: int, asked: str) -> None:
+    if not 0 <= size <= MAX_BUDGET:
+        raise ConfigError(asked, f"a draft budget is 0 to {MAX_BUDGET} nodes", "use 0 to switch drafting off")

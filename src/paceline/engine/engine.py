@@ -13,8 +13,8 @@ from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.stats import SpecStats
 from ..drafters.base import SequenceView
 from ..kv.pool import KVPool
-from ..rounds.base import Round, RunningSequence
-from .budget import DraftBudget
+from ..rounds.base import Round, RunningSequence, StepResult, Work
+from .budget import DraftBudget, StepRecord
 from .scheduler import Scheduler, SchedulerConfig
 
 DecodeStepFactory = Callable[[Sequence[int], bool], Callable[[int], str] | None]
@@ -73,6 +73,7 @@ class Engine:
         self.pool = pool
         self.limits = limits
         self.budget = budget
+        self._learns = budget.learns
         self.scheduler = Scheduler(pool, scheduler, budget)
         self.live: dict[str, LiveRequest] = {}
         self._make_decoder = make_decoder
@@ -189,9 +190,13 @@ class Engine:
             self.scheduler.preempted.clear()
         if not works:
             return []
+        before = _counts(works) if self._learns else []
         scheduled = perf_counter()
         result = self.round.step(works)
         now = perf_counter()
+        if self._learns:
+            pure = all(w.rows == 1 for w in works)
+            self.budget.observe(_record(before, pure, result, (now - began) * 1e3))
         host_ms = result.host_ms + (scheduled - began) * 1e3
         share = 1 / len(works)
         for work in works:
@@ -206,6 +211,8 @@ class Engine:
             live.first_token = live.first_token or now
             touched[live.request.id] = live
             if sequence.finished:
+                stats = sequence.state.stats
+                stats.off_reason = stats.off_reason or self.budget.rested(sequence)
                 ended.append(sequence)
         self._drop(ended)
         for live in touched.values():
@@ -219,6 +226,7 @@ class Engine:
     def _drop(self, sequences: Sequence[RunningSequence]) -> None:
         self.scheduler.remove(sequences)
         self.round.release(sequences)
+        self.budget.forget(sequences)
 
     # -- answers
 
@@ -231,7 +239,8 @@ class Engine:
         stats.elapsed_ms = (reference - live.submitted) * 1e3
         stats.ttft_ms = (live.first_token - live.submitted) * 1e3 if live.first_token else None
         # A drafter that failed on the way must be heard of, whatever it had drafted before.
-        stats.off_reason = self.round.failure or stats.off_reason
+        rested = next((s.state.stats.off_reason for s in live.sequences if s.state.stats.off_reason), None)
+        stats.off_reason = self.round.failure or stats.off_reason or rested
         outputs = [self._completion(live, s) for s in live.sequences]
         wants_prompt = live.request.params.prompt_logprobs is not None
         return RequestOutput(
@@ -248,3 +257,25 @@ class Engine:
         completion = sequence.state.output()
         completion.text = live.text_prefix + completion.text
         return completion
+
+
+Counts = tuple[Work, int, int]  # a work and its sequence's drafted and accepted tokens before the step
+
+
+def _counts(works: Sequence[Work]) -> list[Counts]:
+    """Of the sequences that will get tokens; to be asked before the step, which changes what is pending."""
+    stats = [(w, w.sequence.state.stats) for w in works if w.generates]
+    return [(w, s.drafted, s.accepted) for w, s in stats]
+
+
+def _record(before: Sequence[Counts], pure: bool, result: StepResult, total_ms: float) -> StepRecord:
+    """What a step did, from the statistics before and after it."""
+    return StepRecord(
+        sequences=[w.sequence for w, _, _ in before],
+        budgets=[w.budget for w, _, _ in before],
+        drafted=[w.sequence.state.stats.drafted - drafted for w, drafted, _ in before],
+        accepted=[w.sequence.state.stats.accepted - accepted for w, _, accepted in before],
+        pure=pure,
+        draft_ms=result.draft_ms,
+        rest_ms=total_ms - result.draft_ms,
+    )

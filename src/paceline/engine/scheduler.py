@@ -143,16 +143,23 @@ class Scheduler:
         )
 
     def _with_drafts(self, sequences: list[RunningSequence], rows: dict[int, int], left: int) -> list[Work]:
-        generating = sum(rows[id(s)] == s.pending for s in sequences)
+        depths = [self._max_depth(s) for s in sequences]
+        if self.budget.never_drafts:
+            return [Work(s, rows[id(s)], 0, depth) for s, depth in zip(sequences, depths, strict=True)]
+        wanted = self._wanted(sequences, depths, sum(rows[id(s)] == s.pending for s in sequences))
         works = []
-        for sequence in sequences:
-            depth = self._max_depth(sequence)
-            budget = 0
-            if sequence.pending == 1 and depth > 0:
-                budget = self._affordable(sequence, min(self.budget.nodes(sequence, generating), left))
+        for sequence, depth in zip(sequences, depths, strict=True):
+            budget = min(wanted.get(id(sequence), 0), left)
+            if budget > 0:
+                budget = self._affordable(sequence, budget)
                 left -= budget
             works.append(Work(sequence, rows[id(sequence)], budget, depth))
         return works
+
+    def _wanted(self, sequences: list[RunningSequence], depths: list[int], generating: int) -> dict[int, int]:
+        """Nodes that the budget gives to each sequence that can draft, by its id."""
+        able = [s for s, depth in zip(sequences, depths, strict=True) if depth > 0 and s.pending == 1]
+        return dict(zip(map(id, able), self.budget.plan(able, generating), strict=True)) if able else {}
 
     def _max_depth(self, sequence: RunningSequence) -> int:
         """Deepest node that can still come out, with one token of the target's own behind it."""

@@ -151,6 +151,13 @@ class BlockAllocator:
         block = self._block_of.get((before, tuple(tokens)))
         return None if block is None else (block, self._content_of[block][1])
 
+    def forget(self) -> None:
+        """Empty every cached block. Blocks in use stay published."""
+        for block in list(self._cached):
+            self._evict(block)
+            self._empty[block] = 1
+            self._num_empty += 1
+
     def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
         """Assert that used + cached + empty blocks are all blocks, given every sequence's block table."""
         refs = [0] * self.num_blocks

@@ -160,6 +160,10 @@ class KVPool:
         for cache in (self._k, self._v):
             cache.index_copy_(2, places[1], cache.index_select(2, places[0]))
 
+    def forget(self) -> None:
+        """Forget the K/V of ended sequences: no later prompt finds any of it."""
+        self.allocator.forget()
+
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
         assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"

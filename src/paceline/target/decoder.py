@@ -136,6 +136,11 @@ class Decoder(nn.Module):
             tokenizer=tokenizer,
         )
 
+    @property
+    def stack(self) -> Stack | None:
+        """The compiled layers, where they run this network."""
+        return self._stack
+
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
         if self._stack is not None:

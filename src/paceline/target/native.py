@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import native
 from ..attention.base import Segment
+from ..core.errors import CapabilityError
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
@@ -68,6 +69,8 @@ class NativeLinear:
         """[rows, in] -> [rows, out]."""
         library = native.library()
         assert library is not None
+        if x.dtype != self.dtype or x.shape[-1] != self.struct.k:
+            raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
         library.pl_linear(self.struct, rows.data_ptr(), rows.shape[0], y.data_ptr(), torch.get_num_threads())
@@ -87,6 +90,17 @@ class NativePlan:
     held: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Where a greedy continuation starts and when it ends; see `Stack.roll`."""
+
+    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
+    position: int  # of the first of them
+    steps: int  # tokens wanted behind them, one or more
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
+    floor: float  # it ends once its cumulative log-probability is below this
+
+
 class Stack:
     """All layers of a decoder and its head. Takes over the decoder's weights, packed."""
 
@@ -95,7 +109,11 @@ class Stack:
         self._dtype = decoder.dtype
         self._held: list[Any] = []
         self.linears: list[NativeLinear] = []
-        assert c.rope is not None
+        why = unsupported(c, decoder.dtype, decoder.device)
+        if quant and decoder.dtype != torch.bfloat16:
+            why = why or f"beside int8 weights they compute in bfloat16, not {decoder.dtype}"
+        if why or c.rope is None:
+            raise CapabilityError("native=True", why or f"{c.family} has no rotary embedding", "use native=False")
         self._rope = RopeTable(c.rope, c.max_position, torch.float32, decoder.device)
         self._half = c.rope.dim // 2
         layers = (native.Layer * c.num_layers)()
@@ -123,6 +141,8 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
+        self._best, self._roll = library.pl_best, library.pl_roll
+        self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
 
     def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
         for name in ("qkv", "out", "up", "down"):
@@ -168,7 +188,7 @@ class Stack:
         hidden, plan = state.hidden.contiguous(), state.attn
         out = torch.empty_like(hidden)
         k, v, stride = self._addresses(cache)
-        positions = state.positions
+        positions = state.positions.contiguous()
         run = native.Pass(
             rows=hidden.shape[0],
             hidden_in=hidden.data_ptr(),
@@ -185,6 +205,7 @@ class Stack:
         if isinstance(slots, slice):
             run.slot_base = slots.start
         else:
+            slots = slots.contiguous()
             run.slots = slots.data_ptr()
         self._rotation(run)
         if self._run_layers(self._reference, run, start, stop):
@@ -201,16 +222,71 @@ class Stack:
         self._logits(self._reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr(), torch.get_num_threads())
         return out
 
+    def best(self, hidden: Tensor, limit: int) -> tuple[list[int], list[float]]:
+        """Of each row of [rows, d_model] the likeliest of the first ``limit`` tokens, and its log-probability."""
+        hidden = hidden.contiguous()
+        rows = hidden.shape[0]
+        tokens, log_q = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
+        threads = torch.get_num_threads()
+        self._best(self._reference, hidden.data_ptr(), rows, min(limit, self._model.vocab), tokens, log_q, threads)
+        return list(tokens), list(log_q)
+
+    def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
+        """Catch up with every chain's pending tokens and continue it greedily, a token a pass, all in each pass.
+
+        Args:
+            chains: where each starts and ends.
+            cache: K and V; every position of a chain but that of its last token gets its own.
+            limit: tokens at and above this are never chosen.
+
+        Returns:
+            For each chain its tokens and their log-probabilities.
+        """
+        table = (native.Chain * len(chains))()
+        held: list[Any] = []
+        outs = []
+        for row, chain in zip(table, chains, strict=True):
+            count, steps = len(chain.pending), chain.steps
+            pending = (ctypes.c_int64 * count)(*chain.pending)
+            tokens, log_q = (ctypes.c_int64 * steps)(), (ctypes.c_float * steps)()
+            held.append(pending)
+            outs.append((tokens, log_q))
+            row.pending, row.num_pending = ctypes.addressof(pending), count
+            row.position, row.steps, row.floor = chain.position, steps, chain.floor
+            row.tokens, row.log_q = ctypes.addressof(tokens), ctypes.addressof(log_q)
+            if isinstance(chain.keys, slice):
+                row.base = chain.keys.start
+            else:
+                row.base, row.keys = -1, _hold(chain.keys, held)
+        k, v, stride = self._addresses(cache)
+        run = native.Pass(
+            k_cache=ctypes.addressof(k),
+            v_cache=ctypes.addressof(v),
+            head_stride=stride,
+            threads=torch.get_num_threads(),
+            layers=self._num_layers,
+        )
+        self._rope.reach(max(chain.position + len(chain.pending) + chain.steps for chain in chains))
+        self._rotation(run)
+        limit = min(limit, self._model.vocab)
+        if self._roll(self._reference, run, self._embedding.data_ptr(), limit, table, len(chains)):
+            raise ValueError("a chain runs beyond the rotation table")
+        return [
+            [*zip(tokens[: row.made], log_q[: row.made], strict=True)]
+            for row, (tokens, log_q) in zip(table, outs, strict=True)
+        ]
+
     def _rotation(self, run: native.Pass) -> None:
-        cos, sin = self._rope.halves()
+        cos, sin = run.held = self._rope.halves()  # held: another thread may grow the table and drop this one
         run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
 
     def _addresses(self, cache: KVCache) -> tuple[Any, Any, int]:
         """Pointers to every layer's K and V, and the distance between two heads, in elements."""
         found = self._caches.get(cache)
         if found is None:
+            strides = (cache.k[0].stride(0), self._model.head_dim, 1)
             for layer in (*cache.k, *cache.v):
-                if layer.dtype != self._dtype or layer.stride(-1) != 1 or layer.stride(0) != cache.k[0].stride(0):
+                if layer.dtype != self._dtype or layer.stride() != strides:
                     raise ValueError(f"a cache of {layer.dtype} {layer.stride()} under a model of {self._dtype}")
             pointers = [(ctypes.c_void_p * len(part))(*(t.data_ptr() for t in part)) for part in (cache.k, cache.v)]
             found = pointers[0], pointers[1], cache.k[0].stride(0)

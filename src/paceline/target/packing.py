@@ -69,12 +69,14 @@ class RowPacker:
 
     def batch(self) -> Batch:
         """The packed rows with their attention plan."""
-        positions = torch.tensor(self._positions, device=self._device)
+        # One tensor and its rows: a small pass feels every call.
+        packed = torch.tensor((self._tokens, self._positions, self._sequence, self._node), device=self._device)
+        tokens, positions, sequence, node = packed.unbind(0)
         return Batch(
-            tokens=torch.tensor(self._tokens, device=self._device),
+            tokens=tokens,
             positions=positions,
-            sequence=torch.tensor(self._sequence, device=self._device),
-            node=torch.tensor(self._node, device=self._device),
+            sequence=sequence,
+            node=node,
             slots=self._join(),
             attn=self._planner.plan(self._segments, positions),
         )

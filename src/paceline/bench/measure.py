@@ -1,0 +1,436 @@
+"""One method on one group of prompts: the engine is stepped from here, so that every arrival has a time.
+
+submit the group -> step, note who got how many tokens when -> until all are answered -> `Trial`
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..core.sampling import SamplingParams
+from ..core.stats import SpecStats
+from ..drafters.base import RememberingDrafter
+from ..engine.engine import LiveRequest
+from ..kv.pool import KVPool
+from ..llm import LLM, TARGET_OPTIONS, LLMConfig
+from ..rounds.base import RunningSequence
+from ..target.decoder import Decoder
+from .methods import drafter_config
+from .records import Cell, Method, PromptIds, Trial
+
+log = logging.getLogger(__name__)
+
+_SELF = Path("/proc/self")
+_PEAK_RESET = "5"  # what clears VmHWM, see proc(5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Prompts that are submitted together."""
+
+    cell: Cell
+    index: int
+    prompts: tuple[PromptIds, ...]
+    seed: int  # of the whole run
+
+    def params(self, prompt: PromptIds, max_new_tokens: int | None = None) -> SamplingParams:
+        """What a prompt is asked with: the same for every method and repeat."""
+        return SamplingParams(
+            temperature=self.cell.temperature,
+            max_tokens=max_new_tokens or self.cell.max_new_tokens,
+            ignore_eos=self.cell.ignore_eos,
+            seed=zlib.crc32(f"{self.seed}/{prompt.id}".encode()),
+        )
+
+    def blank(self, method: str, repeat: int) -> Trial:
+        """A trial in which nothing has happened yet."""
+        return Trial(
+            method=method,
+            cell=self.cell,
+            group=self.index,
+            repeat=repeat,
+            prompts=[p.id for p in self.prompts],
+            prompt_tokens=[len(p.ids) for p in self.prompts],
+            outputs=[],
+            finish=[],
+            wall_ms=0.0,
+            ttft_ms=[],
+        )
+
+    def failed(self, method: str, repeat: int, error: BaseException) -> Trial:
+        """A trial that ended in an error."""
+        trial = self.blank(method, repeat)
+        trial.error = f"{type(error).__name__}: {error}"
+        return trial
+
+
+# -- memory
+
+
+class Memory:
+    """Memory of the process or of the device, in bytes. Every figure is None where the system does not tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def held(self) -> int | None:
+        """What is held now: resident pages, or what torch has allocated on the device."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self._device))
+        return _status_bytes("VmRSS")
+
+    def reset_peak(self) -> bool:
+        """Start looking for the highest value anew. Returns whether that can be done."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return True
+        try:
+            (_SELF / "clear_refs").write_text(_PEAK_RESET)
+        except OSError:
+            return False
+        return True
+
+    def peak(self) -> int | None:
+        """The highest value since `reset_peak`."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int | None:
+    with suppress(OSError):
+        for line in (_SELF / "status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+# -- what a pass must read
+
+
+def kv_bytes(decoder: Decoder, tokens: int) -> int:
+    """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
+    shape = decoder.config
+    keys = sum(tokens if window is None else min(tokens, window) for window in shape.windows)
+    return 2 * keys * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
+
+
+# -- the clock
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One request's arrivals."""
+
+    sequence: RunningSequence
+    seen: int = 0
+    first: float | None = None
+    last: float = 0.0
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """When tokens came, of all requests of a group. Times are `perf_counter` seconds."""
+
+    submitted: float
+    watches: dict[str, _Watch] = field(default_factory=dict)  # by request id, in the order of submission
+    waits_ms: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def note(self, touched: Sequence[LiveRequest], now: float) -> None:
+        """Take down what a step brought."""
+        for live in touched:
+            watch = self.watches[live.request.id]
+            fresh = len(watch.sequence.state.token_ids) - watch.seen
+            if not fresh:
+                continue
+            if watch.first is None:
+                watch.first = now
+            else:
+                self.waits_ms.append((now - watch.last) * 1e3)
+                self.counts.append(fresh)
+            watch.seen += fresh
+            watch.last = now
+
+    def ttft_ms(self) -> list[float]:
+        """Of each request, from the submission of the group."""
+        return [(w.first - self.submitted) * 1e3 for w in self.watches.values() if w.first is not None]
+
+    def wall_ms(self) -> float:
+        """From the submission of the group to its last token."""
+        return (max(w.last for w in self.watches.values()) - self.submitted) * 1e3
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """No garbage collection inside; what there is goes before."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+# -- our own methods
+
+
+class EngineRunner:
+    """A method of this engine.
+
+    Args:
+        method: what it is.
+        llm: made for it; target weights may be shared with others.
+        memory: how memory is read.
+        holds_bytes: what its parts hold that are there from the start (target included); None: unknown.
+    """
+
+    def __init__(self, method: Method, llm: LLM, memory: Memory, holds_bytes: int | None) -> None:
+        self.method = method
+        self.llm = llm
+        self._memory = memory
+        self._holds = holds_bytes
+        drafter = getattr(llm.engine.round, "drafter", None)
+        self._remembering = drafter if isinstance(drafter, RememberingDrafter) else None
+
+    def warm_up(self, group: Group, max_new_tokens: int) -> None:
+        """Run a group without counting it: what is done once is done then.
+
+        Raises:
+            Exception: whatever the engine raises.
+        """
+        self._forget()
+        self._drive(group, self._submit(group, max_new_tokens))
+
+    def run(self, group: Group, repeat: int) -> Trial:
+        """One trial. An error of the engine becomes the trial's."""
+        trial = group.blank(self.method.name, repeat)
+        self._forget()
+        before, can_peak = None, False
+        try:
+            with quiet_collector():
+                before, can_peak = self._memory.held(), self._memory.reset_peak()
+                arrivals, (steps, bytes_read) = self._timed(group)
+        except Exception as error:
+            self._abort_all()
+            log.warning("%s failed on group %d of %s", self.method.name, group.index, group.cell, exc_info=error)
+            return group.failed(self.method.name, repeat, error)
+        except BaseException:
+            self._abort_all()
+            raise
+        trial.peak_bytes = self._peak(before) if can_peak else None
+        trial.steps, trial.bytes_read = steps, bytes_read
+        _fill(trial, arrivals)
+        trial.budget = _rounded(self.llm.engine.budget.describe())
+        trial.off_reason = self._off_reason(arrivals)
+        return trial
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+    def _timed(self, group: Group) -> tuple[Arrivals, tuple[int, int]]:
+        arrivals = self._submit(group)
+        return arrivals, self._drive(group, arrivals)
+
+    def _submit(self, group: Group, max_new_tokens: int | None = None) -> Arrivals:
+        engine = self.llm.engine
+        arrivals = Arrivals(perf_counter())
+        for prompt in group.prompts:
+            request_id = engine.submit(prompt.ids, group.params(prompt, max_new_tokens))
+            arrivals.watches[request_id] = _Watch(engine.live[request_id].sequences[0])
+        return arrivals
+
+    def _drive(self, group: Group, arrivals: Arrivals) -> tuple[int, int]:
+        """Step until all are answered. Returns steps, and bytes that their passes had to read."""
+        engine, decoder = self.llm.engine, self.llm.decoder
+        weights, steps, keys = decoder.pass_bytes, 0, 0
+        while engine.busy:
+            # What is committed before the pass must be read by it; what it writes itself is in the caches.
+            keys += sum(kv_bytes(decoder, s.cache.committed) for s in engine.scheduler.running if s.cache is not None)
+            touched = engine.step()
+            arrivals.note(touched, perf_counter())
+            steps += 1
+        return steps, steps * weights + keys
+
+    def _forget(self) -> None:
+        """Let nothing of an earlier trial be found: no K/V of the prompts, no outputs that a drafter saw."""
+        self.llm.engine.pool.forget()
+        if self._remembering is not None:
+            self._remembering.forget()
+
+    def _abort_all(self) -> None:
+        for request_id in list(self.llm.engine.live):
+            self.llm.engine.abort(request_id)
+
+    def _peak(self, before: int | None) -> int | None:
+        """What the method holds and what the trial added.
+
+        Pages that a trial touched for the first time and that stay (of a K/V pool, say) are the method's from
+        then on.
+        """
+        peak, after = self._memory.peak(), self._memory.held()
+        if self._holds is None or before is None or peak is None or after is None:
+            return None
+        found = self._holds + max(0, peak - before)
+        self._holds += max(0, after - before)
+        return found
+
+    def _off_reason(self, arrivals: Arrivals) -> str | None:
+        if self.llm.engine.round.failure:
+            return self.llm.engine.round.failure
+        stats = _merged(arrivals)
+        return stats.off_reason if self.method.drafter != "none" else None
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to four digits, for a journal that is read by people too."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _merged(arrivals: Arrivals) -> SpecStats:
+    merged = SpecStats()
+    for watch in arrivals.watches.values():
+        merged = merged.merge(watch.sequence.state.stats)
+    return merged
+
+
+def _fill(trial: Trial, arrivals: Arrivals) -> None:
+    """What the requests say about themselves."""
+    states = [watch.sequence.state for watch in arrivals.watches.values()]
+    stats = _merged(arrivals)
+    trial.outputs = [list(state.token_ids) for state in states]
+    trial.finish = [str(state.checker.finish_reason) for state in states]
+    trial.wall_ms = arrivals.wall_ms()
+    trial.ttft_ms = arrivals.ttft_ms()
+    trial.waits_ms, trial.arrivals = arrivals.waits_ms, arrivals.counts
+    trial.passes, trial.drafted, trial.accepted = stats.passes, stats.drafted, stats.accepted
+    trial.depth_offered, trial.depth_accepted = stats.depth_offered, stats.depth_accepted
+    trial.draft_ms, trial.verify_ms, trial.host_ms = stats.draft_ms, stats.verify_ms, stats.host_ms
+
+
+# -- building them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What every method's engine must have room for."""
+
+    max_sequences: int  # of the largest batch
+    max_model_len: int  # of the longest prompt with its answer
+    pool_tokens: int  # of the largest group, drafts included
+
+
+class Builder:
+    """Makes the engines of a run. Methods whose target is the same share its weights.
+
+    Args:
+        model: name or folder.
+        device, threads: of `LLMConfig`.
+    """
+
+    def __init__(self, model: str, device: str, threads: int | None) -> None:
+        self.memory = Memory(torch.device(device))
+        self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
+        self._targets: list[tuple[LLM, int | None]] = []  # one a target, and what it holds
+
+    def llm(self, method: Method, limits: Limits | None = None, answers: str | None = None) -> LLM:
+        """A method's engine.
+
+        Args:
+            limits: default: those of `LLM`.
+            answers: file of recorded answers, for a synthetic drafter without one.
+
+        Raises:
+            ConfigError: the method and the model do not fit together.
+        """
+        return self._make(method, limits, answers)[0]
+
+    def runner(self, method: Method, limits: Limits, answers: str | None = None) -> EngineRunner:
+        """The same, ready to be measured."""
+        llm, target, own = self._make(method, limits, answers)
+        holds = None if target is None or own is None else target + own
+        return EngineRunner(method, llm, self.memory, holds)
+
+    def _make(self, method: Method, limits: Limits | None, answers: str | None) -> tuple[LLM, int | None, int | None]:
+        """The engine, bytes that its target holds, bytes that the rest holds."""
+        options = {
+            **self._common,
+            "drafter": drafter_config(method, answers),
+            "round": method.round,
+            "dtype": method.dtype,
+            **method.settings,
+        }
+        target, held = self._target(options)
+        if limits is not None:
+            options["max_sequences"] = limits.max_sequences
+            options["max_model_len"] = min(limits.max_model_len, target.decoder.config.max_position)
+            options["kv_memory"] = pool_bytes(target.decoder, limits)
+        before = self.memory.held()
+        llm = LLM(**options, share=target)
+        return llm, held, _growth(before, self.memory.held())
+
+    def _target(self, options: dict[str, Any]) -> tuple[LLM, int | None]:
+        """The target that these options want, loaded where it is not there yet."""
+        wanted = {name: options[name] for name in TARGET_OPTIONS if name in options}
+        config = LLMConfig(**wanted)
+        for llm, held in self._targets:
+            if all(getattr(llm.config, name) == getattr(config, name) for name in TARGET_OPTIONS):
+                return llm, held
+        before = self.memory.held()
+        # A bare one, whose K/V pool stays untouched: it is there for its weights.
+        llm = LLM(**wanted, threads=options["threads"], max_sequences=1)
+        self._targets.append((llm, _growth(before, self.memory.held())))
+        return self._targets[-1]
+
+
+def pool_bytes(decoder: Decoder, limits: Limits) -> int:
+    """K/V memory that holds ``limits``."""
+    shape = decoder.config
+    per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
+    return per_token * max(limits.pool_tokens, limits.max_model_len + 1)
+
+
+def _growth(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else max(0, after - before)
+
+
+def model_facts(llm: LLM, name: str) -> dict[str, Any]:
+    """What a report says about the target."""
+    decoder, shape = llm.decoder, llm.decoder.config
+    return {
+        "name": name,
+        "family": shape.family,
+        "parameters": parameters(decoder),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "layers": shape.num_layers,
+        "d_model": shape.d_model,
+        "vocab_size": shape.vocab_size,
+        "max_position": shape.max_position,
+        "pass_bytes": decoder.pass_bytes,
+        "kv_bytes_per_token": kv_bytes(decoder, 1),
+    }
+
+
+def parameters(decoder: Decoder) -> int:
+    """Weights of the linear layers and the embedding (norms and biases, some thousands, are left out)."""
+    c = decoder.config
+    attention = c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    mlp = c.d_model * c.d_ff * (3 if c.gated else 2)
+    heads = 1 if c.tied else 2
+    return c.num_layers * (attention + mlp) + heads * c.vocab_size * c.d_model

@@ -1,0 +1,425 @@
+"""Methods as a user writes them, and sweeps over their settings.
+
+A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the registry reads it, then ``round``,
+``dtype`` and options of `LLM`; a peer's is ``ENGINE/MODE[;dtype=...]``:
+
+    ngram
+    fast=ngram,depth=4;budget=8
+    hybrid:paceline-small-draft,dtype=int8
+    llama.cpp/ngram-mod
+
+A sweep is written ``SETTING=VALUE,VALUE,...``. ``batch``, ``context``, ``temperature`` and ``max_new_tokens`` make
+cells, in which all methods run; every other setting makes methods, whose names get the value. ``DRAFTER.OPTION``
+is an option of one drafter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from .. import zoo
+from ..core.errors import ConfigError
+from ..drafters import registry
+from ..llm import LLMConfig
+from ..rounds import ROUNDS
+from .records import PLAIN, Method
+
+OWN = "paceline"  # the engine of our own methods
+NONE = "none"  # the drafter of plain decoding
+ANSWERS = "answers"  # the option of a drafter that looks at recorded answers
+RECORDED = "recorded"  # stands for the file that the run records
+CELL_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "batch": int,
+    "context": int,
+    "temperature": float,
+    "max_new_tokens": int,
+}
+ABSENT = "none"  # as a value: the option's None
+# What a run decides for all its methods, or what has a place of its own in a `Method`.
+_SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
+_SHARED |= {"revision", "offline", "trust_remote_code"}
+SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
+_NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
+_COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
+_FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8', or ENGINE/MODE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """One setting and the values it takes."""
+
+    setting: str
+    values: tuple[Any, ...]  # text for a drafter's option, else of the setting's type
+
+    @property
+    def text(self) -> str:
+        """As it was written."""
+        return f"{self.setting}={','.join(map(show, self.values))}"
+
+
+# -- reading
+
+
+def parse_method(text: str, dtype: str = "auto") -> Method:
+    """Read one method.
+
+    Args:
+        text: see the top of the module.
+        dtype: where the text names none.
+
+    Raises:
+        ConfigError: no such drafter, peer, mode or option, or a value that does not fit.
+    """
+    head, *rest = (part.strip() for part in text.split(";"))
+    name, body = _named(head)
+    if not body:
+        raise ConfigError(f"--method {text!r}", "it names no drafter", _FORM)
+    settings = dict(_assignment(item, text) for item in rest)
+    if len(settings) < len(rest):
+        raise ConfigError(f"--method {text!r}", "an option is given twice", "give it once")
+    if _is_peer(body):
+        return _peer_method(text, name, body, settings, dtype)
+    return _own_method(text, name, body, settings, dtype)
+
+
+def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
+    """Read several. Names that clash become the texts themselves.
+
+    Raises:
+        ConfigError: see `parse_method`, or the same method twice.
+    """
+    texts = list(texts)
+    methods = [parse_method(text, dtype) for text in texts]
+    names = [m.name for m in methods]
+    renamed = [replace(m, name=t) if names.count(m.name) > 1 else m for m, t in zip(methods, texts, strict=True)]
+    _refuse_twins(renamed)
+    return renamed
+
+
+def parse_sweep(text: str) -> Sweep:
+    """Read one sweep.
+
+    Raises:
+        ConfigError: no such setting, no value, a value twice or of the wrong type.
+    """
+    setting, equals, rest = (part.strip() for part in text.partition("="))
+    values = [value.strip() for value in _COMMA.split(rest)]
+    if not equals or not setting or not all(values):
+        raise ConfigError(f"--sweep {text}", "not a setting and its values", "write it like budget=1,2,4,8")
+    if len(set(values)) < len(values):
+        raise ConfigError(f"--sweep {text}", "a value is there twice", "give each once")
+    return Sweep(setting=setting, values=tuple(_sweep_value(setting, value, text) for value in values))
+
+
+def _sweep_value(setting: str, value: str, text: str) -> Any:
+    asked = f"--sweep {text}"
+    if "." in setting:
+        drafter, _, option = setting.partition(".")
+        known = [f.name for f in fields(registry.config_class(drafter))]
+        if option not in known:
+            raise ConfigError(asked, f"{drafter} has no option {option!r}", _near(option, known))
+        return value
+    if setting in CELL_SETTINGS:
+        return _number(CELL_SETTINGS[setting], value, asked)
+    if setting == "dtype":
+        return value
+    if setting == "round":
+        return _known_round(value, asked)
+    return _setting_value(setting, value, asked, [*CELL_SETTINGS, "dtype", "round", "DRAFTER.OPTION"])
+
+
+def _number(kind: Callable[[str], Any], value: str, asked: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ConfigError(asked, f"{value!r} is no number of this kind", "write it like batch=1,2,4") from error
+
+
+def _named(head: str) -> tuple[str | None, str]:
+    """A name, where the first ``=`` stands before anything a drafter's text could hold."""
+    match = re.match(r"([^=,:;/<]+)=(.*)", head, re.DOTALL)
+    return (match[1].strip(), match[2].strip()) if match else (None, head)
+
+
+def _assignment(item: str, text: str) -> tuple[str, str]:
+    key, equals, value = (part.strip() for part in item.partition("="))
+    if not key or not equals or not value:
+        raise ConfigError(f"--method {text!r}", f"{item!r} is not option=value", _FORM)
+    return key, value
+
+
+def _is_peer(body: str) -> bool:
+    return "/" in re.split(r"[,:=]", body, maxsplit=1)[0]
+
+
+def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, str], dtype: str) -> Method:
+    asked = f"--method {text!r}"
+    drafter = NONE if drafter == PLAIN else drafter
+    config = _parse_drafter(drafter, RECORDED)
+    found = dict(settings)
+    round_ = _known_round(found.pop("round", "serial"), asked)
+    dtype = found.pop("dtype", dtype)
+    values = {key: _setting_value(key, value, asked, ["round", "dtype"]) for key, value in found.items()}
+    if config.kind == NONE:
+        useless = sorted(_NEED_DRAFTS & values.keys())
+        if useless:
+            raise ConfigError(asked, f"{useless[0]} means nothing without a drafter", "leave it out")
+    method = Method(
+        name=name or _default_name(drafter, settings),
+        drafter=drafter,
+        round=round_,
+        settings=values,
+        dtype=dtype,
+        synthetic=_answers_of(config) is not None,
+    )
+    check(method)
+    return method
+
+
+def _default_name(drafter: str, settings: dict[str, str]) -> str:
+    """The drafter's name and options without its model, then the settings."""
+    head, *options = _COMMA.split(drafter)
+    kind = _kind(head)
+    return ";".join([",".join([PLAIN if kind == NONE else kind, *options]), *(f"{k}={v}" for k, v in settings.items())])
+
+
+def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str], dtype: str) -> Method:
+    from .peers import PEERS
+    from .peers import check as check_peer
+
+    asked = f"--method {text!r}"
+    engine, _, mode = body.partition("/")
+    if engine not in PEERS:
+        raise ConfigError(asked, f"there is no peer {engine!r}", _near(engine, PEERS))
+    if mode not in PEERS[engine].modes:
+        raise ConfigError(asked, f"{engine} has no mode {mode!r}", _near(mode, PEERS[engine].modes))
+    found = dict(settings)
+    dtype = found.pop("dtype", dtype)
+    values = {key: _plain_value(value) for key, value in found.items()}
+    method = Method(name=name or text, engine=engine, drafter=mode, settings=values, dtype=dtype)
+    check_peer(method)
+    return method
+
+
+def _plain_value(text: str) -> Any:
+    """A number where it is one."""
+    return next((value for kind in (int, float) if (value := _as(kind, text)) is not None), text)
+
+
+def _known_round(name: str, asked: str) -> str:
+    if name not in ROUNDS:
+        raise ConfigError(asked, f"there is no round {name!r}", _near(name, ROUNDS))
+    return name
+
+
+def _setting_value(name: str, text: str, asked: str, others: Sequence[str]) -> Any:
+    if name not in SETTINGS:
+        raise ConfigError(asked, f"there is no setting {name!r}", _near(name, [*SETTINGS, *others]))
+    hint = get_type_hints(LLMConfig)[name]
+    kinds = get_args(hint) or (hint,)
+    if NoneType in kinds and text.lower() == ABSENT:
+        return None
+    for kind in (bool, int, float, str):
+        if kind in kinds and (value := _as(kind, text)) is not None:
+            return value
+    raise ConfigError(
+        asked, f"{text!r} is no value for {name}", f"{name} is {LLMConfig.__dataclass_fields__[name].type}"
+    )
+
+
+def _as(kind: type, text: str) -> Any:
+    """The text as a value of this type; None where it is none."""
+    if kind is bool:
+        return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(text.lower())
+    try:
+        return kind(text)
+    except ValueError:
+        return None
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    listed = list(known)
+    near = difflib.get_close_matches(name, listed, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"known are {', '.join(listed)}"
+
+
+def show(value: Any) -> str:
+    """A setting's value as a user writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ABSENT if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# -- checking
+
+
+def check(method: Method) -> None:
+    """Refuse settings that cannot be, without loading a model.
+
+    Raises:
+        ConfigError: what `LLM` would say.
+    """
+    LLMConfig(model="any", drafter=drafter_config(method), round=method.round, dtype=method.dtype, **method.settings)
+
+
+def is_plain(method: Method) -> bool:
+    """Whether nobody drafts."""
+    return method.drafter in (NONE, PLAIN)
+
+
+def drafter_config(method: Method, answers: str | None = None) -> registry.DrafterConfig | None:
+    """The drafter of one of our own methods; None for plain decoding.
+
+    Args:
+        answers: file of recorded answers, for a drafter that looks at them and was given none.
+
+    Raises:
+        ConfigError: what the registry says.
+    """
+    return None if is_plain(method) else _parse_drafter(method.drafter, answers or RECORDED)
+
+
+def records_answers(method: Method) -> bool:
+    """Whether the run must record the target's answers for this method's drafter."""
+    config = drafter_config(method) if method.engine == OWN else None
+    return config is not None and _answers_of(config) == RECORDED
+
+
+def _answers_of(config: registry.DrafterConfig) -> str | None:
+    """The file of recorded answers that a drafter looks at, which makes its acceptance a setting; None: none."""
+    found: str | None = getattr(config, ANSWERS, None)
+    return found
+
+
+def _parse_drafter(text: str, answers: str) -> registry.DrafterConfig:
+    """As the registry does; a drafter that wants recorded answers and names no file gets the run's own."""
+    head, *options = _COMMA.split(text)
+    known = registry.config_class(_kind(text))
+    named = any(option.partition("=")[0].strip() == ANSWERS for option in options)
+    if any(f.name == ANSWERS for f in fields(known)) and not named:
+        text = f"{text},{ANSWERS}={answers}"
+    config = registry.parse(text)
+    assert config is not None
+    return config
+
+
+def _kind(drafter: str) -> str:
+    return _COMMA.split(drafter)[0].partition(":")[0].strip()
+
+
+# -- which methods
+
+
+def default_methods(model: str, dtype: str = "auto") -> list[Method]:
+    """Plain decoding, and every drafter that fits the model as it is.
+
+    An embedded target brings its draft model; a random one has only synthetic acceptance, at two rates: its
+    text has nothing to find.
+    """
+    if model.startswith("random:"):
+        return parse_methods([PLAIN, "synthetic,accept=0.6", "synthetic,accept=0.9"], dtype)
+    texts = [PLAIN, "ngram", "suffix"]
+    entry = next((e for e in zoo.available() if e.name == model), None)
+    if entry is not None and entry.draft:
+        texts.append(f"draft_model:{entry.draft}")
+    if entry is not None and entry.drafter:
+        texts.append(entry.drafter)
+    methods = [parse_method(text, dtype) for text in texts]
+    kinds = [_kind(m.drafter) for m in methods]
+    named = [
+        m if kind == NONE or kinds.count(kind) > 1 else replace(m, name=kind)
+        for m, kind in zip(methods, kinds, strict=True)
+    ]
+    _refuse_twins(named)
+    return named
+
+
+def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
+    """Every mode of these peers.
+
+    Raises:
+        ConfigError: no such peer.
+    """
+    from .peers import PEERS
+
+    found = []
+    for engine in engines:
+        if engine not in PEERS:
+            raise ConfigError(f"--peer {engine}", "there is no such peer", _near(engine, PEERS))
+        found += [
+            Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype) for mode in PEERS[engine].modes
+        ]
+    return found
+
+
+def with_plain(methods: Sequence[Method]) -> list[Method]:
+    """The same, with plain decoding in front of each dtype that has none: all speed-ups are over it."""
+    own = [m for m in methods if m.engine == OWN]
+    covered = {m.dtype for m in own if is_plain(m)}
+    missing = [d for d in dict.fromkeys(m.dtype for m in own) if d not in covered]
+    if not own:
+        missing = [methods[0].dtype] if methods else ["auto"]
+    taken = any(m.name == PLAIN for m in methods) or len(missing) > 1
+    added = [Method(name=f"{PLAIN} dtype={d}" if taken else PLAIN, drafter=NONE, dtype=d) for d in missing]
+    return [*added, *methods]
+
+
+def expand(methods: Sequence[Method], sweeps: Sequence[Sweep]) -> list[Method]:
+    """Methods for every value of the sweeps that are not over cells.
+
+    Raises:
+        ConfigError: a sweep that no method has, or a value that a method refuses.
+    """
+    found = list(methods)
+    for sweep in sweeps:
+        if sweep.setting in CELL_SETTINGS:
+            continue
+        hit = [_takes(method, sweep.setting) for method in found]
+        if not any(hit):
+            raise ConfigError(f"--sweep {sweep.text}", "no method of this run has that setting", "name one that has it")
+        found = [
+            made
+            for method, yes in zip(found, hit, strict=True)
+            for made in ([_with(method, sweep, value) for value in sweep.values] if yes else [method])
+        ]
+    _refuse_twins(found)
+    for method in found:
+        if method.engine == OWN:
+            check(method)
+            drafter_config(method)
+    return found
+
+
+def _takes(method: Method, setting: str) -> bool:
+    if setting == "dtype":
+        return True
+    if method.engine != OWN:
+        return False
+    if "." in setting:
+        return _kind(method.drafter) == setting.partition(".")[0]
+    return not (is_plain(method) and (setting in _NEED_DRAFTS or setting == "round"))
+
+
+def _with(method: Method, sweep: Sweep, value: Any) -> Method:
+    setting = sweep.setting
+    shown = setting.partition(".")[2] or setting
+    name = f"{method.name} {shown}={show(value)}"
+    if setting in ("dtype", "round"):
+        return replace(method, name=name, **{setting: value})
+    if "." not in setting:
+        return replace(method, name=name, settings={**method.settings, setting: value})
+    head, *options = _COMMA.split(method.drafter)
+    kept = [o for o in options if o.partition("=")[0].strip() != shown]
+    return replace(method, name=name, drafter=",".join([head, *kept, f"{shown}={value}"]))
+
+
+def _refuse_twins(methods: Sequence[Method]) -> None:
+    names = [m.name for m in methods]
+    twins = sorted({name for name in names if names.count(name) > 1})
+    if twins:
+        raise ConfigError(f"two methods called {twins[0]!r}", "results go by the name", "give one a name: NAME=DRAFTER")

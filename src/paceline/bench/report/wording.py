@@ -1,0 +1,398 @@
+"""What every view of a report says in the same words: figures, headings, definitions, findings."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+
+from ..records import Cell, Exactness, Method, Report
+from ..summary import (
+    CONFIDENCE,
+    NEVER_SLOWER,
+    RESAMPLES,
+    ExactCount,
+    Index,
+    Interval,
+    Row,
+    Section,
+    Summary,
+    best,
+    overall_ratio,
+    slower_cells,
+)
+
+NOTHING = "–"  # where there is no figure
+SYNTHETIC = "synthetic"
+
+DEFINITIONS: tuple[tuple[str, str], ...] = (
+    (
+        "tokens/s",
+        "New tokens over the wall time from submission to the last token, prompt processing included; tokens are "
+        "counted from ids. Median over the trials of a workload; over several workloads the geometric mean of "
+        "their medians.",
+    ),
+    (
+        "speed-up",
+        "Ratio of tokens/s to plain decoding in the same engine and dtype, on the same prompts in the same repeat: "
+        "of each group of prompts the median over its repeats, of the groups the geometric mean, and of several "
+        f"workloads the geometric mean of theirs. In brackets the {CONFIDENCE:.0%} interval of a percentile "
+        f"bootstrap with {RESAMPLES} resamples of groups and of repeats within a group.",
+    ),
+    (
+        "accepted length",
+        "Mean accepted length: 1 + accepted drafted tokens / target passes. Plain decoding has 1.",
+    ),
+    (
+        "acceptance by position",
+        "Of the passes that accepted d - 1 drafted tokens and had a node at depth d, the share that accepted it.",
+    ),
+    (
+        "share of time",
+        "Draft: proposing. Verify: target passes and the choice of tokens. Host: what else the engine does. "
+        "Rest: wall time outside the engine's own clock.",
+    ),
+    ("time to first token", "From submission of a group of prompts to a request's first token; median over requests."),
+    (
+        "time between tokens",
+        "The tokens of one pass arrive together. The mean is for one token: (last - first arrival) / (tokens - 1). "
+        "The percentiles are of the waits between arrivals.",
+    ),
+    (
+        "floor",
+        "The time that reading the weights and the K/V of every target pass takes at the machine's measured read "
+        "bandwidth; the share is that time over the wall time.",
+    ),
+    ("peak memory", "What the method holds and what its trials added at most."),
+    (
+        "exact",
+        "Token ids compared with plain decoding's, prompt by prompt, lengths included. A difference is explained "
+        "where the two tokens' scores lie within the tolerance and the rest agrees teacher-forced; any other one "
+        "is a failure.",
+    ),
+    (
+        SYNTHETIC,
+        "A drafter that looks up recorded answers and is right at a stated rate: it measures the engine's cost and "
+        "says nothing about a real drafter.",
+    ),
+)
+
+
+# -- figures
+
+
+def times(ratio: float) -> str:
+    """``2.31×``."""
+    return f"{ratio:.2f}×"
+
+
+def interval(ratio: Interval | None) -> str:
+    """``2.31 [2.20, 2.43]``; a single pair has no spread, and says so."""
+    if ratio is None:
+        return NOTHING
+    if ratio.pairs < 2:
+        return f"{ratio.value:.2f} [1 pair]"
+    return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def speedup(row: Row) -> str:
+    """The interval; 1 for the method that it is over."""
+    if row.speedup is None:
+        return "1" if row.reference == row.method.name and row.speed is not None else NOTHING
+    return interval(row.speedup)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, no exponent."""
+    if value is None:
+        return NOTHING
+    if not value:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(places, digits)}f}"
+
+
+def share(value: float | None) -> str:
+    """``83 %``."""
+    return NOTHING if value is None else f"{100 * value:.0f} %"
+
+
+def size(value: float | None) -> str:
+    """Bytes in MB or GB."""
+    if value is None:
+        return NOTHING
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+
+
+def length(value: float | None) -> str:
+    """``2.84``."""
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def exact_mark(count: ExactCount | None) -> str:
+    """``yes``, ``yes*`` where differences were explained, ``NO`` or nothing where it was not checked."""
+    if count is None:
+        return NOTHING
+    if not count.passed:
+        return "NO"
+    return "yes*" if count.explained else "yes"
+
+
+def method_name(method: Method) -> str:
+    """The name as every view shows it: a synthetic method never goes without the word."""
+    if method.synthetic and SYNTHETIC not in method.name.lower():
+        return f"{method.name} ({SYNTHETIC})"
+    return method.name
+
+
+def method_detail(method: Method) -> str:
+    """What the name stands for."""
+    parts = [method.engine, method.drafter, f"round {method.round}" if method.engine == "paceline" else ""]
+    parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
+    parts += [f"dtype {method.dtype}" if method.dtype != "auto" else "", SYNTHETIC if method.synthetic else ""]
+    return ", ".join(filter(None, parts))
+
+
+def workload_title(report: Report, name: str | None) -> str:
+    """The title of a workload; of none: over all of them."""
+    if name is None:
+        return "all workloads"
+    return str(report.workloads.get(name, {}).get("title") or name)
+
+
+def cell_label(cell: Cell) -> str:
+    """One cell in words."""
+    parts = [cell.workload, f"batch {cell.batch}"]
+    parts.append(f"temperature {cell.temperature:g}" if cell.temperature else "greedy")
+    return ", ".join(parts + ([f"context {cell.context}"] if cell.context is not None else []))
+
+
+def row_label(row: Row) -> str:
+    """Where a row belongs, in words."""
+    return row.section.label() if row.cell is None else cell_label(row.cell)
+
+
+def without_batch(section: Section) -> str:
+    """A section's label where the batch size varies."""
+    return section.label().removeprefix(f"batch {section.batch}, ")
+
+
+def count_of(amount: int, noun: str) -> str:
+    """``1 pair``, ``2 pairs``."""
+    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
+
+
+# -- lines
+
+
+def model_line(report: Report) -> str:
+    """The model in one line."""
+    model = report.model
+    parts = [str(model.get("name", "model"))]
+    if model.get("parameters"):
+        parts.append(f"{number(model['parameters'] / 1e6)}M parameters")
+    parts += [str(model["dtype"])] if model.get("dtype") else []
+    if model.get("pass_bytes"):
+        parts.append(f"{size(model['pass_bytes'])} read a pass")
+    return ", ".join(parts)
+
+
+def machine_line(report: Report) -> str:
+    """The machine in one line."""
+    machine = report.machine
+    parts = [str(machine[key]) for key in ("processor",) if machine.get(key)]
+    if machine.get("cores"):
+        parts.append(f"{machine.get('threads', machine['cores'])} of {machine['cores']} cores")
+    parts += [str(machine[key]) for key in ("system", "device") if machine.get(key)]
+    if machine.get("read_bandwidth_bytes_per_s"):
+        parts.append(f"reads {machine['read_bandwidth_bytes_per_s'] / 1e9:.0f} GB/s")
+    return ", ".join(parts)
+
+
+def run_line(report: Report) -> str:
+    """Versions, commit and date in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    return ", ".join(filter(None, [versions, commit_line(report), created(report)]))
+
+
+def commit_line(report: Report) -> str:
+    """The commit, short; ``-dirty`` where the tree was changed."""
+    if not report.commit:
+        return "no commit known"
+    name, _, changed = report.commit.partition("-")
+    return f"commit {name[:12]}" + (f"-{changed}" if changed else "")
+
+
+def created(report: Report) -> str:
+    """When, to the minute."""
+    return report.created.replace("T", " ")[:16] + " UTC"
+
+
+def command_line(report: Report) -> str:
+    """What repeats the run, ready for a shell."""
+    return shlex.join(report.command)
+
+
+def exactness_line(summary: Summary) -> str:
+    """How many sequences of this engine's methods equal plain decoding's."""
+    count = summary.exact
+    if count is None:
+        return "ids were not compared with plain decoding's"
+    line = f"ids equal plain decoding: {count.identical:,} of {count_of(count.sequences, 'sequence')}"
+    if count.explained:
+        line += f"; {count.explained:,} explained by near ties"
+    return line + (f"; {count.failures:,} FAILED" if count.failures else "")
+
+
+def agreement_line(report: Report) -> str | None:
+    """How often the peers' ids are ours. Their kernels are their own: a difference is no failure."""
+    engines = {m.name: m.engine for m in report.methods}
+    found = [e for e in report.exactness if engines.get(e.method, "paceline") != "paceline"]
+    if not found:
+        return None
+    same, total = sum(e.identical for e in found), sum(e.sequences for e in found)
+    return f"peers' ids equal our plain decoding: {same:,} of {count_of(total, 'sequence')}"
+
+
+def failures(report: Report) -> list[Exactness]:
+    """Comparisons of this engine's methods that failed."""
+    engines = {m.name: m.engine for m in report.methods}
+    return [e for e in report.exactness if not e.passed and engines.get(e.method, "paceline") == "paceline"]
+
+
+def failure_line(found: Exactness) -> str:
+    """One failed comparison: how many, and the first of them."""
+    first = dict(found.failures[0])
+    lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
+    rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
+    many = count_of(len(found.failures), "sequence")
+    where = f"{found.method}, {cell_label(found.cell)}"
+    return f"{where}: {many} of {found.sequences:,} failed; first: {lead}" + (f" ({rest})" if rest else "")
+
+
+def unavailable_lines(report: Report) -> list[str]:
+    """What did not run and why, one line a reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in report.unavailable.items():
+        names.setdefault(why, []).append(name)
+    return [f"{', '.join(many)} did not run: {why}" for why, many in names.items()]
+
+
+def failed_trials(summary: Summary) -> list[str]:
+    """One line a method and cell with failed trials."""
+    lines = []
+    for row in summary.rows:
+        if row.figures.failed and row.cell is not None:
+            many = f"{row.figures.failed} of {count_of(row.figures.failed + row.figures.trials, 'trial')} failed"
+            lines.append(f"{method_name(row.method)}, {cell_label(row.cell)}: {many}: {row.figures.error}")
+    return lines
+
+
+def slower_line(rows: Sequence[Row], summary: Summary) -> str:
+    """Whether any method of this engine is slower than plain decoding anywhere."""
+    looked_at = [r for r in summary.rows if r.speedup and r.method.engine == "paceline" and not r.method.synthetic]
+    if not looked_at:
+        return "no speculative method was compared with plain decoding"
+    bound = f"lower bound below {NEVER_SLOWER:g} of plain decoding"
+    cells = count_of(len(looked_at), "row")
+    if not rows:
+        return f"never slower: no {bound} in {cells}"
+    return f"slower: {len(rows)} of {cells} with a {bound}"
+
+
+def pairs_line(summary: Summary) -> str:
+    """How much lies behind the intervals."""
+    trials = sum(row.figures.trials for row in summary.rows)
+    repeats = len({trial.repeat for trial in summary.report.trials})
+    return f"{count_of(trials, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts"
+
+
+# -- findings
+
+
+def headline(summary: Summary) -> str:
+    """The sentence that matters most: the best method overall, its speed-up and the best peer beside it."""
+    section = main_section(summary)
+    row = best(summary.total(section)) if section else None
+    if section is None or row is None or row.speedup is None:
+        return "No speculative method was compared with plain decoding."
+    where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
+    first = f"Best method: {method_name(row.method)}, {times(row.speedup.value)} plain decoding {where}"
+    broken = " Its ids differ from plain decoding's." if row.exact and not row.exact.passed else ""
+    return f"{first} ({bracket(row.speedup)}; {section.label()}).{broken}"
+
+
+def peer_headline(summary: Summary) -> str | None:
+    """The best method beside the fastest peer."""
+    section, found = main_section(summary), rival(summary)
+    ours = best(summary.total(section)) if section else None
+    if ours is None or found is None:
+        return None
+    name, ratio = found
+    return f"Against the fastest peer: {method_name(ours.method)} is {times(ratio.value)} {name} ({bracket(ratio)})."
+
+
+def rival(summary: Summary) -> tuple[str, Interval] | None:
+    """The fastest peer, speculative or plain, and how many times as fast the best method here is."""
+    section = main_section(summary)
+    if section is None:
+        return None
+    total = summary.total(section)
+    ours, theirs = best(total), [r for r in total if r.method.engine != "paceline" and r.speed]
+    if ours is None or not theirs:
+        return None
+    fastest = max(theirs, key=lambda r: r.speed or 0.0)
+    cells = [r.cell for r in summary.of(section) if r.method.name == fastest.method.name and r.cell]
+    ratio = overall_ratio(Index(summary.report), ours.method.name, fastest.method.name, cells)
+    return None if ratio is None else (method_name(fastest.method), ratio)
+
+
+def bracket(ratio: Interval) -> str:
+    """The interval in words."""
+    if ratio.pairs < 2:
+        return "a single pair, no interval"
+    return f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def main_section(summary: Summary) -> Section | None:
+    """The one to show first: the first with a speculative method of this engine, else the first."""
+    for section in summary.sections:
+        if any(row.speedup and row.method.engine == "paceline" for row in summary.total(section)):
+            return section
+    return summary.sections[0] if summary.sections else None
+
+
+def best_by_workload(summary: Summary, section: Section) -> list[tuple[str, Row]]:
+    """The best speculative method of this engine on each workload, with the workload's title."""
+    found = []
+    for name in summary.workloads(section):
+        row = best(r for r in summary.of(section) if r.workload == name)
+        if row is not None:
+            found.append((workload_title(summary.report, name), row))
+    return found
+
+
+def findings(summary: Summary) -> list[str]:
+    """The remarks under the headline."""
+    slow = slower_cells(summary)
+    lines = [peer_headline(summary), exactness_line(summary), agreement_line(summary.report)]
+    return [line[:1].upper() + line[1:] for line in (*lines, slower_line(slow, summary), pairs_line(summary)) if line]
+
+
+def has_synthetic(methods: Iterable[Method]) -> bool:
+    """Whether the word needs its definition."""
+    return any(method.synthetic for method in methods)
+
+
+def definitions(report: Report) -> list[tuple[str, str]]:
+    """Term and meaning, of the words that the report uses."""
+    return [(term, text) for term, text in DEFINITIONS if term != SYNTHETIC or has_synthetic(report.methods)]
+
+
+def setting(value: object) -> str:
+    """A value of the settings in words."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(setting, value)) or "none"
+    return "none" if value is None else str(value)

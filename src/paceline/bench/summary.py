@@ -1,0 +1,605 @@
+"""From raw trials to figures: speeds, paired speed-ups with intervals, acceptance, times, the floor.
+
+Pure: a report goes in, figures come out, nothing is read or written, and the same report always gives the
+same figures (the bootstrap's seed is fixed).
+
+A speed-up is a ratio of tokens a second between two methods on the same prompts in the same repeat. Of each
+group of prompts the median over its repeats counts, of the groups the geometric mean, and of several
+workloads the geometric mean of theirs. The interval is a percentile bootstrap over groups, and over repeats
+within a group (Davison and Hinkley 1997, section 3.8: two nested levels, both resampled with replacement).
+
+Axis letters: G groups, R repeats, S resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import geometric_mean, median
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .records import PLAIN, Cell, Exactness, Method, Report, Trial
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+NEVER_SLOWER = 0.97  # a method is called slower than plain where its lower bound is below this
+PLAIN_MODES = ("none", PLAIN)  # `Method.drafter` of decoding without speculation, ours and the peers'
+TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how the target runs, drafter apart
+SEED = 20  # of the bootstrap
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A ratio and how sure it is."""
+
+    value: float
+    low: float  # 2.5 % of the resamples lie below
+    high: float  # 2.5 % of the resamples lie above
+    groups: int  # groups of prompts behind it
+    pairs: int  # paired trials behind it; with a single one there is no spread, and low = value = high
+
+    def covers(self, ratio: float) -> bool:
+        """Whether the ratio lies within the interval."""
+        return self.low <= ratio <= self.high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Speeds of single trials, tokens/s."""
+
+    median: float
+    p10: float
+    p90: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """Time between tokens. The tokens of one pass arrive together."""
+
+    mean_ms: float  # a token: first to last arrival over the tokens that came after the first arrival
+    p50_ms: float  # of the waits between two arrivals, whatever number of tokens came at their end
+    p90_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeShares:
+    """Where the wall time went; the four add up to 1."""
+
+    draft: float
+    verify: float
+    host: float
+    rest: float  # within the wall time, outside the engine's own clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the trials of one method say, ratios apart. None where the engine does not tell."""
+
+    trials: int  # that went well
+    failed: int
+    error: str | None  # of the first failed trial
+    tokens: int
+    wall_ms: float
+    speed: Spread | None
+    accepted_length: float | None  # 1 + accepted / passes
+    acceptance: tuple[float, ...]  # [d-1] share accepted at depth d, of the passes that had a node there
+    offered: tuple[int, ...]  # [d-1] those passes
+    shares: TimeShares | None
+    peak_bytes: int | None
+    ttft_ms: float | None  # median over requests
+    waits: Waits | None
+    floor_share: float | None  # time the reads alone would take, over the wall time
+    floor_tokens_per_s: float | None  # tokens over the time the reads alone would take
+    off_reason: str | None  # of the first trial in which speculation was off
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Wall time over new tokens."""
+        return self.wall_ms / self.tokens if self.tokens else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactCount:
+    """Sequences whose ids were compared with plain decoding's."""
+
+    sequences: int
+    identical: int
+    explained: int  # first difference at a top-2 gap below the tolerance
+    failures: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is left unexplained."""
+        return not self.failures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What is the same for all rows of one table: everything of a cell but its workload, and the dtype."""
+
+    dtype: str
+    batch: int
+    temperature: float
+    context: int | None
+    ignore_eos: bool
+    max_new_tokens: int | None  # only where one workload was run with several
+
+    def label(self) -> str:
+        """For headings."""
+        parts = [f"batch {self.batch}", f"temperature {self.temperature:g}" if self.temperature else "greedy"]
+        parts.append(self.dtype)
+        parts += [f"context {self.context}"] if self.context is not None else []
+        parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens is not None else []
+        return ", ".join(parts + (["EOS ignored"] if self.ignore_eos else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method on one workload, or over all workloads of a section."""
+
+    section: Section
+    workload: str | None  # None: over all workloads
+    cell: Cell | None  # None: over all workloads
+    method: Method
+    figures: Figures
+    reference: str | None  # the plain decoding that the speed-up is over
+    speedup: Interval | None  # None: of the reference itself, or where no trial could be paired
+    exact: ExactCount | None
+    workloads: int = 1  # behind the row
+
+    @property
+    def speed(self) -> float | None:
+        """Median tokens/s; over all workloads the geometric mean of the medians."""
+        return self.figures.speed.median if self.figures.speed else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Speed-up of one method against the batch size."""
+
+    method: Method
+    section: Section  # of its first point; the others differ in the batch size alone
+    points: tuple[tuple[int, Interval], ...]  # batch size, speed-up over plain at it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """All rows of a report, in its own order."""
+
+    report: Report
+    sections: tuple[Section, ...]
+    rows: tuple[Row, ...]  # by section, workload, method
+    overall: tuple[Row, ...]  # by section, method
+
+    def of(self, section: Section) -> list[Row]:
+        """The rows of one section."""
+        return [row for row in self.rows if row.section == section]
+
+    def total(self, section: Section) -> list[Row]:
+        """The rows over all workloads of one section."""
+        return [row for row in self.overall if row.section == section]
+
+    def workloads(self, section: Section) -> list[str]:
+        """Names, in the order of the run."""
+        return list(dict.fromkeys(row.workload for row in self.of(section) if row.workload is not None))
+
+    @cached_property
+    def exact(self) -> ExactCount | None:
+        """Over all methods of this engine."""
+        return _exact_count(e for e in self.report.exactness if _is_own(self.report, e.method))
+
+
+# -- the whole
+
+
+def summarise(report: Report) -> Summary:
+    """Every figure of a report."""
+    index = Index(report)
+    rows = tuple(row for section in index.sections for row in _section_rows(index, section))
+    overall = tuple(row for section in index.sections for row in _overall_rows(index, section))
+    return Summary(report=report, sections=tuple(index.sections), rows=rows, overall=overall)
+
+
+class Index:
+    """A report's trials by cell and method, and the sections they fall into."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.methods = {method.name: method for method in report.methods}
+        self.trials: dict[tuple[Cell, str], list[Trial]] = {}
+        for trial in report.trials:
+            self.trials.setdefault((trial.cell, trial.method), []).append(trial)
+        self.cells = list(dict.fromkeys(cell for cell, _ in self.trials))
+        self._bare = {cell: replace(cell, max_new_tokens=0) for cell in self.cells}
+        bare = list(self._bare.values())
+        self._many_lengths = {cell for cell, key in self._bare.items() if bare.count(key) > 1}
+        found = [self.section(cell, name) for cell, name in self.trials]
+        # Dtypes in the order of the methods, then what a sweep raises.
+        dtypes = list(dict.fromkeys(self.dtype(method) for method in report.methods))
+        self.sections = sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s)))
+        self.samples: dict[tuple[str, str, Cell], tuple[float, Floats, int, int] | None] = {}
+
+    def dtype(self, method: Method) -> str:
+        """What the method computes in; ``auto`` is the checkpoint's."""
+        return str(self.report.model.get("dtype", "auto")) if method.dtype == "auto" else method.dtype
+
+    def section(self, cell: Cell, method: str) -> Section:
+        """Where a cell of a method belongs."""
+        return Section(
+            dtype=self.dtype(self.methods[method]),
+            batch=cell.batch,
+            temperature=cell.temperature,
+            context=cell.context,
+            ignore_eos=cell.ignore_eos,
+            max_new_tokens=cell.max_new_tokens if cell in self._many_lengths else None,
+        )
+
+    def in_section(self, section: Section) -> list[tuple[Cell, Method, list[Trial]]]:
+        """Cells in the order of the run, methods in the order of the report."""
+        order = {name: place for place, name in enumerate(self.methods)}
+        keys = [key for key in self.trials if self.section(*key) == section]
+        keys.sort(key=lambda key: (self.cells.index(key[0]), order[key[1]]))
+        return [(cell, self.methods[name], self.trials[cell, name]) for cell, name in keys]
+
+    def reference(self, method: Method) -> str | None:
+        """The plain decoding of the same engine and dtype; None where there is none.
+
+        Of several the one counts that runs the target most alike, then the one called `PLAIN`.
+        """
+        same = [
+            m
+            for m in self.methods.values()
+            if m.engine == method.engine and m.drafter in PLAIN_MODES and self.dtype(m) == self.dtype(method)
+        ]
+        shared = {m.name: sum(method.settings.get(k) == m.settings.get(k) for k in TARGET_SETTINGS) for m in same}
+        found = min(same, key=lambda m: (m.name != method.name, -shared[m.name], m.name != PLAIN), default=None)
+        return found.name if found else None
+
+    def sample(self, a: str, b: str, cell: Cell) -> tuple[float, Floats, int, int] | None:
+        """Log of the ratio a/b, its [S] resamples, groups and pairs; None where nothing pairs."""
+        key = (a, b, cell)
+        if key not in self.samples:
+            logs = paired_logs(self.trials.get((cell, a), ()), self.trials.get((cell, b), ()))
+            self.samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
+        return self.samples[key]
+
+
+def _order(section: Section) -> tuple[float, ...]:
+    context, length = section.context or 0, section.max_new_tokens or 0
+    return (section.temperature, context, length, section.ignore_eos, section.batch)
+
+
+def is_plain(method: Method) -> bool:
+    """Whether the method decodes without speculation."""
+    return method.drafter in PLAIN_MODES
+
+
+def _is_own(report: Report, name: str) -> bool:
+    return any(m.name == name and m.engine == "paceline" for m in report.methods)
+
+
+# -- ratios
+
+
+def ratio_interval(report: Report | Index, a: str, b: str, cell: Cell) -> Interval | None:
+    """How many times as fast as ``b`` method ``a`` is in one cell; None where no trials pair.
+
+    Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's.
+    """
+    return overall_ratio(report, a, b, [cell])
+
+
+def overall_ratio(report: Report | Index, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
+    """The same over several cells: the geometric mean of those in which both methods ran."""
+    index = report if isinstance(report, Index) else Index(report)
+    found = [sample for cell in cells if (sample := index.sample(a, b, cell)) is not None]
+    if not found:
+        return None
+    resamples = np.mean([s[1] for s in found], axis=0)  # [S]
+    low, high = percentile_bounds(resamples)
+    return Interval(
+        value=float(np.exp(np.mean([s[0] for s in found]))),
+        low=float(np.exp(low)),
+        high=float(np.exp(high)),
+        groups=sum(s[2] for s in found),
+        pairs=sum(s[3] for s in found),
+    )
+
+
+def paired_logs(a: Iterable[Trial], b: Iterable[Trial]) -> list[list[float]]:
+    """Logs of the ratios a/b of tokens/s, one list a group, one entry a repeat that both finished."""
+    left, right = speeds(a), speeds(b)
+    groups: dict[int, list[float]] = {}
+    for group, repeat in sorted(left.keys() & right.keys()):
+        ratio = left[group, repeat] / right[group, repeat]
+        groups.setdefault(group, []).append(float(np.log(ratio)))
+    return list(groups.values())
+
+
+def speeds(trials: Iterable[Trial]) -> dict[tuple[int, int], float]:
+    """Tokens/s by (group, repeat). Failed trials, and those in which no token came out, have none."""
+    return {(t.group, t.repeat): t.tokens_per_s for t in trials if t.error is None and t.tokens_per_s > 0}
+
+
+def _sample(logs: list[list[float]], label: str) -> tuple[float, Floats, int, int]:
+    # The label keeps the draws of different cells independent, whatever order they are asked in.
+    generator = np.random.default_rng([SEED, crc32(label.encode())])
+    value = float(np.mean([median(group) for group in logs]))
+    groups = draw_groups(len(logs), generator)
+    return value, bootstrap(logs, generator, groups), len(logs), sum(map(len, logs))
+
+
+def draw_groups(many: int, generator: np.random.Generator, resamples: int = RESAMPLES) -> NDArray[np.intp]:
+    """[S, G] groups drawn with replacement."""
+    return generator.integers(0, many, (resamples, many))
+
+
+def bootstrap(logs: Sequence[Sequence[float]], generator: np.random.Generator, groups: NDArray[np.intp]) -> Floats:
+    """[S] means over groups of the medians over repeats, the repeats of every group drawn anew each time.
+
+    Args:
+        logs: one list a group, one entry a repeat.
+        groups: [S, G] the groups of each resample (see `draw_groups`).
+    """
+    counts = np.array([len(group) for group in logs])  # [G]
+    values = np.full((len(logs), int(counts.max())), np.inf)  # [G, R], +inf where a repeat is missing
+    for place, group in enumerate(logs):
+        values[place, : len(group)] = group
+    size = counts[groups][..., None]  # [S, G, 1]
+    repeats = (generator.random((*groups.shape, values.shape[1])) * size).astype(np.intp)  # [S, G, R]
+    drawn = values[groups[..., None], repeats]
+    drawn[np.arange(values.shape[1]) >= size] = np.inf
+    drawn.sort(axis=-1)  # missing repeats go last, so that the middle of the first `size` is the median
+    lower = np.take_along_axis(drawn, (size - 1) // 2, axis=-1)[..., 0]
+    upper = np.take_along_axis(drawn, size // 2, axis=-1)[..., 0]
+    return ((lower + upper) / 2).mean(axis=1)
+
+
+def percentile_bounds(resamples: Floats) -> tuple[float, float]:
+    """The bounds that leave out the same share of the resamples on both sides."""
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(resamples, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+# -- rows
+
+
+def _section_rows(index: Index, section: Section) -> list[Row]:
+    return [
+        Row(
+            section=section,
+            workload=cell.workload,
+            cell=cell,
+            method=method,
+            figures=figures(trials, _bandwidth(index.report)),
+            reference=index.reference(method),
+            speedup=_speedup(index, method, [cell]),
+            exact=_exact_count(e for e in index.report.exactness if (e.method, e.cell) == (method.name, cell)),
+        )
+        for cell, method, trials in index.in_section(section)
+    ]
+
+
+def _overall_rows(index: Index, section: Section) -> list[Row]:
+    entries = index.in_section(section)
+    names = [name for name in index.methods if any(method.name == name for _, method, _ in entries)]
+    return [_overall_row(index, section, name, entries) for name in names]
+
+
+def _overall_row(index: Index, section: Section, name: str, entries: list[tuple[Cell, Method, list[Trial]]]) -> Row:
+    mine = [(cell, trials) for cell, method, trials in entries if method.name == name]
+    cells = [cell for cell, _ in mine]
+    pooled = figures([t for _, trials in mine for t in trials], _bandwidth(index.report))
+    each = [spread for _, trials in mine if (spread := _spread(speeds(trials).values()))]
+    return Row(
+        section=section,
+        workload=None,
+        cell=None,
+        method=index.methods[name],
+        figures=replace(pooled, speed=_mean_spread(each)),
+        reference=index.reference(index.methods[name]),
+        speedup=_speedup(index, index.methods[name], cells),
+        exact=_exact_count(e for e in index.report.exactness if e.method == name and e.cell in cells),
+        workloads=len(each),
+    )
+
+
+def _speedup(index: Index, method: Method, cells: Sequence[Cell]) -> Interval | None:
+    reference = index.reference(method)
+    if reference is None or reference == method.name:
+        return None
+    return overall_ratio(index, method.name, reference, cells)
+
+
+def _exact_count(found: Iterable[Exactness]) -> ExactCount | None:
+    rows = list(found)
+    if not rows:
+        return None
+    return ExactCount(
+        sequences=sum(e.sequences for e in rows),
+        identical=sum(e.identical for e in rows),
+        explained=sum(e.explained for e in rows),
+        failures=sum(len(e.failures) for e in rows),
+    )
+
+
+def _bandwidth(report: Report) -> float | None:
+    found = report.machine.get("read_bandwidth_bytes_per_s")
+    return float(found) if found else None
+
+
+# -- figures of one method
+
+
+def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
+    """All figures of a list of trials but the ratios.
+
+    Args:
+        trials: of one method; failed ones are counted and left out.
+        bandwidth: bytes/s at which the machine reads memory; None: there is no floor.
+    """
+    good = [t for t in trials if t.error is None]
+    failed = [t for t in trials if t.error is not None]
+    passes, accepted = sum(t.passes for t in good), sum(t.accepted for t in good)
+    offered, taken = _sum_lists(t.depth_offered for t in good), _sum_lists(t.depth_accepted for t in good)
+    ttft = [value for t in good for value in t.ttft_ms]
+    peaks = [t.peak_bytes for t in good if t.peak_bytes is not None]
+    share, floor = _floor(good, bandwidth)
+    return Figures(
+        trials=len(good),
+        failed=len(failed),
+        error=failed[0].error if failed else None,
+        tokens=sum(t.tokens for t in good),
+        wall_ms=sum(t.wall_ms for t in good),
+        speed=_spread(speeds(good).values()),
+        accepted_length=1 + accepted / passes if passes else None,
+        acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
+        offered=tuple(offered),
+        shares=_shares(good),
+        peak_bytes=max(peaks, default=None),
+        ttft_ms=median(ttft) if ttft else None,
+        waits=_waits(good),
+        floor_share=share,
+        floor_tokens_per_s=floor,
+        off_reason=next((t.off_reason for t in good if t.off_reason), None),
+    )
+
+
+def _spread(values: Iterable[float]) -> Spread | None:
+    found = np.array(sorted(values))
+    if not found.size:
+        return None
+    p10, p90 = np.quantile(found, [0.1, 0.9])
+    return Spread(
+        median=float(np.median(found)),
+        p10=float(p10),
+        p90=float(p90),
+        low=float(found[0]),
+        high=float(found[-1]),
+        count=found.size,
+    )
+
+
+def _mean_spread(each: Sequence[Spread]) -> Spread | None:
+    """Geometric means of the workloads' own figures."""
+    if not each:
+        return None
+
+    def mean(of: Callable[[Spread], float]) -> float:
+        return geometric_mean(map(of, each))
+
+    return Spread(
+        median=mean(lambda s: s.median),
+        p10=mean(lambda s: s.p10),
+        p90=mean(lambda s: s.p90),
+        low=mean(lambda s: s.low),
+        high=mean(lambda s: s.high),
+        count=sum(s.count for s in each),
+    )
+
+
+def _shares(trials: Sequence[Trial]) -> TimeShares | None:
+    draft, verify, host = (sum(getattr(t, name) for t in trials) for name in ("draft_ms", "verify_ms", "host_ms"))
+    known = draft + verify + host
+    if not known:
+        return None
+    # Two clocks may disagree by a hair: the parts never add up to more than the whole.
+    whole = max(known, sum(t.wall_ms for t in trials))
+    return TimeShares(draft=draft / whole, verify=verify / whole, host=host / whole, rest=1 - known / whole)
+
+
+def _waits(trials: Sequence[Trial]) -> Waits | None:
+    waits = np.array([wait for t in trials for wait in t.waits_ms])
+    tokens = sum(sum(t.arrivals) for t in trials)
+    if not waits.size or not tokens:
+        return None
+    p50, p90, p99 = (float(value) for value in np.quantile(waits, [0.5, 0.9, 0.99]))
+    return Waits(mean_ms=float(waits.sum()) / tokens, p50_ms=p50, p90_ms=p90, p99_ms=p99)
+
+
+def _floor(trials: Sequence[Trial], bandwidth: float | None) -> tuple[float | None, float | None]:
+    """Share of the floor that was reached, and tokens/s at the floor."""
+    read = sum(t.bytes_read for t in trials)
+    wall = sum(t.wall_ms for t in trials)
+    if not bandwidth or not read or not wall:
+        return None, None
+    floor_ms = 1000 * read / bandwidth
+    return floor_ms / wall, 1000 * sum(t.tokens for t in trials) / floor_ms
+
+
+def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
+    total: list[int] = []
+    for counts in lists:
+        total.extend([0] * (len(counts) - len(total)))
+        for place, count in enumerate(counts):
+            total[place] += count
+    return total
+
+
+# -- what a reader asks first
+
+
+def best(rows: Iterable[Row], *, own: bool = True) -> Row | None:
+    """The fastest speculative method by its speed: of this engine, or else of the peers; synthetic ones apart."""
+    able = [
+        row
+        for row in rows
+        if (row.method.engine == "paceline") == own
+        and not row.method.synthetic
+        and not is_plain(row.method)
+        and row.speed is not None
+    ]
+    return max(able, key=lambda row: row.speed or 0.0, default=None)
+
+
+def slower_cells(summary: Summary, bound: float = NEVER_SLOWER, methods: Sequence[str] | None = None) -> list[Row]:
+    """Rows of this engine whose speed-up over plain has a lower bound below ``bound``.
+
+    Args:
+        methods: names to look at; default: every speculative method of this engine that is not synthetic.
+    """
+    chosen = methods or [m.name for m in summary.report.methods if m.engine == "paceline" and not m.synthetic]
+    return [row for row in summary.rows if row.method.name in chosen and row.speedup and row.speedup.low < bound]
+
+
+def batch_curve(report: Report | Summary) -> list[Curve]:
+    """Speed-up against batch size, over all workloads; methods measured at a single size are left out."""
+    summary = report if isinstance(report, Summary) else summarise(report)
+    points: dict[tuple[Section, str], list[Row]] = {}
+    for row in summary.overall:
+        if row.speedup is not None:
+            points.setdefault((replace(row.section, batch=0), row.method.name), []).append(row)
+    return [
+        Curve(
+            method=rows[0].method,
+            section=rows[0].section,
+            points=tuple((row.section.batch, row.speedup) for row in rows if row.speedup),
+        )
+        for rows in points.values()
+        if len(rows) > 1
+    ]
+
+
+def against(report: Report | Index, section: Section) -> dict[str, dict[str, Interval]]:
+    """Other engines' plain decoding -> method -> how many times as fast it is, over the section's workloads."""
+    index = report if isinstance(report, Index) else Index(report)
+    entries = index.in_section(section)
+    cells = list(dict.fromkeys(cell for cell, _, _ in entries))
+    names = list(dict.fromkeys(method.name for _, method, _ in entries))
+    peers = [n for n in names if index.methods[n].engine != "paceline" and is_plain(index.methods[n])]
+    found = {}
+    for peer in peers:
+        ratios = {name: overall_ratio(index, name, peer, cells) for name in names if name != peer}
+        found[peer] = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    return found

@@ -1,0 +1,813 @@
+"""What is asked: benchmark prompts, where they come from, and their token ids.
+
+A workload is a list of prompts with its source and licence. Small samples of some come with the package
+(``bench/data``, described in its SOURCES.md); every other one, and the full version of these, is read from a
+folder. A file holds one JSON record a line, in either form:
+
+- ``{"id", "category", "turns": [user message, ...], "reference": [accepted answer, ...]}``
+- ``{"prompt", "completion"}``
+
+Names ending in .gz are gzip-compressed. Other keys are kept as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import hashlib
+import json
+import random
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..core.errors import ConfigError
+from ..engine.tokens import chat_ids
+from ..engine.tokens import encode as encode_text
+from .records import PromptIds
+
+FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
+SEPARATOR = "\n\n"  # between turns and answers of a conversation, for a model without a chat template
+_KNOWN_KEYS = {"id", "category", "turns", "reference", "prompt", "completion", "references"}
+_T = TypeVar("_T")
+
+
+# -- what a workload is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One thing to ask: a text, or the user's turns of a conversation."""
+
+    id: str  # unique within the workload
+    category: str
+    turns: tuple[str, ...]  # at least one, none blank
+    reference: tuple[str, ...] = ()  # accepted answers, where the source has any
+    extra: dict[str, Any] = field(default_factory=dict)  # further keys of the record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A workload that is known by name."""
+
+    name: str
+    title: str
+    description: str
+    source: str
+    licence: str
+    file: str  # its full version, in a folder of data
+    packaged: bool  # a sample is in bench/data
+    chat: bool  # turns go through the chat template, where the model has one; else raw text
+    max_new_tokens: int
+    long_context: bool = False  # text to be continued: longer contexts are natural, not padding
+    strata: str = "category"  # the key that a choice of prompts is spread over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Prompts, and what a report must say about them."""
+
+    name: str
+    title: str
+    description: str
+    source: str
+    licence: str
+    origin: str  # "packaged sample", or the file or folder that was read
+    prompts: tuple[Prompt, ...]
+    total: int  # prompts there were to choose from
+    chat: bool
+    max_new_tokens: int
+    long_context: bool
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Prompts a category."""
+        return dict(Counter(prompt.category for prompt in self.prompts))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of ids and turns, in order: two runs of the same prompts have the same one."""
+        said = json.dumps([(p.id, p.turns) for p in self.prompts], ensure_ascii=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a report keeps, ready for JSON; ``prompts`` is how many were used, of ``total``."""
+        names = ("title", "description", "source", "licence", "origin", "total", "chat", "max_new_tokens")
+        found = {name: getattr(self, name) for name in (*names, "long_context", "categories", "fingerprint")}
+        return {**found, "prompts": len(self.prompts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadRow:
+    """One line of the list of workloads."""
+
+    name: str
+    title: str
+    source: str
+    licence: str
+    packaged: bool  # a sample comes with the package
+    file: str  # the file name that is looked for in a folder
+    found: bool  # it can be loaded: from the folder, or as the packaged sample
+    origin: str  # what `load` would read, or what is needed
+
+
+WORKLOADS: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            name="spec_bench",
+            title="Spec-Bench",
+            description="translation, summarisation, QA, maths, RAG, and the 8 categories of MT-bench (2 turns)",
+            source="github.com/hemingkx/Spec-Bench @ fd2c1cd7d220",
+            licence="Apache-2.0; RAG passages are Wikipedia's, CC BY-SA 3.0",
+            file="bench_spec_bench.jsonl",
+            packaged=True,
+            chat=True,
+            max_new_tokens=128,
+        ),
+        Entry(
+            name="gsm8k",
+            title="GSM8K",
+            description="grade-school word problems, test set",
+            source="github.com/openai/grade-school-math @ 3101c7d50724",
+            licence="MIT",
+            file="bench_gsm8k_test.jsonl",
+            packaged=True,
+            chat=True,
+            max_new_tokens=192,
+        ),
+        Entry(
+            name="humaneval",
+            title="HumanEval",
+            description="Python functions to complete",
+            source="github.com/openai/human-eval @ 6d43fb980f9f",
+            licence="MIT",
+            file="bench_humaneval.jsonl",
+            packaged=True,
+            chat=False,
+            max_new_tokens=192,
+        ),
+        Entry(
+            name="humaneval_x",
+            title="HumanEval-X",
+            description="functions to complete in Python, C++, Java, JavaScript, Go and Rust",
+            source="github.com/THUDM/CodeGeeX @ 2838420b7b44",
+            licence="Apache-2.0",
+            file="bench_humaneval_x.jsonl",
+            packaged=True,
+            chat=False,
+            max_new_tokens=192,
+        ),
+        Entry(
+            name="mmlu",
+            title="MMLU",
+            description="multiple-choice questions of 57 subjects, test set: very short answers",
+            source="github.com/hendrycks/test, by way of github.com/NagusameCS/HyperTensor @ fe7264328a06",
+            licence="MIT",
+            file="bench_mmlu.jsonl",
+            packaged=True,
+            chat=True,
+            max_new_tokens=32,
+            strata="subject",
+        ),
+        Entry(
+            name="wikisql",
+            title="WikiSQL",
+            description="a question and a table to SQL, test set",
+            source="github.com/salesforce/WikiSQL, by way of github.com/jkkummerfeld/text2sql-data @ 5050bad2309a",
+            licence="BSD-3-Clause",
+            file="app_wikisql_test.jsonl",
+            packaged=True,
+            chat=True,
+            max_new_tokens=64,
+        ),
+        Entry(
+            name="books",
+            title="Book continuation",
+            description="300-word passages of old books, to be continued",
+            source="Project Gutenberg, by way of the repositories in bench/data/SOURCES.md",
+            licence="public domain",
+            file="bench_book_continuation.jsonl",
+            packaged=True,
+            chat=False,
+            max_new_tokens=128,
+            long_context=True,
+            strata="book",
+        ),
+        Entry(
+            name="drop",
+            title="DROP",
+            description="questions that need reading and arithmetic over a passage, dev set",
+            source="github.com/ShengranHu/ADAS @ 2702bee8fefd, dataset/drop_v0_dev.jsonl.gz",
+            licence="CC BY-SA 4.0",
+            file="bench_drop.jsonl",
+            packaged=False,
+            chat=True,
+            max_new_tokens=32,
+        ),
+        Entry(
+            name="triviaqa",
+            title="TriviaQA",
+            description="closed-book trivia questions",
+            source="github.com/mosaicml/llm-foundry @ 8c8dd48f7216, world_knowledge/triviaqa_sm_sub.jsonl",
+            licence="unclear",
+            file="bench_triviaqa.jsonl",
+            packaged=False,
+            chat=True,
+            max_new_tokens=32,
+        ),
+        Entry(
+            name="e2e",
+            title="E2E NLG",
+            description="a sentence about a restaurant from its attributes, test set",
+            source="github.com/tuetschek/e2e-dataset @ ab0d967dd572, testset_w_refs.csv",
+            licence="CC BY-SA 4.0",
+            file="app_e2e_nlg_test.jsonl",
+            packaged=False,
+            chat=True,
+            max_new_tokens=64,
+        ),
+        Entry(
+            name="dialogsum",
+            title="DialogSum",
+            description="summaries of everyday dialogues, test set",
+            source="github.com/cylnlp/dialogsum @ 848cc8c05e0a",
+            licence="CC BY-NC-SA 4.0 (non-commercial)",
+            file="app_dialogsum_test.jsonl",
+            packaged=False,
+            chat=True,
+            max_new_tokens=96,
+        ),
+    )
+}
+
+
+# -- finding and loading
+
+
+def available(folder: str | Path | None = None) -> list[WorkloadRow]:
+    """Every workload that is known by name, and where it would be read from.
+
+    Raises:
+        ConfigError: ``folder`` is no folder.
+    """
+    return [_row(entry, _folder(folder)) for entry in WORKLOADS.values()]
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    folder: str | Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    chat: bool | None = None,
+) -> Workload:
+    """Prompts by the name of a workload, or from a file or a folder of files.
+
+    A name is read from ``folder`` where its file is there, else from the packaged sample. A path of a file
+    gives its records as they are; a folder gives those of all its .jsonl and .jsonl.gz files, each file one
+    category. Records of the form prompt and completion that have the same prompt become one prompt with
+    several references.
+
+    Args:
+        name_or_path: a name of `WORKLOADS` (write ``./books`` for a folder of that name), or a path.
+        folder: where the files of known workloads are.
+        limit: prompts to choose, spread evenly over the categories (see `choose`); None: all, in their
+            order. More than there are gives all of them: see ``Workload.total``.
+        seed: of the choice.
+        chat: whether turns go through a model's chat template; None: as the workload has it, and True for a
+            path.
+
+    Raises:
+        ConfigError: an unknown name, a missing file, a record that is not of the form, no record, two
+            records of one id, or a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"{limit} prompts of {name_or_path}", "nothing would be asked", "give 1 or more")
+    entry = WORKLOADS.get(_normal(name_or_path))
+    if entry is not None:
+        data, origin = _known_data(entry, _folder(folder))
+        prompts = _parse(data, origin, entry.name)
+    else:
+        path = _existing_path(name_or_path)
+        entry, origin, prompts = _unnamed(path), str(path), _read_path(path)
+    chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
+    return Workload(
+        name=entry.name,
+        title=entry.title,
+        description=entry.description,
+        source=entry.source,
+        licence=entry.licence,
+        origin=origin,
+        prompts=tuple(chosen),
+        total=len(prompts),
+        chat=entry.chat if chat is None else chat,
+        max_new_tokens=entry.max_new_tokens,
+        long_context=entry.long_context,
+    )
+
+
+def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
+    """A reproducible choice, spread evenly over strata.
+
+    Strata are put in a random order, so are the prompts of each; then one prompt of each stratum is taken in
+    turn until there are ``limit``. So every prefix of the result is as even as can be, and a smaller choice
+    is the beginning of a larger one with the same seed.
+
+    Args:
+        strata: ``"category"``, or a key of ``Prompt.extra``; prompts without it go by their category.
+    """
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in sorted(prompts, key=lambda p: p.id):  # what is chosen depends on the ids, not on the file's order
+        groups.setdefault(str(prompt.extra.get(strata, prompt.category)), []).append(prompt)
+    generator = random.Random(seed)
+    decks = [_shuffled(groups[name], generator) for name in _shuffled(sorted(groups), generator)]
+    longest = max(map(len, decks), default=0)
+    turns = (deck[i] for i in range(longest) for deck in decks if i < len(deck))
+    return [prompt for prompt, _ in zip(turns, range(limit), strict=False)]
+
+
+def _shuffled(items: Sequence[_T], generator: random.Random) -> list[_T]:
+    """In an order drawn from ``random()`` alone, whose sequence Python keeps the same between versions."""
+    keyed = [(generator.random(), i) for i in range(len(items))]
+    return [items[i] for _, i in sorted(keyed)]
+
+
+def _normal(name: str | Path) -> str:
+    return name.lower().replace("-", "_") if isinstance(name, str) else ""
+
+
+def _folder(folder: str | Path | None) -> Path | None:
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
+    return Path(folder)
+
+
+def _in_folder(entry: Entry, folder: Path | None) -> Path | None:
+    candidates = [folder / entry.file, folder / f"{entry.file}.gz"] if folder else []
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _row(entry: Entry, folder: Path | None) -> WorkloadRow:
+    path = _in_folder(entry, folder)
+    origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
+    return WorkloadRow(
+        name=entry.name,
+        title=entry.title,
+        source=entry.source,
+        licence=entry.licence,
+        packaged=entry.packaged,
+        file=entry.file,
+        found=entry.packaged or path is not None,
+        origin=origin,
+    )
+
+
+def _known_data(entry: Entry, folder: Path | None) -> tuple[bytes, str]:
+    path = _in_folder(entry, folder)
+    if path is not None:
+        return _bytes(path), str(path)
+    if entry.packaged:
+        return (resources.files(__package__) / "data" / f"{entry.name}.jsonl").read_bytes(), "packaged sample"
+    where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
+    raise ConfigError(
+        f"workload {entry.name!r}",
+        f"{where} (licence: {entry.licence})",
+        f"make {entry.file} from {entry.source}, {FORM}, and name its folder with --data",
+    )
+
+
+def _existing_path(name_or_path: str | Path) -> Path:
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    name = _normal(name_or_path)
+    if not name or "/" in name or "." in name:
+        raise ConfigError(f"workload {name_or_path}", "there is no such file or folder", "check the path")
+    near = difflib.get_close_matches(name, WORKLOADS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"workload {name_or_path!r}",
+        "it is neither a known workload nor a file or folder",
+        f"{hint}Known are {', '.join(WORKLOADS)}".strip(),
+    )
+
+
+def _unnamed(path: Path) -> Entry:
+    name = _stem(path)
+    return Entry(
+        name=name,
+        title=name,
+        description="prompts from a folder" if path.is_dir() else "prompts from a file",
+        source=str(path),
+        licence="not stated",
+        file=path.name,
+        packaged=False,
+        chat=True,
+        max_new_tokens=128,
+    )
+
+
+def _stem(path: Path) -> str:
+    return path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def _read_path(path: Path) -> list[Prompt]:
+    if path.is_file():
+        return _parse(_bytes(path), str(path), _stem(path))
+    files = sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz")))
+    if not files:
+        raise ConfigError(f"workload {path}", "the folder has no .jsonl or .jsonl.gz file", f"put files there, {FORM}")
+    clashes = [name for name, count in Counter(map(_stem, files)).items() if count > 1]
+    if clashes:
+        raise ConfigError(
+            f"workload {path}", f"{clashes[0]}.jsonl is there twice, plain and compressed", "keep one of them"
+        )
+    return [prompt for file in files for prompt in _as_category(_parse(_bytes(file), str(file), _stem(file)), file)]
+
+
+def _as_category(prompts: Sequence[Prompt], file: Path) -> Iterator[Prompt]:
+    """The file names the category, and makes ids of different files differ."""
+    stem = _stem(file)
+    for p in prompts:
+        yield Prompt(id=f"{stem}/{p.id}", category=stem, turns=p.turns, reference=p.reference, extra=p.extra)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"workload file {path}", f"it cannot be read ({error})", "check the file") from error
+
+
+# -- records
+
+
+def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
+    """The records of a file; ``name`` makes the ids and the category of records that have none."""
+    try:
+        lines = data.decode("utf-8-sig").split("\n")  # not splitlines: JSON strings may hold U+2028
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"workload file {origin}", f"it is not UTF-8 text ({error})", f"give {FORM}") from error
+    found: dict[str, tuple[int, Prompt]] = {}  # by id: line, prompt
+    by_text: dict[str, str] = {}  # text of a prompt without an id of its own -> the id it was given
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{origin}, line {number}"
+        record = _object(line, where)
+        prompt = _prompt(record, where, default_id=f"{name}-{number}", default_category=name)
+        bare = "prompt" in record and "id" not in record
+        twin = by_text.setdefault(prompt.turns[0], prompt.id) if bare else prompt.id
+        if twin != prompt.id:  # another reference for a prompt that is there already
+            found[twin] = (found[twin][0], _joined(found[twin][1], prompt))
+            continue
+        if prompt.id in found:
+            raise ConfigError(where, f"id {prompt.id!r} is that of line {found[prompt.id][0]} too", "make ids unique")
+        found[prompt.id] = (number, prompt)
+    if not found:
+        raise ConfigError(f"workload {origin}", "it holds no record", f"give {FORM}")
+    return [prompt for _, prompt in found.values()]
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(where, f"it is not JSON ({error})", f"give {FORM}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(where, f"it is a {type(record).__name__}, not an object", f"give {FORM}")
+    return record
+
+
+def _prompt(record: dict[str, Any], where: str, default_id: str, default_category: str) -> Prompt:
+    if "turns" in record and "prompt" in record:
+        raise ConfigError(where, "it has both 'turns' and 'prompt'", "keep one of them")
+    if "turns" not in record and "prompt" not in record:
+        raise ConfigError(where, "it has neither 'turns' nor 'prompt'", f"give {FORM}")
+    turns = record["turns"] if "turns" in record else [record["prompt"]]
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise ConfigError(where, "'turns' must be a list of texts and 'prompt' a text, none of them blank", "mend it")
+    given = record.get("id", default_id)
+    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+        raise ConfigError(where, f"id {given!r} is neither a text nor a whole number", "mend it")
+    category = record.get("category", default_category)
+    if not isinstance(category, str) or not category:
+        raise ConfigError(where, f"category {category!r} is not a text", "mend it, or leave it out")
+    extra = {key: value for key, value in record.items() if key not in _KNOWN_KEYS}
+    references = _references(record, where)
+    return Prompt(id=str(given), category=category, turns=tuple(turns), reference=references, extra=extra)
+
+
+def _references(record: dict[str, Any], where: str) -> tuple[str, ...]:
+    key = next((key for key in ("reference", "references", "completion") if record.get(key) is not None), None)
+    if key is None:
+        return ()
+    # A list a turn is a form too (Spec-Bench's rag has it); which turn an answer belongs to is not kept.
+    many = [text for item in _listed(record[key]) for text in _listed(item)]
+    if not all(isinstance(text, str) for text in many):
+        raise ConfigError(where, f"{key!r} must be a text or a list of texts", "mend it, or leave it out")
+    return tuple(many)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _joined(first: Prompt, other: Prompt) -> Prompt:
+    fresh = tuple(text for text in other.reference if text not in first.reference)
+    return Prompt(
+        id=first.id,
+        category=first.category,
+        turns=first.turns,
+        reference=first.reference + fresh,
+        extra=first.extra,
+    )
+
+
+# -- token ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A stretch of a prompt's ids: text that may be shortened, or what must stay (template, BOS, separators)."""
+
+    ids: list[int]
+    is_text: bool
+
+
+class Encoded:
+    """The ids of a workload's prompts, and what was done to make them fit.
+
+    ``prompts`` holds the first turns. `next_turn` encodes later ones, under the same limits, once the answers
+    before them are known. Cuts and fills of both are counted here: say them with `notes`.
+    """
+
+    def __init__(self, workload: Workload, tokenizer: Any, context: int | None, max_prompt: int) -> None:
+        self.prompts: list[PromptIds] = []
+        self.cut: dict[str, int] = {}  # tokens taken away, by id of the prompt
+        self.filled: dict[str, int] = {}  # tokens put in front, by id of the prompt
+        self.context = context
+        self.max_prompt = max_prompt
+        self._workload = workload
+        self._tokenizer = tokenizer
+        self._uses_template = workload.chat and bool(getattr(tokenizer, "chat_template", None))
+        self._encoded: set[str] = set()  # ids of prompts, later turns included
+        self._filler: list[tuple[Any, list[int]]] | None = None  # (book, ids) of each passage, once needed
+        self.prompts = [self._fit(prompt, prompt.id, prompt.turns[:1], ()) for prompt in workload.prompts]
+
+    def next_turn(self, prompt: Prompt, turn_index: int, answers: Sequence[str]) -> PromptIds:
+        """A later turn, with the conversation before it.
+
+        With a chat template, user and assistant alternate in it; without one, turns and answers are plain
+        text with a blank line in between.
+
+        Args:
+            prompt: one of the workload's.
+            turn_index: of the turn to be answered, from 1 (the second turn) on.
+            answers: text of the answers to the turns before it.
+
+        Returns:
+            Ids; the id of the prompt ends in ``/2`` for the second turn.
+
+        Raises:
+            ConfigError: no such turn, another number of answers, or it cannot be made to fit.
+        """
+        asked = f"turn {turn_index + 1} of {prompt.id}"
+        if not 1 <= turn_index < len(prompt.turns):
+            raise ConfigError(asked, f"the prompt has {len(prompt.turns)} turns", "ask for one of the later ones")
+        if len(answers) != turn_index:
+            raise ConfigError(asked, f"{len(answers)} answers were given", f"give those to the {turn_index} before")
+        return self._fit(prompt, f"{prompt.id}/{turn_index + 1}", prompt.turns[: turn_index + 1], answers)
+
+    def notes(self) -> list[str]:
+        """What was cut and filled, in sentences; empty where prompts are as they were."""
+        most, name, count = self.context or self.max_prompt, self._workload.name, len(self._encoded)
+        said = []
+        if self.cut:
+            said.append(f"{name}: {len(self.cut)} of {count} prompts cut to {most:,} tokens, oldest text first")
+        if self.filled:
+            said.append(f"{name}: {len(self.filled)} of {count} prompts filled to {most:,} tokens with book text")
+        return said
+
+    def _fit(self, prompt: Prompt, name: str, turns: Sequence[str], answers: Sequence[str]) -> PromptIds:
+        self._encoded.add(name)
+        texts = _alternate(turns, answers)
+        ids, rendered = self._ids(texts)
+        most, own = self.context or self.max_prompt, len(ids)
+        if own > most or (self.context and own < most):
+            pieces = self._pieces(texts, ids, rendered)
+            # Apart, the pieces may be a token or so longer or shorter than together.
+            longer = sum(len(piece.ids) for piece in pieces) > most
+            ids = _cut_oldest(pieces, most, name) if longer else self._fill(prompt, pieces)
+            changed, by = (self.cut, own - len(ids)) if own > most else (self.filled, len(ids) - own)
+            changed[name] = by
+        return PromptIds(id=name, category=prompt.category, ids=tuple(ids))
+
+    def _ids(self, texts: Sequence[str]) -> tuple[list[int], str]:
+        """What ``LLM.chat`` or ``LLM.generate`` would compute."""
+        if self._uses_template:
+            return chat_ids(_messages(texts), self._tokenizer, "this model")
+        text = SEPARATOR.join(texts)
+        return encode_text(text, self._tokenizer)[0], text
+
+    def _pieces(self, texts: Sequence[str], ids: list[int], rendered: str) -> list[_Piece]:
+        """The prompt apart into texts and what is around them."""
+        if not self._uses_template:
+            before, after = _added(ids, self._plain(rendered), self._workload.name)
+            around = [SEPARATOR] * (len(texts) - 1)
+            inner = _interleave([""] + around + [""], texts, self._plain)
+            return [_Piece(before, False), *inner, _Piece(after, False)]
+        marks = [f"paceline{i:04d}mark" for i in range(len(texts))]
+        template = _split(chat_ids(_messages(marks), self._tokenizer, "this model")[1], marks)
+        for said in (list(texts), [text.strip() for text in texts]):  # most templates trim
+            if template and _weave(template, said) == rendered:
+                return _interleave(template, said, self._plain)
+        raise ConfigError(
+            f"prompts of {self._workload.name} at {self.context or self.max_prompt} tokens",
+            "the model's chat template rewrites its messages, so that a text in it can be neither cut nor filled",
+            "leave the context out, give fewer new tokens, or raise max_model_len",
+        )
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def _fill(self, prompt: Prompt, pieces: list[_Piece]) -> list[int]:
+        """Book text in front of the first text, up to the context that was asked for, if one was."""
+        ids = _flat(pieces)
+        if self.context is None or len(ids) == self.context:
+            return ids
+        first = next(i for i, piece in enumerate(pieces) if piece.is_text)
+        filler = _Piece(self._filler_ids(prompt, self.context - len(ids)), False)
+        return _flat([*pieces[:first], filler, *pieces[first:]])
+
+    def _filler_ids(self, prompt: Prompt, count: int) -> list[int]:
+        """Exactly ``count`` ids that end where a passage ends.
+
+        Never text of the prompt's own book: the answer might be in it. Prompts begin at different passages, so
+        that a batch of them is not one long common prefix.
+        """
+        if self._filler is None:
+            self._filler = [(p.extra.get("book"), self._plain(_passage(p))) for p in load("books").prompts]
+        passages = [ids for book, ids in self._filler if book != prompt.extra.get("book")]
+        start = zlib.crc32(prompt.id.encode()) % len(passages)
+        ids: list[int] = []
+        for passage in passages[start:] + passages[:start]:
+            ids = passage + ids
+            if len(ids) >= count:
+                return ids[-count:]
+        raise ConfigError(
+            f"context={self.context}",
+            f"the packaged books have {len(ids):,} tokens of text to put in front of a prompt",
+            "give a smaller context, or a file of prompts that are long by themselves",
+        )
+
+
+def encode(
+    workload: Workload, tokenizer: Any, *, context: int | None = None, max_model_len: int, max_new_tokens: int
+) -> Encoded:
+    """Token ids of all first turns: those that ``LLM.chat`` or ``LLM.generate`` would compute.
+
+    Prompts that do not fit are cut, the oldest text first; what stays is BOS, the chat template, and the end
+    of the text. What was cut or filled is counted, see `Encoded`.
+
+    Args:
+        context: bring every prompt to exactly this many tokens: longer ones are cut, shorter ones get text of
+            books in the public domain in front; None: prompts as they are.
+        max_model_len: most tokens of prompt and answer.
+        max_new_tokens: of the answer.
+
+    Raises:
+        ConfigError: no tokenizer, no room for a prompt, a context that does not fit, or a chat template that
+            leaves nothing to cut.
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            f"workload {workload.name!r}", "this model has no tokenizer, so text means nothing to it", "add its files"
+        )
+    max_prompt = _room(max_model_len, max_new_tokens)
+    if context is not None and context < 1:
+        raise ConfigError(f"context={context}", "a prompt has at least one token", "give 1 or more")
+    if context is not None and context > max_prompt:
+        raise ConfigError(
+            f"context={context}",
+            f"max_model_len={max_model_len} leaves {max_prompt} tokens for a prompt beside {max_new_tokens} new ones",
+            f"give {max_prompt} or less",
+        )
+    return Encoded(workload, tokenizer, context, max_prompt)
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[PromptIds]:
+    """Prompts of random ids, for models without a tokenizer.
+
+    Prompt i depends on i, ``length``, ``vocab_size`` and ``seed``, not on ``count``.
+
+    Raises:
+        ConfigError: a count or length below 1, or a vocabulary of less than two.
+    """
+    for name, value, least in (("prompts", count, 1), ("prompt length", length, 1), ("vocabulary", vocab_size, 2)):
+        if value < least:
+            raise ConfigError(f"{name}={value}", f"it must be {least} or more", f"give {least} or more")
+    return [_random_prompt(i, length, vocab_size, seed) for i in range(count)]
+
+
+def _random_prompt(index: int, length: int, vocab_size: int, seed: int) -> PromptIds:
+    generator = random.Random(f"{seed}/{index}")
+    ids = tuple(int(generator.random() * vocab_size) for _ in range(length))
+    return PromptIds(id=f"random-{index}", category="random", ids=ids)
+
+
+def _room(max_model_len: int, max_new_tokens: int) -> int:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
+    if max_new_tokens >= max_model_len:
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens}",
+            f"max_model_len={max_model_len} leaves no room for a prompt",
+            f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len",
+        )
+    return max_model_len - max_new_tokens
+
+
+def _alternate(turns: Sequence[str], answers: Sequence[str]) -> list[str]:
+    """Turn, answer, turn, ..., turn."""
+    texts = [turns[0]]
+    for answer, turn in zip(answers, turns[1:], strict=True):
+        texts += [answer, turn]
+    return texts
+
+
+def _messages(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _passage(prompt: Prompt) -> str:
+    return " ".join((*prompt.turns, *prompt.reference)) + "\n\n"
+
+
+def _added(ids: list[int], plain: list[int], name: str) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after plain text (BOS, say)."""
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return ids[:start], ids[start + len(plain) :]
+    raise ConfigError(
+        f"prompts of {name}",
+        "the tokenizer changes a text where it adds its special tokens, so that it can be neither cut nor filled",
+        "leave the context out, or raise max_model_len",
+    )
+
+
+def _split(rendered: str, marks: Sequence[str]) -> list[str]:
+    """The template around its messages, one piece more than messages; empty where a message is not there once."""
+    pieces = []
+    for mark in marks:
+        if rendered.count(mark) != 1:
+            return []
+        before, rendered = rendered.split(mark)
+        pieces.append(before)
+    return [*pieces, rendered]
+
+
+def _weave(around: Sequence[str], texts: Sequence[str]) -> str:
+    return "".join(a + t for a, t in zip(around, (*texts, ""), strict=True))
+
+
+def _interleave(around: Sequence[str], texts: Sequence[str], encode_plain: Any) -> list[_Piece]:
+    pieces = []
+    for before, text in zip(around, texts, strict=False):
+        pieces += [_Piece(encode_plain(before), False), _Piece(encode_plain(text), True)]
+    return [*pieces, _Piece(encode_plain(around[-1]), False)]
+
+
+def _cut_oldest(pieces: Sequence[_Piece], room: int, name: str) -> list[int]:
+    """Take text away from the front, at least one token of the last text stays.
+
+    Raises:
+        ConfigError: what must stay does not fit.
+    """
+    last = max(i for i, piece in enumerate(pieces) if piece.is_text)
+    excess = sum(len(piece.ids) for piece in pieces) - room
+    kept = []
+    for i, piece in enumerate(pieces):
+        spare = len(piece.ids) - (i == last) if piece.is_text else 0
+        gone = max(0, min(spare, excess))
+        kept.append(_Piece(piece.ids[gone:], piece.is_text))
+        excess -= gone
+    if excess > 0:
+        raise ConfigError(
+            f"prompt {name} in {room} tokens",
+            f"the chat template alone takes {room + excess - 1}",
+            f"leave room for {room + excess} tokens",
+        )
+    return _flat(kept)
+
+
+def _flat(pieces: Sequence[_Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.ids]

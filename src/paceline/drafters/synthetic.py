@@ -1,0 +1,351 @@
+"""Right at a stated rate, by reading the target's recorded answers: for measuring an engine, never for use.
+
+What a step costs depends on how many drafted tokens are accepted, and that depends on the model and the text.
+With the answers known beforehand the rate is a setting, so an engine can be measured with any model, even a
+random one. Nothing here guesses: figures obtained with it say nothing about a drafter and are labelled
+synthetic wherever they are shown (`DrafterSpec.synthetic`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.sampling import SamplingParams
+from ..core.tree import TokenTree
+from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .proposal import Proposal, to_tree
+from .registry import DrafterConfig, DrafterContext, option
+
+if TYPE_CHECKING:
+    from ..target.base import TargetInfo
+
+log = logging.getLogger(__name__)
+
+_FORM = 'one JSON object a line, {"prompt": [ids], "output": [ids]}; record_answers writes such a file'
+_NEVER = 1e-9  # log scores need a chance above 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig(DrafterConfig):
+    """Synthetic, for measuring engines: right at a stated rate by reading recorded answers. It guesses nothing."""
+
+    kind: ClassVar[str] = "synthetic"
+
+    answers: str = option(help="file of the target's own recorded answers; record_answers writes one")
+    accept: float | str = option(
+        0.8,
+        help="chance to be right, given that all above was; one number, or one a depth such as 0.9/0.8/0.7, "
+        "of which the last also holds below",
+        minimum=0,
+        maximum=1,
+    )
+    depth: int = option(4, help="tokens drafted along one branch", minimum=1, maximum=1024)
+    branches: int = option(1, help="branches that part at the root; all but the first are wrong", minimum=1, maximum=64)
+    seed: int = option(0, help="of the draws: which drafts are right is a function of it, prompt, position and depth")
+    cost_ms: float = option(0.0, help="time that a proposal for the batch pretends to take", minimum=0, maximum=60_000)
+
+    def validate(self) -> None:
+        rates = self._read_rates()
+        self.require("accept", rates is not None and all(0 <= r <= 1 for r in rates), "holds chances from 0 to 1")
+        self.require("accept", len(self.rates) <= self.depth, f"names more depths than depth={self.depth}")
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Chance to be right at depth 1, 2, ..; the last one holds below."""
+        rates = self._read_rates()
+        assert rates is not None, "validate() comes first"
+        return rates
+
+    def _read_rates(self) -> tuple[float, ...] | None:
+        try:
+            return tuple(float(part) for part in str(self.accept).split("/"))
+        except ValueError:
+            return None
+
+    def build(self, context: DrafterContext) -> SyntheticDrafter:
+        return SyntheticDrafter(self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recorded answers
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the target said to one prompt."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    line: int = 0  # of the file, from 1
+
+
+def read_answers(path: str | Path) -> list[Answer]:
+    """The answers of a file, in its order.
+
+    Raises:
+        ConfigError: no such file, no answer in it, or a line that is none; names the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"answers={path}", f"the file cannot be read ({error})", _FORM) from error
+    answers = [_read_line(path, i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not answers:
+        raise ConfigError(f"answers={path}", "the file holds no answer", _FORM)
+    return answers
+
+
+def _read_line(path: str | Path, number: int, line: str) -> Answer:
+    asked = f"answers={path}, line {number}"
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(asked, f"not JSON ({error})", _FORM) from error
+    if not isinstance(row, dict):
+        raise ConfigError(asked, f"a {type(row).__name__}, not an object", _FORM)
+    for name in ("prompt", "output"):
+        ids = row.get(name)
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ConfigError(asked, f"{name!r} is not a list of token ids", _FORM)
+    if not row["prompt"]:
+        raise ConfigError(asked, "the prompt is empty", _FORM)
+    return Answer(tuple(row["prompt"]), tuple(row["output"]), number)
+
+
+def write_answers(path: str | Path, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Write (prompt ids, output ids) in the form that `read_answers` reads."""
+    rows = (json.dumps({"prompt": list(prompt), "output": list(output)}) + "\n" for prompt, output in answers)
+    Path(path).write_text("".join(rows), encoding="utf-8")
+
+
+class Generates(Protocol):
+    """What `record_answers` wants of an `LLM`."""
+
+    def generate(self, prompts: Any, params: Any) -> list[Any]:
+        """One output a prompt."""
+        ...
+
+
+def record_answers(
+    llm: Generates,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    path: str | Path,
+) -> list[list[int]]:
+    """Let the target answer, and write down what it says.
+
+    Args:
+        llm: the target; without a drafter, so that nothing but the target has a say.
+        prompts: token ids of each.
+        params: one for all, or one a prompt; at a temperature above 0 with the seed of the later run.
+        path: of the file to write.
+
+    Returns:
+        The output ids of every sample, prompt by prompt.
+    """
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params)
+    pairs = [(o.prompt_token_ids, sample.token_ids) for o in outputs for sample in o.outputs]
+    write_answers(path, pairs)
+    return [list(output) for _, output in pairs]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The drafter
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Where one running sequence stands in its recorded answer."""
+
+    left: list[Answer]  # answers that agree with the output so far; the first is read from
+    known: int = 0  # output tokens that were compared
+    key: bytes = b""  # of the draws: stands for seed and prompt
+
+
+@dataclass(slots=True)
+class Misses:
+    """Proposals that stayed empty for want of a recorded token."""
+
+    unknown: int = 0  # the prompt is not in the file
+    left: int = 0  # the sequence said something else than every answer recorded for its prompt
+    ended: int = 0  # the recorded answer is over, and the sequence goes on
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.unknown + self.left + self.ended
+
+    def __str__(self) -> str:
+        kinds = {
+            "for prompts that are not in the file": self.unknown,
+            "in sequences that had left the recorded answer": self.left,
+            "behind the end of the recorded answer": self.ended,
+        }
+        return ", ".join(f"{count} {where}" for where, count in kinds.items() if count)
+
+
+@dataclass(slots=True)
+class _Draw:
+    """One pseudo-random draw."""
+
+    uniform: float  # in [0, 1), 53 bits
+    offset: int  # 32 bits that are independent of it
+
+
+class SyntheticDrafter:
+    """Proposes the recorded next tokens, each replaced by a wrong one with a stated chance.
+
+    Whether the token at a depth is right, and which wrong one stands in its place, is a function of (seed,
+    prompt, position, depth): not of the batch, the budget or the order of the requests.
+    """
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self.config = config
+        self.spec = DrafterSpec(
+            name=config.kind,
+            default_budget=config.depth * config.branches,
+            tree=config.branches > 1,
+            synthetic=True,
+        )
+        rates = config.rates
+        self._rates = [*rates, *[rates[-1]] * (config.depth - len(rates))]
+        self._answers: dict[tuple[int, ...], list[Answer]] = {}
+        for answer in read_answers(config.answers):
+            self._answers.setdefault(answer.prompt, []).append(answer)
+        self._readings: dict[int, _Reading] = {}
+        self._vocab_size = 0
+        self.misses = Misses()
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check that the answers are of this target's vocabulary.
+
+        Raises:
+            ConfigError: an id that the target does not have.
+            CapabilityError: more branches than wrong tokens.
+        """
+        self._vocab_size = target.vocab_size
+        for answer in (answer for same in self._answers.values() for answer in same):
+            largest = max((*answer.prompt, *answer.output))
+            if largest >= target.vocab_size:
+                raise ConfigError(
+                    f"answers={self.config.answers}, line {answer.line}",
+                    f"token id {largest}, and {target.name} has {target.vocab_size}",
+                    "record the answers of this target",
+                )
+        if self.config.branches >= target.vocab_size:
+            raise CapabilityError(
+                f"synthetic,branches={self.config.branches}",
+                f"{target.name} has {target.vocab_size} tokens, so there are not so many wrong ones",
+                "ask for fewer branches",
+            )
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to learn: `propose` reads the tokens themselves."""
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """[B, N] trees on the CPU; takes ``cost_ms``, where anything is drafted."""
+        until = perf_counter() + self.config.cost_ms * 1e-3
+        proposals = [
+            self.propose_paths(sequence, budget, depth)
+            for sequence, budget, depth in zip(want.sequences, want.budgets, want.max_depths, strict=True)
+        ]
+        if any(map(len, proposals)):
+            while perf_counter() < until:  # busy, as a drafter would be
+                pass
+        return to_tree([sequence.tokens[-1] for sequence in want.sequences], proposals)
+
+    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Draft for one sequence: level by level, on each level the branch that may be right first.
+
+        Args:
+            seq: the sequence.
+            budget: drafted nodes allowed.
+            max_depth: deepest node allowed.
+        """
+        depth = min(self.config.depth, max_depth, budget)
+        if depth <= 0:
+            return Proposal()
+        reading = self._reading(seq)
+        said = len(seq.tokens) - seq.prompt_len
+        following = reading.left[0].output[said : said + depth] if reading.left else ()
+        if not following:
+            self._miss(seq, reading)
+            return Proposal()
+        return self._drafted(reading, len(seq.tokens), following, budget)
+
+    def _drafted(self, reading: _Reading, position: int, following: Sequence[int], budget: int) -> Proposal:
+        proposal = Proposal()
+        tips = [0] * self.config.branches  # tree index of each branch's deepest node
+        score = 0.0
+        for level, token in enumerate(following):
+            draw = self._draw(reading, position + level, level + 1)
+            right = draw.uniform < self._rates[level]
+            score += math.log(max(self._rates[level], _NEVER))
+            for branch in range(self.config.branches):
+                if len(proposal) == budget:
+                    return proposal
+                guess = token if right and branch == 0 else self._wrong(token, draw.offset + branch)
+                hope = score if branch == 0 else score + math.log(_NEVER)
+                tips[branch] = proposal.add(tips[branch], guess, hope)
+        return proposal
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget these sequences."""
+        for key in keys:
+            self._readings.pop(key, None)
+
+    @property
+    def idle_reason(self) -> str | None:
+        """Why it proposed nothing at times, for want of an answer; None where it never did."""
+        if not self.misses.total:
+            return None
+        return f"synthetic had no recorded token {self.misses.total} times: {self.misses} ({self.config.answers})"
+
+    # -- the record
+
+    def _reading(self, seq: SequenceView) -> _Reading:
+        """The sequence's place in its answers, brought up to date with what it has said."""
+        reading = self._readings.get(seq.key)
+        if reading is None:
+            prompt = tuple(seq.tokens[: seq.prompt_len])
+            key = blake2b(repr((self.config.seed, prompt)).encode(), digest_size=16).digest()
+            reading = self._readings[seq.key] = _Reading(self._answers.get(prompt, [])[:], key=key)
+        start, stop = seq.prompt_len + reading.known, len(seq.tokens)
+        new = tuple(seq.tokens[start:stop])
+        reading.left = [a for a in reading.left if a.output[reading.known : reading.known + len(new)] == new]
+        reading.known += len(new)
+        return reading
+
+    def _miss(self, seq: SequenceView, reading: _Reading) -> None:
+        """Count an empty proposal, and say so the first time."""
+        first = not self.misses.total
+        if reading.left:
+            self.misses.ended += 1
+        elif tuple(seq.tokens[: seq.prompt_len]) in self._answers:
+            self.misses.left += 1
+        else:
+            self.misses.unknown += 1
+        if first:
+            log.warning("%s; such steps are plain decoding", self.idle_reason)
+
+    # -- the draws
+
+    def _draw(self, reading: _Reading, position: int, depth: int) -> _Draw:
+        place = position.to_bytes(8, "little") + depth.to_bytes(8, "little")
+        bits = int.from_bytes(blake2b(place, key=reading.key, digest_size=12).digest())
+        return _Draw((bits >> 43) * 2.0**-53, bits & 0xFFFFFFFF)
+
+    def _wrong(self, token: int, offset: int) -> int:
+        """A token that is not ``token``; neighbouring offsets give different ones."""
+        return (token + 1 + offset % (self._vocab_size - 1)) % self._vocab_size

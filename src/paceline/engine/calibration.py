@@ -1,0 +1,343 @@
+"""Measuring what steps cost, and keeping the figures: beside the model, or in the user's cache folder.
+
+A calibration holds for one machine, thread count, torch build and way of running the model. Entries for several of
+them may lie in one file; one that fits none is ignored, and the reason is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..core.errors import ConfigError
+from ..kv.pool import KVPool, SequenceCache
+from ..target.decoder import Decoder
+from ..target.packing import RowPacker
+from .costs import CostTable
+
+FILE = "paceline-costs.json"
+SCHEMA = 1
+QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
+QUICK_BATCHES = (8,)  # sequences of one row each, beside the single one
+QUICK_CONTEXT = 64
+QUICK_MS = 200.0  # time after which the quick estimate measures nothing further
+QUICK_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What figures depend on."""
+
+    processor: str
+    cores: int
+    threads: int
+    torch: str
+    device: str
+    dtype: str
+    exact: bool
+    quant: str | None
+    kernels: str
+
+    def differs(self, other: Fingerprint) -> list[str]:
+        """In words, where two of them differ."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name} {theirs[name]} there, {mine[name]} here" for name in mine if mine[name] != theirs[name]]
+
+
+def fingerprint(decoder: Decoder, kernels: str) -> Fingerprint:
+    """This machine and this way of running the model."""
+    return Fingerprint(
+        processor=processor(str(decoder.device)),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        device=decoder.device.type,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        exact=decoder.exact,
+        quant=decoder.quant,
+        kernels=kernels,
+    )
+
+
+@functools.cache
+def processor(device: str) -> str:
+    """The name of the processor that computes."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:  # no Linux
+        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured costs, and for what they hold."""
+
+    fingerprint: Fingerprint
+    table: CostTable
+    drafts: dict[str, CostTable] = field(default_factory=dict)  # by draft model's name: its own passes
+    created: str = ""  # ISO 8601, UTC
+    repeats: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "fingerprint": asdict(self.fingerprint),
+            "table": self.table.as_dict(),
+            "drafts": {name: table.as_dict() for name, table in self.drafts.items()},
+            "created": self.created,
+            "repeats": self.repeats,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str) -> Calibration:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ConfigError: not a calibration.
+        """
+        try:
+            known = {f.name for f in fields(Fingerprint)}
+            given = dict(values["fingerprint"])
+            if set(given) != known:
+                raise KeyError(f"fingerprint of {sorted(given)}")
+            return cls(
+                fingerprint=Fingerprint(**given),
+                table=CostTable.from_dict(values["table"], source),
+                drafts={n: CostTable.from_dict(t, source) for n, t in values.get("drafts", {}).items()},
+                created=str(values.get("created", "")),
+                repeats=int(values.get("repeats", 0)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(source, f"not a calibration ({error!r})", "run paceline bench calibrate again") from error
+
+
+# -- files
+
+
+def places(folder: Path) -> tuple[Path, Path]:
+    """Where a model's calibration may lie: beside it, or in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
+    return folder / FILE, Path(base) / "paceline" / "costs" / f"{name}.json"
+
+
+def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:
+    """The calibration of a model that holds here, and where it is from, or why there is none."""
+    why = []
+    for path in places(folder):
+        if not path.is_file():
+            continue
+        try:
+            entries = _read(path)
+        except ConfigError as error:
+            why.append(f"{path} is ignored: {error.wrong}")
+            continue
+        for entry in entries:
+            if entry.fingerprint == wanted:
+                return entry, str(path)
+        nearest = min((wanted.differs(entry.fingerprint) for entry in entries), key=len, default=["it is empty"])
+        why.append(f"{path} is ignored, it was measured under other conditions: {'; '.join(nearest)}")
+    return None, "; ".join(why) or "no calibration was found"
+
+
+def save(folder: Path, calibration: Calibration) -> Path:
+    """Write a calibration beside the model, or in the cache folder where that is read-only.
+
+    An entry for the same conditions is replaced, others stay.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: neither place can be written.
+    """
+    problems = []
+    for path in places(folder):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, calibration)
+            return path
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror or error}")
+    raise ConfigError(
+        f"a calibration of {folder}", f"it cannot be written ({'; '.join(problems)})", "set XDG_CACHE_HOME"
+    )
+
+
+def _read(path: Path) -> list[Calibration]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["schema"] != SCHEMA:
+            raise ValueError(f"schema {values['schema']!r}, this version reads {SCHEMA}")
+        entries = list(values["entries"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(str(path), f"not readable ({error!r})", "run paceline bench calibrate again") from error
+    return [Calibration.from_dict(entry, str(path)) for entry in entries]
+
+
+def _write(path: Path, calibration: Calibration) -> None:
+    try:
+        kept = [e for e in _read(path) if e.fingerprint != calibration.fingerprint] if path.is_file() else []
+    except ConfigError:  # unreadable, so useless to everybody: start a new one
+        kept = []
+    entries = [entry.as_dict() for entry in (*kept, calibration)]
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps({"schema": SCHEMA, "entries": entries}, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)  # a reader sees the old file or the new one
+
+
+# -- measuring
+
+
+class PassTimer:
+    """Times target passes over sequences with a given number of committed tokens.
+
+    Args:
+        decoder: the network.
+        sequences: most sequences in a pass.
+        context: committed tokens of each.
+        rows: most rows of a sequence.
+    """
+
+    def __init__(self, decoder: Decoder, sequences: int, context: int, rows: int) -> None:
+        shape = decoder.config
+        room = context + rows
+        self._decoder = decoder
+        size = (room + 64) * sequences  # with room to lie in one piece each
+        self._pool = KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, decoder.dtype, decoder.device)
+        self._caches = [self._filled(context, room) for _ in range(sequences)]
+
+    def _filled(self, context: int, room: int) -> SequenceCache:
+        cache = self._pool.open(expected=room)
+        if context:
+            cache.reserve(context)
+            self._pool.commit([(cache, range(context))])
+        return cache
+
+    @torch.inference_mode()
+    def ms(self, sequences: int, rows: int) -> float:
+        """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included."""
+        caches = self._caches[:sequences]
+        for cache in caches:
+            cache.reserve(rows)
+        began = perf_counter()
+        packer = RowPacker(self._decoder, self._decoder.device)
+        vocab = self._decoder.config.vocab_size
+        for cache in caches:
+            first = cache.committed
+            packer.add(
+                [(7 + i) % vocab for i in range(rows)],
+                range(first, first + rows),
+                range(rows),
+                slots=cache.slots(first, first + rows),
+                keys=cache.slots(0, first + rows),
+                num_keys=first + rows,
+                prefix=first,
+            )
+        state = self._decoder.embed(packer.batch())
+        self._decoder.run_layers(state, 0, self._decoder.num_layers, self._pool)
+        self._decoder.logits(state).argmax(dim=-1).tolist()
+        elapsed = perf_counter() - began
+        for cache in caches:
+            cache.rollback()
+        return elapsed * 1e3
+
+
+def measure(
+    decoder: Decoder,
+    *,
+    rows: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    source: str,
+    progress: Callable[[int], None] | None = None,
+) -> CostTable:
+    """Medians of passes of every size, in turns, so that a slow moment hits all alike.
+
+    Args:
+        rows: rows of one sequence, from 1 on.
+        batches: sequences of one row each, from 1 on.
+        contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
+        repeats: passes of each kind.
+        source: what the table says of itself.
+        progress: called with the number of repeats done, of ``repeats + 1`` (the first one warms up).
+    """
+    near = contexts[0]
+    timers = {c: PassTimer(decoder, max(batches) if c == near else 1, c, max(rows)) for c in contexts}
+    cases = [(near, 1, r) for r in rows] + [(near, b, 1) for b in batches if b > 1] + [(c, 1, 1) for c in contexts[1:]]
+    times: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
+    for repeat in range(repeats + 1):
+        for case in cases:
+            context, sequences, each = case
+            taken = timers[context].ms(sequences, each)
+            if repeat:
+                times[case].append(taken)
+        if progress:
+            progress(repeat + 1)
+    found = {case: median(values) for case, values in times.items()}
+    one = found[near, 1, 1]
+    far = contexts[-1]
+    growth = (found[far, 1, 1] - one) / (far - near) * 1000 if far > near else 0.0
+    return CostTable(
+        chain=tuple((r, found[near, 1, r]) for r in rows),
+        plain=tuple((b, found[near, b, 1]) for b in batches),
+        context=near,
+        context_ms=max(0.0, growth),
+        source=source,
+    )
+
+
+def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:
+    """A rough table in a fraction of a second: the fastest of few passes of few sizes.
+
+    The fastest, since so few passes have no good median; the steps themselves correct the rest. On a model so slow
+    that even this takes long, fewer sizes are measured.
+
+    Args:
+        decoder: the network.
+        max_sequences: sequences that may run at once.
+        why: why there is no calibration, which the table says of itself.
+    """
+    room = decoder.config.max_position
+    context = max(0, min(QUICK_CONTEXT, room - max(QUICK_ROWS)))
+    batches = [b for b in QUICK_BATCHES if 1 < b <= max_sequences]
+    rows = [r for r in QUICK_ROWS if r <= room]
+    cases = sorted([(1, r) for r in rows] + [(b, 1) for b in batches], key=lambda c: (c not in ((1, 1), (1, 8)), c))
+    timer = PassTimer(decoder, max([1, *batches]), context, max(rows))
+    began = perf_counter()
+    timer.ms(1, 1)  # whatever is done once is done
+    best: dict[tuple[int, int], float] = {}
+    for _ in range(QUICK_REPEATS):
+        for case in cases:
+            late = (perf_counter() - began) * 1e3 > QUICK_MS
+            if late and (1, 1) in best and len(best) > 1:
+                break
+            best[case] = min(timer.ms(*case), best.get(case, float("inf")))
+    plain = {1: best[1, 1]} | {b: best[b, 1] for b in batches if (b, 1) in best}
+    if len(plain) == 1:  # of sequences nothing is known: as of rows
+        plain |= {r: best[1, r] for r in rows[1:] if (1, r) in best}
+    return CostTable(
+        chain=tuple((r, best[1, r]) for r in rows if (1, r) in best),
+        plain=tuple(sorted(plain.items())),
+        context=context,
+        source="quick estimate at start-up" + (f" ({why})" if why else ""),
+    )

@@ -1,0 +1,298 @@
+"""What steps cost: a measured table, corrected by every step that is run.
+
+    step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) + context ]  x  correction
+                    B sequences of one row each, R drafted rows on top
+
+The table comes from a calibration or from a quick estimate; it knows the shape (eight rows cost little more than
+one; every sequence brings work of its own). The correction follows the machine as it is now, loaded or not, and
+everything of a step that the table has not seen: sampling, book-keeping, trees.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from statistics import mean
+from typing import Any
+
+from ..core.errors import ConfigError
+
+Points = tuple[tuple[int, float], ...]  # (count, ms), counts ascending
+
+STEEPEST = 1.5  # a correction moves by a factor of this at most for one observation
+WINDOW = 3  # observations of which the median counts: one accident in three changes nothing
+SLOWEST = 0.02  # least weight of a new observation in a correction
+SLOWEST_CATCH_UP = 0.1  # least weight of a new observation of what catching up costs
+NEAR = 16  # tokens a sequence that a drafter has not seen which a call takes in its stride
+MACHINE = 0.2  # weight of a new observation in the correction that all steps share
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Milliseconds of a target pass, host work included, piecewise linear and never falling.
+
+    Args:
+        chain: by rows of one sequence.
+        plain: by sequences of one row each.
+        context: committed tokens of each sequence in those passes.
+        context_ms: by what a pass grows for every further 1,000 committed tokens, over all sequences.
+        source: where the figures come from, in words.
+    """
+
+    chain: Points
+    plain: Points
+    context: int = 0
+    context_ms: float = 0.0
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        for name in ("chain", "plain"):
+            object.__setattr__(self, name, _rising(name, getattr(self, name)))
+        if not (math.isfinite(self.context_ms) and self.context_ms >= 0 and self.context >= 0):
+            raise ConfigError("a cost table", "its context figures are not numbers from 0 on", "calibrate again")
+
+    def chain_ms(self, rows: float) -> float:
+        """One sequence with ``rows`` rows."""
+        return interpolate(self.chain, rows)
+
+    def step_ms(self, batch_size: int, extra: float, context: int | None = None) -> float:
+        """A step of ``batch_size`` sequences with ``extra`` drafted rows over all of them.
+
+        Args:
+            context: committed tokens over all sequences; None: as in the calibration.
+        """
+        grown = 0 if context is None else context - batch_size * self.context
+        base = interpolate(self.plain, batch_size) + self.context_ms * grown / 1000
+        drafted = self.chain_ms(batch_size + extra) - self.chain_ms(batch_size) if extra > 0 else 0.0
+        return max(base, self.chain[0][1] / 2) + drafted  # a short context cannot make a pass free
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "chain": [list(p) for p in self.chain],
+            "plain": [list(p) for p in self.plain],
+            "context": self.context,
+            "context_ms": self.context_ms,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str) -> CostTable:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ConfigError: not a cost table.
+        """
+        try:
+            points = {n: tuple((int(count), float(ms)) for count, ms in values[n]) for n in ("chain", "plain")}
+            extra = {"context": int(values["context"]), "context_ms": float(values["context_ms"])}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError("a cost table", f"it cannot be read ({error!r})", "calibrate again") from error
+        return cls(**points, **extra, source=source)  # type: ignore[arg-type]
+
+
+def _rising(name: str, points: Sequence[tuple[int, float]]) -> Points:
+    """The points, none below one before it: a pass over more rows is not cheaper, only noise says so.
+
+    Neighbours that say so share their mean (isotonic regression by pooling adjacent violators).
+    """
+    counts = [count for count, _ in points]
+    if not points or counts[0] != 1 or any(b <= a for a, b in pairwise(counts)):
+        raise ConfigError(f"{name} costs at {counts}", "counts must ascend from 1 on", "measure 1 first")
+    if any(not math.isfinite(ms) or ms <= 0 for _, ms in points):
+        raise ConfigError(f"{name} costs", "every figure must be a number above 0", "calibrate again")
+    pools: list[list[float]] = []
+    for _, ms in points:
+        pools.append([ms])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    level = [mean(pool) for pool in pools for _ in pool]
+    return tuple(zip(counts, accumulate(level, max), strict=True))
+
+
+def interpolate(points: Points, count: float) -> float:
+    """Linear between points; beyond the last one on as between the first and the last, or the last two if steeper."""
+    if len(points) == 1 or count <= points[0][0]:
+        return points[0][1]
+    i = bisect_right(points, (count, math.inf))
+    if i < len(points):
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+    (first, low), (before, near), (last, high) = points[0], points[-2], points[-1]
+    slope = max((high - low) / (last - first), (high - near) / (last - before))
+    return high + slope * (count - last)
+
+
+def bucket(count: int) -> int:
+    """0, 1, 2, 3-4, 5-8, 9-16, ..: counts that share a correction."""
+    return 0 if count <= 0 else (count - 1).bit_length() + 1
+
+
+@dataclass(slots=True)
+class _Deviation:
+    """By what one kind differs from the expectation, beyond what all kinds do."""
+
+    log: float = 0.0
+    visits: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque([0.0] * (WINDOW - 1), maxlen=WINDOW))
+
+
+class Corrections:
+    """By what measured times differ from expected ones, as logs.
+
+    The correction is a sum of two: one that all kinds share (the machine's speed now) and one of the kind, a pair of
+    buckets. Both are exponential averages, of which the median of the last three counts, so that a hiccup moves
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self._machine = 0.0
+        self._first: list[float] = []
+        self._kinds: dict[tuple[int, int], _Deviation] = {}
+
+    def log(self, kind: tuple[int, int]) -> float:
+        """The correction of a kind."""
+        return self._machine + self._deviation(*kind)
+
+    def visits(self, kind: tuple[int, int]) -> int:
+        """Observations of a kind."""
+        found = self._kinds.get(kind)
+        return found.visits if found else 0
+
+    def observe(self, key: tuple[int, int], log: float) -> None:
+        """Learn from one time: the log of measured over expected."""
+        kind = self._kinds.setdefault(key, _Deviation())
+        kind.visits += 1
+        if len(self._first) < WINDOW:  # the first times tell how far off all expectations are, however far
+            self._first.append(log)
+            self._machine = sorted(self._first)[(len(self._first) - 1) // 2]
+            return
+        # As differences from the machine's speed, so that what moved that meanwhile is not counted twice.
+        kind.recent.append(log - self._machine)
+        surprise = sorted(kind.recent)[WINDOW // 2] - kind.log
+        surprise = max(-math.log(STEEPEST), min(math.log(STEEPEST), surprise))
+        # What a new kind costs says little of the machine; later surprises say little of the kind.
+        self._machine += MACHINE * (kind.visits - 1) / (kind.visits + 2) * surprise
+        kind.log += max(SLOWEST, 1 / (kind.visits + 1)) * surprise
+
+    def _deviation(self, first: int, second: int) -> float:
+        """The correction of a kind, from its own times and, where there are few, from its likes'."""
+        kind = self._kinds.get((first, second))
+        if kind is not None and kind.visits >= WINDOW:
+            return kind.log
+        near = self._nearest(first, second)
+        if kind is None:
+            return near
+        share = kind.visits / WINDOW
+        return share * kind.log + (1 - share) * near
+
+    def _nearest(self, first: int, second: int) -> float:
+        """The correction of the most similar kind met; a second bucket of 0 is like no other."""
+        best, distance = 0.0, 99
+        for (a, b), kind in self._kinds.items():
+            if (b > 0) == (second > 0) and kind.visits >= WINDOW:
+                apart = 2 * abs(a - first) + abs(b - second)
+                if apart < distance:
+                    best, distance = kind.log, apart
+        if distance == 99 and second > 0:  # none was met yet: as far off as those of bucket 0
+            return self._deviation(first, 0)
+        return best
+
+
+class StepCosts:
+    """A cost table that follows the machine, by kinds of steps: sequences and drafted rows."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._corrections = Corrections()
+
+    def predict(self, batch_size: int, extra: float, context: int | None = None) -> float:
+        """Expected ms of a step, without the drafter's own time."""
+        log = self._corrections.log((bucket(batch_size), bucket(math.ceil(extra))))
+        return self.table.step_ms(batch_size, extra, context) * math.exp(log)
+
+    def visits(self, batch_size: int, extra: int) -> int:
+        """Steps of this kind that were observed."""
+        return self._corrections.visits((bucket(batch_size), bucket(extra)))
+
+    def observe(self, batch_size: int, extra: int, context: int, ms: float) -> None:
+        """Learn from one step: its sequences, drafted rows, committed tokens and ms without the drafter's time."""
+        if ms > 0:
+            expected = self.table.step_ms(batch_size, extra, context)
+            self._corrections.observe((bucket(batch_size), bucket(extra)), math.log(ms / expected))
+
+
+def draft_guess(
+    table: CostTable, cap: int, draft: CostTable | None = None, network: bool = False
+) -> tuple[float, float, float, float]:
+    """What a drafter's time may be before any was measured, as `DraftCosts` takes it.
+
+    Args:
+        table: the target's costs.
+        cap: most nodes of a sequence.
+        draft: the calibrated costs of the draft model, if there are any.
+        network: the drafter runs a network of its own (else it looks things up).
+    """
+    if not network:
+        return 0.03, 0.0, 0.002, 0.002
+    # A drafter that somebody chose: a level costs a fifth of a target pass at most, and a whole draft one pass.
+    level = table.chain_ms(1) / max(5, cap)
+    if draft is None:
+        return level / 10, level, 0.0, table.chain_ms(128) / 128 / 5
+    return draft.step_ms(2, 0) - draft.step_ms(1, 0), min(level, draft.chain_ms(1)), 0.0, draft.chain_ms(128) / 128
+
+
+class DraftCosts:
+    """What the drafter's own time depends on, learned call by call.
+
+        ms = (a x sequences + b x deepest budget + c x all budgets) x correction + d x tokens to catch up with
+
+    A draft model pays for levels (b) and for what it has not computed (d), a look-up for sequences (a). The
+    correction is learned by kinds of calls, sequences and deepest budget, since a drafter may stop early or choose
+    its means by itself; it follows calls with little to catch up with (the last step's tokens are part of every
+    call). d is an exponential average over the others. The first call of all is left out: it does what is done once.
+
+    Args:
+        guess: (a, b, c, d) to begin with, in ms.
+    """
+
+    def __init__(self, guess: Sequence[float]) -> None:
+        self._guess = tuple(max(0.0, g) for g in guess[:3])
+        self.catch_up_ms = max(0.0, guess[3])  # d
+        self._caught_up = 0  # calls that taught d
+        self._corrections = Corrections()
+        self.observations = 0
+        self.usual_calls = 0  # those with little to catch up with
+
+    def predict(self, sequences: int, deepest: int, nodes: int, unseen: int = 0) -> float:
+        """Expected ms of one call of the drafter; of ``unseen`` tokens the first few are nothing special."""
+        behind = max(0, unseen - NEAR * sequences)
+        log = self._corrections.log((bucket(sequences), bucket(deepest)))
+        return self._expected(sequences, deepest, nodes) * math.exp(log) + self.catch_up_ms * behind
+
+    def _expected(self, sequences: int, deepest: int, nodes: int) -> float:
+        a, b, c = self._guess
+        return a * sequences + b * deepest + c * nodes + 1e-3
+
+    def observe(self, sequences: int, deepest: int, nodes: int, unseen: int, ms: float) -> None:
+        """Learn from one call."""
+        self.observations += 1
+        if self.observations == 1:
+            return
+        behind = unseen - NEAR * sequences
+        if behind > 0:
+            guess = self.predict(sequences, deepest, nodes, unseen)
+            # A call that took many times longer than expected was interrupted, or the guess is off: move some way.
+            # Of the first few nobody knows what is many.
+            self._caught_up += 1
+            error = max(-guess, min(ms - guess, (2 if self._caught_up > WINDOW else 50) * guess))
+            rate = max(SLOWEST_CATCH_UP, 1 / (self._caught_up + 1))
+            self.catch_up_ms = max(0.0, self.catch_up_ms + rate * error / behind)
+            return
+        self.usual_calls += 1
+        log = math.log(max(ms, 1e-4) / self._expected(sequences, deepest, nodes))
+        self._corrections.observe((bucket(sequences), bucket(deepest)), log)

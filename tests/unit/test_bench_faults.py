@@ -1,0 +1,233 @@
+"""Planted faults: a whole run in which one thing is wrong must say so, and say what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.bench import lossless, machine
+from paceline.bench.measure import EngineRunner, Group
+from paceline.bench.methods import parse_methods
+from paceline.bench.records import Exactness, Report, Trial
+from paceline.bench.run import BenchConfig, Run
+from paceline.core.tree import TokenTree
+from paceline.core.verify import VerifyOutcome
+from paceline.rounds import verification
+from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
+
+MODEL = "random:2x64x128x512"
+FAST = "fast"
+LENGTH = 12
+
+
+@pytest.fixture(autouse=True)
+def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it takes longer than everything else here."""
+    monkeypatch.setattr(machine, "read_bandwidth", lambda *_: 1e10)
+
+
+def bench(dtype: str, kernels: str = "auto", **changes: Any) -> Report:
+    """Plain decoding and a drafter that is often right, two prompts at a time."""
+    fast = f"{FAST}=synthetic,accept=0.6,depth=3;budget=3;kernels={kernels}"
+    methods = parse_methods([f"plain=none;kernels={kernels}", fast], dtype)
+    values: dict[str, Any] = {
+        "model": MODEL,
+        "methods": tuple(methods),
+        "prompts": 2,
+        "batches": (2,),
+        "prompt_tokens": 8,
+        "max_new_tokens": (LENGTH,),
+        "repeats": 1,
+        "threads": 1,
+    }
+    return Run(BenchConfig(**(values | changes))).execute().report
+
+
+def verdict(report: Report) -> Exactness:
+    """Of the one method that is held against plain decoding."""
+    assert all(trial.error is None for trial in report.trials)
+    assert [(e.method, e.reference, e.sequences) for e in report.exactness] == [(FAST, "plain", 2)]
+    return report.exactness[0]
+
+
+def output_of(report: Report, method: str) -> list[list[int]]:
+    return next(trial.outputs for trial in report.trials if trial.method == method)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any], str], None]:
+    """Replace a method of `EngineRunner`, for the drafting method alone."""
+
+    def planted(fault: Callable[..., Any], name: str) -> None:
+        right = getattr(EngineRunner, name)
+
+        def either(runner: EngineRunner, *args: Any) -> Any:
+            return right(runner, *args) if runner.method.name == "plain" else fault(right, runner, *args)
+
+        monkeypatch.setattr(EngineRunner, name, either)
+
+    return planted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_without_a_fault_passes(dtype: str):
+    report = bench(dtype)
+    found = verdict(report)
+    assert found.passed and found.identical == 2 and found.tolerance is None
+    assert output_of(report, FAST) == output_of(report, "plain")
+    assert len({tuple(ids) for ids in output_of(report, "plain")}) == 2  # else a re-ordered list could not be seen
+    drafted = next(trial for trial in report.trials if trial.method == FAST)
+    assert 0 < drafted.accepted < drafted.drafted  # both verdicts were met
+    assert next(m for m in report.methods if m.name == FAST).synthetic
+
+
+class OneWrongToken:
+    """A verifier that once takes a drafted token which the target did not choose, in the first output."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def run(self, right: Any, runner: EngineRunner, group: Group, repeat: int) -> Trial:
+        """A trial, in which it is to happen; the warm-up before it goes as it should."""
+        self.armed = True
+        trial = right(runner, group, repeat)
+        assert not self.armed, "the fault never came to pass"
+        return trial
+
+    def verify(self, sequences: Any, tree: TokenTree, logits: torch.Tensor) -> VerifyOutcome:
+        outcome = verification.match(sequences, tree, logits)
+        refused = int(outcome.num_accepted[0]) == 0 and int(tree.num_nodes[0]) > 1
+        if not (self.armed and refused and len(sequences[0].sampler.output_ids) > 1):
+            return outcome
+        self.armed = False
+        chosen = verification.choose_packed(sequences, tree.num_nodes.tolist(), logits, tree)
+        path, following, count = outcome.path.clone(), outcome.next_token.clone(), outcome.num_accepted.clone()
+        path[0, 0], following[0], count[0] = 1, chosen[1], 1
+        return VerifyOutcome(path, count, following, outcome.frontier)
+
+
+@pytest.fixture
+def one_wrong_token(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
+    fault = OneWrongToken()
+    monkeypatch.setitem(VERIFIERS, DEFAULT_VERIFIER, VerifierKind(fault.verify))
+    plant(fault.run, "run")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("dtype", "kernels"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "torch")])
+def test_one_wrong_token_is_caught(
+    one_wrong_token: None, monkeypatch: pytest.MonkeyPatch, dtype: str, kernels: str, temperature: float
+):
+    """With torch's kernels a near tie would be explained in bf16; this is none."""
+    if kernels == "torch":
+        monkeypatch.setattr(lossless, "pass_spread", lambda *_: 0.01)
+    report = bench(dtype, kernels, temperatures=(temperature,))
+    found = verdict(report)
+    assert not found.passed and len(found.failures) == 1
+    failure = found.failures[0]
+    plain, other = (output_of(report, name)[0] for name in ("plain", FAST))
+    at = next(i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a != b)
+    assert (failure["what"], failure["position"]) == ("wrong token", at)
+    assert (failure["expected"], failure["got"]) == (plain[at], other[at])
+    assert failure["gap"] > failure["tolerance"]
+    assert failure["tolerance"] > 0 or kernels != "torch"
+    assert failure["tolerance"] == 0 or dtype != "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_output_one_token_short_is_caught(plant: Any, dtype: str):
+    """An engine whose stop rule counts one too many."""
+
+    def submit(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
+        cell = replace(group.cell, max_new_tokens=group.cell.max_new_tokens - 1)
+        return right(runner, replace(group, cell=cell), most)
+
+    plant(submit, "_submit")
+    report = bench(dtype)
+    assert [len(ids) for ids in output_of(report, FAST)] == [LENGTH - 1] * 2
+    assert [failure["what"] for failure in verdict(report).failures] == ["one token short"] * 2
+
+
+def changed(change: Callable[[Trial], None]) -> Callable[..., Trial]:
+    """A fault that shows in the trial alone."""
+
+    def run(right: Any, runner: EngineRunner, group: Group, repeat: int) -> Trial:
+        trial = right(runner, group, repeat)
+        change(trial)
+        return trial
+
+    return run
+
+
+def one_too_many(trial: Trial) -> None:
+    trial.outputs[1].append(trial.outputs[1][-1])
+
+
+def another_reason(trial: Trial) -> None:
+    trial.finish[0] = "stop"
+
+
+def lost(trial: Trial) -> None:
+    del trial.outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (one_too_many, ["one token long"]),
+        (another_reason, ["finish reason 'stop', plain decoding's is 'length'"]),
+        (lost, [f"{FAST} has 1 outputs for 2 prompts"] * 2),
+    ],
+)
+def test_a_wrong_record_is_caught(plant: Any, change: Callable[[Trial], None], names: list[str]):
+    plant(changed(change), "run")
+    assert [failure["what"] for failure in verdict(bench("bfloat16")).failures] == names
+
+
+def test_a_reordered_prompt_list_is_caught(plant: Any):
+    """Every output is right for its prompt, and yet the two methods did not do the same."""
+
+    def run(right: Any, runner: EngineRunner, group: Group, repeat: int) -> Trial:
+        return right(runner, replace(group, prompts=group.prompts[::-1]), repeat)
+
+    plant(run, "run")
+    report = bench("float32")
+    assert output_of(report, FAST) == output_of(report, "plain")[::-1]
+    found = verdict(report)
+    assert all(failure["what"].startswith("prompts in another order: ") for failure in found.failures)
+    assert len(found.failures) == 2
+
+
+def test_reordered_outputs_are_caught(plant: Any):
+    """The prompts are named in order, and the answers belong to each other's."""
+
+    def submit(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
+        return right(runner, replace(group, prompts=group.prompts[::-1]), most)
+
+    plant(submit, "_submit")
+    found = verdict(bench("float32"))
+    assert all(failure["what"].startswith("outputs in another order: this is") for failure in found.failures)
+    assert len(found.failures) == 2
+
+
+def test_a_fault_reaches_the_report_that_people_read(plant: Any, tmp_path: Path):
+    plant(changed(one_too_many), "run")
+    methods = parse_methods(["plain", f"{FAST}=synthetic,accept=0.6,depth=3;budget=3"], "float32")
+    config = BenchConfig(
+        model=MODEL,
+        methods=tuple(methods),
+        prompts=2,
+        batches=(2,),
+        prompt_tokens=8,
+        max_new_tokens=(LENGTH,),
+        repeats=1,
+    )
+    outcome = Run(config, out=tmp_path / "out").execute()
+    texts = {path.name: path.read_text(encoding="utf-8") for path in outcome.files}
+    assert len(texts) == 3
+    assert all("one token long" in text for text in texts.values())

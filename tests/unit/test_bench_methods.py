@@ -1,0 +1,192 @@
+"""Methods and sweeps as a user writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.bench.methods import (
+    check,
+    default_methods,
+    drafter_config,
+    expand,
+    parse_method,
+    parse_methods,
+    parse_sweep,
+    peer_methods,
+    records_answers,
+    with_plain,
+)
+from paceline.bench.records import Method
+from paceline.core.errors import ConfigError
+
+DRAFT = "paceline-small-draft"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("plain", Method(name="plain", drafter="none")),
+        ("none", Method(name="plain", drafter="none")),
+        ("ngram", Method(name="ngram", drafter="ngram")),
+        ("ngram,depth=4", Method(name="ngram,depth=4", drafter="ngram,depth=4")),
+        ("fast=ngram,depth=4;budget=8", Method(name="fast", drafter="ngram,depth=4", settings={"budget": 8})),
+        (
+            "ngram ; exact=true; dtype=float32",
+            Method(name="ngram;exact=true;dtype=float32", drafter="ngram", settings={"exact": True}, dtype="float32"),
+        ),  # noqa: E501
+        (f"hybrid:{DRAFT},dtype=int8", Method(name="hybrid,dtype=int8", drafter=f"hybrid:{DRAFT},dtype=int8")),
+        (f"x=draft_model:{DRAFT},depth=3", Method(name="x", drafter=f"draft_model:{DRAFT},depth=3")),
+        ("ngram;round=serial", Method(name="ngram;round=serial", drafter="ngram")),
+        ("ngram;budget=none", Method(name="ngram;budget=none", drafter="ngram", settings={"budget": None})),
+        ("llama.cpp/ngram-mod", Method(name="llama.cpp/ngram-mod", engine="llama.cpp", drafter="ngram-mod")),
+        (
+            "v=vllm/ngram;num_speculative_tokens=4;dtype=float32",
+            Method(name="v", engine="vllm", drafter="ngram", settings={"num_speculative_tokens": 4}, dtype="float32"),
+        ),  # noqa: E501
+    ],
+)
+def test_a_method_is_read(text: str, wanted: Method) -> None:
+    assert parse_method(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no drafter"),
+        ("x=", "names no drafter"),
+        ("ngrm", "did you mean 'ngram'"),
+        ("ngram,dept=3", "did you mean 'depth'"),
+        ("ngram,depth=0", "depth must be 1 or more"),
+        ("ngram;bugdet=3", "did you mean 'budget'"),
+        ("ngram;exact=maybe", "no value for exact"),
+        ("ngram;budget", "not option=value"),
+        ("ngram;budget=1;budget=2", "given twice"),
+        ("ngram;round=mirro", "no round 'mirro'"),
+        ("ngram;threads=2", "no setting 'threads'"),
+        ("plain;budget=4", "means nothing without a drafter"),
+        ("draft_model", "needs model"),
+        ("lama.cpp/plain", "did you mean 'llama.cpp'"),
+        ("llama.cpp/ngram", "no mode 'ngram'"),
+        ("llama.cpp/plain;depth=3", "no option 'depth'"),
+    ],
+)
+def test_a_bad_method_is_refused_with_a_remedy(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="(?i)" + message):
+        parse_method(text)
+
+
+def test_names_that_clash_become_the_texts() -> None:
+    methods = parse_methods([f"draft_model:{DRAFT}", "draft_model:other", "ngram"])
+    assert [m.name for m in methods] == [f"draft_model:{DRAFT}", "draft_model:other", "ngram"]
+    with pytest.raises(ConfigError, match="two methods called 'ngram'"):
+        parse_methods(["ngram", "ngram"])
+
+
+def test_a_synthetic_drafter_gets_the_answers_of_the_run() -> None:
+    method = parse_method("synthetic,accept=0.9/0.8")
+    assert method.synthetic and records_answers(method)
+    assert getattr(drafter_config(method, "/some/file"), "answers", None) == "/some/file"
+    own = parse_method("synthetic,answers=/mine,accept=0.5")
+    assert own.synthetic and not records_answers(own)
+    assert getattr(drafter_config(own, "/some/file"), "answers", None) == "/mine"
+    assert not parse_method("ngram").synthetic and not records_answers(parse_method("ngram"))
+
+
+def test_default_methods_are_what_fits_the_model() -> None:
+    names = [m.name for m in default_methods("paceline-small", "float32")]
+    assert names == ["plain", "ngram", "suffix", "draft_model", "hybrid"]
+    assert {m.dtype for m in default_methods("paceline-small", "float32")} == {"float32"}
+    assert [m.name for m in default_methods("some/folder")] == ["plain", "ngram", "suffix"]
+    random = default_methods("random:1x64x64x64")
+    assert random[0].name == "plain" and all(m.synthetic for m in random[1:]) and len(random) > 1
+
+
+def test_every_mode_of_a_peer() -> None:
+    names = [m.name for m in peer_methods(["transformers"])]
+    assert names == ["transformers/plain", "transformers/assisted", "transformers/prompt_lookup"]
+    with pytest.raises(ConfigError, match="no such peer"):
+        peer_methods(["transformer"])
+
+
+def test_plain_decoding_is_added_where_it_is_missing() -> None:
+    assert [m.name for m in with_plain(parse_methods(["ngram"]))] == ["plain", "ngram"]
+    assert [m.name for m in with_plain(parse_methods(["ngram", "plain"]))] == ["ngram", "plain"]
+    mixed = with_plain(parse_methods(["ngram", "suffix;dtype=float32"]))
+    assert [(m.name, m.dtype) for m in mixed[:2]] == [("plain dtype=auto", "auto"), ("plain dtype=float32", "float32")]
+    assert [m.name for m in with_plain(parse_methods(["vllm/plain"]))] == ["plain", "vllm/plain"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("budget=1,2,none", (1, 2, None)),
+        ("batch=1,32", (1, 32)),
+        ("temperature=0,0.7", (0.0, 0.7)),
+        ("context=256", (256,)),
+        ("dtype=float32,bfloat16", ("float32", "bfloat16")),
+        ("exact=true,false", (True, False)),
+        ("ngram.depth=2,4", ("2", "4")),
+        ("synthetic.accept=0.9/0.8,0.5", ("0.9/0.8", "0.5")),
+    ],
+)
+def test_a_sweep_is_read(text: str, values: tuple[Any, ...]) -> None:
+    assert parse_sweep(text).values == values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budget", "write it like"),
+        ("=1,2", "write it like"),
+        ("budget=1,,2", "write it like"),
+        ("budget=1,1", "a value is there twice"),
+        ("batch=x", "no number"),
+        ("bach=1", "did you mean 'batch'"),
+        ("ngram.dept=1", "no option 'dept'"),
+        ("ngrm.depth=1", "no such drafter"),
+        ("round=mirror", "no round"),
+    ],
+)
+def test_a_bad_sweep_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="(?i)" + message):
+        parse_sweep(text)
+
+
+def test_sweeps_multiply_the_methods_that_have_the_setting() -> None:
+    methods = parse_methods(["plain", "ngram,depth=3", "suffix", "vllm/plain"])
+    found = expand(methods, [parse_sweep("budget=2,4"), parse_sweep("ngram.depth=5,6"), parse_sweep("batch=1,2")])
+    assert [m.name for m in found] == [
+        "plain",
+        "ngram,depth=3 budget=2 depth=5",
+        "ngram,depth=3 budget=2 depth=6",
+        "ngram,depth=3 budget=4 depth=5",
+        "ngram,depth=3 budget=4 depth=6",
+        "suffix budget=2",
+        "suffix budget=4",
+        "vllm/plain",
+    ]
+    assert found[2].drafter == "ngram,depth=6" and found[2].settings == {"budget": 2}
+
+
+def test_a_sweep_over_dtypes_takes_plain_decoding_and_peers_along() -> None:
+    found = expand(parse_methods(["plain", "ngram", "vllm/plain"]), [parse_sweep("dtype=float32,bfloat16")])
+    assert [(m.name, m.dtype) for m in found][:2] == [
+        ("plain dtype=float32", "float32"),
+        ("plain dtype=bfloat16", "bfloat16"),
+    ]  # noqa: E501
+    assert len(found) == 6
+
+
+def test_a_sweep_that_nobody_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no method of this run has that setting"):
+        expand(parse_methods(["plain", "ngram"]), [parse_sweep("suffix.depth=1,2")])
+    with pytest.raises(ConfigError, match="depth must be 1 or more"):
+        expand(parse_methods(["plain", "ngram"]), [parse_sweep("ngram.depth=0,2")])
+
+
+def test_settings_are_checked_without_a_model() -> None:
+    check(Method(name="a", drafter="ngram", settings={"budget": 4}))
+    with pytest.raises(ConfigError, match="budget"):
+        check(Method(name="a", drafter="ngram", settings={"budget": -1}))

@@ -1,0 +1,541 @@
+"""The report's views: what they say is what the summary says, whatever the names are."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from reports import TRUTHS, Truth, World, differ, fail
+from rich.console import Console
+
+from paceline.bench.records import Method, Report
+from paceline.bench.report import load_report, markdown, page, plots, save_report, terminal, write_all
+from paceline.bench.report import wording as say
+from paceline.bench.summary import summarise
+from paceline.core.errors import ConfigError
+
+EVIL = '<img src="http://evil.example/x" onerror=alert(1)> | `*_[x](y) & "quotes"'
+VOID = {"meta", "link", "br", "img", "input", "hr", "wbr"}
+
+
+class Page(HTMLParser):
+    """What a page holds, and whether its tags are balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], "tags that are never closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.tables and {"td", "th"} & set(self.open[-3:]):
+            self.tables[-1][-1][-1] += data
+
+    def table(self, *head: str) -> dict[str, list[str]]:
+        """Rows by their first cells of the table whose head begins so."""
+        found = next(t for t in self.tables if t[0][: len(head)] == list(head))
+        return {" / ".join(row[: len(head) - 1]): row for row in found[1:]}
+
+
+def troubled() -> Report:
+    """A report with everything that can be shown."""
+    report = World(batches=(1, 32), temperatures=(0.0, 1.0), groups=3, repeats=2).report()
+    fail(report, "ngram", "gsm8k", "RuntimeError: pool is full")
+    differ(report, "draft_model depth=4", "wikisql")
+    report.notes.append("the machine was busy")
+    return report
+
+
+def evil() -> Report:
+    """A report in which every name is out to break something."""
+    truths = [TRUTHS[0], Truth(method=Method(name=EVIL, drafter=EVIL, settings={EVIL: EVIL}), accept=0.5, depth=3)]
+    report = World(truths=truths, workloads={EVIL: EVIL, "b": "B"}, batches=(1, 4), groups=2).report()
+    report.title, report.commit, report.command = EVIL, EVIL, ["paceline", EVIL, "```"]
+    report.machine["processor"] = report.model["name"] = report.versions[EVIL] = report.settings[EVIL] = EVIL
+    report.unavailable, report.notes = {EVIL: EVIL}, [EVIL]
+    fail(report, EVIL, "b", EVIL)
+    report.exactness[0].failures = [{"prompt": EVIL, "what": EVIL}]
+    return report
+
+
+CASES = {
+    "one cell": lambda: World(workloads={"gsm8k": "GSM8K"}).report(),
+    "many": troubled,
+    "evil names": evil,
+    "plain alone": lambda: World(truths=TRUTHS[:1]).report(),
+    "peers alone": lambda: World(truths=TRUTHS[5:]).report(),
+    "synthetic alone": lambda: World(truths=(TRUTHS[0], TRUTHS[4])).report(),
+    "no plain": lambda: World(truths=TRUTHS[1:4]).report(),
+    "one pair": lambda: World(groups=1, repeats=1).report(),
+    "no bandwidth": lambda: World(bandwidth=None).report(),
+    "nothing": lambda: World(workloads={}).report(),
+    "all failed": lambda: all_failed(),
+    "bare": lambda: bare(),
+}
+
+
+def all_failed() -> Report:
+    report = World(groups=1, repeats=1).report()
+    report.trials = [replace(t, error="no luck", outputs=[], finish=[], ttft_ms=[]) for t in report.trials]
+    return report
+
+
+def bare() -> Report:
+    report = World(groups=1).report()
+    return replace(
+        report, model={}, machine={}, versions={}, commit=None, settings={}, workloads={}, exactness=[], unavailable={}
+    )
+
+
+@pytest.fixture(params=CASES, ids=str)
+def report(request: pytest.FixtureRequest) -> Report:
+    return CASES[request.param]()
+
+
+def on_terminal(report: Report, width: int = 80) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(terminal.render(report))
+    return capture.get()
+
+
+# -- every view of every report
+
+
+def test_page_is_whole_and_loads_nothing(report: Report) -> None:
+    text = page.render(report)
+    found = Page(text)
+    for tag, attrs in found.tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base", "form")
+        assert tag != "script" or not attrs
+        for name in ("src", "srcset", "action", "data", "poster", "background", "xlink:href"):
+            assert name not in attrs
+        assert not any(name.startswith("on") for name in attrs)
+        if "href" in attrs:
+            assert attrs["href"] in ("report.json", "data:,")
+    sheet = re.findall(r"<style>(.*?)</style>", text, re.S)
+    assert len(sheet) == 1 and "url(" not in sheet[0] and "@import" not in sheet[0]
+    assert [a["content"] for t, a in found.tags if t == "meta" and a.get("name") == "viewport"]
+
+
+def test_no_plot_has_a_place_outside_of_it(report: Report) -> None:
+    """Every percentage lies within its lane, every figure is a number."""
+    text = page.render(report)
+    body = text[: text.index("<script>")]
+    assert not re.search(r"""["'> ](nan|-?inf)\b""", body, re.I)
+    for value in re.findall(r'\b(?:x|x1|x2|cx|width)="(-?[0-9.]+)%"', text):
+        assert 0 <= float(value) <= 100.01
+
+
+def test_terminal_fits_80_columns_and_cuts_nothing(report: Report) -> None:
+    text = on_terminal(report)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_markdown_tables_are_whole(report: Report) -> None:
+    text = markdown.render(report)
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    for lines in blocks:
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(re.findall(r"\|", lines[1]))}
+    assert len(text.split("\n```\n")) % 2 == 1  # every fence is closed
+    assert "<img" not in re.sub(r"\\<|```\n.*?\n```", "", text, flags=re.S)
+
+
+def test_json_comes_back(report: Report, tmp_path: Path) -> None:
+    path = save_report(report, tmp_path / "r.json")
+    assert load_report(path).as_dict() == json.loads(json.dumps(report.as_dict()))
+    assert save_report(load_report(path), tmp_path / "again.json").read_text() == path.read_text()
+
+
+# -- what they say
+
+
+def test_every_view_says_what_the_summary_says() -> None:
+    report = World().report()
+    summary = summarise(report)
+    section = summary.sections[0]
+    found = Page(page.render(report))
+    total, each = found.table("method", "tokens/s"), found.table("workload", "method", "tokens/s", "p10 to p90")
+    console, text = on_terminal(report), markdown.render(report)
+    for row in summary.total(section):
+        expected = [say.number(row.speed), say.speedup(row), say.length(row.figures.accepted_length)]
+        cells = total[row.method.name]
+        assert [cells[1], cells[3], cells[4]] == expected
+        assert re.search(re.escape(row.method.name) + r" +" + " +".join(map(re.escape, expected)), console)
+        assert f"| {row.method.name} | {expected[0]} |" in text
+    by_name = {f"{say.workload_title(report, r.workload)} / {r.method.name}": r for r in summary.of(section)}
+    full = next(t for t in found.tables if t[0][:2] == ["workload", "method"] and len(t[0]) > 12)
+    assert len(full) == 1 + len(by_name) == 1 + 5 * 9
+    for cells in full[1:]:
+        row = by_name[f"{cells[0]} / {cells[1]}"]
+        waits, shares = row.figures.waits, row.figures.shares
+        assert dict(zip(full[0], cells, strict=True)) == {
+            "workload": say.workload_title(report, row.workload),
+            "method": row.method.name,
+            "tokens/s": say.number(row.speed),
+            "p10 to p90": f"{say.number(row.figures.speed.p10)} to {say.number(row.figures.speed.p90)}",  # type: ignore[union-attr]
+            "speed-up": say.speedup(row),
+            "accepted length": say.length(row.figures.accepted_length),
+            "of the floor": say.share(row.figures.floor_share),
+            "exact": say.exact_mark(row.exact),
+            "first token, ms": say.number(row.figures.ttft_ms),
+            "a token, ms": say.number(waits and waits.mean_ms),
+            "wait p50, ms": say.number(waits and waits.p50_ms),
+            "p90, ms": say.number(waits and waits.p90_ms),
+            "p99, ms": say.number(waits and waits.p99_ms),
+            "draft": say.share(shares and shares.draft),
+            "verify": say.share(shares and shares.verify),
+            "host": say.share(shares and shares.host),
+            "peak memory": say.size(row.figures.peak_bytes),
+            "tokens": f"{row.figures.tokens:,}",
+        }
+    assert each  # the table of the best methods by workload
+
+
+def test_the_headline_names_the_best_method_with_its_interval() -> None:
+    report = World().report()
+    summary = summarise(report)
+    row = next(r for r in summary.overall if r.method.name == "hybrid")
+    assert row.speedup is not None
+    line = say.headline(summary)
+    assert line.startswith(f"Best method: hybrid, {row.speedup.value:.2f}× plain decoding over 5 workloads")
+    assert f"{row.speedup.low:.2f} to {row.speedup.high:.2f}" in line
+    for text in (page.render(report), " ".join(on_terminal(report).split()), markdown.render(report)):
+        assert line in text
+        assert "hybrid is" in text and "llama.cpp/draft-simple (95%" in text
+
+
+def test_the_headline_admits_that_the_best_method_is_not_exact() -> None:
+    report = World().report()
+    assert "differ" not in say.headline(summarise(report))
+    differ(report, "hybrid", "wikisql")
+    assert say.headline(summarise(report)).endswith("Its ids differ from plain decoding's.")
+
+
+def test_synthetic_methods_carry_the_word_in_every_view() -> None:
+    method = replace(TRUTHS[4].method, name="right-at-0.9")
+    report = World(truths=(*TRUTHS[:4], replace(TRUTHS[4], method=method)), batches=(1, 8)).report()
+    marked = "right-at-0.9 (synthetic)"
+    for text in (on_terminal(report, 160), markdown.render(report)):
+        assert text.count("right-at-0.9") == text.count(marked) > 3
+    found = Page(page.render(report))
+    cells = [cell for table in found.tables for row in table for cell in row if cell.startswith("right-at-0.9")]
+    assert cells and all(cell.startswith(marked) for cell in cells)
+    labels = [a["aria-label"] or "" for t, a in found.tags if t == "svg" and "right-at" in (a.get("aria-label") or "")]
+    assert labels and all(label.count("right-at-0.9") == label.count(marked) for label in labels)
+    assert "right-at-0.9" not in say.headline(summarise(report))
+
+
+def test_trouble_is_told_in_every_view() -> None:
+    report = troubled()
+    flat = " ".join(on_terminal(report, 200).split())
+    for text in (flat, " ".join(Page(page.render(report)).words), markdown.render(report)):
+        assert "vllm did not run: not built" in text
+        assert "1 of 6 trials failed: RuntimeError: pool is full" in text
+        assert "draft_model depth=4, wikisql, batch 1, greedy: 1 sequence of 3 failed; first: wikisql-3 another" in text
+        assert "position 17" in text and "1 FAILED" in text
+        assert "ngram" in text and re.search(r"[Ss]lower: \d+ of \d+ rows with a lower bound below 0.97", text)
+        assert "the machine was busy" in text
+
+
+def test_unavailable_methods_with_one_reason_share_a_line() -> None:
+    report = replace(World().report(), unavailable={"a": "not built", "b": "too old", "c": "not built"})
+    assert say.unavailable_lines(report) == ["a, c did not run: not built", "b did not run: too old"]
+
+
+def test_peers_differences_are_no_failures_of_this_engine() -> None:
+    report = World().report()
+    found = replace(report.exactness[0], method="llama.cpp", identical=2, failures=[{"prompt": "x", "what": "y"}])
+    report.exactness.append(found)
+    summary = summarise(report)
+    assert say.failures(report) == []
+    assert summary.exact is not None and summary.exact.passed
+    assert say.agreement_line(report) == "peers' ids equal our plain decoding: 2 of 5 sequences"
+
+
+def test_the_command_is_ready_for_a_shell() -> None:
+    assert say.command_line(World().report()).endswith("--title 'a b' --out out")
+    assert "paceline bench --model paceline-small --title &#39;a b&#39; --out out" in page.render(World().report())
+
+
+def test_a_wide_terminal_shows_everything() -> None:
+    narrow, wide = on_terminal(World().report(), 80), on_terminal(World().report(), 160)
+    for name in ("p99", "verify", "memory"):
+        assert name in wide and not re.search(rf"\b{name} *$|\b{name} +[a-z]", narrow.split("all 5")[0])
+
+
+def test_other_sections_show_their_totals_alone_on_the_terminal() -> None:
+    text = on_terminal(World(batches=(1, 8)).report())
+    assert text.count("GSM8K (school maths)") == 1
+    assert text.count("all 5 workloads") == 2
+    assert "The other tables by workload are in the report." in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "–"), (0.0, "0"), (0.1234, "0.123"), (1.234, "1.23"), (12.34, "12.3"), (123.4, "123"), (12345.6, "12,346")],
+)
+def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
+    assert say.number(value) == shown
+
+
+# -- plots
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 4.7), (1, 1), (0, 0), (0.99, 1.01), (0, 3721.5), (0, 12)])
+def test_an_axis_holds_its_range_on_round_ticks(low: float, high: float) -> None:
+    axis = plots.scale(low, high)
+    assert axis.low <= low and axis.high >= high and 2 <= len(axis.ticks) <= 9
+    assert 0 <= axis.at(low) <= axis.at(high) <= 100
+    steps = {round(b - a, 9) for a, b in zip(axis.ticks, axis.ticks[1:], strict=False)}
+    assert len(steps) == 1
+    assert round(next(iter(steps)) / 10 ** math.floor(math.log10(next(iter(steps)))), 6) in (1, 2, 2.5, 5)
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    methods = [Method(name=f"m{i}", drafter="ngram") for i in range(16)]
+    looks = plots.marks(methods)
+    assert len({(mark.classes, mark.shape) for mark in looks.values()}) == 16
+
+
+def test_a_plot_shows_the_interval_where_the_axis_says() -> None:
+    summary = summarise(World().report())
+    row = next(r for r in summary.overall if r.method.name == "hybrid")
+    assert row.speedup is not None
+    axis = plots.speedup_scale([row])
+    plot = plots.speedup_panel([row], axis, plots.marks([row.method]))
+    (found,) = re.findall(r'class="whisker [^"]*" x1="([0-9.]+)%" x2="([0-9.]+)%"', plot)
+    at = [axis.low + float(x) / 100 * (axis.high - axis.low) for x in found]
+    assert at == pytest.approx([row.speedup.low, row.speedup.high], abs=0.001)
+
+
+# -- files
+
+
+def test_write_all(tmp_path: Path) -> None:
+    report = World().report()
+    files = write_all(report, tmp_path / "new" / "folder")
+    assert [f.name for f in files] == ["report.json", "report.html", "report.md"]
+    assert load_report(tmp_path / "new" / "folder").as_dict() == load_report(files[0]).as_dict()
+    assert sorted(p.name for p in files[0].parent.iterdir()) == sorted(f.name for f in files)  # nothing left over
+    assert stat.S_IMODE(files[0].stat().st_mode) & 0o044 == 0o044 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.bench.report.os.replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        save_report(World().report(), path)
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_all(World().report(), tmp_path / "file" / "folder")
+
+
+def test_infinities_are_none_in_json(tmp_path: Path) -> None:
+    report = World(groups=1).report()
+    report.trials[0].budget = {"why": "cheap", "costs": [1.0, math.inf, math.nan]}
+    path = save_report(report, tmp_path / "r.json")
+    text = path.read_text()
+    assert "Infinity" not in text and "NaN" not in text
+    assert load_report(path).trials[0].budget == {"why": "cheap", "costs": [1.0, None, None]}
+
+
+def broken(change: str) -> str:
+    values = json.loads(json.dumps(World(groups=1, repeats=1, workloads={"w": "W"}).report().as_dict()))
+    if change == "schema":
+        values["schema"] = 99
+    elif change == "missing":
+        del values["trials"]
+    elif change == "unknown":
+        values["colour"] = "blue"
+    elif change == "stranger":
+        values["trials"][0]["method"] = "nobody"
+    elif change == "twins":
+        values["methods"].append(values["methods"][0])
+    elif change == "cell":
+        values["trials"][0]["cell"] = 7
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[1, 2]", "not a benchmark report"),
+        (b'{"schema": 1}', "not a benchmark report"),
+        (broken("schema").encode(), "schema 99"),
+        (broken("missing").encode(), "not a benchmark report"),
+        (broken("unknown").encode(), "colour"),
+        (broken("stranger").encode(), "nobody"),
+        (broken("twins").encode(), "two methods of one name"),
+        (broken("cell").encode(), "not a benchmark report"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, content: bytes, wrong: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=wrong):
+        load_report(path)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_report(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="No such file"):
+        load_report(tmp_path)  # a folder without a report
+
+
+# -- in a browser
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PROBE = """<!DOCTYPE html><title>probe</title><pre id="found">unfinished</pre><script>
+const found = {};
+const frames = [360, 390, 1280].map((width) => {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${width}px;height:800px;border:0`;
+  frame.src = "report.html";
+  return [width, frame, new Promise((done) => frame.addEventListener("load", done))];
+});
+for (const [, frame] of frames) document.body.append(frame);
+Promise.all(frames.map((entry) => entry[2])).then(() => {
+  for (const [width, frame] of frames) {
+    const page = frame.contentDocument;
+    for (const details of page.querySelectorAll("details")) details.open = true;
+    const table = page.querySelector("table[data-filter]");
+    const speeds = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[2].dataset.v));
+    const visible = () => [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
+    const all = visible();
+    table.tHead.rows[0].cells[2].querySelector("button").click();
+    const sorted = speeds();
+    const input = page.querySelector(".filter input");
+    input.value = "gsm8k hybrid";
+    input.dispatchEvent(new Event("input"));
+    const outside = [...page.querySelectorAll(".label, .figure, .tile, h1, h2, h3, h4, p, li")].filter((element) => {
+      const box = element.getBoundingClientRect();
+      return box.width && (box.left < -0.5 || box.right > width + 0.5);
+    });
+    found[width] = {
+      scroll: page.documentElement.scrollWidth,
+      outside: outside.map((element) => element.outerHTML.slice(0, 80)),
+      lanes: [...page.querySelectorAll(".lane svg")].every((lane) => lane.getBoundingClientRect().width > 60),
+      requests: frame.contentWindow.performance.getEntriesByType("resource").map((entry) => entry.name),
+      descending: sorted.every((speed, i) => !i || sorted[i - 1] >= speed),
+      all, filtered: visible(),
+    };
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+});
+</script>"""
+
+
+def browser() -> str | None:
+    return os.environ.get("CHROME") or next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder and remembers what was asked for."""
+
+    asked: list[str] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        super().do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    Handler.asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", Handler.asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(browser() is None, reason="no Chromium found (PATH, or the variable CHROME)")
+@pytest.mark.parametrize("case", ["many", "evil names"])
+def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
+    """No request but for the page, nothing wider than the screen, sorting and filtering work."""
+    report = CASES[case]()
+    if case == "evil names":
+        report.workloads[EVIL]["title"] = f"gsm8k hybrid {'very' * 30} {EVIL}"
+    write_all(report, tmp_path)
+    (tmp_path / "probe.html").write_text(PROBE, encoding="utf-8")
+    flags = ["--headless=new", "--disable-gpu", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+    with serving(tmp_path) as (address, asked):
+        command = [str(browser()), *flags, "--virtual-time-budget=20000", "--dump-dom", f"{address}/probe.html"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    assert text is not None, done.stderr[-2000:]
+    found = json.loads(text[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert set(found) == {"360", "390", "1280"}
+    for width, seen in found.items():
+        assert seen["scroll"] <= int(width), f"the page is wider than {width} px"
+        assert seen["outside"] == []
+        assert seen["lanes"], f"plots are squeezed at {width} px"
+        assert seen["requests"] == []
+        assert seen["descending"]
+        assert 0 < seen["filtered"] < seen["all"]
+    assert set(asked) <= {"/probe.html", "/report.html", "/favicon.ico"}

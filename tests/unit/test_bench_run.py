@@ -1,0 +1,533 @@
+"""A benchmark run: its order, its book-keeping, going on after a cut, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_config, tiny_decoder
+
+from paceline import zoo
+from paceline.bench import measure
+from paceline.bench import run as bench
+from paceline.bench.journal import Journal
+from paceline.bench.measure import Builder, Group, Limits, Memory, kv_bytes
+from paceline.bench.methods import parse_method, parse_methods
+from paceline.bench.peers import PeerError, PeerResult
+from paceline.bench.records import Cell, Method, PromptIds, Trial
+from paceline.bench.report import load_report
+from paceline.bench.run import BenchConfig, Run, cells_of, groups_of, interleaved, rotated
+from paceline.bench.workloads import load
+from paceline.core.errors import ConfigError
+
+MODEL = "paceline-small"
+RANDOM = "random:1x64x64x64"
+
+
+def config(**changes: Any) -> BenchConfig:
+    """Seconds of work: plain decoding and two drafters on two short prompts."""
+    values: dict[str, Any] = {
+        "model": MODEL,
+        "methods": tuple(parse_methods(["plain", "ngram", "suffix"])),
+        "workloads": ("wikisql",),
+        "prompts": 2,
+        "repeats": 2,
+        "max_new_tokens": (8,),
+        "threads": 1,
+    }
+    return BenchConfig(**{**values, **changes})
+
+
+def prompts_of(count: int) -> list[PromptIds]:
+    return [PromptIds(id=f"p{i}", category="c", ids=(i + 2, i + 3, i + 4)) for i in range(count)]
+
+
+class Seen:
+    """Takes down what a run tells."""
+
+    def __init__(self) -> None:
+        self.trials: list[tuple[str, str, int]] = []
+        self.counts: list[tuple[int, int]] = []
+        self.stages: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
+        self.trials.append((method.name, group.cell.workload, group.index))
+        self.counts.append((done, total))
+
+
+class CutShort(Seen):
+    """Presses Ctrl-C when so many trials are behind."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+
+    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
+        super().trial(done, total, group, method)
+        if done == self.after:
+            raise KeyboardInterrupt
+
+
+def key(trial: Trial) -> tuple[str, str, int, int]:
+    return trial.method, trial.cell.workload, trial.group, trial.repeat
+
+
+class TestOrder:
+    def test_nobody_always_runs_first(self) -> None:
+        methods = [Method(name=n) for n in "abc"]
+        orders = ["".join(m.name for m in rotated(methods, turn)) for turn in range(4)]
+        assert orders == ["abc", "bca", "cab", "abc"]
+
+    def test_workloads_advance_together_and_repeats_are_neighbours(self) -> None:
+        cells = [Cell(workload=w) for w in ("x", "y")]
+        groups = {c: groups_of(c, prompts_of(2 if c.workload == "x" else 1), 0) for c in cells}
+        [point] = interleaved(groups, 2)
+        assert [(g.cell.workload, g.index, r) for g, r in point] == [
+            ("x", 0, 0), ("x", 0, 1), ("y", 0, 0), ("y", 0, 1), ("x", 1, 0), ("x", 1, 1),
+        ]  # fmt: skip
+
+    def test_batches_and_temperatures_are_points_of_their_own(self) -> None:
+        cells = [Cell(workload="x", batch=b, temperature=t) for t in (0.0, 1.0) for b in (1, 2)]
+        groups = {c: groups_of(c, prompts_of(2), 0) for c in cells}
+        assert [len(point) for point in interleaved(groups, 1)] == [2, 1, 2, 1]
+
+    def test_cells_are_the_product_of_what_is_swept(self) -> None:
+        asked = config(batches=(1, 2), temperatures=(0.0, 1.0), contexts=(None, 64), max_new_tokens=(4, 8))
+        cells = cells_of(asked, [load("wikisql", limit=2), load("books", limit=2)])
+        assert len(cells) == len(set(cells)) == 2 * 2 * 2 * 2 * 2
+
+    def test_the_last_group_is_filled_from_the_front_without_a_prompt_twice(self) -> None:
+        groups = groups_of(Cell(workload="x", batch=4), prompts_of(6), 0)
+        ids = [[p.id for p in g.prompts] for g in groups]
+        assert ids == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p0", "p1"]]
+
+    def test_a_batch_that_cannot_be_filled_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="3 prompts"):
+            groups_of(Cell(workload="x", batch=4), prompts_of(3), 0)
+
+    def test_the_trials_of_a_run_are_interleaved(self) -> None:
+        seen = Seen()
+        Run(config(check=False), watcher=seen).execute()
+        blocks = [[name for name, *_ in seen.trials[i : i + 3]] for i in range(0, len(seen.trials), 3)]
+        assert [block[0] for block in blocks] == ["plain", "ngram", "suffix", "plain"]
+        assert all(sorted(block) == ["ngram", "plain", "suffix"] for block in blocks)
+        assert seen.counts == [(i, 12) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def trials() -> list[Trial]:
+    """Two batch sizes, greedy and sampled; all ids are as plain decoding's."""
+    asked = config(batches=(1, 2), temperatures=(0.0, 0.8), methods=tuple(parse_methods(["plain", "suffix"])))
+    outcome = Run(asked).execute()
+    assert all(e.passed for e in outcome.report.exactness) and outcome.report.exactness
+    return outcome.report.trials
+
+
+class TestTrials:
+    def test_each_method_runs_each_group_once_a_repeat(self, trials: list[Trial]) -> None:
+        counts = Counter((t.method, t.cell, t.group, t.repeat) for t in trials)
+        assert set(counts.values()) == {1}
+        assert len(trials) == 2 * 2 * 2 * (2 + 1)  # methods, repeats, temperatures; two groups and one
+
+    def test_tokens_arrivals_and_passes_add_up(self, trials: list[Trial]) -> None:
+        for t in trials:
+            assert t.error is None and len(t.outputs) == len(t.prompts) == len(t.ttft_ms) == t.cell.batch
+            assert len(t.waits_ms) == len(t.arrivals) and all(w >= 0 for w in t.waits_ms)
+            # The pass over a prompt gives one token; every later one is in an arrival.
+            assert sum(t.arrivals) + len(t.outputs) == t.tokens
+            assert t.passes + t.accepted == t.tokens
+            assert len(t.arrivals) + len(t.outputs) == t.passes
+            assert max(t.ttft_ms) <= t.wall_ms and t.steps <= t.passes
+            assert sum(t.depth_accepted) == t.accepted <= t.drafted
+            assert t.prompt_tokens and all(len(o) <= t.cell.max_new_tokens for o in t.outputs)
+            assert t.draft_ms + t.verify_ms + t.host_ms <= t.wall_ms * 1.01
+
+    def test_plain_decoding_drafts_nothing(self, trials: list[Trial]) -> None:
+        plain = [t for t in trials if t.method == "plain"]
+        assert all(t.drafted == 0 and t.draft_ms < 0.2 * t.wall_ms and t.off_reason is None for t in plain)
+        assert any(t.accepted for t in trials if t.method == "suffix")
+
+    def test_repeats_give_the_same_ids(self, trials: list[Trial]) -> None:
+        said: dict[Any, set[str]] = {}
+        for t in trials:
+            said.setdefault((t.cell, t.group), set()).add(json.dumps(t.outputs))
+        assert all(len(found) == 1 for found in said.values())
+
+    def test_memory_is_known_where_the_system_tells(self, trials: list[Trial]) -> None:
+        if not Path("/proc/self/clear_refs").exists():
+            pytest.skip("no /proc here")
+        assert all(t.peak_bytes is not None and t.peak_bytes > 30e6 for t in trials)  # the weights alone
+
+    def test_bytes_are_those_of_the_passes(self, trials: list[Trial]) -> None:
+        for t in trials:
+            weights = t.steps * 34_603_008  # of paceline-small in bf16: 8 layers and the head
+            assert weights < t.bytes_read < 1.5 * weights
+
+
+class TestMeasure:
+    def runner(self, drafter: str, **settings: Any) -> measure.EngineRunner:
+        limits = Limits(max_sequences=2, max_model_len=128, pool_tokens=512)
+        method = replace(parse_method(drafter), settings=settings)
+        return Builder(MODEL, "cpu", 1).runner(method, limits)
+
+    def group(self, batch: int = 1, **cell: Any) -> Group:
+        kind = Cell(workload="x", batch=batch, **{"max_new_tokens": 12, **cell})
+        prompts = [PromptIds(id=f"p{i}", category="c", ids=tuple(range(20, 60 + i))) for i in range(batch)]
+        return Group(cell=kind, index=0, prompts=tuple(prompts), seed=0)
+
+    def test_a_trial_finds_nothing_of_the_one_before(self) -> None:
+        runner = self.runner("suffix", budget=8)
+        first, second = (runner.run(self.group(ignore_eos=True), r) for r in range(2))
+        assert first.outputs == second.outputs
+        # Neither the prompt's K/V (one prefill step and the same reads) nor the output it would copy from.
+        assert (first.steps, first.bytes_read, first.passes) == (second.steps, second.bytes_read, second.passes)
+        assert first.drafted == second.drafted
+
+    def test_without_forgetting_it_would(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The test above can fail: a drafter with a memory drafts the second answer from the first."""
+        runner = self.runner("suffix", budget=8)
+        first = runner.run(self.group(ignore_eos=True), 0)
+        monkeypatch.setattr(runner, "_forget", lambda: None)
+        second = runner.run(self.group(ignore_eos=True), 1)
+        assert first.outputs == second.outputs and second.passes < first.passes
+
+    def test_an_error_becomes_the_trial_s_and_the_engine_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = self.runner("ngram")
+        step = runner.llm.engine.step
+        calls = iter(range(100))
+
+        def failing() -> Any:
+            if next(calls) == 3:
+                raise RuntimeError("planted")
+            return step()
+
+        monkeypatch.setattr(runner.llm.engine, "step", failing)
+        bad = runner.run(self.group(), 0)
+        assert bad.error == "RuntimeError: planted" and not bad.outputs and bad.tokens_per_s == 0
+        good = runner.run(self.group(), 1)
+        assert good.error is None and good.tokens
+        runner.llm.engine.pool.check_integrity()
+
+    def test_sampling_is_seeded_by_the_prompt(self) -> None:
+        group = self.group(batch=2, temperature=0.8)
+        seeds = [group.params(p).seed for p in group.prompts]
+        assert len(set(seeds)) == 2 and seeds == [replace(group, index=5).params(p).seed for p in group.prompts]
+        assert seeds != [replace(group, seed=1).params(p).seed for p in group.prompts]
+
+    def test_methods_share_the_weights_of_one_target(self) -> None:
+        builder = Builder(MODEL, "cpu", 1)
+        plain, ngram = (builder.llm(parse_method(t)) for t in ("plain", "ngram"))
+        other = builder.llm(parse_method("plain;dtype=float32"))
+        assert plain.decoder is ngram.decoder and plain.engine is not ngram.engine
+        assert other.decoder is not plain.decoder and other.decoder.dtype == torch.float32
+
+    def test_shared_weights_must_be_of_the_same_target(self) -> None:
+        from paceline import LLM
+
+        llm = LLM(MODEL, kv_memory="64MiB")
+        with pytest.raises(ConfigError, match="dtype='float32'"):
+            LLM(MODEL, dtype="float32", share=llm)
+
+    def test_kv_bytes_stop_at_the_window(self) -> None:
+        shape = tiny_config()
+        decoder = tiny_decoder(shape)
+        a_key = 2 * shape.num_kv_heads * shape.head_dim * 8  # float64
+        full, windows = 100, [w for w in shape.windows if w is not None]
+        assert kv_bytes(decoder, full) == a_key * (full * (shape.num_layers - len(windows)) + sum(windows))
+
+    def test_a_peak_is_above_what_is_held(self) -> None:
+        memory = Memory(torch.device("cpu"))
+        gc.collect()  # what other tests left behind must not go while this one looks
+        if not memory.reset_peak():
+            pytest.skip("the peak cannot be reset here")
+        before = memory.held()
+        block = torch.ones(16 * 2**20)  # 64 MiB
+        del block
+        peak = memory.peak()
+        assert before is not None and peak is not None and peak - before > 60e6
+
+
+class TestConversations:
+    def test_second_turns_follow_on_plain_answers_and_are_the_same_for_all(self, tmp_path: Path) -> None:
+        turns = [["Say something about ships.", "And now shorter."], ["One turn only."]]
+        lines = [json.dumps({"id": f"c{i}", "category": "x", "turns": t}) for i, t in enumerate(turns)]
+        (tmp_path / "talk.jsonl").write_text("\n".join(lines))
+        asked = config(workloads=(str(tmp_path / "talk.jsonl"),), repeats=1)
+        report = Run(asked, out=tmp_path / "out").execute().report
+        plain = {t.prompts[0]: t for t in report.trials if t.method == "plain"}
+        assert sorted(plain) == ["c0", "c0/2", "c1"]
+        assert plain["c0/2"].prompt_tokens[0] > plain["c0"].prompt_tokens[0] + 8  # the first turn, its answer, and more
+        assert all(e.identical == e.sequences == 3 for e in report.exactness)
+        journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
+        assert [r["answer"] for r in journal if "answer" in r] == [plain["c0"].outputs[0]]
+
+
+class TestGoingOn:
+    def test_an_interrupted_run_reports_and_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        outcome = Run(config(), out=tmp_path, watcher=CutShort(5)).execute()
+        assert outcome.interrupted and len(outcome.report.trials) == 5
+        assert any("interrupted after 5 of 12" in note for note in outcome.report.notes)
+        cut = [(key(t), t.outputs, t.wall_ms) for t in load_report(tmp_path).trials]
+        seen = Seen()
+        whole = Run(config(), out=tmp_path, resume=True, watcher=seen).execute()
+        assert not whole.interrupted and len(seen.trials) == 7 and seen.counts[0] == (5, 12)
+        found = [(key(t), t.outputs, round(t.wall_ms, 3)) for t in whole.report.trials]
+        assert found[:5] == cut and len({k for k, *_ in found}) == 12
+        straight = Seen()
+        Run(config(), watcher=straight).execute()
+        assert [k[0] for k, *_ in found] == [name for name, *_ in straight.trials]
+
+    def test_a_killed_run_goes_on(self, tmp_path: Path) -> None:
+        """A real process, ended without warning in the middle of its trials."""
+        out = tmp_path / "out"
+        journal = out / "journal.jsonl"
+        arguments = ["--workload", "wikisql", "--method", "ngram", "--prompts", "3", "--repeats", "4"]
+        arguments += ["--max-new-tokens", "16", "--threads", "1", "--out", str(out)]
+        command = [sys.executable, "-m", "paceline", "bench", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and process.poll() is None:
+                if journal.exists() and journal.read_text().count('{"trial"') >= 3:
+                    break
+                time.sleep(0.01)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        before = journal.read_text().count('{"trial"')
+        assert 3 <= before < 24
+        with journal.open("a") as file:
+            file.write('{"trial": {"method": "pl')  # the write that the kill cut in two
+        refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        assert refused.returncode == 2 and "--resume" in refused.stderr
+        done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        report = load_report(out)
+        assert len({key(t) for t in report.trials}) == len(report.trials) == 24
+        assert "--resume" not in report.command and report.command[:2] == ["paceline", "bench"]
+
+    def test_ctrl_c_ends_with_a_report_and_status_130(self, tmp_path: Path) -> None:
+        journal = tmp_path / "journal.jsonl"
+        command = [sys.executable, "-m", "paceline", "bench", "--workload", "wikisql", "--method", "ngram"]
+        command += ["--prompts", "8", "--repeats", "9", "--threads", "1", "--out", str(tmp_path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if journal.exists() and '{"trial"' in journal.read_text():
+                process.send_signal(signal.SIGINT)
+                break
+            time.sleep(0.01)
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 130, stderr
+        assert "--resume" in stderr and "report.html" in stdout
+        report = load_report(tmp_path)
+        assert 1 <= len(report.trials) < 144 and report.settings["interrupted"]
+
+    def test_a_journal_of_other_settings_is_refused_and_says_what_differs(self, tmp_path: Path) -> None:
+        Run(config(), out=tmp_path, watcher=CutShort(2)).execute()
+        kept = (tmp_path / "journal.jsonl").read_bytes()
+        with pytest.raises(ConfigError, match="repeats was 2, is 3"):
+            Run(config(repeats=3), out=tmp_path, resume=True).execute()
+        with pytest.raises(ConfigError, match="methods was"):
+            Run(config(methods=tuple(parse_methods(["plain", "ngram"]))), out=tmp_path, resume=True).execute()
+        assert (tmp_path / "journal.jsonl").read_bytes() == kept
+
+    def test_what_is_there_is_not_spoilt(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="Leave --resume out"):
+            Run(config(), out=tmp_path, resume=True).execute()
+        Run(config(prompts=1, repeats=1), out=tmp_path).execute()
+        with pytest.raises(ConfigError, match="it holds the report"):
+            Run(config(prompts=1, repeats=1), out=tmp_path).execute()
+        with pytest.raises(ConfigError, match="Give one of them"):
+            Run(config(), out=tmp_path, resume=True, overwrite=True).execute()
+        again = Run(config(prompts=1, repeats=2), out=tmp_path, overwrite=True).execute()
+        assert len(again.report.trials) == len(load_report(tmp_path).trials) == 6
+
+    def test_a_journal_that_is_none_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal.jsonl"
+        path.write_text('{"something": "else"}\n')
+        with pytest.raises(ConfigError, match="no journal of this version"):
+            Journal(path, {}, resume=True)
+
+    def test_a_journal_gives_back_what_it_was_given(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal.jsonl"
+        group = Group(cell=Cell(workload="ä"), index=0, prompts=tuple(prompts_of(1)), seed=0)
+        trial = group.blank("plain", 0)
+        trial.outputs, trial.budget = [[1, 2]], {"kind": "fixed"}
+        with Journal(path, {"a": (1, 2)}, resume=False) as journal:
+            journal.add(trial)
+            journal.add_answer("x/1", [5, 6])
+        with path.open("ab") as file:
+            file.write(b'{"trial": 1')
+        with Journal(path, {"a": [1, 2]}, resume=True) as journal:
+            assert journal.trials == [trial] and journal.answers == {"x/1": [[5, 6]]}
+            journal.add(replace_method(trial, "ngram"))
+        with Journal(path, {"a": [1, 2]}, resume=True) as journal:
+            assert [t.method for t in journal.trials] == ["plain", "ngram"]
+
+    def test_a_time_limit_ends_a_run_between_comparisons(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = iter(range(0, 100_000, 10))
+        monkeypatch.setattr(bench, "perf_counter", lambda: float(next(clock)))
+        report = Run(config(time_limit_s=25.0)).execute().report
+        assert 0 < len(report.trials) < 12 and len(report.trials) % 3 == 0
+        assert any("stopped after 25 s" in note for note in report.notes)
+
+
+def replace_method(trial: Trial, name: str) -> Trial:
+    return Trial.from_dict({**trial.as_dict(), "method": name})
+
+
+class TestSynthetic:
+    def test_a_random_model_runs_at_a_stated_acceptance(self) -> None:
+        methods = tuple(parse_methods(["plain", "synthetic,accept=1,depth=4;budget=4", "synthetic,accept=0;budget=4"]))
+        asked = config(model=RANDOM, workloads=(), methods=methods, batches=(1, 2), max_new_tokens=(21,))
+        report = Run(asked).execute().report
+        assert all(t.cell.ignore_eos and set(map(len, t.outputs)) == {21} for t in report.trials)
+        always = [t for t in report.trials if "accept=1" in t.method]
+        never = [t for t in report.trials if "accept=0" in t.method]
+        assert all(t.mean_accepted_length == 5.0 or t.accepted / t.drafted == 1.0 for t in always)
+        assert all(t.drafted and t.accepted == 0 for t in never)
+        assert all(e.passed for e in report.exactness) and [m.synthetic for m in report.methods] == [False, True, True]
+        assert report.workloads["random"]["prompts"] == 2
+
+    def test_text_is_refused_for_it(self) -> None:
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            config(model=RANDOM)
+
+
+class FakePeer:
+    """Stands for a peer's process: answers with zeros, fails on demand."""
+
+    fail_after: int | None = None
+    made: list[FakePeer] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = "1.2"
+        self.runs = 0
+        self.paused = True
+        self.closed = False
+        self.made.append(self)
+
+    def start(self, method: Method, *args: Any, **options: Any) -> FakePeer:
+        if method.drafter == "ngram-mod":
+            raise PeerError("it does not start: no such flag")
+        return self
+
+    def run(self, prompts: list[Any], max_new_tokens: int, ignore_eos: bool) -> PeerResult:
+        self.runs += 1
+        if self.runs == self.fail_after:
+            raise PeerError("it ended")
+        outputs = [[0] * max_new_tokens for _ in prompts]
+        return PeerResult(outputs=outputs, wall_ms=10.0, ttft_ms=[1.0] * len(prompts))
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TestPeers:
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakePeer.made, FakePeer.fail_after = [], None
+        monkeypatch.setattr(bench, "Peer", FakePeer)
+        built = {"transformers": "it is not built", "llama.cpp": None, "vllm": None}
+        monkeypatch.setattr(bench, "peer_available", lambda name: built[name])
+
+    def test_peers_run_in_turns_and_one_that_cannot_says_why(self) -> None:
+        texts = ["plain", "llama.cpp/plain", "llama.cpp/ngram-mod", "transformers/plain"]
+        seen = Seen()
+        report = Run(config(methods=tuple(parse_methods(texts))), watcher=seen).execute().report
+        assert report.unavailable == {
+            "llama.cpp/ngram-mod": "it does not start: no such flag",
+            "transformers/plain": "it is not built",
+        }
+        assert [name for name, *_ in seen.trials[:4]] == ["plain", "llama.cpp/plain", "llama.cpp/plain", "plain"]
+        theirs = [t for t in report.trials if t.method == "llama.cpp/plain"]
+        assert len(theirs) == 4 and all(t.wall_ms == 10.0 and t.tokens == 8 and t.passes == 8 for t in theirs)
+        assert all(t.cell.ignore_eos for t in report.trials)  # so that all give the same number of tokens
+        assert report.versions["llama.cpp"] == "1.2"
+        assert all(peer.closed and peer.paused for peer in FakePeer.made if peer.runs)
+
+    def test_a_peer_that_fails_on_the_way_stops_nothing(self) -> None:
+        FakePeer.fail_after = 3
+        report = Run(config(methods=tuple(parse_methods(["plain", "vllm/plain"])))).execute().report
+        assert report.unavailable == {"vllm/plain": "it ended"}
+        counts = Counter(t.method for t in report.trials)
+        assert counts == {"plain": 4, "vllm/plain": 1}  # one warm-up, one trial, then the end
+
+    def test_peers_are_left_out_where_they_cannot_be_compared(self) -> None:
+        methods = tuple(parse_methods(["plain", "llama.cpp/plain"]))
+        report = Run(config(methods=methods, temperatures=(0.0, 0.8), repeats=1)).execute().report
+        assert {t.cell.temperature for t in report.trials if t.method == "llama.cpp/plain"} == {0.0}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"prompts": 0}, "prompts=0"),
+            ({"repeats": 0}, "repeats=0"),
+            ({"batches": (0,)}, "batch=0"),
+            ({"batches": (1, 1)}, "batch=.* twice"),
+            ({"contexts": (0,)}, "context=0"),
+            ({"max_new_tokens": (0,)}, "max_new_tokens=0"),
+            ({"temperatures": (-1.0,)}, "temperature"),
+            ({"methods": ()}, "no method"),
+            ({"workloads": ("books", "books")}, "named twice"),
+        ],
+    )
+    def test_settings_that_cannot_be(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            config(**changes)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"workloads": ("boks",)}, "books"),
+            ({"batches": (4,)}, "batch 4 of wikisql"),
+            ({"model": "./nowhere"}, "nowhere"),
+            ({"contexts": (4000,)}, "context=4000"),
+            ({"methods": tuple(parse_methods(["plain", "draft_model:./nowhere"]))}, "nowhere"),
+            ({"methods": tuple(parse_methods(["plain", "suffix;verifier=rejection"]))}, "rejection"),
+        ],
+    )
+    def test_mistakes_are_found_before_the_first_trial(self, changes: dict[str, Any], message: str) -> None:
+        seen = Seen()
+        with pytest.raises(ConfigError, match=message):
+            Run(config(**changes), watcher=seen).execute()
+        assert not seen.trials
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            Run(config(), out=tmp_path / "file").execute()
+
+
+def test_the_report_says_what_is_needed_to_repeat_it() -> None:
+    report = Run(config(prompts=1, repeats=1), command=["paceline", "bench"]).execute().report
+    card = next(e for e in zoo.available() if e.name == MODEL)
+    assert report.model["parameters"] == pytest.approx(card.parameters, rel=1e-3)  # norms are not counted
+    assert report.machine["threads"] == 1 and report.machine["read_bandwidth_bytes_per_s"] > 1e8
+    assert {"paceline", "torch", "transformers"} <= report.versions.keys()
+    assert report.command == ["paceline", "bench"] and report.settings["seed"] == 0
+    assert report.workloads["wikisql"]["licence"] and report.workloads["wikisql"]["prompts"] == 1
+    assert json.loads(json.dumps(report.as_dict()))

@@ -1,0 +1,334 @@
+"""Figures from trials: against hand-made trials with known answers, and against their own definitions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from reports import BANDWIDTH, TRUTHS, World, fail
+
+from paceline.bench.records import Cell, Method, Report, Trial
+from paceline.bench.summary import (
+    Index,
+    Row,
+    against,
+    batch_curve,
+    best,
+    bootstrap,
+    draw_groups,
+    figures,
+    overall_ratio,
+    paired_logs,
+    percentile_bounds,
+    ratio_interval,
+    slower_cells,
+    summarise,
+)
+
+CELL = Cell(workload="w")
+
+
+def trial(method: str, group: int, repeat: int, wall_ms: float, tokens: int = 10, **facts: object) -> Trial:
+    values = {"cell": CELL, "outputs": [[1] * tokens], "finish": ["length"], "ttft_ms": [1.0], **facts}
+    return Trial(
+        method=method,
+        group=group,
+        repeat=repeat,
+        prompts=[f"p{group}"],
+        prompt_tokens=[3],
+        wall_ms=wall_ms,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def report_of(trials: list[Trial], *methods: Method) -> Report:
+    empty = World(workloads={}).report()
+    return replace(empty, methods=list(methods), trials=trials, exactness=[])
+
+
+PLAIN, FAST = Method(name="plain"), Method(name="fast", drafter="ngram")
+
+
+def row_of(report: Report, method: str, workload: str | None) -> Row:
+    summary = summarise(report)
+    found = [r for r in (*summary.rows, *summary.overall) if (r.method.name, r.workload) == (method, workload)]
+    assert len(found) == 1
+    return found[0]
+
+
+# -- speed-ups
+
+
+def test_speedup_is_the_geometric_mean_over_groups_of_the_median_over_repeats() -> None:
+    ratios = [[2.0, 4.0, 100.0], [8.0, 8.0, 1.0]]  # medians 4 and 8
+    trials = [trial("plain", g, r, 100.0) for g in range(2) for r in range(3)]
+    trials += [trial("fast", g, r, 100.0 / ratios[g][r]) for g in range(2) for r in range(3)]
+    found = ratio_interval(report_of(trials, PLAIN, FAST), "fast", "plain", CELL)
+    assert found is not None
+    assert found.value == pytest.approx(math.sqrt(4 * 8))
+    assert (found.groups, found.pairs) == (2, 6)
+    assert found.low <= found.value <= found.high
+
+
+def test_an_even_number_of_repeats_takes_the_middle_of_the_logs() -> None:
+    trials = [trial("plain", 0, r, 100.0) for r in range(2)] + [trial("fast", 0, r, 100 / (2, 8)[r]) for r in range(2)]
+    found = ratio_interval(report_of(trials, PLAIN, FAST), "fast", "plain", CELL)
+    assert found is not None and found.value == pytest.approx(4.0)
+
+
+def test_a_slow_moment_that_hits_both_of_a_pair_changes_nothing() -> None:
+    report = World().report()
+    slow = World().report()
+    for t in slow.trials:
+        t.wall_ms *= 7 if t.repeat == 1 else 1
+    cell = report.trials[0].cell
+    before, after = (ratio_interval(r, "hybrid", "plain", cell) for r in (report, slow))
+    assert before is not None and after is not None
+    assert after.value == pytest.approx(before.value)
+    assert after.low == pytest.approx(before.low)
+
+
+def test_only_pairs_count() -> None:
+    trials = [trial("plain", 0, 0, 100.0), trial("plain", 0, 1, 900.0), trial("plain", 1, 0, 100.0)]
+    trials += [trial("fast", 0, 0, 50.0), trial("fast", 1, 0, 10.0, error="broken"), trial("fast", 2, 0, 1.0)]
+    logs = paired_logs([t for t in trials if t.method == "fast"], [t for t in trials if t.method == "plain"])
+    assert logs == [[pytest.approx(math.log(2))]]
+    assert ratio_interval(report_of(trials, PLAIN, FAST), "fast", "nobody", CELL) is None
+
+
+def test_a_single_pair_has_no_spread_and_says_so() -> None:
+    report = report_of([trial("plain", 0, 0, 100.0), trial("fast", 0, 0, 50.0)], PLAIN, FAST)
+    found = ratio_interval(report, "fast", "plain", CELL)
+    assert found is not None and found.pairs == 1
+    assert found.low == found.value == found.high
+
+
+def test_a_trial_without_tokens_is_no_speed() -> None:
+    trials = [trial("plain", 0, 0, 100.0), trial("fast", 0, 0, 50.0, tokens=0)]
+    assert ratio_interval(report_of(trials, PLAIN, FAST), "fast", "plain", CELL) is None
+
+
+def test_overall_is_the_geometric_mean_of_the_workloads() -> None:
+    report = World().report()
+    summary = summarise(report)
+    each = [r.speedup.value for r in summary.rows if r.method.name == "hybrid" and r.speedup]
+    total = row_of(report, "hybrid", None)
+    assert total.speedup is not None and total.workloads == len(each) == 5
+    assert total.speedup.value == pytest.approx(math.exp(np.mean(np.log(each))))
+    medians = [r.speed for r in summary.rows if r.method.name == "hybrid" and r.speed]
+    assert total.speed == pytest.approx(math.exp(np.mean(np.log(medians))))
+
+
+def test_the_same_report_gives_the_same_figures_in_any_order_of_trials() -> None:
+    report = World().report()
+    other = replace(report, trials=sorted(report.trials, key=lambda t: (t.method, t.repeat, t.cell.workload)))
+    index, shuffled = Index(report), Index(other)
+    for cell in index.cells:
+        assert overall_ratio(index, "ngram", "plain", [cell]) == overall_ratio(shuffled, "ngram", "plain", [cell])
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """400 made-up cells of 16 groups and 3 repeats: 95 % are to cover. A percentile bootstrap of so few groups
+    is a little narrow; below 90 % would be wrong (12 standard errors from a 70 % interval, 3 from 93 %)."""
+    generator = np.random.default_rng(1)
+    covered = 0
+    for _ in range(400):
+        logs = 0.7 + generator.normal(0, 0.2, (16, 1)) + generator.normal(0, 0.05, (16, 3))
+        low, high = percentile_bounds(bootstrap(logs.tolist(), generator, draw_groups(16, generator, 500)))
+        covered += low <= 0.7 <= high
+    assert 0.90 <= covered / 400 <= 0.99
+
+
+def test_the_bootstrap_of_ragged_groups_agrees_with_a_plain_loop() -> None:
+    logs = [[0.1, 0.9, 0.5], [2.0], [0.3, 0.7]]
+    generator = np.random.default_rng(2)
+    fast = bootstrap(logs, generator, draw_groups(3, generator, 10_000))
+    slow = []
+    for _ in range(10_000):
+        chosen = [logs[g] for g in generator.integers(0, 3, 3)]
+        slow.append(np.mean([np.median(generator.choice(group, len(group))) for group in chosen]))
+    assert np.isfinite(fast).all()
+    # 10,000 resamples each: the standard error of the mean is 1 % of the spread of 0.4, of the quantiles 2 to 3 %.
+    assert fast.mean() == pytest.approx(np.mean(slow), abs=0.02)
+    for q in (0.025, 0.25, 0.75, 0.975):
+        assert np.quantile(fast, q) == pytest.approx(np.quantile(slow, q), abs=0.06)
+
+
+def test_two_runs_of_the_same_comparison_overlap() -> None:
+    first, second = (summarise(World(seed=seed, noise=0.1).report()) for seed in (1, 2))
+    compared = 0
+    for a, b in zip(first.rows, second.rows, strict=True):
+        if a.speedup and b.speedup:
+            assert a.speedup.low <= b.speedup.high and b.speedup.low <= a.speedup.high
+            compared += 1
+    assert compared == 30
+
+
+# -- who is compared with whom
+
+
+def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
+    methods = [
+        PLAIN,
+        Method(name="plain f32", dtype="float32"),
+        Method(name="plain exact", settings={"exact": True}),
+        FAST,
+        Method(name="fast f32", drafter="ngram", dtype="float32"),
+        Method(name="fast bf16", drafter="ngram", dtype="bfloat16"),
+        Method(name="fast exact", drafter="ngram", settings={"exact": True, "budget": 4}),
+        Method(name="fast int8", drafter="ngram", dtype="int8"),
+        Method(name="llama.cpp/plain", engine="llama.cpp", drafter="plain"),
+        Method(name="llama.cpp/ngram", engine="llama.cpp", drafter="ngram"),
+        Method(name="vllm/ngram", engine="vllm", drafter="ngram"),
+    ]
+    index = Index(report_of([], *methods))
+    assert {m.name: index.reference(m) for m in methods} == {
+        "plain": "plain",
+        "plain f32": "plain f32",
+        "plain exact": "plain exact",
+        "fast": "plain",
+        "fast f32": "plain f32",
+        "fast bf16": "plain",  # auto is the checkpoint's: bfloat16
+        "fast exact": "plain exact",
+        "fast int8": None,
+        "llama.cpp/plain": "llama.cpp/plain",
+        "llama.cpp/ngram": "llama.cpp/plain",
+        "vllm/ngram": None,
+    }
+
+
+def test_against_holds_every_method_against_every_peer() -> None:
+    report = World().report()
+    summary = summarise(report)
+    found = against(report, summary.sections[0])
+    assert list(found) == ["llama.cpp", "transformers"]
+    assert found["llama.cpp"]["transformers"].value == pytest.approx(1 / found["transformers"]["llama.cpp"].value)
+    assert found["transformers"]["plain"].value > 2  # 5.8 ms a pass against 2.1
+    assert "llama.cpp" not in found["llama.cpp"]
+
+
+def test_best_leaves_synthetic_plain_and_peers_aside() -> None:
+    summary = summarise(World().report())
+    total = summary.total(summary.sections[0])
+    ours, theirs = best(total), best(total, own=False)
+    assert ours is not None and ours.method.name == "hybrid"
+    assert theirs is not None and theirs.method.name == "llama.cpp/draft-simple"
+    assert max(total, key=lambda r: r.speed or 0).method.synthetic  # it was there to be left aside
+
+
+def test_slower_cells_finds_what_loses_and_nothing_else() -> None:
+    summary = summarise(World(batches=(1, 32)).report())
+    found = {(row.method.name, row.section.batch) for row in slower_cells(summary)}
+    assert ("ngram", 32) in found
+    assert found <= {("ngram", 32), ("draft_model depth=4", 32)}  # the second one breaks even there
+    assert slower_cells(summary, methods=["hybrid"]) == []
+    assert {row.method.name for row in slower_cells(summary, bound=100, methods=["hybrid"])} == {"hybrid"}
+
+
+def test_batch_curve() -> None:
+    curves = {c.method.name: dict(c.points) for c in batch_curve(World(batches=(1, 2, 16)).report())}
+    assert set(curves) == {"ngram", "draft_model depth=4", "hybrid", "synthetic accept=0.9"}  # peers: batch 1 alone
+    assert list(curves["ngram"]) == [1, 2, 16]
+    assert curves["ngram"][1].value > curves["ngram"][2].value > curves["ngram"][16].value
+    assert batch_curve(World().report()) == []
+
+
+def test_sections_part_temperature_batch_and_dtype_and_no_more() -> None:
+    truths = (*TRUTHS[:2], replace(TRUTHS[0], method=Method(name="plain f32", dtype="float32")))
+    summary = summarise(World(truths=truths, batches=(1, 4), temperatures=(0.0, 1.0), groups=1).report())
+    assert [s.label() for s in summary.sections] == [
+        f"batch {batch}, {heat}, {dtype}, EOS ignored"
+        for dtype in ("bfloat16", "float32")
+        for heat in ("greedy", "temperature 1")
+        for batch in (1, 4)
+    ]
+
+
+def test_one_workload_with_two_lengths_makes_two_sections() -> None:
+    long = replace(CELL, max_new_tokens=512)
+    trials = [trial("plain", 0, 0, 100.0), trial("plain", 0, 0, 900.0, cell=long)]
+    labels = [s.label() for s in summarise(report_of(trials, PLAIN)).sections]
+    assert labels == ["batch 1, greedy, bfloat16, 64 new tokens", "batch 1, greedy, bfloat16, 512 new tokens"]
+
+
+# -- figures
+
+
+def test_acceptance_and_its_length() -> None:
+    a = trial("fast", 0, 0, 10.0, passes=4, accepted=3, depth_offered=[4, 2], depth_accepted=[2, 1])
+    b = trial("fast", 1, 0, 10.0, passes=6, accepted=7, depth_offered=[6], depth_accepted=[4])
+    found = figures([a, b], None)
+    assert found.accepted_length == pytest.approx(1 + 10 / 10)
+    assert found.acceptance == (pytest.approx(0.6), pytest.approx(0.5))
+    assert found.offered == (10, 2)
+
+
+def test_waits_mean_is_by_token_and_percentiles_are_by_arrival() -> None:
+    # Tokens at 0, then 4 after 8 ms, 1 after 2 ms: first to last 10 ms, 5 tokens after the first.
+    found = figures([trial("fast", 0, 0, 20.0, waits_ms=[8.0, 2.0], arrivals=[4, 1])], None).waits
+    assert found is not None
+    assert found.mean_ms == pytest.approx(2.0)
+    assert found.p50_ms == pytest.approx(5.0)
+    assert found.p99_ms == pytest.approx(7.94)
+
+
+def test_floor_is_the_reads_at_the_bandwidth() -> None:
+    found = figures([trial("plain", 0, 0, 100.0, tokens=20, bytes_read=5_000_000_000)], 100e9)
+    assert found.floor_share == pytest.approx(0.5)  # 50 ms of reads in 100 ms
+    assert found.floor_tokens_per_s == pytest.approx(400.0)
+    assert figures([trial("plain", 0, 0, 100.0)], 100e9).floor_share is None
+    assert figures([trial("plain", 0, 0, 100.0, bytes_read=5)], None).floor_share is None
+
+
+def test_time_shares_add_up() -> None:
+    found = figures([trial("fast", 0, 0, 100.0, draft_ms=20.0, verify_ms=50.0, host_ms=10.0)], None).shares
+    assert found is not None
+    assert (found.draft, found.verify, found.host) == (pytest.approx(0.2), pytest.approx(0.5), pytest.approx(0.1))
+    assert found.draft + found.verify + found.host + found.rest == pytest.approx(1.0)
+    over = figures([trial("fast", 0, 0, 50.0, draft_ms=20.0, verify_ms=60.0)], None).shares
+    assert over is not None and over.rest == pytest.approx(0.0) and over.verify == pytest.approx(0.75)
+
+
+def test_speed_has_its_spread() -> None:
+    found = figures([trial("plain", g, 0, 1000 / (g + 1), tokens=10) for g in range(11)], None)
+    assert found.speed is not None
+    assert (found.speed.low, found.speed.median, found.speed.high) == pytest.approx((10.0, 60.0, 110.0))
+    assert (found.speed.p10, found.speed.p90) == pytest.approx((20.0, 100.0))
+    assert (found.tokens, found.trials, found.speed.count) == (110, 11, 11)
+
+
+def test_what_a_peer_does_not_tell_is_none_and_not_zero() -> None:
+    found = row_of(World().report(), "llama.cpp/draft-simple", "gsm8k").figures
+    assert found.accepted_length is None and found.shares is None and found.waits is None
+    assert found.ttft_ms is None and found.floor_share is None and found.acceptance == ()
+
+
+def test_failed_trials_are_left_out_and_counted() -> None:
+    report = World().report()
+    before = row_of(report, "ngram", "gsm8k")
+    fail(report, "ngram", "gsm8k", "RuntimeError: pool is full")
+    after = row_of(report, "ngram", "gsm8k")
+    assert (after.figures.failed, after.figures.trials) == (1, before.figures.trials - 1)
+    assert after.figures.error == "RuntimeError: pool is full"
+    assert before.speedup and after.speedup and after.speedup.pairs == before.speedup.pairs - 1
+
+
+def test_a_method_that_always_fails_has_no_figures() -> None:
+    report = report_of([trial("plain", 0, 0, 9.0), trial("fast", 0, 0, 1.0, error="no", outputs=[])], PLAIN, FAST)
+    row = row_of(report, "fast", "w")
+    assert row.speed is None and row.speedup is None and row.figures.failed == 1
+
+
+def test_the_made_up_world_reaches_its_truth() -> None:
+    """The plain method's share of the floor follows from the world's own constants."""
+    found = row_of(World(noise=0.0).report(), "plain", "gsm8k").figures
+    wall, reads = found.wall_ms / found.tokens, 1000 * 113_000_000 / BANDWIDTH
+    assert found.floor_share == pytest.approx(reads / wall)
+    assert found.accepted_length == 1.0
+
+
+def test_nothing_measured_is_no_error() -> None:
+    summary = summarise(report_of([], PLAIN, FAST))
+    assert summary.sections == () and summary.rows == () and summary.exact is None and slower_cells(summary) == []

@@ -1,0 +1,470 @@
+"""Draft budgets: fixed, by batch size, and the automatic one in worlds without a model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from budget_world import STEP_COSTS, Sequence, World, run
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import assemble, tiny_decoder
+
+from paceline.core.errors import ConfigError
+from paceline.engine import calibration
+from paceline.engine.acceptance import Acceptance, AcceptanceConfig
+from paceline.engine.auto import AutoBudget, AutoBudgetConfig
+from paceline.engine.budget import AUTO, FixedBudget, TableBudget, parse_budget
+from paceline.engine.calibration import Calibration, Fingerprint
+from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, draft_guess, interpolate
+
+PLAIN = FixedBudget(size=0)
+NETWORK = {"level_ms": 1.0, "unseen_ms": 0.02}  # a drafter that runs a network of its own
+LOOKUP = {"level_ms": 0.0, "unseen_ms": 0.002}
+
+
+def auto(world: World, cap: int = 8, **options: Any) -> AutoBudget:
+    """An automatic budget whose reviews take a tenth of a millisecond."""
+    ticks = itertools.count()
+    guess = draft_guess(world.table(), cap, network=world.level_ms > 0)
+    return AutoBudget(world.table(), cap=cap, draft_guess=guess, clock=lambda: next(ticks) * 1e-4, **options)
+
+
+def gain(world: World, batch: int, steps: int, cap: int = 8) -> float:
+    """Speed with the automatic budget over plain decoding's."""
+    return run(auto(world, cap), world, batch, steps).speed / run(PLAIN, world, batch, steps).speed
+
+
+# -- what a user may say
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, AUTO),
+        ("auto", AUTO),
+        (" AUTO ", AUTO),
+        (0, 0),
+        (8, 8),
+        ("8", 8),
+        ("1:8,4:4,16:0", ((1, 8), (4, 4), (16, 0))),
+        ({4: 4, 1: 8}, ((1, 8), (4, 4))),
+        ({"1": 3}, ((1, 3),)),
+    ],
+)
+def test_forms(value: Any, wanted: Any) -> None:
+    found = parse_budget(value)
+    if isinstance(found, FixedBudget):
+        assert found.size == wanted
+    else:
+        assert (found.entries if isinstance(found, TableBudget) else found) == wanted
+
+
+@pytest.mark.parametrize(
+    "value",
+    [-1, 1025, True, 1.5, "many", "1:8,4", "1:2:3", "2:4", "1:8,1:4", "4:4,1:8", "1:-1", "1:2000", "", {}, {2: 1},
+     {1: 1.5}, [1]],
+)  # fmt: skip
+def test_bad_input_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError):
+        parse_budget(value)
+
+
+def test_a_table_takes_the_entry_below() -> None:
+    table = parse_budget("1:8,4:4,16:0")
+    assert isinstance(table, TableBudget)
+    assert [table.size_at(b) for b in (1, 3, 4, 15, 16, 99)] == [8, 8, 4, 4, 0, 0]
+    assert table.plan([None, None], 5) == [4, 4]  # type: ignore[list-item]
+    assert table.reason() is None and not table.never_drafts
+    off = parse_budget("1:0,8:0")
+    assert isinstance(off, TableBudget) and off.never_drafts and "every batch size" in str(off.reason())
+
+
+def test_a_table_drives_the_engine() -> None:
+    """Alone a request drafts; two together do not, and say why."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8]]
+    engine = assemble(_ngram())
+    engine.budget = engine.scheduler.budget = parse_budget("1:4,2:0")  # type: ignore[assignment]
+    alone = _answers(engine, prompts[:1])
+    together = _answers(engine, prompts)
+    assert alone[0].stats.drafted > 0
+    assert not any(o.stats.drafted for o in together[:1])
+    assert "batch sizes met" in together[0].stats.off_reason
+    assert alone[0].outputs[0].token_ids == together[0].outputs[0].token_ids
+
+
+# -- what steps cost
+
+points = st.lists(st.floats(0.1, 100), min_size=1, max_size=8).map(
+    lambda values: tuple((1 + 3 * i, ms) for i, ms in enumerate(values))
+)
+
+
+@given(chain=points, plain=points, more=st.integers(0, 60), batch=st.integers(1, 40))
+def test_costs_never_fall(chain: Any, plain: Any, more: int, batch: int) -> None:
+    table = CostTable(chain=chain, plain=plain)
+    assert table.chain_ms(more + 1) >= table.chain_ms(max(1, more)) > 0
+    assert table.step_ms(batch, more) <= table.step_ms(batch, more + 1) + 1e-9
+    assert table.step_ms(batch, 0) <= table.step_ms(batch + 1, 0) + 1e-9
+
+
+@given(points)
+def test_figures_that_rise_are_kept(chain: Any) -> None:
+    rising = tuple((count, ms + 200 * i) for i, (count, ms) in enumerate(chain))
+    assert CostTable(chain=rising, plain=rising).chain == rising
+
+
+def test_noise_is_pooled() -> None:
+    table = CostTable(chain=((1, 5.0), (2, 9.0), (4, 5.0), (8, 8.0)), plain=((1, 5.0),))
+    assert table.chain == ((1, 5.0), (2, 7.0), (4, 7.0), (8, 8.0))
+
+
+def test_interpolation_goes_on_beyond_the_last_point() -> None:
+    assert interpolate(((1, 1.0), (3, 2.0)), 2) == 1.5
+    assert interpolate(((1, 1.0), (3, 2.0)), 5) == 3.0
+    assert interpolate(((1, 1.0), (9, 9.0), (17, 9.0)), 33) == pytest.approx(9 + 16 * 0.5)  # a last flat stretch ends
+
+
+@pytest.mark.parametrize("chain", [(), ((2, 1.0),), ((1, 1.0), (1, 2.0)), ((1, 0.0),), ((1, float("nan")),)])
+def test_tables_that_cannot_be_are_refused(chain: Any) -> None:
+    with pytest.raises(ConfigError):
+        CostTable(chain=chain, plain=((1, 1.0),))
+
+
+def test_buckets_double() -> None:
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17)] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
+def test_steps_correct_a_table_that_is_off(factor: float) -> None:
+    world = World(STEP_COSTS["stairs"])
+    costs = StepCosts(replace(world, table_error=factor).table())
+    for _ in range(12):
+        costs.observe(1, 0, 100, world.step_ms(1, 0))
+    assert costs.predict(1, 0) == pytest.approx(world.step_ms(1, 0), rel=0.02)
+    assert costs.predict(1, 8) == pytest.approx(world.step_ms(1, 8), rel=0.05)  # nothing was drafted yet
+
+
+def test_one_hiccup_moves_nothing() -> None:
+    world = World(STEP_COSTS["flat"])
+    costs = StepCosts(world.table())
+    for step in range(40):
+        costs.observe(1, 0, 100, world.step_ms(1, 0) * (10 if step % 10 == 5 else 1))
+    assert costs.predict(1, 0) == pytest.approx(world.step_ms(1, 0), rel=0.01)
+
+
+def test_a_machine_that_slows_down_is_followed() -> None:
+    world = World(STEP_COSTS["flat"])
+    costs = StepCosts(world.table())
+    for step in range(80):
+        costs.observe(1, 8 * (step % 2), 100, world.step_ms(1, 8 * (step % 2)) * (3 if step >= 40 else 1))
+    assert costs.predict(1, 0) == pytest.approx(3 * world.step_ms(1, 0), rel=0.05)
+    assert costs.predict(1, 8) / costs.predict(1, 0) == pytest.approx(
+        world.step_ms(1, 8) / world.step_ms(1, 0), rel=0.05
+    )
+
+
+@pytest.mark.parametrize("truth", [(0.02, 1.0, 0.0), (0.5, 0.0, 0.01), (0.03, 4.0, 0.05)])
+def test_the_drafters_time_is_learned(truth: tuple[float, float, float]) -> None:
+    costs = DraftCosts((0.1, 0.6, 0.0, 0.01))
+    a, b, c = truth
+    for call in range(200):
+        sequences, deepest = 1 + call % 3, 2 + call % 5
+        nodes = sequences * deepest
+        costs.observe(sequences, deepest, nodes, 2, a * sequences + b * deepest + c * nodes)
+    assert costs.predict(2, 4, 8, 2) == pytest.approx(a * 2 + b * 4 + c * 8, rel=0.15)
+
+
+def test_catching_up_is_charged_apart() -> None:
+    costs = DraftCosts((0.1, 0.6, 0.0, 0.001))
+    for call in range(120):
+        unseen = 400 if call % 10 == 0 else 2
+        costs.observe(1, 4, 4, unseen, 2.5 + 0.05 * max(0, unseen - 16))
+    assert costs.predict(1, 4, 4, 2) == pytest.approx(2.5, rel=0.05)
+    assert costs.predict(1, 4, 4, 400) == pytest.approx(2.5 + 0.05 * 384, rel=0.1)
+
+
+# -- acceptance
+
+
+def test_acceptance_by_depth_is_found() -> None:
+    own = Acceptance(AcceptanceConfig())
+    for step in range(300):
+        own.observe(budget=4, drafted=4, accepted=(4, 1, 0, 1)[step % 4], ended=False)
+    assert own.chance(1) == pytest.approx(0.75, abs=0.05)
+    assert own.chance(2) == pytest.approx(1 / 3, abs=0.1)
+    assert own.chance(4) == pytest.approx(1, abs=0.05)
+
+
+def test_the_end_of_an_answer_is_no_refusal() -> None:
+    own = Acceptance(AcceptanceConfig())
+    for _ in range(50):
+        own.observe(budget=4, drafted=4, accepted=2, ended=True)
+    assert own.chance(2) > 0.9 and own.chance(3) >= 0.6
+
+
+def test_a_drafter_that_says_nothing_costs_no_rows() -> None:
+    own = Acceptance(AcceptanceConfig())
+    for _ in range(200):
+        own.observe(budget=8, drafted=0, accepted=0, ended=False)
+    gains, rows = own.curve(8, tree=False)
+    assert sum(rows) < 0.1 and sum(gains) <= sum(rows)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), max_size=30),
+    st.booleans(),
+)
+def test_further_nodes_never_bring_more(steps: list[tuple[int, int, int]], tree: bool) -> None:
+    shared = Acceptance(AcceptanceConfig())
+    own = Acceptance(AcceptanceConfig(), shared)
+    for budget, drafted, accepted in steps:
+        for each in (shared, own):
+            each.observe(budget, min(drafted, budget), min(accepted, drafted, budget), ended=False)
+    gains, rows = own.curve(9, tree)
+    for curve in (gains, rows):
+        assert all(a >= b - 1e-12 for a, b in itertools.pairwise(curve)) and min(curve) >= 0
+
+
+# -- the automatic budget: never slower
+
+
+@pytest.mark.parametrize("drafter", [LOOKUP, NETWORK], ids=["lookup", "network"])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
+def test_never_slower(batch: int, drafter: dict[str, float]) -> None:
+    """Every shape of cost x every acceptance; the mean of two seeds."""
+    for name, acceptance in itertools.product(STEP_COSTS, (0.0, 0.2, 0.5, 0.95)):
+        worlds = [World(STEP_COSTS[name], acceptance=lambda _, a=acceptance: a, seed=s, **drafter) for s in (0, 1)]
+        found = [gain(w, batch, 900 if batch < 8 else 400) for w in worlds]
+        assert sum(found) / 2 >= 0.97, f"{name} costs, acceptance {acceptance}: {found}"
+
+
+HARD: dict[str, dict[str, Any]] = {
+    "turns bad": {"acceptance": lambda step: 0.85 if step < 300 else 0.05},
+    "turns good": {"acceptance": lambda step: 0.05 if step < 300 else 0.85},
+    "rarely proposes, badly": {"offer": 0.2, "acceptance": lambda _: 0.1},
+    "never proposes": {"offer": 0.0},
+    "dear to catch up": {**NETWORK, "unseen_ms": 0.1, "prompt": 400},
+    "hiccups": {"hiccup": 0.02, "acceptance": lambda _: 0.1},
+    "noise": {"noise": 0.2, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
+    "table three times too dear": {"table_error": 3.0, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
+    "table three times too cheap": {"table_error": 0.33, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
+    "slow network": {**NETWORK, "level_ms": 4.0, "acceptance": lambda _: 0.7, "costs": STEP_COSTS["flat"]},
+    "slow look-up": {"ask_ms": 0.8, "offer": 0.3, "acceptance": lambda _: 0.1, "costs": STEP_COSTS["flat"]},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_never_slower_in_hard_worlds(name: str, batch: int) -> None:
+    found = []
+    for seed in (0, 1):
+        world = World(**{"costs": STEP_COSTS["stairs"], **HARD[name], "seed": seed})
+        found.append(gain(world, batch, 900 if batch == 1 else 600))
+    assert sum(found) / 2 >= 0.97, found
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(("costs", "acceptance"), [("flat", 0.5), ("flat", 0.8), ("stairs", 0.6), ("linear", 0.9)])
+def test_close_to_the_best_fixed_budget_where_drafts_pay(costs: str, acceptance: float, batch: int) -> None:
+    world = World(STEP_COSTS[costs], acceptance=lambda _: acceptance, **LOOKUP)
+    best = max(run(FixedBudget(size=n), world, batch, 900).speed for n in (0, 1, 2, 4, 8))
+    assert run(auto(world), world, batch, 900).speed >= 0.92 * best
+
+
+def test_only_the_sequences_that_pay_draft() -> None:
+    """In one batch, a text that copies itself drafts and one that does not rests."""
+    world = World(STEP_COSTS["linear"], answer=4000)
+    budget = auto(world)
+    sequences = [Sequence(1, world), Sequence(2, world)]
+    for _ in range(300):
+        budgets = budget.plan(sequences, 2)  # type: ignore[arg-type]
+        accepted = [budgets[0], 0]
+        _observe(budget, sequences, budgets, accepted, world)
+    assert budgets[0] >= 4 and budgets[1] == 0
+    assert str(budgets[0]) in budget.explain(sequences[0])  # type: ignore[arg-type]
+
+
+def test_tries_grow_rarer_and_stay_within_the_purse() -> None:
+    world = World(STEP_COSTS["jump"], acceptance=lambda _: 0.0, noise=0.0)
+    ran = run(auto(world), world, 1, 4000)
+    halves = [sum(n > 0 for n in part) for part in (ran.history[:2000], ran.history[2000:])]
+    assert 0 < halves[1] < 40 and halves[1] <= halves[0]
+
+
+def test_where_no_acceptance_could_pay_nothing_is_tried() -> None:
+    world = World(STEP_COSTS["steep"], acceptance=lambda _: 1.0, noise=0.0)
+    budget = auto(world)
+    ran = run(budget, world, 16, 400)
+    assert sum(n > 0 for n in ran.history) == 0
+    assert "even were 95% accepted" in budget.explain()
+
+
+def test_hysteresis() -> None:
+    """Where drafting is worth about as much as not drafting, the choice does not flap."""
+    world = World(STEP_COSTS["linear"], acceptance=lambda _: 0.13, noise=0.02, answer=4000)
+    ran = run(auto(world, config=AutoBudgetConfig(explore=0.0)), world, 1, 3000)
+    on = [n > 0 for n in ran.history]
+    assert sum(a != b for a, b in itertools.pairwise(on)) < 60
+
+
+def test_a_hiccup_does_not_end_speculation() -> None:
+    world = World(STEP_COSTS["stairs"], acceptance=lambda _: 0.7, hiccup=0.05)
+    ran = run(auto(world), world, 1, 600)
+    assert ran.drafted_steps > 0.9 * ran.steps
+
+
+def test_what_it_says() -> None:
+    world = World(STEP_COSTS["flat"], acceptance=lambda _: 0.8, noise=0.0)
+    budget = auto(world)
+    assert "no step was planned" in budget.explain() and budget.reason() is None
+    run(budget, world, 1, 300)
+    told = budget.describe()
+    assert json.loads(json.dumps(told)) == told
+    assert told["kind"] == "auto" and told["nodes"] and told["expected_gain"] > 1.5
+    assert "at batch 1" in told["why"] and "times its speed" in told["why"]
+    assert told["acceptance"][0] == pytest.approx(0.8, abs=0.1)
+    poor = World(STEP_COSTS["linear"], acceptance=lambda _: 0.0)
+    budget = auto(poor)
+    run(budget, poor, 1, 300)
+    assert "drafts do not pay" in budget.explain() and not budget.describe()["nodes"]
+
+
+def test_a_sequence_that_rested_can_say_so() -> None:
+    world = World(STEP_COSTS["linear"], acceptance=lambda _: 0.0, answer=4000)
+    budget = auto(world)
+    sequence = Sequence(1, world)
+    for _ in range(200):
+        given = budget.plan([sequence], 1)  # type: ignore[list-item]
+        _observe(budget, [sequence], given, [0], world)
+    assert "do not pay" in str(budget.rested(sequence))  # type: ignore[arg-type]
+    budget.forget([sequence])  # type: ignore[list-item]
+    assert budget.rested(sequence) is None  # type: ignore[arg-type]
+
+
+def test_the_cap_is_kept_and_checked() -> None:
+    world = World(STEP_COSTS["flat"], acceptance=lambda _: 0.95)
+    assert max(run(auto(world, cap=3), world, 1, 200).history) == 3
+    for cap in (0, 2000):
+        with pytest.raises(ConfigError):
+            AutoBudget(world.table(), cap=cap)
+
+
+# -- in the engine
+
+
+def test_ids_do_not_depend_on_the_automatic_budget() -> None:
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9, 8], [1, 2, 3, 4]]
+    plain = _answers(assemble(), prompts)
+    engine = assemble(_ngram())
+    table = CostTable(chain=((1, 5.0), (64, 6.0)), plain=((1, 5.0), (8, 5.5)))
+    engine.budget = engine.scheduler.budget = AutoBudget(table, cap=4)
+    engine._learns = True
+    drafted = _answers(engine, prompts)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+    assert sum(o.stats.drafted for o in drafted) > 0
+    assert engine.budget.describe()["steps"] > 0 and not engine.budget._follows  # ended sequences are forgotten
+
+
+# -- calibration
+
+
+def _fingerprint(**changes: Any) -> Fingerprint:
+    base = Fingerprint(
+        processor="p", cores=2, threads=2, torch="2", device="cpu", dtype="bfloat16", exact=False, quant=None,
+        kernels="torch",
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def _calibration(ms: float = 5.0, **changes: Any) -> Calibration:
+    table = CostTable(chain=((1, ms), (8, ms + 1)), plain=((1, ms), (4, ms + 2)), context=128, context_ms=0.5)
+    return Calibration(fingerprint=_fingerprint(**changes), table=table, drafts={"d": table}, repeats=3)
+
+
+def test_a_calibration_is_found_again(tmp_path: Path) -> None:
+    path = calibration.save(tmp_path, _calibration())
+    assert path == tmp_path / calibration.FILE
+    calibration.save(tmp_path, _calibration(9.0, exact=True))
+    calibration.save(tmp_path, _calibration(6.0))  # replaces the first
+    for ms, changes in ((6.0, {}), (9.0, {"exact": True})):
+        found, where = calibration.find(tmp_path, _fingerprint(**changes))
+        assert found is not None and where == str(path)
+        assert found.table.chain == ((1, ms), (8, ms + 1)) and found.table.context_ms == 0.5
+        assert found.drafts["d"].plain == found.table.plain
+    assert len(json.loads(path.read_text())["entries"]) == 2
+
+
+def test_another_machines_calibration_is_ignored_and_the_reason_said(tmp_path: Path) -> None:
+    calibration.save(tmp_path, _calibration(threads=8))
+    found, why = calibration.find(tmp_path, _fingerprint())
+    assert found is None and "threads 8 there, 2 here" in why
+    assert calibration.find(tmp_path / "empty", _fingerprint()) == (None, "no calibration was found")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1, "entries": [{}]}', '{"schema": 9, "entries": []}'])
+def test_a_broken_file_is_ignored_and_the_reason_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / calibration.FILE).write_text(text)
+    found, why = calibration.find(tmp_path, _fingerprint())
+    assert found is None and "is ignored" in why
+    calibration.save(tmp_path, _calibration())  # and can be written anew
+    assert calibration.find(tmp_path, _fingerprint())[0] is not None
+
+
+def test_beside_a_read_only_model_the_cache_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.write_text("not a folder, so nothing can be written into it")
+    path = calibration.save(model, _calibration())
+    assert path.is_relative_to(tmp_path / "cache")
+    assert calibration.find(model, _fingerprint())[1] == str(path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibration.save(model, _calibration())
+
+
+def test_a_quick_estimate_and_a_measurement_of_a_tiny_model() -> None:
+    decoder = tiny_decoder()
+    quick = calibration.quick_estimate(decoder, max_sequences=64, why="no file")
+    assert quick.chain[0][0] == 1 and quick.plain[-1][0] >= 8 and "no file" in quick.source
+    seen: list[int] = []
+    table = calibration.measure(
+        decoder, rows=(1, 4), batches=(1, 2), contexts=(8, 40), repeats=2, source="test", progress=seen.append
+    )
+    assert [c for c, _ in table.chain] == [1, 4] and [c for c, _ in table.plain] == [1, 2]
+    assert table.context == 8 and seen == [1, 2, 3]
+    same = CostTable.from_dict(json.loads(json.dumps(table.as_dict())), "test")
+    assert same == table
+    assert calibration.fingerprint(decoder, "torch") == calibration.fingerprint(decoder, "torch")
+
+
+# -- helpers
+
+
+def _ngram() -> Any:
+    from paceline.drafters.ngram import NgramConfig
+
+    return NgramConfig(depth=4)
+
+
+def _answers(engine: Any, prompts: list[list[int]]) -> list[Any]:
+    from tiny import run as answer
+
+    from paceline import SamplingParams
+
+    return answer(engine, [(p, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)) for p in prompts])
+
+
+def _observe(
+    budget: AutoBudget, sequences: list[Sequence], budgets: list[int], accepted: list[int], world: World
+) -> None:
+    from paceline.engine.budget import StepRecord
+
+    for sequence, right in zip(sequences, accepted, strict=True):
+        sequence.view.tokens += [0] * (right + 1)
+    ms = world.step_ms(len(sequences), sum(budgets))
+    budget.observe(StepRecord(sequences, budgets, budgets, accepted, True, world.ask_ms, ms))  # type: ignore[arg-type]

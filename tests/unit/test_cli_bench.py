@@ -1,0 +1,154 @@
+"""``paceline bench`` on the command line: help, tables, files, and mistakes that end in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers  # noqa: F401  (first loaded in a command, its log would go to a stream that is closed afterwards)
+from rich.console import Console
+from typer.testing import CliRunner
+
+from paceline import zoo
+from paceline.bench.records import Cell, Method
+from paceline.bench.report import load_report
+from paceline.cli import app
+from paceline.cli.bench_run import LINE_EVERY_S, Lines, _duration
+
+SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ``paceline bench ARGS`` in this process: wide lines, no colours."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *args: CliRunner().invoke(app, ["bench", *map(str, args)])
+
+
+def test_help_names_options_and_subcommands(run: Any) -> None:
+    output = run("--help").output
+    for word in ("--method", "--sweep", "--workload", "--peers", "--quick", "--resume", "--out", "--check"):
+        assert word in output
+    for command in ("compare", "calibrate", "workloads", "step", "decode"):
+        assert command in output
+        assert run(command, "--help").exit_code == 0
+
+
+def test_a_run_shows_a_table_and_writes_its_files(run: Any, tmp_path: Path) -> None:
+    result = run(*SMALL, "--method", "fast=ngram,depth=3;budget=3", "--title", "a trial run", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "fast" in result.stdout and "plain" in result.stdout
+    for name in ("report.json", "report.html", "report.md"):
+        assert (tmp_path / name).is_file() and name in result.stdout
+    report = load_report(tmp_path)
+    assert report.title == "a trial run" and [m.name for m in report.methods] == ["plain", "fast"]
+    assert [e.method for e in report.exactness] == ["fast"] and report.exactness[0].passed
+
+
+def test_without_out_nothing_is_written(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*SMALL, "--method", "plain", "--no-check")
+    assert result.exit_code == 0 and not list(tmp_path.iterdir())
+
+
+def test_reports_are_compared(run: Any, tmp_path: Path) -> None:
+    assert run(*SMALL, "--method", "ngram", "--out", tmp_path / "a").exit_code == 0
+    assert run(*SMALL, "--method", "ngram", "--seed", "1", "--out", tmp_path / "b").exit_code == 0
+    result = run("compare", tmp_path / "a" / "report.json", tmp_path / "b")
+    assert result.exit_code == 0 and "seed" in result.stdout
+
+
+def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong token, planted in the outputs of every method with a drafter."""
+    from paceline.bench import measure
+
+    fill = measure._fill
+
+    def wrong(trial: Any, arrivals: Any) -> None:
+        fill(trial, arrivals)
+        if trial.method != "plain":
+            trial.outputs[0][3] += 1
+
+    monkeypatch.setattr(measure, "_fill", wrong)
+    result = run(*SMALL, "--method", "ngram")
+    assert result.exit_code == 1 and "wrong token" in result.stdout
+    assert run(*SMALL, "--method", "ngram", "--no-check").exit_code == 0
+
+
+def test_workloads_are_listed(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = run("workloads").stdout
+    assert "gsm8k" in shown and "packaged sample" in shown and "needs --data" in shown
+    (tmp_path / "bench_drop.jsonl").write_text('{"prompt": "x", "completion": "y"}\n')
+    monkeypatch.chdir(tmp_path)
+    [row] = [line for line in run("workloads", "--data", ".").stdout.splitlines() if line.strip().startswith("drop")]
+    assert "bench_drop.jsonl" in row and "needs --data" not in row
+
+
+def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
+    source = zoo.find("paceline-small-draft")
+    assert source is not None
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    before = set(folder.iterdir())
+    result = run("calibrate", "--model", folder, "--repeats", "1", "--threads", "1")
+    assert result.exit_code == 0, result.output
+    [made] = set(folder.iterdir()) - before
+    assert json.loads(made.read_text()) and made.name in result.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "ngrm"], "ngram"),
+        (["--method", "ngram;bugdet=2"], "budget"),
+        (["--method", "vllm/ngrm"], "ngram"),
+        (["--sweep", "bach=1,2"], "batch"),
+        (["--sweep", "ngram.depth=1", "--method", "suffix"], "no method of this run"),
+        (["--sweep", "batch=1,2", "--batch", "4"], "--batch 4"),
+        (["--sweep", "batch=1", "--sweep", "batch=2"], "swept twice"),
+        (["--batch", "1,x"], "--batch 1,x"),
+        (["--batch", "64"], "batch 64"),
+        (["--temperature", "-1"], "temperature"),
+        (["--workload", "boks"], "books"),
+        (["--workload", "drop"], "--data"),
+        (["--data", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--peer", "vlm"], "vllm"),
+        (["--prompts", "0"], "prompts=0"),
+        (["--prompt-tokens", "8"], "--prompt-tokens 8"),
+        (["--model", "random:1x64x64x64", "--workload", "books"], "no tokenizer"),
+        (["--resume"], "--out DIR"),
+        (["--out", "/dev/null"], "/dev/null"),
+        (["compare", "/nowhere/a.json", "/nowhere/b.json"], "/nowhere/a.json"),
+        (["calibrate", "--model", "random:1x64x64x64"], "a model that stays"),
+    ],
+)
+def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str], message: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == "" and result.stderr.startswith("error: ") and message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_log_gets_lines_now_and_then_with_the_time_left() -> None:
+    now, text = [0.0], io.StringIO()
+    lines = Lines(Console(file=text, width=200), clock=lambda: now[0])
+    group: Any = SimpleNamespace(cell=Cell(workload="books"))
+    for done in range(30):
+        lines.trial(done, 60, group, Method(name="ngram"))
+        now[0] += 1.0
+    said = text.getvalue().splitlines()
+    assert len(said) == int(29 // LINE_EVERY_S)
+    assert said[0] == "10 of 60 trials, books, ngram, about 50 s left"
+    lines.stage("and now this")
+    assert text.getvalue().splitlines()[-1] == "and now this"
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(5, "5 s"), (65, "1 min 5 s"), (3700, "1 h 1 min")])
+def test_durations(seconds: float, shown: str) -> None:
+    assert _duration(seconds) == shown

@@ -1,0 +1,719 @@
+"""The compiled layers: torch's numbers, the same bits at every width, and torch itself where they cannot run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import _draw, tiny_config
+from torch import Tensor
+
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams, native
+from paceline.attention import make_backend
+from paceline.kv.pool import KVPool, SequenceCache
+from paceline.target.base import Taps
+from paceline.target.decoder import Decoder
+from paceline.target.loader import load_model
+from paceline.target.native import Chain, NativeLinear, Stack, unsupported
+from paceline.target.packing import RowPacker
+from paceline.target.rope import RopeConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from checkpoints import MAKERS, build  # noqa: E402  (the builders live beside the parity tests)
+
+MISSING = native.unavailable()
+needs_kernels = pytest.mark.skipif(MISSING is not None, reason=f"no compiled kernels: {MISSING}")
+COMPILED = sorted(set(MAKERS) - {"opt", "qwen3"})  # of that qwen3 heads are 24 wide; `QWEN3` below stands for it
+LENGTH = 90  # tokens of a text whose bits are compared
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 48, "attention_factor": 1.14, "theta": 100.0}
+BASE = {  # grouped queries, one sliding layer, no width a multiple of 32
+    "vocab_size": 203,
+    "d_model": 72,
+    "d_ff": 112,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "windows": (None, 24),
+    "eos_ids": (),
+}
+QWEN3 = {"qk_norm": True, "tied": True, "rope": RopeConfig(dim=32, **YARN)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "heads of 16": {"head_dim": 16, "num_heads": 5, "num_kv_heads": 1},
+    "heads of 48": {"head_dim": 48, "num_heads": 3, "num_kv_heads": 3},
+    "heads of 64": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 16},
+    "heads of 80": {"head_dim": 80, "num_heads": 2, "num_kv_heads": 2, "d_ff": 688},
+    "heads of 96": {"head_dim": 96, "num_heads": 3, "num_kv_heads": 1, "d_model": 33},
+    "heads of 128": {"head_dim": 128, "num_heads": 2, "num_kv_heads": 1, "d_ff": 16},
+    "heads of 256": {"head_dim": 256, "num_heads": 1, "num_kv_heads": 1, "vocab_size": 1},
+    "every bias": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "partial rotation": {"rope": RopeConfig(dim=20, theta=100.0)},
+    "a window of one": {"windows": (1, None)},
+}
+
+
+def make(
+    changes: dict[str, Any] | None = None, kind: str = "float32", *, compiled: bool = True, backend: str = "reference"
+) -> Decoder:
+    """A finished decoder of `BASE` with random weights, which are the same whatever runs them."""
+    values = BASE | (changes or {})
+    values.setdefault("rope", RopeConfig(dim=values["head_dim"], theta=100.0))
+    config, dtype = tiny_config(**values), KINDS[kind]
+    quant = "int8" if kind == "int8" else None
+    decoder = Decoder(config, make_backend(backend, dtype), dtype=dtype, quant=quant, native=compiled)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in decoder.named_parameters():
+        parameter.data.copy_(_draw(name, parameter.shape, generator))
+    return decoder.finish()
+
+
+@cache
+def decoder_of(name: str, kind: str) -> Decoder:
+    """One of `SHAPES` (or `BASE`), compiled, made once."""
+    return make(SHAPES.get(name), kind)
+
+
+def tokens_of(decoder: Decoder, count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, decoder.config.vocab_size, (count,), generator=generator).tolist()
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads; undone afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+class Text:
+    """One text whose K and V grow pass by pass. Slots that nothing was written to hold NaN."""
+
+    def __init__(self, decoder: Decoder, tokens: Sequence[int], *, scattered: bool = False, pool: Any = None) -> None:
+        c = decoder.config
+        self.decoder, self.tokens = decoder, list(tokens)
+        self.pool = pool or blank_pool(decoder)
+        self.cache: SequenceCache = self.pool.open()
+        if scattered:  # taken while only every second block is free
+            others = [self.pool.open() for _ in range(self.pool.allocator.num_free)]
+            for other in others:
+                other.reserve(1)
+            for other in others:
+                if other.blocks[0] % 2:
+                    other.release()
+            self.cache.reserve(LENGTH + 32)
+            self.cache.rollback()
+            for other in list(self.pool.sequences):
+                if other in others:
+                    other.release()
+            assert not isinstance(self.cache.slots(0, LENGTH), slice)
+        assert c.max_position >= len(self.tokens)
+
+    def pack(self, packer: RowPacker, rows: int) -> None:
+        """The next ``rows`` tokens as a chain."""
+        first = self.cache.committed
+        self.cache.reserve(rows)
+        stop = first + rows
+        packer.add(
+            self.tokens[first:stop],
+            range(first, stop),
+            [-1] * rows,
+            slots=self.cache.slots(first, stop),
+            keys=self.cache.slots(0, stop),
+            num_keys=stop,
+            prefix=first,
+        )
+
+    def advance(self, rows: int) -> Tensor:
+        """[rows, V] logits of the next tokens, in a pass of their own."""
+        packer = RowPacker(self.decoder, self.decoder.device)
+        self.pack(packer, rows)
+        logits = forward(self.decoder, packer, self.pool)
+        self.pool.commit([(self.cache, range(rows))])
+        return logits
+
+    def in_passes_of(self, width: int) -> Tensor:
+        """[tokens left, V] logits of all that is left."""
+        parts = []
+        while self.cache.committed < len(self.tokens):
+            parts.append(self.advance(min(width, len(self.tokens) - self.cache.committed)))
+        return torch.cat(parts)
+
+
+def blank_pool(decoder: Decoder) -> KVPool:
+    c = decoder.config
+    pool = KVPool(c.num_layers, c.num_kv_heads, c.head_dim, 512, decoder.dtype, decoder.device)
+    if decoder.stack is not None:
+        for part in (*pool.k, *pool.v):
+            part.fill_(torch.nan)
+    return pool
+
+
+@torch.inference_mode()
+def forward(decoder: Decoder, packer: RowPacker, pool: KVPool) -> Tensor:
+    return decoder.logits(decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool))
+
+
+def whole(decoder: Decoder, tokens: Sequence[int], width: int = 10**6) -> Tensor:
+    """[tokens, V] logits of a text, ``width`` tokens a pass."""
+    return Text(decoder, tokens).in_passes_of(width)
+
+
+# -- the same numbers
+
+
+def error(logits: Tensor, oracle: Tensor) -> float:
+    """Root mean square of the difference, as a share of the oracle's spread."""
+    return float((logits - oracle).pow(2).mean().sqrt() / oracle.std())
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", COMPILED)
+def test_every_family_gives_the_logits_of_torch(family: str, tmp_path: Path):
+    build(family, tmp_path, seed=4)
+    reference = make_backend("reference", torch.float32)
+    plain = load_model(tmp_path, attention=reference, dtype="float32")
+    oracle = whole(plain, tokens_of(plain, 150))
+    assert oracle.std() > 0.5
+    ours = load_model(tmp_path, attention=reference, dtype="float32", native=True)
+    for width in (150, 40, 1):
+        torch.testing.assert_close(whole(ours, tokens_of(ours, 150), width), oracle, atol=2e-4, rtol=1e-4)
+    for dtype in ("bfloat16", "int8"):
+        kind = KINDS[dtype]
+        torchs = load_model(tmp_path, attention=make_backend("sdpa", kind), dtype=dtype)
+        ours = load_model(tmp_path, attention=make_backend("sdpa", kind), dtype=dtype, native=True)
+        tokens = tokens_of(ours, 150)
+        least = error(whole(torchs, tokens), oracle)
+        assert 0 < error(whole(ours, tokens), oracle) < 1.3 * least, f"{dtype}: torch's own error is {least:.3f}"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_gives_the_logits_of_torch(name: str):
+    plain = make(SHAPES[name], compiled=False)
+    tokens = tokens_of(plain, 70)
+    oracle = whole(plain, tokens)
+    for width in (70, 17, 1):
+        torch.testing.assert_close(whole(decoder_of(name, "float32"), tokens, width), oracle, atol=2e-4, rtol=1e-4)
+    if oracle.shape[1] > 1:
+        torchs = error(whole(make(SHAPES[name], "bfloat16", compiled=False), tokens), oracle)
+        assert 0 < error(whole(decoder_of(name, "bfloat16"), tokens), oracle) < 1.3 * torchs
+
+
+@needs_kernels
+def test_a_wrong_angle_or_window_would_show():
+    """The comparisons above can fail: without its scaling or its window the same network differs."""
+    plain = make(QWEN3, compiled=False)
+    oracle = whole(plain, tokens_of(plain, 70))
+    for wrong in ({"rope": RopeConfig(dim=32, theta=100.0)}, {"windows": (None, 23)}, {"norm_eps": 1e-2}):
+        other = make(QWEN3 | wrong)
+        assert (whole(other, tokens_of(other, 70)) - oracle).abs().max() > 1e-2
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (37, 50), (130, 688)])
+def test_one_product(kind: str, outputs: int, inputs: int):
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=generator).to(KINDS[kind])
+    bias = torch.randn(outputs, generator=generator).to(KINDS[kind])
+    linear = NativeLinear(weight, bias, kind == "int8")
+    for rows in (0, 1, 5, 16, 17, 40):
+        x = torch.randn(rows, inputs, generator=generator).to(KINDS[kind])
+        residual = torch.randn(rows, outputs, generator=generator).to(KINDS[kind])
+        exact = x.double() @ weight.double().T + bias.double()
+        atol = {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.04}[kind] * inputs**0.5
+        torch.testing.assert_close(linear(x).double(), exact, atol=atol, rtol=1e-2)
+        torch.testing.assert_close(linear.add(x, residual).double(), exact + residual.double(), atol=atol, rtol=1e-2)
+    wrong = torch.float64 if kind == "float32" else torch.float32
+    for bad in (torch.zeros(2, inputs, dtype=wrong), torch.zeros(2, inputs + 1, dtype=KINDS[kind])):
+        with pytest.raises(ValueError, match="into a product of"):
+            linear(bad)
+
+
+# -- the same bits
+
+BITS = [("base", kind) for kind in KINDS] + [("qwen3", "bfloat16"), ("heads of 48", "bfloat16")]
+each_model = pytest.mark.parametrize(("name", "kind"), BITS)
+
+
+@cache
+def one_by_one(name: str, kind: str, seed: int = 0) -> tuple[list[int], Tensor]:
+    """A text and the logits of plain decoding: one row a pass, on one thread."""
+    decoder = decoder_of(name, kind)
+    tokens = tokens_of(decoder, LENGTH, seed)
+    return tokens, whole(decoder, tokens, 1)
+
+
+@needs_kernels
+@each_model
+def test_bits_do_not_depend_on_width_nor_on_threads(name: str, kind: str, threads: Callable[[int], None]):
+    tokens, alone = one_by_one(name, kind)
+    for width in (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 48, LENGTH):
+        assert torch.equal(whole(decoder_of(name, kind), tokens, width), alone), f"{width} rows a pass"
+    for count, widths in ((2, (6, 33)), (3, (33, LENGTH))):
+        threads(count)
+        for width in widths:
+            assert torch.equal(whole(decoder_of(name, kind), tokens, width), alone), f"{count} threads, {width} rows"
+
+
+@needs_kernels
+@each_model
+def test_bits_do_not_depend_on_the_rest_of_the_batch(name: str, kind: str):
+    """Three texts, one of them in scattered slots, in passes of many widths and any order."""
+    decoder = decoder_of(name, kind)
+    pool = blank_pool(decoder)
+    texts = [Text(decoder, one_by_one(name, kind, seed)[0], scattered=seed == 1, pool=pool) for seed in range(3)]
+    found: list[list[Tensor]] = [[], [], []]
+    widths = torch.Generator().manual_seed(3)
+    while any(text.cache.committed < LENGTH for text in texts):
+        packer = RowPacker(decoder, decoder.device)
+        chosen = []
+        for place in torch.randperm(3, generator=widths).tolist():
+            wanted = int(torch.randint(0, 20, (), generator=widths))
+            rows = min(wanted, LENGTH - texts[place].cache.committed)
+            if rows:
+                texts[place].pack(packer, rows)
+                chosen.append((place, rows))
+        if not chosen:
+            continue
+        parts = forward(decoder, packer, pool).split([rows for _, rows in chosen])
+        for (place, rows), part in zip(chosen, parts, strict=True):
+            found[place].append(part)
+            pool.commit([(texts[place].cache, range(rows))])
+    for seed in range(3):
+        assert torch.equal(torch.cat(found[seed]), one_by_one(name, kind, seed)[1]), f"text {seed}"
+
+
+@needs_kernels
+@each_model
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("split", [0, 3])
+def test_bits_of_a_path_do_not_depend_on_its_siblings(name: str, kind: str, scattered: bool, split: int):
+    """The text runs through a tree of 40 nodes, most of them junk; ``split`` committed keys lie in the block."""
+    decoder, prefix = decoder_of(name, kind), 41
+    tokens, alone = one_by_one(name, kind)
+    text = Text(decoder, tokens, scattered=scattered)
+    text.advance(prefix)
+    nodes, path = _bushy(tokens[prefix:], 40, decoder)
+    depth = [len(n.ancestors) for n in nodes]
+    visible = torch.zeros(len(nodes), split + len(nodes), dtype=torch.bool)
+    visible[:, :split] = True
+    for row, node in enumerate(nodes):
+        visible[row, [split + a for a in (*node.ancestors, row)]] = True
+    text.cache.reserve(len(nodes))
+    packer = RowPacker(decoder, decoder.device)
+    packer.add(
+        [n.token for n in nodes],
+        [prefix + d for d in depth],
+        range(len(nodes)),
+        slots=text.cache.slots(prefix, prefix + len(nodes)),
+        keys=text.cache.slots(0, prefix + len(nodes)),
+        num_keys=prefix + len(nodes),
+        prefix=prefix - split,
+        visible=visible,
+        block_positions=[*range(prefix - split, prefix), *(prefix + d for d in depth)],
+    )
+    logits = forward(decoder, packer, text.pool)
+    assert len(path) >= 6 and path != list(range(len(path)))
+    assert torch.equal(logits[path], alone[prefix : prefix + len(path)])
+    text.pool.commit([(text.cache, path)])
+    assert torch.equal(text.in_passes_of(4), alone[prefix + len(path) :])
+
+
+class _Node:
+    def __init__(self, token: int, ancestors: tuple[int, ...]) -> None:
+        self.token, self.ancestors = token, ancestors
+
+
+def _bushy(tokens: Sequence[int], size: int, decoder: Decoder) -> tuple[list[_Node], list[int]]:
+    """A random tree in which ``tokens`` are one path: its nodes, and the places of that path."""
+    generator = torch.Generator().manual_seed(1)
+    nodes, path = [_Node(tokens[0], ())], [0]
+    while len(nodes) < size:
+        if int(torch.randint(0, 4, (), generator=generator)) == 0:
+            parent, token = path[-1], tokens[len(path)]
+            path.append(len(nodes))
+        else:
+            parent = int(torch.randint(0, len(nodes), (), generator=generator))
+            token = int(torch.randint(0, decoder.config.vocab_size, (), generator=generator))
+        nodes.append(_Node(token, (*nodes[parent].ancestors, parent)))
+    return nodes, path
+
+
+@needs_kernels
+def test_two_threads_run_two_networks_at_once(threads: Callable[[int], None]):
+    """And networks of other sizes take turns on one thread: scratch memory is shared between them."""
+    threads(2)
+    names = ("base", "heads of 256", "heads of 80")
+    expected = {n: one_by_one(n, "bfloat16")[1] for n in names}
+    wrong: list[str] = []
+
+    def work(order: Sequence[str], width: int) -> None:
+        for name in order:
+            tokens = one_by_one(name, "bfloat16")[0]
+            if not torch.equal(whole(decoder_of(name, "bfloat16"), tokens, width), expected[name]):
+                wrong.append(f"{name}, {width} rows a pass")
+
+    work((*names, *names[::-1]), 16)
+    workers = [
+        threading.Thread(target=work, args=(order * 3, width)) for order, width in ((names, 7), (names[::-1], 30))
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+# -- ranges, taps, and the edges of a pass
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_taps_are_the_hidden_states_of_layer_by_layer_runs(kind: str):
+    decoder = make({"num_layers": 4, "windows": (None, 24, None, None)}, kind)
+    text = Text(decoder, tokens_of(decoder, 33))
+    packer = RowPacker(decoder, decoder.device)
+    text.pack(packer, 33)
+    batch, taps = packer.batch(), Taps(layers=(0, 2, -1))
+    start = decoder.embed(batch)
+    embedded = start.hidden
+    kept = embedded.clone()
+    state = decoder.run_layers(start, 0, 4, text.pool, taps)
+    assert torch.equal(embedded, kept)
+    slow = decoder.embed(batch)
+    for index in range(4):
+        slow = decoder.run_layers(slow, index, index + 1, text.pool)
+        for name in (index, index - 4):
+            if name in taps.hidden:
+                assert torch.equal(taps.hidden[name], slow.hidden), f"after layer {index}"
+    assert sorted(taps.hidden) == [-1, 0, 2] and torch.equal(state.hidden, slow.hidden)
+    assert not torch.equal(taps.hidden[0], taps.hidden[2])
+    assert torch.equal(decoder.logits(state, torch.tensor([32, 5])), decoder.logits(state)[[32, 5]])
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_no_rows(kind: str):
+    decoder = decoder_of("base", kind)
+    text = Text(decoder, tokens_of(decoder, 4))
+    packer = RowPacker(decoder, decoder.device)
+    text.pack(packer, 4)
+    state = decoder.embed(packer.batch())
+    assert decoder.run_layers(state, 1, 1, text.pool).hidden is state.hidden
+    assert decoder.logits(state, torch.tensor([], dtype=torch.int64)).shape == (0, 203)
+    state.hidden, state.positions, state.slots = state.hidden[:0], state.positions[:0], slice(0, 0)
+    state.attn = decoder.plan([], state.positions)
+    assert decoder.run_layers(state, 0, decoder.num_layers, text.pool).hidden.shape == (0, 72)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_positions_beyond_the_table_and_below_zero():
+    decoder, plain = make(), make(compiled=False)
+    found = []
+    for each in (decoder, plain):
+        text = Text(each, tokens_of(each, 4))
+        packer = RowPacker(each, each.device)
+        text.pack(packer, 4)
+        batch = packer.batch()
+        batch.positions = torch.tensor([1, 2000, 5000, 7])  # not in order; a table has 1024 positions at first
+        found.append(each.run_layers(each.embed(batch), 0, 1, text.pool).hidden)
+    torch.testing.assert_close(*found, atol=2e-4, rtol=1e-4)
+    batch.positions = torch.tensor([1, 2, -1, 3])
+    batch.attn = decoder.plan(batch.attn.segments, batch.positions)
+    with pytest.raises(ValueError, match="negative position -1"):
+        decoder.run_layers(decoder.embed(batch), 0, 1, blank_pool(decoder))
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_rows_without_a_slot_leave_the_cache_alone():
+    decoder = decoder_of("base", "bfloat16")
+    text = Text(decoder, tokens_of(decoder, 9))
+    text.advance(4)
+    packer = RowPacker(decoder, decoder.device)
+    text.pack(packer, 5)
+    batch = packer.batch()
+    batch.slots = torch.tensor([4, -1, 6, -1, 8])
+    for part in (*text.pool.k, *text.pool.v):
+        part[:, 4:] = 0
+    decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, text.pool)
+    for part in (*text.pool.k, *text.pool.v):
+        written = (part != 0).any(dim=-1).any(dim=0)
+        assert written.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 8]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@torch.inference_mode()
+def test_a_broken_row_shows_and_breaks_no_other(kind: str, broken: float):
+    decoder = decoder_of("base", kind)
+    pool = blank_pool(decoder)
+    pair = [Text(decoder, one_by_one("base", kind, seed)[0], pool=pool) for seed in (0, 1)]
+    packer = RowPacker(decoder, decoder.device)
+    for text in pair:
+        text.pack(packer, 20)
+    state = decoder.embed(packer.batch())
+    state.hidden[7] = broken
+    logits = decoder.logits(decoder.run_layers(state, 0, decoder.num_layers, pool))
+    assert torch.equal(logits[:7], one_by_one("base", kind, 0)[1][:7])
+    assert torch.equal(logits[20:], one_by_one("base", kind, 1)[1][:20])
+    assert logits[7:20].isnan().all(), "later rows see that key"
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_a_cache_of_another_kind_is_refused():
+    decoder = decoder_of("base", "bfloat16")
+    text = Text(decoder, tokens_of(decoder, 3))
+    packer = RowPacker(decoder, decoder.device)
+    text.pack(packer, 3)
+    c = decoder.config
+    wide = KVPool(c.num_layers, c.num_kv_heads, c.head_dim, 64, torch.float32, decoder.device)
+    apart = KVPool(c.num_layers, c.num_kv_heads, c.head_dim * 2, 64, decoder.dtype, decoder.device)
+    for pool in (wide, apart):
+        with pytest.raises(ValueError, match="under a model of torch.bfloat16"):
+            decoder.run_layers(decoder.embed(packer.batch()), 0, 1, pool)
+
+
+# -- greedy chains in one call
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_rolls_as_passes_one_by_one_would(kind: str):
+    decoder, steps, limit = decoder_of("base", kind), 12, 190
+    assert decoder.stack is not None
+    prompts = [tokens_of(decoder, count, seed) for seed, count in enumerate((30, 11))]
+    expected = [_greedily(decoder, prompt, steps, limit) for prompt in prompts]
+    pool = blank_pool(decoder)
+    chains = []
+    for place, (prompt, committed) in enumerate(zip(prompts, (25, 0), strict=True)):
+        text = Text(decoder, prompt, scattered=place == 1, pool=pool)
+        if committed:
+            text.advance(committed)
+        text.cache.reserve(len(prompt) - committed + steps)
+        keys = text.cache.slots(0, len(prompt) + steps)
+        chains.append(Chain(prompt[committed:], committed, steps, keys, -torch.inf))
+    rolled = decoder.stack.roll(chains, pool, limit)
+    for found, wanted in zip(rolled, expected, strict=True):
+        assert [token for token, _ in found] == [token for token, _ in wanted]
+        torch.testing.assert_close([q for _, q in found], [q for _, q in wanted], atol=1e-4, rtol=1e-4)
+
+
+@needs_kernels
+def test_a_chain_ends_below_its_floor_and_within_the_limit():
+    decoder = decoder_of("base", "float32")
+    assert decoder.stack is not None
+    prompt = tokens_of(decoder, 20)
+    whole_chain = _greedily(decoder, prompt, 12, 5)
+    assert all(token < 5 for token, _ in whole_chain)
+    floor = sum(q for _, q in whole_chain[:4]) + 1e-3  # the fourth token takes it below
+    text = Text(decoder, prompt)
+    text.cache.reserve(32)
+    (found,) = decoder.stack.roll([Chain(prompt, 0, 12, text.cache.slots(0, 32), floor)], text.pool, 5)
+    assert [token for token, _ in found] == [token for token, _ in whole_chain[:4]]
+
+
+def _greedily(decoder: Decoder, prompt: Sequence[int], steps: int, limit: int) -> list[tuple[int, float]]:
+    """(token, log-probability) of a greedy continuation, a pass a token, among the first ``limit`` tokens."""
+    text, found = Text(decoder, prompt), []
+    logits = text.advance(len(prompt))
+    for _ in range(steps):
+        log_q = logits[-1, :limit].log_softmax(dim=-1)
+        token = int(log_q.argmax())
+        found.append((token, float(log_q[token])))
+        text.tokens.append(token)
+        logits = text.advance(1)
+    return found
+
+
+# -- where they cannot run
+
+
+REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
+    "layer norm": ({"norm": "layer"}, torch.float32, "another norm"),
+    "gelu": ({"activation": "gelu"}, torch.float32, "another norm or activation"),
+    "no gate": ({"gated": False}, torch.float32, "another norm or activation"),
+    "learned positions": ({"learned_positions": 64}, torch.float32, "learned positions"),
+    "no rotation": ({"rope": None}, torch.float32, "learned positions"),
+    "heads of 24": ({"head_dim": 24}, torch.float32, "heads of 24 are no multiple of 16"),
+    "d_ff of 40": ({"d_ff": 40}, torch.float32, "a feed-forward width of 40"),
+    "float64": ({}, torch.float64, "not torch.float64"),
+    "float16": ({}, torch.float16, "not torch.float16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_they_do_not_support_has_a_reason(name: str):
+    changes, dtype, reason = REFUSED[name]
+    config = tiny_config(**(BASE | changes))
+    why = unsupported(config, dtype, torch.device("cpu"))
+    assert why is not None and reason in why
+    decoder = Decoder(config, make_backend("reference", dtype), dtype=dtype, native=True)
+    for parameter in decoder.parameters():
+        parameter.data.fill_(0.1)
+    with pytest.raises(CapabilityError, match="native=True"):
+        decoder.finish()
+
+
+def test_reasons_of_device_and_of_int8():
+    assert "not on cuda" in (unsupported(tiny_config(**BASE), torch.float32, torch.device("cuda")) or "")
+    assert unsupported(tiny_config(**BASE), torch.float32, torch.device("cpu")) == MISSING
+    decoder = Decoder(
+        tiny_config(**BASE), make_backend("sdpa", torch.float32), dtype=torch.float32, quant="int8", native=True
+    )
+    for parameter in decoder.parameters():
+        parameter.data.fill_(0.1)
+    with pytest.raises(CapabilityError, match="native=True"):
+        Stack(decoder)
+
+
+PROMPT = {"prompt_token_ids": [5, 17, 3, 90, 41, 8]}
+LLM_OPTIONS = {"max_model_len": 128, "max_sequences": 2}
+ANSWER = SamplingParams(temperature=0, max_tokens=12)
+
+
+def answer(llm: LLM) -> list[int]:
+    return llm.generate([PROMPT], ANSWER)[0].outputs[0].token_ids
+
+
+def test_networks_they_do_not_support_run_on_torch(tmp_path: Path):
+    build("opt", tmp_path / "opt", seed=4)
+    auto = LLM(str(tmp_path / "opt"), dtype="float32", **LLM_OPTIONS)
+    assert auto._target.decoder.stack is None
+    assert answer(auto) == answer(LLM(str(tmp_path / "opt"), dtype="float32", kernels="torch", **LLM_OPTIONS))
+    with pytest.raises(CapabilityError, match="opt has another norm or activation"):
+        LLM(str(tmp_path / "opt"), kernels="native", **LLM_OPTIONS)
+    build("llama2", tmp_path / "llama2", seed=4)
+    with pytest.raises(CapabilityError, match="not torch.float64"):
+        LLM(str(tmp_path / "llama2"), dtype="float64", kernels="native", **LLM_OPTIONS)
+    with pytest.raises(ConfigError, match="no such kernels"):
+        LLM(str(tmp_path / "llama2"), kernels="fast", **LLM_OPTIONS)
+    with pytest.raises(ConfigError, match="attention of their own"):
+        LLM(str(tmp_path / "llama2"), kernels="native", attention="sdpa", **LLM_OPTIONS)
+
+
+@needs_kernels
+def test_an_llm_uses_them_unless_told_otherwise(tmp_path: Path):
+    build("llama2", tmp_path, seed=4)
+    made = {k: LLM(str(tmp_path), dtype="float32", kernels=k, **LLM_OPTIONS) for k in ("auto", "native", "torch")}
+    assert {k: llm._target.decoder.stack is not None for k, llm in made.items()} == {
+        "auto": True,
+        "native": True,
+        "torch": False,
+    }
+    assert answer(made["auto"]) == answer(made["native"]) == answer(made["torch"])
+    by_attention = LLM(str(tmp_path), dtype="float32", attention="sdpa", **LLM_OPTIONS)
+    assert by_attention._target.decoder.stack is None
+
+
+# -- building
+
+PROBE = """
+import json, sys, torch
+torch.set_num_threads(1)
+from paceline import native
+found = {"describe": native.describe(), "why": native.unavailable()}
+if len(sys.argv) > 1:
+    from paceline import LLM, SamplingParams
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, max_sequences=2)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    answer = llm.generate([{"prompt_token_ids": [5, 17, 3, 90, 41, 8]}], params)
+    found |= {"ids": answer[0].outputs[0].token_ids, "stack": llm._target.decoder.stack is not None}
+print(json.dumps(found))
+"""
+
+
+def start_probe(model: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROBE, *([] if model is None else [str(model)])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def test_switched_off(tmp_path: Path):
+    build("llama2", tmp_path, seed=4)
+    found = result_of(start_probe(tmp_path, PACELINE_NATIVE="0"))
+    assert found["why"] == "PACELINE_NATIVE=0" and found["describe"] == "torch (PACELINE_NATIVE=0)"
+    assert found["stack"] is False
+    assert found["ids"] == answer(LLM(str(tmp_path), dtype="float32", kernels="torch", **LLM_OPTIONS))
+
+
+@needs_kernels
+def test_without_instructions_of_particular_processors(tmp_path: Path):
+    build("llama2", tmp_path, seed=4)
+    found = result_of(start_probe(tmp_path, PACELINE_NATIVE="generic"))
+    assert (found["describe"], found["why"], found["stack"]) == ("portable", None, True)
+    assert found["ids"] == answer(LLM(str(tmp_path), dtype="float32", kernels="torch", **LLM_OPTIONS))
+
+
+def test_a_compiler_that_fails_or_is_missing_leaves_torch(tmp_path: Path):
+    """Every reason is told, and an answer is given all the same."""
+    build("llama2", tmp_path / "llama2", seed=4)
+    loud = script(tmp_path / "loud", 'echo "kernels.cpp:1: no such thing" >&2; exit 3')
+    (tmp_path / "file").write_text("in the way of a folder")
+    cases = {
+        "false failed: exit status 1": {"CXX": "false"},
+        "loud -O1 failed: kernels.cpp:1: no such thing": {"CXX": f"{loud} -O1"},
+        "no C++ compiler 'no-such-compiler' was found": {"CXX": "no-such-compiler"},
+        "name a folder that can be written to in XDG_CACHE_HOME": {"XDG_CACHE_HOME": str(tmp_path / "file")},
+    }
+    if native.unavailable():  # the last case needs a compiler to get that far
+        cases.popitem()
+    model = tmp_path / "llama2"
+    probes = {why: start_probe(model, **{"XDG_CACHE_HOME": str(tmp_path), **env}) for why, env in cases.items()}
+    for why, probe in probes.items():
+        found = result_of(probe)
+        assert why in found["why"] and found["describe"] == f"torch ({found['why']})"
+        assert found["stack"] is False and len(found["ids"]) == 12
+    assert not list(tmp_path.glob("paceline/native/*"))
+
+
+@needs_kernels
+def test_several_processes_may_build_at_once(tmp_path: Path):
+    """Each compiles for itself and puts one whole file in place; what is there is not compiled again."""
+    library = native.library()._name
+    slow = script(
+        tmp_path / "slow",
+        f'for last; do :; done; case "$*" in *--version*) echo 1;; *-shared*) head -c 5000 "{library}" > "$last";'
+        f' sleep 0.5; cp "{library}" "$last"; echo x >> "{tmp_path}/links";; *) : > "$last";; esac',
+    )
+    cache = tmp_path / "cache"
+    probes = [start_probe(None, CXX=str(slow), XDG_CACHE_HOME=str(cache)) for _ in range(3)]
+    for probe in probes:
+        assert result_of(probe)["why"] is None
+    (kept,) = (cache / "paceline" / "native").iterdir()
+    assert kept.suffix == ".so" and kept.read_bytes() == Path(library).read_bytes()
+    built = (tmp_path / "links").read_text().count("x")
+    assert 1 <= built <= 3
+    assert result_of(start_probe(None, CXX=str(slow), XDG_CACHE_HOME=str(cache)))["why"] is None
+    assert (tmp_path / "links").read_text().count("x") == built
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,114 @@
+"""Greedy chains drawn in one compiled call, against the same chain a pass at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paceline import native
+from paceline.kv.pool import KVPool, SequenceCache
+from paceline.llm import LLM
+from paceline.target.decoder import Decoder
+from paceline.target.native import Chain
+from paceline.target.packing import RowPacker
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+PROMPTS = ([5, 9, 200, 31, 77], [400, 12, 8], [1000, 1001, 1002, 1003, 1004, 1005, 1006])
+STEPS = (12, 5, 1)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return LLM("paceline-small-draft", dtype=request.param, kernels="native").decoder
+
+
+def make_pool(decoder: Decoder) -> KVPool:
+    c = decoder.config
+    return KVPool(c.num_layers, c.num_kv_heads, c.head_dim, 512, decoder.dtype, decoder.device)
+
+
+@torch.inference_mode()
+def forward(decoder: Decoder, pool: KVPool, cache: SequenceCache, tokens: Sequence[int]) -> torch.Tensor:
+    """[rows, vocab] logits of ``tokens`` behind what is committed, which they then are."""
+    first = cache.committed
+    stop = first + len(tokens)
+    cache.reserve(len(tokens))
+    packer = RowPacker(decoder, decoder.device)
+    packer.add(
+        tokens,
+        range(first, stop),
+        [-1] * len(tokens),
+        slots=cache.slots(first, stop),
+        keys=cache.slots(0, stop),
+        num_keys=stop,
+        prefix=first,
+    )
+    state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
+    logits = decoder.logits(state)
+    pool.commit([(cache, range(len(tokens)))])
+    return logits
+
+
+def one_by_one(decoder: Decoder, prompt: Sequence[int], steps: int, limit: int) -> list[tuple[int, float]]:
+    """The chain behind the prompt: the first token, then one a pass."""
+    pool = make_pool(decoder)
+    cache = pool.open(expected=100)
+    logits = forward(decoder, pool, cache, prompt)[-1:, :limit]
+    found = []
+    for _ in range(steps):
+        best = logits.log_softmax(-1).max(-1)
+        found.append((int(best.indices), float(best.values)))
+        logits = forward(decoder, pool, cache, [found[-1][0]])[-1:, :limit]
+    return found
+
+
+def rolled(
+    decoder: Decoder, steps: Sequence[int], floor: float, limit: int, scattered: bool
+) -> list[list[tuple[int, float]]]:
+    """All prompts' chains in one call; of each prompt a different part is computed before."""
+    assert decoder.stack is not None
+    pool = make_pool(decoder)
+    chains = []
+    for index, (prompt, count) in enumerate(zip(PROMPTS, steps, strict=True)):
+        cache = pool.open(expected=100)
+        if index:
+            forward(decoder, pool, cache, prompt[:index])
+        pending = prompt[index:]
+        cache.reserve(len(pending) + count)
+        keys = cache.slots(0, len(prompt) + count - 1)
+        if scattered:
+            assert isinstance(keys, slice)
+            keys = torch.arange(keys.start, keys.stop)
+        chains.append(Chain(pending, index, count, keys, floor))
+    return decoder.stack.roll(chains, pool, limit)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("limit", [8192, 3000])
+def test_a_roll_is_the_chain_a_pass_at_a_time(decoder: Decoder, limit: int, scattered: bool) -> None:
+    expected = [one_by_one(decoder, p, steps, limit) for p, steps in zip(PROMPTS, STEPS, strict=True)]
+    found = rolled(decoder, STEPS, -math.inf, limit, scattered)
+    for one, many in zip(expected, found, strict=True):
+        assert [t for t, _ in many] == [t for t, _ in one]
+        assert [q for _, q in many] == pytest.approx([q for _, q in one], abs=1e-4)
+
+
+def test_a_roll_ends_below_its_floor(decoder: Decoder) -> None:
+    expected = [one_by_one(decoder, p, 12, 8192) for p in PROMPTS]
+    floor = sum(q for _, q in expected[0][:4]) - 1e-3  # the first chain's fourth token is just above it
+    found = rolled(decoder, (12, 12, 12), floor, 8192, False)
+    for chain, made in zip(expected, found, strict=True):
+        scores = [sum(q for _, q in chain[: i + 1]) for i in range(12)]
+        assert len(made) == next((i + 1 for i, score in enumerate(scores) if score < floor), 12)
+
+
+def test_best_is_argmax_and_log_softmax(decoder: Decoder) -> None:
+    assert decoder.stack is not None
+    hidden = torch.randn(7, decoder.config.d_model, generator=torch.Generator().manual_seed(3)).to(decoder.dtype)
+    logits = decoder.stack.logits(hidden)[:, :5000]
+    tokens, log_q = decoder.stack.best(hidden, 5000)
+    assert tokens == logits.argmax(-1).tolist()
+    assert log_q == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-4)
