@@ -577,7 +577,7 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
     else:
         table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
     cap = drafter.spec.default_budget
-    guess = draft_guess(table, cap, drafts.get(_draft_name(config)), network=drafter.spec.cache is not None)
+    guess = draft_guess(table, drafts.get(_draft_name(config)), network=drafter.spec.cache is not None)
     return AutoBudget(table, cap=cap, tree=drafter.spec.tree, draft_guess=guess)
 
 

@@ -83,7 +83,13 @@ def measure(way: str, max_tokens: int = 48, seed: int = 3) -> Rate:
     drafter = f"draft_model:paceline-small-draft,depth={DEPTH},proposes={proposes}"
     matching = verifier == "sample_and_match"
     llm = LLM(
-        "paceline-small", drafter=drafter, verifier=verifier, exact=matching, kv_memory="64MiB", max_model_len=512
+        "paceline-small",
+        drafter=drafter,
+        budget=DEPTH,
+        verifier=verifier,
+        exact=matching,
+        kv_memory="64MiB",
+        max_model_len=512,
     )
     each = [SamplingParams(temperature=1, max_tokens=max_tokens, seed=seed + i) for i in range(len(prompts()))]
     outputs = llm.generate(prompts(), each)

@@ -30,7 +30,7 @@ LOOKUP = {"level_ms": 0.0, "unseen_ms": 0.002}
 def auto(world: World, cap: int = 8, **options: Any) -> AutoBudget:
     """An automatic budget whose reviews take a tenth of a millisecond."""
     ticks = itertools.count()
-    guess = draft_guess(world.table(), cap, network=world.level_ms > 0)
+    guess = draft_guess(world.table(), network=world.level_ms > 0)
     return AutoBudget(world.table(), cap=cap, draft_guess=guess, clock=lambda: next(ticks) * 1e-4, **options)
 
 
@@ -248,7 +248,7 @@ HARD: dict[str, dict[str, Any]] = {
     "turns good": {"acceptance": lambda step: 0.05 if step < 300 else 0.85},
     "rarely proposes, badly": {"offer": 0.2, "acceptance": lambda _: 0.1},
     "never proposes": {"offer": 0.0},
-    "dear to catch up": {**NETWORK, "unseen_ms": 0.1, "prompt": 400},
+    "dear to catch up": {**NETWORK, "unseen_ms": 0.05, "prompt": 400},  # half of what the target's own prompt costs
     "hiccups": {"hiccup": 0.02, "acceptance": lambda _: 0.1},
     "noise": {"noise": 0.2, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
     "table three times too dear": {"table_error": 3.0, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
@@ -468,3 +468,36 @@ def _observe(
         sequence.view.tokens += [0] * (right + 1)
     ms = world.step_ms(len(sequences), sum(budgets))
     budget.observe(StepRecord(sequences, budgets, budgets, accepted, True, world.ask_ms, ms))  # type: ignore[arg-type]
+
+
+# -- from the command's function to the next start
+
+
+def test_what_calibrate_writes_is_what_the_next_start_reads(tmp_path: Path) -> None:
+    from paceline import LLM, zoo
+    from paceline.bench.calibrate import CalibrateConfig, calibrate, draft_of, rounds
+
+    embedded = zoo.find("paceline-small")
+    assert embedded is not None
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in embedded.iterdir():
+        if file.name != calibration.FILE:
+            (folder / file.name).symlink_to(file)
+    drafter = "draft_model:paceline-small-draft,depth=3,dtype=int8"
+    assert (
+        draft_of(drafter) == ("paceline-small-draft", "int8") and draft_of("ngram") is None and draft_of(None) is None
+    )
+    config = CalibrateConfig(repeats=1, rows=(1, 4, 16), batches=(1, 4), contexts=(16, 64))
+    seen: list[int] = []
+    llm = LLM(str(folder), kv_memory="64MiB")
+    made, path = calibrate(llm, drafter, config, seen.append)
+    assert path == folder / calibration.FILE and seen[-1] == rounds(config, drafter) == 4
+    assert llm.engine.budget.describe()["why"] == "no drafter was named"
+
+    again = LLM(str(folder), kv_memory="64MiB", drafter=drafter).engine.budget
+    assert isinstance(again, AutoBudget) and again.cap == 3
+    assert again.costs.table.chain == made.table.chain and again.costs.table.source == str(path)
+    exact = LLM(str(folder), kv_memory="64MiB", drafter=drafter, exact=True).engine.budget
+    assert isinstance(exact, AutoBudget)
+    assert "quick estimate" in exact.costs.table.source and "exact False there, True here" in exact.costs.table.source

@@ -31,7 +31,7 @@ SMALL = {"max_model_len": 256, "max_sequences": 8}
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """Drafting and exact, so that answers may be compared with `==` however they were batched."""
-    return LLM(MODEL, drafter=f"draft_model:{DRAFT},depth=3", exact=True, **SMALL)
+    return LLM(MODEL, drafter=f"draft_model:{DRAFT},depth=3", budget=3, exact=True, **SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,11 @@ class AutoBudgetConfig:
 
     enter: float = 0.04  # gain over plain decoding from which a resting batch drafts: above the estimates' error
     stay: float = 0.01  # gain below which a drafting batch rests: the gap to `enter` stops flapping
+    trim: float = 0.04  # gain over the drafter's own size from which less is given: drafters limit themselves
     switch: float = 0.005  # gain over the present budgets from which others replace them: to change costs nothing
     explore: float = 0.006  # share of the time that tries may cost; well under the 3 % that "never slower" allows
     purse: float = 1.5  # most that the purse holds, in plain steps: what one bad stretch may lose at once
-    debt: float = 6.0  # plain steps that one try may lose when the purse is full: catching up can cost that much
+    debt: float = 4.0  # plain steps that one try may lose when the purse is full: catching up can cost that much
     probe: int = 3  # nodes of a try: enough to see a run, few enough to be cheap
     longest_wait: int = 256  # steps between tries at most: a text may turn predictable at any time
     optimism: float = 0.95  # if even this acceptance would not pay, nothing is tried
@@ -435,15 +436,25 @@ class AutoBudget:
             best.hopeless = not best.penalised and walk.ceiling(config.optimism) < 1 + config.enter
             best.nodes = {}
             best.newcomer = 0
-        elif drafted and before.batch_size == batch_size:
-            kept = walk.value_of(before)
-            if kept.gain >= 1 + config.stay and best.gain < kept.gain * (1 + config.switch):
-                best = kept
+        else:
+            best = self._hold(best, before, walk)
         if not best.rests and self.draft_costs.usual_calls < config.pilot_steps:
             self._pilot(best, sequences)
         self.decision = best
         if best.rests == drafted:
             self._review_gap = 1
+
+    def _hold(self, best: Decision, before: Decision, walk: _Walk) -> Decision:
+        """Budgets that need a good reason to be left: the drafter's own size, and those of before."""
+        config = self.config
+        full = walk.value_of({key: self.cap if nodes else 0 for key, nodes in best.nodes.items()}, self.cap)
+        if full.gain >= 1 + config.enter and best.gain < full.gain * (1 + config.trim):
+            return full
+        if not before.rests and before.batch_size == best.batch_size:
+            kept = walk.value_of(before.nodes, before.newcomer)
+            if kept.gain >= 1 + config.stay and best.gain < kept.gain * (1 + config.switch):
+                return kept
+        return best
 
     def _pilot(self, decision: Decision, sequences: Sequence[RunningSequence]) -> None:
         """Let the few that need least catching up begin: of this drafter nothing is known yet."""
@@ -515,7 +526,7 @@ class _Walk:
     def _catch_up_ms(self, sequence: RunningSequence) -> float:
         """What the drafter has to compute first, spread over the steps in which that can pay."""
         left = sequence.max_len - len(sequence.view.tokens)
-        steps = max(1.0, min(left, self._config.horizon) / 2)
+        steps = max(1.0, min(left, self._config.horizon) / 4)  # two tokens a step, and twice over to be safe
         return max(0, self._budget._unseen(sequence) - NEAR) * self._per_token / steps
 
     def best(self) -> Decision:
@@ -537,15 +548,15 @@ class _Walk:
         free._draft = lambda *_: 0.0
         return max(free._walk(free._nodes([curve] * len(self._sequences))).gain, 1.0)
 
-    def value_of(self, other: Decision) -> Decision:
-        """Another decision's budgets by the present estimates."""
-        nodes = {s.view.key: other.nodes.get(s.view.key, other.newcomer) for s in self._sequences}
+    def value_of(self, budgets: dict[int, int], newcomer: int) -> Decision:
+        """Given budgets by the present estimates."""
+        nodes = {s.view.key: budgets.get(s.view.key, newcomer) for s in self._sequences}
         tally = _Tally(self._batch)
         for index, (sequence, (gains, rows)) in enumerate(zip(self._sequences, self._curves, strict=True)):
             for depth in range(1, min(nodes[sequence.view.key], len(gains)) + 1):
                 tally.take(_Node(0, index, depth, gains[depth - 1], rows[depth - 1]), self._catch_up[index])
         found = self._decide(tally, self._costs(tally, 0.0))
-        found.nodes, found.newcomer = (nodes if any(nodes.values()) else {}), other.newcomer
+        found.nodes, found.newcomer = (nodes if any(nodes.values()) else {}), newcomer
         return found
 
     def _levels(self) -> list[int]:

@@ -27,6 +27,7 @@ STEEPEST = 1.5  # a correction moves by a factor of this at most for one observa
 WINDOW = 3  # observations of which the median counts: one accident in three changes nothing
 SLOWEST = 0.02  # least weight of a new observation in a correction
 SLOWEST_CATCH_UP = 0.1  # least weight of a new observation of what catching up costs
+LEVELS = 6  # passes that a draft takes at most, before anything else was seen; more nodes are siblings or looked up
 NEAR = 16  # tokens a sequence that a drafter has not seen which a call takes in its stride
 MACHINE = 0.2  # weight of a new observation in the correction that all steps share
 
@@ -227,34 +228,34 @@ class StepCosts:
 
 
 def draft_guess(
-    table: CostTable, cap: int, draft: CostTable | None = None, network: bool = False
+    table: CostTable, draft: CostTable | None = None, network: bool = False
 ) -> tuple[float, float, float, float]:
     """What a drafter's time may be before any was measured, as `DraftCosts` takes it.
 
     Args:
         table: the target's costs.
-        cap: most nodes of a sequence.
         draft: the calibrated costs of the draft model, if there are any.
         network: the drafter runs a network of its own (else it looks things up).
     """
     if not network:
         return 0.03, 0.0, 0.002, 0.002
-    # A drafter that somebody chose: a level costs a fifth of a target pass at most, and a whole draft one pass.
-    level = table.chain_ms(1) / max(5, cap)
+    # A drafter that somebody chose: a whole draft costs a target pass at most.
+    level = table.chain_ms(1) / LEVELS
     if draft is None:
-        return level / 10, level, 0.0, table.chain_ms(128) / 128 / 5
+        return level / 10, level, 0.0, table.chain_ms(128) / 128 / 3
     return draft.step_ms(2, 0) - draft.step_ms(1, 0), min(level, draft.chain_ms(1)), 0.0, draft.chain_ms(128) / 128
 
 
 class DraftCosts:
     """What the drafter's own time depends on, learned call by call.
 
-        ms = (a x sequences + b x deepest budget + c x all budgets) x correction + d x tokens to catch up with
+        ms = (a x sequences + b x levels + c x all budgets) x correction + d x tokens to catch up with
 
     A draft model pays for levels (b) and for what it has not computed (d), a look-up for sequences (a). The
     correction is learned by kinds of calls, sequences and deepest budget, since a drafter may stop early or choose
     its means by itself; it follows calls with little to catch up with (the last step's tokens are part of every
-    call). d is an exponential average over the others. The first call of all is left out: it does what is done once.
+    call). d is an exponential average over the others. The first call of all does what is done once: only what it
+    caught up with is learned from.
 
     Args:
         guess: (a, b, c, d) to begin with, in ms.
@@ -265,7 +266,10 @@ class DraftCosts:
         self.catch_up_ms = max(0.0, guess[3])  # d
         self._caught_up = 0  # calls that taught d
         self._corrections = Corrections()
-        self.observations = 0
+        self._called = False
+        self._waiting: deque[tuple[int, int, int, int, float]] = deque(
+            maxlen=8
+        )  # calls that caught up, not learned yet
         self.usual_calls = 0  # those with little to catch up with
 
     def predict(self, sequences: int, deepest: int, nodes: int, unseen: int = 0) -> float:
@@ -276,23 +280,28 @@ class DraftCosts:
 
     def _expected(self, sequences: int, deepest: int, nodes: int) -> float:
         a, b, c = self._guess
-        return a * sequences + b * deepest + c * nodes + 1e-3
+        return a * sequences + b * min(deepest, LEVELS) + c * nodes + 1e-3
 
     def observe(self, sequences: int, deepest: int, nodes: int, unseen: int, ms: float) -> None:
         """Learn from one call."""
-        self.observations += 1
-        if self.observations == 1:
-            return
         behind = unseen - NEAR * sequences
         if behind > 0:
-            guess = self.predict(sequences, deepest, nodes, unseen)
-            # A call that took many times longer than expected was interrupted, or the guess is off: move some way.
-            # Of the first few nobody knows what is many.
-            self._caught_up += 1
-            error = max(-guess, min(ms - guess, (2 if self._caught_up > WINDOW else 50) * guess))
-            rate = max(SLOWEST_CATCH_UP, 1 / (self._caught_up + 1))
-            self.catch_up_ms = max(0.0, self.catch_up_ms + rate * error / behind)
-            return
-        self.usual_calls += 1
-        log = math.log(max(ms, 1e-4) / self._expected(sequences, deepest, nodes))
-        self._corrections.observe((bucket(sequences), bucket(deepest)), log)
+            self._waiting.append((sequences, deepest, nodes, unseen, ms))
+        elif self._called:
+            self.usual_calls += 1
+            log = math.log(max(ms, 1e-4) / self._expected(sequences, deepest, nodes))
+            self._corrections.observe((bucket(sequences), bucket(deepest)), log)
+        self._called = True
+        if self.usual_calls >= WINDOW:  # else all that the guess is off by would be taken for catching up
+            for call in self._waiting:
+                self._learn_catch_up(*call)
+            self._waiting.clear()
+
+    def _learn_catch_up(self, sequences: int, deepest: int, nodes: int, unseen: int, ms: float) -> None:
+        guess = self.predict(sequences, deepest, nodes, unseen)
+        self._caught_up += 1
+        # A call that took many times longer than expected was interrupted, or the guess is off: move some way. Of
+        # the first few nobody knows what is many.
+        error = max(-guess, min(ms - guess, (2 if self._caught_up > WINDOW else 50) * guess))
+        rate = max(SLOWEST_CATCH_UP, 1 / (self._caught_up + 1))
+        self.catch_up_ms = max(0.0, self.catch_up_ms + rate * error / (unseen - NEAR * sequences))

@@ -107,6 +107,7 @@ class Chain(ctypes.Structure):
 
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
+INT8_EXACT = 3  # int8 with the same bits at every width
 
 
 @cache

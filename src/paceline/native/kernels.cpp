@@ -5,10 +5,10 @@
 // a barrier behind each, and everything between two products is done on the block that is still in
 // registers or in the first-level cache.
 //
-// Same bits at every width. A row's result depends on that row alone: every product sums over k in one
-// fixed order whatever the number of rows, attention sums over the row's own visible keys in their logical
-// order, one after the other. Plain decoding, a chunk of a prompt and a tree of drafts give a row the same
-// bits.
+// Same bits at every width. A row's result depends on that row alone: every product sums over k in one fixed
+// order whatever the number of rows, attention sums over the row's own visible keys in their logical order,
+// one after the other. Plain decoding, a chunk of a prompt and a tree of drafts give a row the same bits.
+// (int8 weights leave that rule in wide passes, unless they are I8_EXACT.)
 //
 // Weights are stored by blocks of 16 outputs: [outputs / 16][k / step][16][step] with step = 2 for bf16 (the
 // layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), and
@@ -115,7 +115,7 @@ constexpr int TILE_KEYS = 32;  // keys of one tile of values
 constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
 constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
 
-enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3 };
 enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 int g_isa = -1;
 
@@ -257,6 +257,19 @@ namespace {
 template <class A> struct Input { const A* x; int64_t stride; };  // rows of x; bf16 rows are padded to K_STEP
 
 #if PL_AMX
+constexpr bool I8_ON_TILES = true;
+inline __m512bh widened(const int8_t* w) {  // two lines of 16 outputs -> 16 pairs
+  // A small integer's float32 has nothing below its upper half, which is its bf16.
+  const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+  const __m512i odd = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + LANES))));
+  return (__m512bh)_mm512_or_si512(odd, _mm512_srli_epi32(even, 16));
+}
+#else
+constexpr bool I8_ON_TILES = false;
+#endif
+inline int64_t padded_k(int64_t kind, int64_t k) { return kind == BF16 || (kind >= I8 && I8_ON_TILES) ? up(k, K_STEP) : k; }
+
+#if PL_AMX
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
 void configure_tiles(int rows) {
@@ -280,6 +293,38 @@ template <int B> void amx_product(const bf16* const w[], int64_t k, Input<bf16> 
     if (B > 1) { _tile_loadd(6, w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
     if (B > 2) { _tile_loadd(7, w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
     if (B > 3) { _tile_loadd(5, w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
+  }
+  const int64_t out = BLOCKS * LANES * 4;
+  _tile_stored(0, c, out);
+  if (B > 1) _tile_stored(1, c + 16, out);
+  if (B > 2) _tile_stored(2, c + 32, out);
+  if (B > 3) _tile_stored(3, c + 48, out);
+}
+#endif
+
+#if PL_AMX
+// The same for int8 weights, which bf16 holds exactly: a stretch of k at a time becomes tiles in the first-level cache.
+template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16> in, float* c) {
+  constexpr int64_t STRETCH = 256;  // of k
+  alignas(64) bf16 wide_w[BLOCKS][STRETCH * LANES];
+  _tile_zero(0);
+  if (B > 1) _tile_zero(1);
+  if (B > 2) _tile_zero(2);
+  if (B > 3) _tile_zero(3);
+  const int64_t stride = in.stride * 2;
+  for (int64_t from = 0; from < k; from += STRETCH) {
+    const int64_t length = std::min(STRETCH, k - from);
+    for (int b = 0; b < B; b++)
+      for (int64_t i = 0; i < length * LANES; i += 32)
+        _mm512_store_si512(wide_w[b] + i, (__m512i)widened(w[b] + from * LANES + i));
+    for (int64_t i = 0; i < length; i += 32) {
+      _tile_loadd(4, in.x + from + i, stride);
+      _tile_loadd(5, wide_w[0] + i * 16, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if (B > 1) { _tile_loadd(6, wide_w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
+      if (B > 2) { _tile_loadd(7, wide_w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
+      if (B > 3) { _tile_loadd(5, wide_w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
+    }
   }
   const int64_t out = BLOCKS * LANES * 4;
   _tile_stored(0, c, out);
@@ -387,17 +432,15 @@ inline void product(const Linear& l, const int64_t block[], int blocks, Input<fl
   for (int b = 0; b < blocks; b++) w[b] = (const float*)l.weight + block[b] * LANES * l.k;
   product_w(w, blocks, l.k, in, rows, c);
 }
-inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
-  if (l.kind == I8) {
-    const int8_t* w[BLOCKS];
-    for (int b = 0; b < blocks; b++) w[b] = (const int8_t*)l.weight + block[b] * LANES * l.k;
-    return product_w(w, blocks, l.k, in, rows, c);
-  }
-  const int64_t k = up(l.k, K_STEP);
-  const bf16* w[BLOCKS];
-  for (int b = 0; b < blocks; b++) w[b] = (const bf16*)l.weight + block[b] * LANES * k;
+template <class W> void product_of(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
+  const int64_t k = padded_k(l.kind, l.k);
+  const W* w[BLOCKS];
+  for (int b = 0; b < blocks; b++) w[b] = (const W*)l.weight + block[b] * LANES * k;
 #if PL_AMX
-  if (g_isa == AMX_BF16) {
+  // int8 weights must be made wide first, which pays for a full tile of rows. The two ways round differently: I8_EXACT
+  // always takes the other one.
+  const bool wanted = l.kind == BF16 || (l.kind == I8 && rows == ROWS);
+  if (g_isa == AMX_BF16 && wanted) {
     if (blocks == 1) amx_product<1>(w, k, in, c);
     else if (blocks == 2) amx_product<2>(w, k, in, c);
     else if (blocks == 3) amx_product<3>(w, k, in, c);
@@ -406,6 +449,10 @@ inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf
   }
 #endif
   product_w(w, blocks, k, in, rows, c);
+}
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
+  if (l.kind >= I8) product_of<int8_t>(l, block, blocks, in, rows, c);
+  else product_of<bf16>(l, block, blocks, in, rows, c);
 }
 
 inline float finished(const Linear& l, int64_t n, float sum) {
@@ -1145,12 +1192,12 @@ int pl_init(int most) {
 }
 
 // Elements of a packed weight.
-int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * (kind == BF16 ? up(k, K_STEP) : k); }
+int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * padded_k(kind, k); }
 
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
   if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
   else if (kind == BF16) pack_lines((const bf16*)w, n, k, up(k, K_STEP), 2, (bf16*)out);
-  else pack_lines((const int8_t*)w, n, k, k, 1, (int8_t*)out);
+  else pack_lines((const int8_t*)w, n, k, padded_k(kind, k), 1, (int8_t*)out);
 }
 
 // y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.

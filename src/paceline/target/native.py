@@ -2,7 +2,7 @@
 
 Takes over where it can (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, heads of a
 multiple of 16); everything else runs layer by layer on torch. A row's bits depend on that row and on the
-keys it sees alone, so what ``exact`` asks for holds here at no cost.
+keys it sees alone, so what ``exact`` asks for holds here at no cost (int8 weights pay a little for it in wide passes).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NativeLinear:
 
     kind = "native"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, quant: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, quant: bool, exact: bool = False) -> None:
         library = native.library()
         assert library is not None
         scale = None
@@ -58,7 +58,7 @@ class NativeLinear:
             weight, scale = quantised(weight)
         weight = weight.contiguous()
         n, k = weight.shape
-        kind = native.KINDS[weight.dtype]
+        kind = native.INT8_EXACT if quant and exact else native.KINDS[weight.dtype]
         self.packed = torch.empty(library.pl_packed_size(n, k, kind), dtype=weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self.scale = None if scale is None else scale.float()
@@ -120,7 +120,7 @@ class Stack:
         for made, layer in zip(layers, decoder.layers, strict=True):
             self._fill(made, layer, quant)
         weight = decoder.embedding if decoder.head is None else decoder.head.weight
-        self.head = NativeLinear(weight.data, None, quant)
+        self.head = NativeLinear(weight.data, None, quant, decoder.exact)
         self._model = native.Model(
             d_model=c.d_model,
             heads=c.num_heads,
@@ -147,7 +147,8 @@ class Stack:
     def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
         for name in ("qkv", "out", "up", "down"):
             dense = getattr(layer, name)
-            linear = NativeLinear(dense.weight.data, None if dense.bias is None else dense.bias.data, quant)
+            bias = None if dense.bias is None else dense.bias.data
+            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact)
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
