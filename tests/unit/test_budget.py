@@ -248,7 +248,7 @@ HARD: dict[str, dict[str, Any]] = {
     "turns good": {"acceptance": lambda step: 0.05 if step < 300 else 0.85},
     "rarely proposes, badly": {"offer": 0.2, "acceptance": lambda _: 0.1},
     "never proposes": {"offer": 0.0},
-    "dear to catch up": {**NETWORK, "unseen_ms": 0.05, "prompt": 400},  # half of what the target's own prompt costs
+    "dear to catch up": {**NETWORK, "unseen_ms": 0.1, "prompt": 400},
     "hiccups": {"hiccup": 0.02, "acceptance": lambda _: 0.1},
     "noise": {"noise": 0.2, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
     "table three times too dear": {"table_error": 3.0, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},

@@ -206,6 +206,11 @@ class DraftModel:
             if state is not None:
                 state.cache.release()
 
+    def pending_tokens(self, view: SequenceView) -> int:
+        """Tokens of a sequence whose K and V the draft model has not computed."""
+        state = self._states.get(view.key)
+        return len(view.tokens) - (0 if state is None else state.cache.committed)
+
     def forget(self) -> None:
         """Forget the K/V of ended sequences."""
         if self._pool is not None:

@@ -33,6 +33,7 @@ DRAFT, SUFFIX = 0, 1  # source marks
 LONGEST = 16  # matched tokens beyond which the chance of a continuation is not told apart
 PRIOR_WEIGHT = 4.0  # passes that the first guess of a chance is worth
 MEMORY = 0.8  # weight of the past in running means
+HORIZON = 64  # tokens over which the draft model's catching up must pay: a request may end any time
 RETRY = 12  # steps after which a draft model that did not pay is tried again
 
 
@@ -51,6 +52,9 @@ class HybridConfig(DrafterConfig):
     memory: int = option(0, help="tokens of earlier outputs to look up in, beside the request's own", minimum=0)
     pass_cost: float = option(
         0.18, help="what a draft pass costs, in target passes (paceline bench step tells)", minimum=0.0, maximum=1.0
+    )
+    token_cost: float = option(
+        0.008, help="what a token of a prompt costs the draft model, in target passes", minimum=0.0, maximum=1.0
     )
     proposes: Literal["point", "coupled"] = option(
         "coupled", help="point: likeliest tokens; coupled: drawn with the target's noise"
@@ -210,15 +214,22 @@ class Hybrid:
         book = self._books[view.key]
         alone = lookup.expected_accepted
         together = max(book.gain, alone + 0.3)
-        worth = (1 + together) / (1 + book.passes * self.config.pass_cost) > 1 + alone
+        cost = book.passes * self.config.pass_cost + self._catch_up(view, 1 + together)
+        worth = (1 + together) / (1 + cost) > 1 + alone
         if worth:
             book.rest = RETRY
             return True
         book.rest -= 1
-        if book.rest <= 0 and alone < 1:  # things change: try again now and then
+        if book.rest <= 0 and alone < 1 and cost < 1:  # things change: try again now and then
             book.rest = RETRY
             return True
         return False
+
+    def _catch_up(self, view: SequenceView, tokens_a_step: float) -> float:
+        """What the draft model must compute before it can draft, in target passes, spread over the steps to come."""
+        left = HORIZON if view.max_len is None else min(HORIZON, view.max_len - len(view.tokens))
+        steps = max(1.0, left / tokens_a_step)
+        return self._draft.pending_tokens(view) * self.config.token_cost / steps
 
     def _drafts(self, want: DraftRequest, asked: Sequence[int]) -> dict[int, Proposal]:
         if not asked:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -32,11 +32,11 @@ from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
 class AutoBudgetConfig:
     """How careful, how curious and how busy the choice is."""
 
-    enter: float = 0.04  # gain over plain decoding from which a resting batch drafts: above the estimates' error
-    stay: float = 0.01  # gain below which a drafting batch rests: the gap to `enter` stops flapping
+    enter: float = 0.06  # gain over plain decoding from which a resting batch drafts: above the estimates' error
+    stay: float = 0.025  # gain below which a drafting batch rests: the gap to `enter` stops flapping
     trim: float = 0.04  # gain over the drafter's own size from which less is given: drafters limit themselves
     switch: float = 0.005  # gain over the present budgets from which others replace them: to change costs nothing
-    explore: float = 0.006  # share of the time that tries may cost; well under the 3 % that "never slower" allows
+    explore: float = 0.004  # share of the time that tries may cost; well under the 3 % that "never slower" allows
     purse: float = 1.5  # most that the purse holds, in plain steps: what one bad stretch may lose at once
     debt: float = 4.0  # plain steps that one try may lose when the purse is full: catching up can cost that much
     probe: int = 3  # nodes of a try: enough to see a run, few enough to be cheap
@@ -44,6 +44,8 @@ class AutoBudgetConfig:
     optimism: float = 0.95  # if even this acceptance would not pay, nothing is tried
     review_steps: int = 4  # steps between reviews at least
     review_share: float = 0.004  # share of the time that reviews may take
+    review_grace: float = 2.0  # plain steps that reviews may take beyond their share
+    listen_every: int = 4  # steps at rest of which one is learned from: plain steps are all alike
     rest_factor: int = 4  # a resting batch is reviewed so many times more rarely: only tries bring news
     forced_below: int = 8  # batches up to this size are reviewed at once when a sequence comes or goes
     plain_first: int = 2  # plain steps seen at a batch size before drafts: the yardstick must be measured
@@ -52,7 +54,7 @@ class AutoBudgetConfig:
     pilot: int = 1  # sequences of a batch that begin while the drafter is unknown: the others wait for the news
     pilot_steps: int = 3  # drafts after which it is known
     shared_samples: int = 4  # sequences a step from which all learn: more would say the same and cost time
-    evaluations: int = 48  # points at which a walk over the nodes is evaluated
+    evaluations: int = 16  # points at which a walk over the nodes is evaluated
     ledger_rate: float = 1 / 24  # weight of a step in the profit that drafting really made
     ledger_steps: int = 12  # drafted steps before the ledger is believed
     penalty: int = 64  # steps of rest after a loss that the estimates did not foresee; doubles each time
@@ -142,7 +144,6 @@ class AutoBudget:
     """
 
     never_drafts = False
-    learns = True
 
     def __init__(
         self,
@@ -172,6 +173,10 @@ class AutoBudget:
         self._review_at = 0
         self._review_gap = 1  # steps to the next review at most: few after a change of mind
         self._plan_ms = 0.0  # of the coming step
+        self._elapsed_ms = 0.0  # of all steps
+        self._listens = True
+        self._reviews_ms = 0.0  # of all reviews
+        self._review_ms = 0.1  # of one review, by sequence
         self._planned = True  # whether the coming step drafts as the decision says
         self._purse_ms = table.step_ms(1, 0) / 2
         self._try: _Try | None = None
@@ -179,19 +184,32 @@ class AutoBudget:
         self._wait = 1
         self._since_plain = 0
         self._ledgers: dict[int, _Ledger] = {}  # by bucket of batch sizes
+        self._recent: dict[int, Decision] = {}  # the last review's, by bucket of batch sizes
 
     # -- the contract
+
+    @property
+    def learns(self) -> bool:
+        """Whether the coming step is of interest: every one that drafts, some of the others."""
+        return self._listens
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """Nodes for the coming step; see `DraftBudget.plan`."""
         began = self._clock()
         self._step += 1
         self._try = None
-        if self._meet(sequences, batch_size) or self._step >= self._review_at:
+        due = self._meet(sequences, batch_size) or self._step >= self._review_at
+        if due and self._affords(batch_size):
             self._review(sequences, batch_size)
-            self._schedule_review((self._clock() - began) * 1e3)
+            self._schedule_review(batch_size, (self._clock() - began) * 1e3)
+        elif bucket(batch_size) != bucket(self.decision.batch_size):
+            self.decision = self._recall(sequences, batch_size)
         budgets = self._budgets(sequences, batch_size)
         self._plan_ms = (self._clock() - began) * 1e3
+        self._listens = not self.decision.rests or self._try is not None or self._step % self.config.listen_every == 0
+        if not self._listens:
+            self._elapsed_ms += self.decision.plain_ms
+            self._earn(self.decision.plain_ms)
         return budgets
 
     def observe(self, step: StepRecord) -> None:
@@ -199,6 +217,7 @@ class AutoBudget:
         if not step.sequences:
             return
         drafted = sum(step.drafted)
+        self._elapsed_ms += step.draft_ms + step.rest_ms
         rest_ms = max(0.0, step.rest_ms - self._plan_ms)
         self._plan_ms = 0.0
         context = sum(len(s.view.tokens) for s in step.sequences)
@@ -415,8 +434,25 @@ class AutoBudget:
 
     # -- the review
 
-    def _schedule_review(self, took_ms: float) -> None:
+    def _recall(self, sequences: Sequence[RunningSequence], batch_size: int) -> Decision:
+        """What the last review of such a batch chose, the same for every sequence; rest where there was none."""
+        known = self._recent.get(bucket(batch_size))
+        if known is None:
+            plain_ms = self.costs.predict(batch_size, 0, sum(len(s.view.tokens) for s in sequences))
+            return Decision(batch_size=batch_size, plain_ms=plain_ms)
+        nodes = {} if known.rests else {s.view.key: known.newcomer for s in sequences}
+        return replace(known, batch_size=batch_size, nodes=nodes if known.newcomer else {})
+
+    def _affords(self, batch_size: int) -> bool:
+        """Whether a review now keeps all reviews within their share of the time."""
+        config, expected = self.config, self._review_ms * batch_size
+        allowance = config.review_share * self._elapsed_ms + config.review_grace * self.decision.plain_ms
+        return self.decision.batch_size == 0 or self._reviews_ms + expected <= allowance
+
+    def _schedule_review(self, batch_size: int, took_ms: float) -> None:
         config = self.config
+        self._reviews_ms += took_ms
+        self._review_ms += 0.3 * (took_ms / batch_size - self._review_ms)
         steps = max(config.review_steps, math.ceil(took_ms / (config.review_share * self.decision.plain_ms)))
         if self.decision.rests:
             steps *= config.rest_factor
@@ -440,7 +476,7 @@ class AutoBudget:
             best = self._hold(best, before, walk)
         if not best.rests and self.draft_costs.usual_calls < config.pilot_steps:
             self._pilot(best, sequences)
-        self.decision = best
+        self.decision = self._recent[bucket(batch_size)] = best
         if best.rests == drafted:
             self._review_gap = 1
 
@@ -566,7 +602,7 @@ class _Walk:
         deep = self._draft(count, cap, count * cap) - self._draft(count, 1, count)
         if count == 1 or deep < 0.02 * self._plain_ms:
             return [cap]
-        return sorted({min(cap, d) for d in (1, 2, 3, 4, 6, 8, 12, cap)})
+        return sorted({min(cap, d) for d in (1, 2, 4, 8, cap)})
 
     def _nodes(self, curves: Sequence[tuple[list[float], list[float]]]) -> list[_Node]:
         """Every node on offer, the most worth first, a sequence's own in their order."""

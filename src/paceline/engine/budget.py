@@ -38,7 +38,7 @@ class DraftBudget(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether it wants to be told what every step did."""
+        """Whether it wants to be told what the coming step does; asked after `plan`."""
         ...
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:

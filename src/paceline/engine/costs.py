@@ -154,10 +154,14 @@ class Corrections:
         self._machine = 0.0
         self._first: list[float] = []
         self._kinds: dict[tuple[int, int], _Deviation] = {}
+        self._known: dict[tuple[int, int], float] = {}  # corrections asked for since the last observation
 
     def log(self, kind: tuple[int, int]) -> float:
         """The correction of a kind."""
-        return self._machine + self._deviation(*kind)
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = self._machine + self._deviation(*kind)
+        return known
 
     def visits(self, kind: tuple[int, int]) -> int:
         """Observations of a kind."""
@@ -166,6 +170,7 @@ class Corrections:
 
     def observe(self, key: tuple[int, int], log: float) -> None:
         """Learn from one time: the log of measured over expected."""
+        self._known.clear()
         kind = self._kinds.setdefault(key, _Deviation())
         kind.visits += 1
         if len(self._first) < WINDOW:  # the first times tell how far off all expectations are, however far

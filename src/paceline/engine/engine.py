@@ -73,7 +73,6 @@ class Engine:
         self.pool = pool
         self.limits = limits
         self.budget = budget
-        self._learns = budget.learns
         self.scheduler = Scheduler(pool, scheduler, budget)
         self.live: dict[str, LiveRequest] = {}
         self._make_decoder = make_decoder
@@ -190,11 +189,12 @@ class Engine:
             self.scheduler.preempted.clear()
         if not works:
             return []
-        before = _counts(works) if self._learns else []
+        learns = self.budget.learns
+        before = _counts(works) if learns else []
         scheduled = perf_counter()
         result = self.round.step(works)
         now = perf_counter()
-        if self._learns:
+        if learns:
             pure = all(w.rows == 1 for w in works)
             self.budget.observe(_record(before, pure, result, (now - began) * 1e3))
         host_ms = result.host_ms + (scheduled - began) * 1e3
