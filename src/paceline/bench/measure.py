@@ -395,7 +395,10 @@ class Builder:
         before = self.memory.held()
         # A bare one, whose K/V pool stays untouched: it is there for its weights.
         llm = LLM(**wanted, threads=options["threads"], max_sequences=1)
-        self._targets.append((llm, _growth(before, self.memory.held())))
+        grown = _growth(before, self.memory.held())
+        # Memory that was freed before and is used again does not show as growth: never less than the weights.
+        weights = llm.decoder.pass_bytes + llm.decoder.embedding.nbytes
+        self._targets.append((llm, None if grown is None else max(grown, weights)))
         return self._targets[-1]
 
 

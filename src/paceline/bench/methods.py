@@ -326,7 +326,9 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
     texts = [PLAIN, "ngram", "suffix"]
     entry = next((e for e in zoo.available() if e.name == model), None)
     if entry is not None and entry.draft:
-        texts.append(f"draft_model:{entry.draft}")
+        # The draft in the form in which the zoo uses it.
+        form = getattr(registry.parse(entry.drafter), "dtype", "auto") if entry.drafter else "auto"
+        texts.append(f"draft_model:{entry.draft}" + ("" if form == "auto" else f",dtype={form}"))
     if entry is not None and entry.drafter:
         texts.append(entry.drafter)
     methods = [parse_method(text, dtype) for text in texts]

@@ -214,13 +214,13 @@ class Hybrid:
         book = self._books[view.key]
         alone = lookup.expected_accepted
         together = max(book.gain, alone + 0.3)
-        cost = book.passes * self.config.pass_cost + self._catch_up(view, 1 + together)
-        worth = (1 + together) / (1 + cost) > 1 + alone
+        catch_up = self._catch_up(view, 1 + together)
+        worth = (1 + together) / (1 + book.passes * self.config.pass_cost + catch_up) > 1 + alone
         if worth:
             book.rest = RETRY
             return True
         book.rest -= 1
-        if book.rest <= 0 and alone < 1 and cost < 1:  # things change: try again now and then
+        if book.rest <= 0 and alone < 1 and catch_up < 1:  # things change: try again now and then
             book.rest = RETRY
             return True
         return False
