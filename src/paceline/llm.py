@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from . import native
 from .attention import make_backend
 from .core.errors import CapabilityError, ConfigError
 from .core.request import Origin, RequestOutput
@@ -169,6 +170,11 @@ class LLM:
         return _fingerprint(self.config, self.decoder)
 
     # -- answers
+
+    @property
+    def kernels(self) -> str:
+        """What the layers run on: "native" and the instructions in use, or "torch"."""
+        return "torch" if self.decoder.stack is None else f"native ({native.describe()})"
 
     def generate(
         self,
@@ -472,7 +478,7 @@ def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
     folder = resolve_folder(name, revision=revision, offline=config.offline)
     shape = read_config(folder)
     kind, quant = parse_dtype(dtype, shape)
-    native = _native(config, shape, kind)
+    compiled = _native(config, shape, kind)
     backend = config.attention
     if backend == "auto":
         backend = "reference" if kind == torch.float64 else "sdpa"
@@ -489,7 +495,7 @@ def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
         dtype="int8" if quant else kind,
         device=config.device,
         exact=exact,
-        native=native,
+        native=compiled,
     )
     files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
     tokenizer = load_tokenizer(folder) if any(f.is_file() for f in files) else None

@@ -421,6 +421,7 @@ def model_facts(llm: LLM, name: str) -> dict[str, Any]:
         "family": shape.family,
         "parameters": parameters(decoder),
         "dtype": str(decoder.dtype).removeprefix("torch."),
+        "kernels": llm.kernels,
         "layers": shape.num_layers,
         "d_model": shape.d_model,
         "vocab_size": shape.vocab_size,

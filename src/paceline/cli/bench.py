@@ -29,6 +29,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+KernelsOption = Annotated[str, typer.Option(help="auto, native (compiled for this processor) or torch.")]
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
 
 
@@ -103,6 +104,7 @@ def step(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     exact: Annotated[bool, typer.Option("--exact", help="Measure the exact mode.")] = False,
+    kernels: KernelsOption = "auto",
     threads: ThreadsOption = None,
     out: OutOption = None,
 ) -> None:
@@ -116,7 +118,7 @@ def step(
     _positive("--repeats", repeats)
     _check_out(out)
     with materialised(model) as folder:
-        llm = LLM(folder, dtype=dtype, device=device, exact=exact, threads=threads, kv_memory=None)
+        llm = LLM(folder, dtype=dtype, device=device, exact=exact, threads=threads, kernels=kernels)
         longest = max(contexts) + max(row_counts)
         if longest > llm.decoder.config.max_position:
             raise ConfigError(
@@ -129,7 +131,9 @@ def step(
             costs = bench.measure(llm.decoder, row_counts, contexts, repeats, progress)
     facts = machine.describe(device)
     console = stdout()
-    console.print(f"{model}, {llm.decoder.dtype}".replace("torch.", "") + (", exact" if exact else ""))
+    console.print(
+        f"{model}, {llm.decoder.dtype}, kernels: {llm.kernels}".replace("torch.", "") + (", exact" if exact else "")
+    )
     console.print(facts.line())
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs, bandwidth))
@@ -140,6 +144,7 @@ def step(
             "model": model,
             "dtype": str(llm.decoder.dtype),
             "exact": exact,
+            "kernels": llm.kernels,
             "machine": facts.as_dict(),
             "read_bandwidth_bytes_per_s": bandwidth,
             "repeats": repeats,
@@ -159,6 +164,7 @@ def decode(
         bool, typer.Option("--transformers/--no-transformers", help="Run transformers' generate in turns with it.")
     ] = True,
     exact: Annotated[bool, typer.Option("--exact", help="Run Paceline's exact mode beside it.")] = False,
+    torch: Annotated[bool, typer.Option("--torch", help="Run Paceline on torch's kernels beside it.")] = False,
     dtype: DtypeOption = "bfloat16",
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -182,6 +188,8 @@ def decode(
         engines = {"paceline": bench.paceline_runner(llm)}
         if exact:
             engines["paceline exact"] = bench.paceline_runner(LLM(folder, exact=True, **options))
+        if torch:
+            engines["paceline on torch"] = bench.paceline_runner(LLM(folder, kernels="torch", **options))
         if transformers:
             resolved = str(resolve_folder(folder))
             engines["transformers"] = bench.transformers_runner(resolved, llm.decoder.dtype, device)

@@ -194,6 +194,8 @@ def model_line(report: Report) -> str:
     parts += [str(model["dtype"])] if model.get("dtype") else []
     if model.get("pass_bytes"):
         parts.append(f"{size(model['pass_bytes'])} read a pass")
+    if model.get("kernels"):
+        parts.append(f"kernels: {model['kernels']}")
     return ", ".join(parts)
 
 
