@@ -58,6 +58,7 @@ class AutoBudgetConfig:
     ledger_rate: float = 1 / 24  # weight of a step in the profit that drafting really made
     ledger_steps: int = 12  # drafted steps before the ledger is believed
     penalty: int = 64  # steps of rest after a loss that the estimates did not foresee; doubles each time
+    longest_penalty: int = 256  # beyond that the rest itself would cost more than another dozen of losing steps
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
 
@@ -106,6 +107,8 @@ class _Try:
 class _Ledger:
     """What drafting won or lost in fact, in plain steps a step: exponential mean and variance."""
 
+    least: int  # steps of rest after a first loss
+    most: int  # the same after many
     penalty: int  # steps of rest after the next loss
     rest_until: int = 0  # step before which nothing is drafted
     mean: float = 0.0
@@ -123,10 +126,14 @@ class _Ledger:
         """Whether it lost time by more than chance explains."""
         return self.steps >= least_steps and self.mean + math.sqrt(self.variance * rate / (2 - rate)) < 0
 
+    def wins(self, least_steps: int, rate: float) -> bool:
+        """Whether it gained time by more than chance explains."""
+        return self.steps >= least_steps and self.mean > math.sqrt(self.variance * rate / (2 - rate))
+
     def punish(self, step: int) -> None:
         """Rest from ``step`` on, and begin a new account."""
         self.rest_until = step + self.penalty
-        self.penalty *= 2
+        self.penalty = min(self.most, 2 * self.penalty)
         self.mean = self.variance = 0.0
         self.steps = 0
 
@@ -500,14 +507,18 @@ class AutoBudget:
 
     def _penalise(self, before: Decision) -> bool:
         """Rest where drafting loses in fact what it should win by the estimates."""
-        ledger = self._ledger(before.batch_size)
-        if before.rests or not ledger.loses(self.config.ledger_steps, self.config.ledger_rate):
+        ledger, config = self._ledger(before.batch_size), self.config
+        if ledger.wins(config.ledger_steps, config.ledger_rate):
+            ledger.penalty = ledger.least  # other texts, other luck
+        if before.rests or not ledger.loses(config.ledger_steps, config.ledger_rate):
             return False
         ledger.punish(self._step)
         return True
 
     def _ledger(self, batch_size: int) -> _Ledger:
-        return self._ledgers.setdefault(bucket(batch_size), _Ledger(self.config.penalty))
+        config = self.config
+        fresh = _Ledger(config.penalty, config.longest_penalty, config.penalty)
+        return self._ledgers.setdefault(bucket(batch_size), fresh)
 
     def _acceptance(self, sequence: RunningSequence | None) -> Acceptance:
         follow = self._follows.get(sequence.view.key) if sequence is not None else None
