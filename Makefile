@@ -24,8 +24,12 @@ DEV_STAMP := $(VENV)/.installed-dev-$(TORCH_ID)
 UNFINISHED := $(VENV)/.unfinished
 INPUTS := pyproject.toml constraints.txt
 
-# What the committed report was made with.
-BENCH := --peers --sweep dtype=bfloat16,float32 --prompts 20 --repeats 3 --out build/bench --overwrite
+# The runs of docs/benchmarks.md. DATA=FOLDER adds the workloads that cannot come along.
+DATA ?=
+TASKS := spec_bench gsm8k humaneval humaneval_x mmlu wikisql books $(if $(DATA),drop triviaqa e2e dialogsum)
+HYBRID := hybrid:paceline-small-draft,dtype=int8
+BENCH = $(BIN)/paceline bench --overwrite
+BENCH_TASKS = $(BENCH) $(if $(DATA),--data $(DATA)) $(TASKS:%=--workload %) --repeats 2 --max-new-tokens 64
 
 # The engines of other people that the benchmark compares with, each installed apart from Paceline.
 PEERS := transformers llama.cpp vllm
@@ -42,7 +46,7 @@ help:
 	@echo 'make install   only set up .venv'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make format    let ruff format the code'
-	@echo 'make bench     repeat the benchmark of docs/benchmarks.md (hours; make peers first, to have them in it)'
+	@echo 'make bench     repeat the benchmark of docs/benchmarks.md (half an hour; make peers first, to have them in it)'
 	@echo 'make peers     the engines that paceline bench compares with, each in .peers/NAME (long; some gigabytes)'
 	@echo 'make peer-NAME one of them: $(PEERS)'
 	@echo 'make clean     remove .venv, .peers and all caches'
@@ -52,7 +56,18 @@ demo: $(RUN_STAMP)
 	$(BIN)/paceline demo
 
 bench: $(RUN_STAMP)
-	$(BIN)/paceline bench $(BENCH)
+	$(BIN)/paceline bench calibrate
+	$(BENCH_TASKS) --prompts 32 --batch 1,2,4,8,16,32 --out build/bench/batch \
+	  --title 'The draft budget left to the engine, batch 1 to 32, bf16' \
+	  --method 'hybrid=$(HYBRID)' --method 'hybrid-fixed=$(HYBRID);budget=14' \
+	  --method ngram --method 'ngram-fixed=ngram;budget=8'
+	$(BENCH) --peers --model random:12x768x2048x8192 --dtype bfloat16 --prompts 8 --repeats 3 --prompt-tokens 64 \
+	  --max-new-tokens 128 --out build/bench/random \
+	  --title 'A random model of 91M parameters beside other engines, bf16'
+	$(BENCH_TASKS) --peers --prompts 6 --out build/bench/peers \
+	  --title 'The embedded model beside other engines, bf16'
+	$(BENCH_TASKS) --peers --prompts 3 --dtype float32 --out build/bench/float32 \
+	  --title 'The embedded model beside other engines, float32'
 
 install: $(RUN_STAMP)
 	@echo 'ready: $(BIN)/paceline --help'
