@@ -66,7 +66,7 @@ bench: $(RUN_STAMP)
 	  --title 'A random model of 91M parameters beside other engines, bf16'
 	$(BENCH_TASKS) --peers --prompts 6 --out build/bench/peers \
 	  --title 'The embedded model beside other engines, bf16'
-	$(BENCH_TASKS) --peers --prompts 3 --dtype float32 --out build/bench/float32 \
+	$(BENCH_TASKS) --peers --prompts 2 --dtype float32 --out build/bench/float32 \
 	  --title 'The embedded model beside other engines, float32'
 
 install: $(RUN_STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import json
 import math
@@ -539,3 +540,14 @@ def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
         assert seen["descending"]
         assert 0 < seen["filtered"] < seen["all"]
     assert set(asked) <= {"/probe.html", "/report.html", "/favicon.ico"}
+
+
+def test_a_packed_report_is_read(tmp_path: Path) -> None:
+    report = World().report()
+    plain = save_report(report, tmp_path / "report.json")
+    packed = tmp_path / "report.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert load_report(packed) == load_report(plain)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match="cannot be read|not JSON"):
+        load_report(packed)

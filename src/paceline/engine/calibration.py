@@ -190,7 +190,8 @@ def _read(path: Path) -> list[Calibration]:
         entries = list(values["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(str(path), f"not readable ({error!r})", "run paceline bench calibrate again") from error
-    return [Calibration.from_dict(entry, str(path)) for entry in entries]
+    source = f"{path.parent.name}/{path.name}"  # goes into reports, which name no place on a machine
+    return [Calibration.from_dict(entry, source) for entry in entries]
 
 
 def _write(path: Path, calibration: Calibration) -> None:

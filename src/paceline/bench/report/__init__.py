@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import math
 import os
@@ -17,7 +18,7 @@ JSON_NAME, PAGE_NAME, MARKDOWN_NAME = "report.json", "report.html", "report.md"
 
 
 def load_report(path: Path | str) -> Report:
-    """Read a report from its JSON file, or from the folder that holds it.
+    """Read a report from its JSON file (``.json`` or ``.json.gz``), or from the folder that holds it.
 
     Raises:
         ConfigError: no such file, not JSON, not a report, or a report of another schema.
@@ -26,9 +27,12 @@ def load_report(path: Path | str) -> Report:
     file = file / JSON_NAME if file.is_dir() else file
     remedy = "name a report.json that `paceline bench --out` wrote"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"report {file}", f"cannot be read ({error.strerror or error})", remedy) from error
+        packed = file.suffix == ".gz"
+        values = json.loads(gzip.decompress(file.read_bytes()) if packed else file.read_text(encoding="utf-8"))
+    except (OSError, EOFError) as error:
+        raise ConfigError(
+            f"report {file}", f"cannot be read ({getattr(error, 'strerror', None) or error})", remedy
+        ) from error
     except ValueError as error:  # not JSON, or not text at all
         raise ConfigError(f"report {file}", f"not JSON ({error})", remedy) from error
     if not isinstance(values, dict):
