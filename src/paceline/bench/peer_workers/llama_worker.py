@@ -76,6 +76,7 @@ class Engine:
         self.seen |= asked
 
     def generate(self, prompts, max_new_tokens, ignore_eos):
+        """Answer prompts one after the other, timed around the server's own call."""
         self._prepare(prompts, ignore_eos)
         bodies = [json.dumps(_completion(p, max_new_tokens, ignore_eos)).encode() for p in prompts]
         connections = [http.client.HTTPConnection(HOST, self.port) for _ in prompts]

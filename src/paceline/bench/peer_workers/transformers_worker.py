@@ -69,6 +69,7 @@ class Engine:
 
     @torch.inference_mode()
     def generate(self, prompts, max_new_tokens, ignore_eos):
+        """Answer prompts with ``generate``, timed around the call."""
         pad = self.model.generation_config.pad_token_id
         pad = 0 if pad is None else pad
         width = max(map(len, prompts))

@@ -40,6 +40,7 @@ class Engine:
         return {"method": self.mode, **draft, **request["options"]}
 
     def generate(self, prompts, max_new_tokens, ignore_eos):
+        """Answer prompts in one call, timed around it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
