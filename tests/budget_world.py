@@ -52,6 +52,7 @@ class World:
     table_error: float = 1.0
     prompt: int = 100
     answer: int = 64
+    prepares: bool = False  # a sequence drafts only what its last step prepared, where that had a budget
     seed: int = 0
 
     def step_ms(self, sequences: int, extra: float) -> float:
@@ -90,6 +91,7 @@ class Sequence:
         self.view = SimpleNamespace(key=key, tokens=[0] * world.prompt)
         self.max_len = world.prompt + world.answer
         self.seen = 0
+        self.ready = True  # a prompt's last pass prepares a draft
         self.state = SimpleNamespace(stats=SimpleNamespace(passes=0, drafted=0))
 
     @property
@@ -116,6 +118,8 @@ def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
         draft_ms = 0.0
         for sequence, nodes in zip(live, budgets, strict=True):
             offered = min(nodes, world.longest) if draw.random() < world.offer else 0
+            if world.prepares:
+                offered, sequence.ready = offered if sequence.ready else 0, nodes > 0
             right = 0
             while right < offered and draw.random() < world.acceptance(step):
                 right += 1

@@ -18,16 +18,20 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.registry import DrafterConfig, DrafterContext
+from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.rounds import make_round
+from paceline.target.adapters import AdapterConfig, LowRank, linear_shapes
+from paceline.target.applications import Application, make_application
 from paceline.target.base import Batch
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig
 from paceline.target.linear import Quant
 from paceline.target.rope import RopeConfig
+from paceline.target.streams import Mode, StreamConfig, StreamSet
 
 VOCAB = 96
 EOS = 7
@@ -65,6 +69,8 @@ def tiny_decoder(
     attention: str = "auto",
     exact: bool = False,
     quant: Quant | None = None,
+    merged: LowRank | None = None,
+    compiled: bool = False,
 ) -> Decoder:
     """A finished decoder with random weights.
 
@@ -73,11 +79,15 @@ def tiny_decoder(
         seed: of the weights. One seed gives the same weights in every dtype, up to rounding.
         noise: what is added to every weight, as a share of its tensor's standard deviation.
         attention: backend; "auto": the dense reference in float64, sdpa otherwise and where exact.
+        merged: adapters that are added to the weights: W + scale * up down.
+        compiled: on the compiled layers (float32 or bf16, heads of a multiple of 16).
     """
     if attention == "auto":
         attention = "reference" if dtype == torch.float64 and not exact else "sdpa"
     backend = make_backend(attention, dtype, exact=exact)
-    decoder = Decoder(config or tiny_config(), backend, dtype=dtype, device=device, exact=exact, quant=quant)
+    decoder = Decoder(
+        config or tiny_config(), backend, dtype=dtype, device=device, exact=exact, quant=quant, native=compiled
+    )
     generator = torch.Generator().manual_seed(seed)
     noises = torch.Generator().manual_seed(seed + 1_000_003)
     for name, parameter in decoder.named_parameters():
@@ -85,7 +95,134 @@ def tiny_decoder(
         if noise:
             value += noise * value.std() * torch.randn(value.shape, generator=noises, dtype=value.dtype)
         parameter.data.copy_(value)
+    if merged is not None:
+        _merge(merged, decoder)
     return decoder.finish()
+
+
+def _merge(adapter: LowRank, decoder: Decoder) -> None:
+    weights = dict(decoder.named_parameters())
+    for layer, linear in adapter.names():
+        pair = adapter.pair(layer, linear)
+        assert pair is not None
+        down, up = (part.data.double() for part in pair)
+        weight = weights[f"layers.{layer}.{linear}.weight"]
+        weight.data.copy_(weight.data.double() + adapter.scale * up @ down)
+
+
+def tiny_adapters(
+    config: DecoderConfig | None = None,
+    *,
+    seed: int = 0,
+    rank: int = 4,
+    size: float = 0.4,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> StreamSet:
+    """A set in shared mode without streams, whose adapters change nearly every token.
+
+    Args:
+        config: the target's shape; default: `tiny_config`.
+        seed: of the adapters.
+        rank: of every pair.
+        size: of scale * up down, as a share of the deviation of the tiny target's weights.
+        dtype: of the parameters.
+        options: of `AdapterConfig`; by default every layer and every linear has a pair.
+    """
+    config = config or tiny_config()
+    shapes = linear_shapes(config)
+    adapter = AdapterConfig(**{"rank": rank, "alpha": 2.0 * rank, "layers": tuple(range(config.num_layers))} | options)
+    made = StreamSet(
+        StreamConfig(
+            mode="shared",
+            gamma=0,
+            msa_layers=0,
+            num_layers=config.num_layers,
+            d_model=config.d_model,
+            vocab_size=config.vocab_size,
+            prune_rank=0,
+            adapter=adapter,
+            target="tiny",
+        ),
+        shapes,
+        dtype=dtype,
+    )
+    assert made.adapters is not None
+    generator = torch.Generator().manual_seed(seed)
+    made.adapters.start(generator)
+    for up in made.adapters.up.values():
+        value = torch.randn(up.shape, generator=generator, dtype=torch.float64)
+        up.data.copy_(size * 1.5 / adapter.scale * rank**-0.5 * value)
+    return made
+
+
+def tiny_streams(
+    config: DecoderConfig | None = None,
+    *,
+    mode: Mode = "lossless",
+    gamma: int = 3,
+    layers: int = 1,
+    seed: int = 1,
+    size: float = 0.3,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> StreamSet:
+    """A random set of streams: its drafts are right now and then, and its pruning map is no identity.
+
+    Args:
+        config: the target's shape; default: `tiny_config`.
+        mode, gamma, options: of `StreamConfig`.
+        layers: the layers at the top that streams go through.
+        seed: of all parameters.
+        size: how much they change.
+    """
+    config = config or tiny_config()
+    low = config.num_layers - layers if mode == "lossless" else 0
+    made = StreamSet(
+        StreamConfig(
+            **{"adapter": AdapterConfig(rank=4, layers=tuple(range(low, config.num_layers)))} | options,
+            mode=mode,
+            gamma=gamma,
+            msa_layers=layers,
+            num_layers=config.num_layers,
+            d_model=config.d_model,
+            vocab_size=config.vocab_size,
+            target="tiny",
+        ),
+        linear_shapes(config),
+        dtype=dtype,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in made.tensors().items():
+        width = 1 if name == "embeddings" else parameter.shape[-1]
+        value = size * width**-0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.copy_(value)
+    return made
+
+
+def streams(
+    *, target: dict[str, Any] | None = None, trained: StreamSet | None = None, **options: Any
+) -> StreamsDrafter:
+    """A `StreamsDrafter` over `tiny_streams`.
+
+    Args:
+        target: ``config`` and ``dtype`` of the target.
+        trained: the set; default: `tiny_streams`.
+        options: of `StreamsConfig`.
+    """
+    return StreamsDrafter(StreamsConfig(**options), trained or tiny_streams(**(target or {})))
+
+
+def tiny_application(name: str, decoder: Decoder, trained: StreamSet | None = None, **options: Any) -> Application:
+    """An application over a tiny target.
+
+    Args:
+        name: its name; its identity, too.
+        decoder: the target.
+        trained: the set; default: `tiny_adapters` with ``options``.
+    """
+    trained = trained or tiny_adapters(decoder.config, dtype=decoder.dtype, **options)
+    return make_application(name, trained, decoder, identity=name)
 
 
 def _draw(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
@@ -165,7 +302,7 @@ def toy_decode(prompt_ids: Sequence[int], skip_special_tokens: bool) -> Callable
 def assemble(
     drafter: Drafter | DrafterConfig | None = None,
     *,
-    round: str = "serial",  # noqa: A002  (the name that users know)
+    round: str = "auto",  # noqa: A002  (the name that users know)
     verifier: str = "sample_and_match",
     budget: int | None = None,
     kv_tokens: int = 4096,
@@ -178,6 +315,7 @@ def assemble(
     device: str = "cpu",
     decoder: Decoder | None = None,
     make_decoder: Any = toy_decode,
+    applications: Sequence[Application] = (),
 ) -> Engine:
     """An engine over a tiny target.
 
@@ -187,16 +325,24 @@ def assemble(
         kv_tokens: slots of the target's pool.
         decoder: the target; default: `tiny_decoder` with ``dtype``, ``device`` and ``exact``.
         make_decoder: see `Engine`; None for a model without a tokenizer.
+        applications: over ``decoder``.
     """
     decoder = decoder or tiny_decoder(dtype=dtype, device=device, exact=exact)
     shape = decoder.config
-    pool = KVPool(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_tokens, decoder.dtype, decoder.device, block_size
-    )
     if isinstance(drafter, DrafterConfig):
         drafter = drafter.build(
             DrafterContext(load_model=None, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None)
         )
+    pool = KVPool(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        kv_tokens,
+        decoder.dtype,
+        decoder.device,
+        block_size,
+        scratch_slots=_streams(drafter, applications) * max_batch_rows,
+    )
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), max_sequences, pool.num_tokens, decoder.device)
     size = budget if budget is not None else drafter.spec.default_budget if drafter is not None else 0
@@ -208,12 +354,26 @@ def assemble(
         SchedulerConfig(max_sequences=max_sequences, max_batch_rows=max_batch_rows),
         FixedBudget(size=size, why="no drafter was named" if drafter is None else "budget=0"),
         make_decoder,
+        {application.name: application for application in applications},
     )
 
 
-def run(engine: Engine, requests: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
-    """Submit (prompt ids, params) together and step until all are answered; outputs in their order."""
-    order = [engine.submit(ids, params) for ids, params in requests]
+def _streams(drafter: Drafter | None, applications: Sequence[Application]) -> int:
+    """Most streams that a row may carry."""
+    own = [a.streams.config.gamma for a in applications if a.streams is not None]
+    return max([drafter.spec.streams.gamma, *own]) if drafter is not None and drafter.spec.streams is not None else 0
+
+
+def run(
+    engine: Engine, requests: Sequence[tuple[Sequence[int], Any]], applications: Sequence[str | None] | None = None
+) -> list[Any]:
+    """Submit (prompt ids, params) together and step until all are answered; outputs in their order.
+
+    Args:
+        applications: one a request; default: the base model for all.
+    """
+    names = applications or [None] * len(requests)
+    order = [engine.submit(ids, params, application=name) for (ids, params), name in zip(requests, names, strict=True)]
     done: dict[str, Any] = {}
     while engine.busy:
         for live in engine.step():

@@ -34,10 +34,12 @@ from .engine.tokens import Prompt, chat_ids, decode_steps, encode
 from .kv.pool import KVPool
 from .rounds import make_round
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
+from .target.applications import Application, load_applications
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
 from .target.native import unsupported
+from .target.streams import CONFIG_FILE
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,11 @@ class LLMConfig:
 
     model: str = field(metadata={"help": "embedded model, folder or hub name"})
     drafter: str | DrafterConfig | None = _option(None, "who guesses: name, name:model, or name:model,option=value")
-    round: str = _option("serial", "when guessing and checking happen")
-    verifier: str = _option(DEFAULT_VERIFIER, "sample_and_match, rejection or block (for drafts that carry q)")
+    round: str = _option("auto", "when guessing and checking happen: serial, fused (streams), or auto: the drafter's")
+    verifier: str = _option(
+        DEFAULT_VERIFIER,
+        "sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",
+    )
     budget: int | str | Mapping[int, int] | None = _option(
         None, "drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default"
     )
@@ -72,6 +77,12 @@ class LLMConfig:
     max_sequences: int = _option(64, "sequences that run at once")
     max_batch_rows: int = _option(512, "rows of one target pass; longer prompts are computed in chunks")
     threads: int | None = _option(None, "CPU threads; default: torch's choice")
+    applications: dict[str, str] | None = _option(
+        None,
+        "a trained set that requests may name; repeat it for several",
+        flag="--application",
+        metavar="NAME=FOLDER",
+    )
     revision: str | None = _option(None, "branch, tag or commit on the hub")
     offline: bool = _option(False, "fetch nothing from the hub")
     trust_remote_code: bool = _option(False, "refused: Paceline never runs a checkpoint's code", cli=False)
@@ -87,10 +98,23 @@ class LLMConfig:
             raise ConfigError(
                 f"threads={self.threads}", "at least one thread is needed", "leave it out for the default"
             )
+        if self.applications is not None and not _is_named(self.applications):
+            raise ConfigError(
+                f"applications={self.applications!r}",
+                "applications are folders by name",
+                'give a dictionary: {"sql": "path/to/folder"}',
+            )
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:
             raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
+
+
+def _is_named(applications: Any) -> bool:
+    """Whether this is folders by name."""
+    return isinstance(applications, Mapping) and all(
+        isinstance(name, str) and isinstance(where, str | Path) for name, where in applications.items()
+    )
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
@@ -105,6 +129,20 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Any  # None for a folder without one
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One request that is about to be submitted."""
+
+    ids: list[int]
+    text: str | None  # of the prompt, where text was given
+    params: SamplingParams
+    application: str | None
+
+    def submit(self, engine: Engine) -> str:
+        """Queue it; the request's id."""
+        return engine.submit(self.ids, self.params, prompt=self.text, application=self.application)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +219,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[int], None] | None = None,
+        application: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, together where there is room.
 
@@ -188,46 +227,66 @@ class LLM:
             prompts: one or many; text, or ``{"prompt_token_ids": [...]}``.
             params: one for all, or one a prompt; default: `SamplingParams()`.
             progress: called with the number of answers that are done.
+            application: whose adapters answer, one for all or one a prompt; None: the base model.
 
         Returns:
             One output a prompt, in their order.
 
         Raises:
-            ConfigError: a prompt or parameters that cannot be used; no answer was begun then.
+            ConfigError: a prompt, parameters or an application that cannot be used; no answer was begun then.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = _per_prompt(params, len(many))
+        names = self._check_names(application, len(many))
         encoded = [encode(prompt, self.tokenizer) for prompt in many]
-        return self._run([(ids, text, p) for (ids, text), p in zip(encoded, each, strict=True)], progress)
+        parts = zip(encoded, each, names, strict=True)
+        return self._run([_Job(ids, text, p, name) for (ids, text), p, name in parts], progress)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, stream: bool = False) -> Any:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        stream: bool = False,
+        application: str | None = None,
+    ) -> Any:
         """Answer a conversation: a list with one output, or with ``stream=True`` an iterator of `Chunk`.
 
         Raises:
-            ConfigError: the model has no chat template, or the template refuses the messages.
+            ConfigError: the model has no chat template, or the template refuses the messages, or there is no such
+                application.
         """
-        ids, text = chat_ids(messages, self.tokenizer, self.config.model)
-        if stream:
-            return self._stream(ids, text, params or SamplingParams())
-        return self._run([(ids, text, params or SamplingParams())], None)
+        job = _Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
+        return self._stream(job) if stream else self._run([job], None)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
+    ) -> Iterator[Chunk]:
         """Answer one prompt piece by piece. Leaving the iterator early ends the request."""
-        ids, text = encode(prompt, self.tokenizer)
-        return self._stream(ids, text, params or SamplingParams())
+        return self._stream(_Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request that is in flight; what it has so far, or None if there is no such request."""
         return self.engine.abort(request_id)
 
-    def _run(
-        self, jobs: Sequence[tuple[list[int], str | None, SamplingParams]], progress: Callable[[int], None] | None
-    ) -> list[RequestOutput]:
+    def _check_names(self, application: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+        """The application of each prompt, each one known."""
+        names = [application] * count if application is None or isinstance(application, str) else list(application)
+        if len(names) != count:
+            raise ConfigError(
+                f"{len(names)} applications for {count} prompts",
+                "the counts differ",
+                "give one for all or one a prompt",
+            )
+        for name in names:
+            self.engine.check_application(name)
+        return names
+
+    def _run(self, jobs: Sequence[_Job], progress: Callable[[int], None] | None) -> list[RequestOutput]:
         order: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:
-            for ids, text, params in jobs:
-                order.append(self.engine.submit(ids, params, prompt=text))
+            for job in jobs:
+                order.append(job.submit(self.engine))
             while len(done) < len(order):
                 for live in self.engine.step():
                     if live.finished and live.request.id in order:
@@ -240,10 +299,10 @@ class LLM:
             raise
         return [done[request_id] for request_id in order]
 
-    def _stream(self, ids: list[int], text: str | None, params: SamplingParams) -> Iterator[Chunk]:
-        request_id = self.engine.submit(ids, params, prompt=text)
+    def _stream(self, job: _Job) -> Iterator[Chunk]:
+        request_id = job.submit(self.engine)
         live = self.engine.live[request_id]
-        sent = _Sent(params.n)
+        sent = _Sent(job.params.n)
 
         def chunks() -> Iterator[Any]:
             try:
@@ -322,32 +381,40 @@ class AsyncLLM:
         """What the model was started with."""
         return self._llm.config
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
+    ) -> RequestOutput:
         """The whole answer to one prompt."""
         output: RequestOutput | None = None
-        async for chunk in self.stream(prompt, params):
+        async for chunk in self.stream(prompt, params, application):
             output = chunk.output
         assert output is not None
         return output
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
+    ) -> AsyncIterator[Chunk]:
         """Chunks as they come. Leaving the iterator, or cancelling the task, ends the request.
 
         Raises:
-            ConfigError: the prompt cannot be used, or (on the first ``await``) the parameters cannot.
+            ConfigError: the prompt cannot be used, or there is no such application, or (on the first ``await``)
+                the parameters cannot be used.
         """
-        ids, text = encode(prompt, self.tokenizer)
-        return self._stream(ids, text, params or SamplingParams())
+        self._llm.engine.check_application(application)
+        return self._stream(_Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application))
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, application: str | None = None
+    ) -> AsyncIterator[Chunk]:
         """Chunks of the answer to a conversation."""
+        self._llm.engine.check_application(application)
         ids, text = chat_ids(messages, self.tokenizer, self.config.model)
-        return self._stream(ids, text, params or SamplingParams())
+        return self._stream(_Job(ids, text, params or SamplingParams(), application))
 
-    async def _stream(self, ids: list[int], text: str | None, params: SamplingParams) -> AsyncIterator[Chunk]:
+    async def _stream(self, job: _Job) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
-        sent = _Sent(params.n)
+        sent = _Sent(job.params.n)
         request_ids: list[str] = []
 
         def post(item: list[Chunk] | Exception) -> None:
@@ -359,7 +426,7 @@ class AsyncLLM:
 
         def submit() -> None:  # in the engine's thread
             try:
-                request_id = self._llm.engine.submit(ids, params, prompt=text)
+                request_id = job.submit(self._llm.engine)
             except Exception as error:
                 post(error)
                 return
@@ -375,7 +442,7 @@ class AsyncLLM:
             if self._closed:
                 raise ConfigError("a request to a closed AsyncLLM", "its engine has stopped", "make a new AsyncLLM")
             self._orders.put(submit)
-        open_samples = params.n
+        open_samples = job.params.n
         try:
             while open_samples:
                 item = await inbox.get()
@@ -476,6 +543,12 @@ def _shared(config: LLMConfig, other: LLM) -> LoadedModel:
 def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
     revision = config.revision if name == config.model else None
     folder = resolve_folder(name, revision=revision, offline=config.offline)
+    if (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"model {name!r}",
+            "it is a set that was trained for a model, not a model",
+            "give it as an application, or to drafter='streams:...'",
+        )
     shape = read_config(folder)
     kind, quant = parse_dtype(dtype, shape)
     compiled = _native(config, shape, kind)
@@ -523,8 +596,9 @@ def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool
 
 def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     decoder = target.decoder
+    applications = _load_applications(config, target)
     drafter = _build_drafter(config, target)
-    if config.exact and config.verifier in VERIFIERS and VERIFIERS[config.verifier].needs_q:
+    if config.exact and config.verifier in VERIFIERS and VERIFIERS[config.verifier].ids_depend_on_drafter:
         raise CapabilityError(
             f"exact=True with verifier={config.verifier!r}",
             "its ids depend on the drafter by design",
@@ -532,7 +606,7 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
         )
     max_model_len = _max_model_len(config, decoder)
     scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
-    pool = _make_pool(config, decoder, max_model_len)
+    pool = _make_pool(config, decoder, max_model_len, _streams(drafter, applications))
     if drafter is not None:
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
@@ -541,7 +615,20 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
     )
-    return Engine(round_, pool, limits, scheduler, budget, decode_steps(target.tokenizer))
+    return Engine(round_, pool, limits, scheduler, budget, decode_steps(target.tokenizer), applications)
+
+
+def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Application]:
+    """The trained sets that requests may name."""
+    named = config.applications or {}
+    folders = {}
+    for name, where in named.items():
+        try:
+            folders[name] = resolve_folder(where, offline=config.offline)
+        except ConfigError as error:
+            asked = f"application {name!r}: {where}"
+            raise ConfigError(asked, "no such trained set", f"check the folder ({error})") from error
+    return load_applications(folders, target.decoder, target.name, target.folder)
 
 
 def _build_drafter(config: LLMConfig, target: LoadedModel) -> Drafter | None:
@@ -559,6 +646,9 @@ def _build_drafter(config: LLMConfig, target: LoadedModel) -> Drafter | None:
         device=parse_device(config.device),
         offline=config.offline,
         revision=config.revision,
+        find=lambda name: resolve_folder(name, offline=config.offline),
+        target=target.name,
+        target_folder=target.folder,
     )
     return registry.build(chosen, context)
 
@@ -584,7 +674,8 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
         table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
     cap = drafter.spec.default_budget
     guess = draft_guess(table, drafts.get(_draft_name(config)), network=drafter.spec.cache is not None)
-    return AutoBudget(table, cap=cap, tree=drafter.spec.tree, draft_guess=guess)
+    prepares = drafter.spec.streams is not None
+    return AutoBudget(table, cap=cap, tree=drafter.spec.tree, draft_guess=guess, prepares=prepares)
 
 
 def _fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
@@ -619,7 +710,15 @@ def _max_model_len(config: LLMConfig, decoder: Decoder) -> int:
     return wanted
 
 
-def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int) -> KVPool:
+def _streams(drafter: Drafter | None, applications: Mapping[str, Application]) -> int:
+    """Most streams that a row may carry."""
+    rules = drafter.spec.streams if drafter is not None else None
+    if rules is None:
+        return 0
+    return max([rules.gamma, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])
+
+
+def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, streams: int = 0) -> KVPool:
     shape = decoder.config
     per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
     # One sequence alone must always fit, with its last token's row.
@@ -635,12 +734,20 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int) -> KVPoo
                 f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
                 f"give {least * per_token} bytes or more, or a smaller max_model_len",
             )
-    wanted = tokens * per_token
+    wanted = (tokens + streams * config.max_batch_rows) * per_token
     free = _free_bytes(decoder.device)
     if free is not None and wanted > free:
         raise _too_little_memory(config, max_model_len, per_token, wanted, f"{free / 2**30:.1f} GiB are free")
     try:
-        return KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, tokens, decoder.dtype, decoder.device)
+        return KVPool(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            tokens,
+            decoder.dtype,
+            decoder.device,
+            scratch_slots=streams * config.max_batch_rows,  # every row of the widest pass may carry its streams
+        )
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
 

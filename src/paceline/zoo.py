@@ -1,8 +1,10 @@
 """The embedded models: where they are and what they are.
 
 A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and
-names its draft and its drafter. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source
-checkout, then in the ``_zoo`` that the wheel carries.
+names its draft and its drafter. A trained set (role "streams" or "adapter") is a folder with
+``streams.json`` and ``streams.safetensors``; its ``zoo.json`` names the target it was trained for. Folders are
+looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source checkout, then in the ``_zoo`` that the wheel
+carries.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from .core.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent
 CARD = "zoo.json"
+ROLES = ("target", "draft", "streams", "adapter")  # in the order in which they are listed
+TRAINED_SETS = ("streams", "adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +29,14 @@ class ZooEntry:
     """One embedded model."""
 
     name: str
-    role: str  # "target" or "draft"
+    role: str  # one of `ROLES`
     description: str
     parameters: int
     bytes: int  # of the weights on disk
     path: Path
     draft: str | None = None  # the zoo's own draft model for this target
     drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
+    target: str | None = None  # the zoo's target that a trained set belongs to
 
 
 def find(name: str) -> Path | None:
@@ -45,8 +50,8 @@ def find(name: str) -> Path | None:
 
 
 def available() -> list[ZooEntry]:
-    """Every embedded model, targets first, by name."""
-    return sorted(_entries().values(), key=lambda entry: (entry.role != "target", entry.name))
+    """Every embedded model and trained set, in the order of `ROLES`, then by name."""
+    return sorted(_entries().values(), key=lambda entry: (ROLES.index(entry.role), entry.name))
 
 
 def default_drafter(name: str) -> str | None:
@@ -86,18 +91,28 @@ def _read(card: Path) -> ZooEntry:
         facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
         return ZooEntry(
             name=card.parent.name,
-            role=facts["role"],
+            role=_role(facts),
             description=facts["description"],
             parameters=int(facts["parameters"]),
             bytes=sum(file.stat().st_size for file in card.parent.glob("*.safetensors")),
             path=card.parent,
             draft=_text(facts, "draft"),
             drafter=_text(facts, "drafter"),
+            target=_text(facts, "target"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             str(card), f"not a readable zoo card ({error!r})", "restore it or remove its folder"
         ) from error
+
+
+def _role(facts: dict[str, Any]) -> str:
+    role = facts["role"]
+    if role not in ROLES:
+        raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
+    if (role in TRAINED_SETS) != (facts.get("target") is not None):
+        raise ValueError("a trained set, and nothing else, names its target")
+    return str(role)
 
 
 def _text(facts: dict[str, Any], key: str) -> str | None:

@@ -9,6 +9,9 @@ import torch
 import transformers
 
 from paceline import LLM, SamplingParams
+from paceline.target.adapters import AdapterConfig, linear_shapes
+from paceline.target.loader import read_config
+from paceline.target.streams import StreamConfig, StreamSet
 
 pytestmark = pytest.mark.gpu
 
@@ -102,3 +105,22 @@ def test_the_pool_is_whole_after_a_batch(folder: Path) -> None:
     llm = LLM(str(folder), device="cuda", dtype="float32", drafter="ngram")
     llm.generate(prompts(), GREEDY)
     llm.engine.pool.check_integrity()
+
+
+@pytest.mark.parametrize("option", ["at=nodes", "at=frontier", "at=nodes,prune_count=6", "at=nodes,attention_limit=9"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_streams_change_no_id(folder: Path, tmp_path: Path, params: SamplingParams, option: str) -> None:
+    """A random lossless set, float64 so that no rounding can be blamed."""
+    shape = read_config(folder)
+    config = StreamConfig(
+        gamma=3,
+        msa_layers=1,
+        num_layers=shape.num_layers,
+        d_model=shape.d_model,
+        vocab_size=shape.vocab_size,
+        adapter=AdapterConfig(layers=(shape.num_layers - 1,)),
+    )
+    StreamSet.fresh(config, linear_shapes(shape), torch.Generator().manual_seed(1)).save(tmp_path)
+    plain = answers(folder, params, dtype="float64")
+    drafter = f"streams:{tmp_path},k=12,nodes=20,{option}"
+    assert answers(folder, params, dtype="float64", drafter=drafter, budget=20) == plain

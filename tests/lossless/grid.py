@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from tiny import EOS, assemble, draft_model, full_logits, hybrid, run, tiny_config, tiny_decoder, toy_decode
+from tiny import EOS, assemble, draft_model, full_logits, hybrid, run, streams, tiny_config, tiny_decoder, toy_decode
 from torch import Tensor
 
 from paceline.core.request import RequestOutput
@@ -390,6 +390,10 @@ def _hybrid(**options: Any) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: hybrid(target={"config": CONFIG}, **options)
 
 
+def _streams(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: streams(target={"config": CONFIG}, **options)
+
+
 def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: Adversary(rule, cases)
 
@@ -409,6 +413,15 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
     "dynamic_point": _model(topk=4, depth=3, beam=2, noise=0.08, proposes="point"),
     "dynamic_shy": _model(topk=2, depth=6, min_prob=0.2),
+    "streams_tree": _streams(k=12, nodes=24, at="nodes"),
+    "streams_frontier": _streams(k=12, nodes=24),
+    "streams_point": _streams(k=12, nodes=24, proposes="point"),
+    "streams_chain": _streams(chain=True, at="nodes"),
+    "streams_drawn": _streams(proposes="sampled"),
+    "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
+    "streams_count": _streams(k=12, nodes=24, prune_count=9),
+    "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
+    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "hybrid_chain": _hybrid(depth=4, lookup=6),
     "hybrid_tree": _hybrid(topk=3, depth=4, nodes=9, lookup=6, noise=0.08),
     **{

@@ -44,6 +44,11 @@ ACCEPTED = {
     "static_drawn": {*range(3)},
     "dynamic_coupled": {*range(5)},
     "dynamic_point": {*range(4)},
+    "streams_tree": {0, 1, 2},
+    "streams_frontier": {0, 1, 2},
+    "streams_point": {0, 1, 2},
+    "streams_threshold": {0, 1},
+    "streams_count": {0, 1},
     "hybrid_chain": {*range(5)},
     "hybrid_tree": {*range(5)},
     "partly_right": {*range(8)},
@@ -59,12 +64,16 @@ TAKEN = {"drafts accepted under penalties"}
 ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a path"}
 BRANCHED = {"a sibling that is not the first"}
 KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
-BRANCHING = {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"} | {
-    "hybrid_tree",
-    "over_budget",
-    "later_sibling",
-    "random_trees",
-}
+BRANCHING = (
+    {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
+    | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
+    | {
+        "hybrid_tree",
+        "over_budget",
+        "later_sibling",
+        "random_trees",
+    }
+)
 
 
 def _must_meet(drafter: str) -> set[str]:

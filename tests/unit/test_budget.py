@@ -501,3 +501,15 @@ def test_what_calibrate_writes_is_what_the_next_start_reads(tmp_path: Path) -> N
     exact = LLM(str(folder), kv_memory="64MiB", drafter=drafter, exact=True).engine.budget
     assert isinstance(exact, AutoBudget)
     assert "quick estimate" in exact.costs.table.source and "exact False there, True here" in exact.costs.table.source
+
+
+@pytest.mark.parametrize("steps", [600, 3000])
+def test_a_drafter_that_must_prepare_is_woken_up(steps: int) -> None:
+    """Streams ride only where drafts are wanted: a single try at rest finds nothing, however good the text is."""
+    turns = World(STEP_COSTS["flat"], acceptance=lambda step: 0.0 if step < 150 else 0.9, answer=10_000, prepares=True)
+    plain = run(PLAIN, turns, 1, steps).speed
+    woken, asleep = (run(auto(turns, prepares=p), turns, 1, steps) for p in (True, False))
+    assert woken.speed > 1.5 * plain
+    assert woken.speed > 1.4 * asleep.speed
+    never = World(STEP_COSTS["flat"], acceptance=lambda step: 0.0, answer=10_000, prepares=True)
+    assert run(auto(never, prepares=True), never, 1, steps).speed > 0.97 * run(PLAIN, never, 1, steps).speed

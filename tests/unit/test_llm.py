@@ -17,7 +17,7 @@ import torch
 
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams
 from paceline.llm import Chunk, parse_bytes
-from paceline.target.loader import resolve_folder
+from paceline.target.loader import read_config, resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -296,7 +296,8 @@ def test_sizes(value: str | int, size: int):
 
 
 def test_kv_memory_that_fits_one_request_is_enough():
-    per_token = 2 * 8 * 6 * 64 * 2
+    shape = read_config(resolve_folder(MODEL))
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
     small = LLM(MODEL, kv_memory=per_token * 80, max_model_len=64)
     assert small.engine.pool.num_tokens == 80
     outputs = small.generate([PROMPT] * 5, replace(GREEDY, max_tokens=None))

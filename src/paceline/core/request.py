@@ -234,6 +234,7 @@ class Request:
     arrival: int  # order of submission; older requests are served first and preempted last
     seed: int  # the request's own, or one drawn at submission
     prompt: str | None = None  # text, where text was given
+    application: str | None = None  # whose adapter answers; None: the base model
 
 
 @dataclass(slots=True)
@@ -318,3 +319,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     stats: SpecStats
     finished: bool
+    application: str | None = None  # whose adapter answered; None: the base model

@@ -5,6 +5,9 @@ Definitions, once for the whole project:
 - A *pass* is a forward of the target that chose at least one token of the sequence's output.
 - *Drafted* tokens were checked by a pass; *accepted* ones are those of them that came out, after the
   stop rules' cut; *emitted* tokens are all that came out.
+- *Row-layers* are rows times the layers that each went through, of roots, drafted nodes and streams alike
+  (rows of a prompt before its last are left out); the *upper* ones are those of the layers above the one
+  before which trees are pruned and streams begin.
 - The mean accepted length is ``1 + accepted / passes``: tokens a pass, were no stop rule to cut any.
 """
 
@@ -45,6 +48,9 @@ class SpecStats:
     idle_ms: float = 0.0  # waiting for other work
     elapsed_ms: float = 0.0  # wall time, from submission to the last token
     ttft_ms: float | None = None  # from submission to the first token
+    row_layers: int = 0  # of passes
+    upper_row_layers: int = 0  # those in the layers that streams go through; 0 where a pass has none
+    pruned: int = 0  # proposed nodes that were pruned in mid-pass: neither drafted nor accepted
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # those whose K/V was found in the pool
     preemptions: int = 0
@@ -156,6 +162,9 @@ _SUMS = (
     "drafted",
     "accepted",
     "emitted",
+    "row_layers",
+    "upper_row_layers",
+    "pruned",
     "draft_ms",
     "verify_ms",
     "host_ms",

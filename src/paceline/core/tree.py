@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from .errors import ConfigError
 
+_FEW_NODES = 512  # columns of a batch of trees, padding included
 PADDING = -1  # parents, node ids and path tokens of padding; token columns hold 0 there
 
 
@@ -440,7 +441,7 @@ class TokenTree:
     def depths(self) -> Tensor:
         """[B, N] int64: edges from the root; -1 at padding."""
         if not self.chain:
-            return (self._lineage() > 0).sum(dim=2) - 1
+            return self._host_depths() if self._small else (self._lineage() > 0).sum(dim=2) - 1
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         if self.dense:
             return index.expand(self.tokens.shape)
@@ -454,6 +455,8 @@ class TokenTree:
         batch, width = self.tokens.shape
         device = self.tokens.device
         if not self.chain:
+            if self._small:
+                return self._host_mask()
             mask = torch.zeros(batch, width, width + 1, dtype=torch.bool, device=device)
             return mask.scatter_(2, self._lineage(), True)[:, :, 1:]
         lower = torch.ones(width, width, dtype=torch.bool, device=device).tril_()
@@ -500,6 +503,31 @@ class TokenTree:
             raise ConfigError(f"tree of request {b}", problem, "build trees with the constructors of TokenTree")
 
     # ---- the parts that the operations are made of
+
+    @property
+    def _small(self) -> bool:
+        """Few nodes on the host: plain lists are then several times faster than tensor operations."""
+        return self.tokens.device.type == "cpu" and self.tokens.numel() <= _FEW_NODES
+
+    def _host_depths(self) -> Tensor:
+        rows = []
+        for parents, count in zip(self.parents.tolist(), self.num_nodes.tolist(), strict=True):
+            depths = [0] * count + [PADDING] * (len(parents) - count)
+            for node in range(1, count):
+                depths[node] = depths[parents[node]] + 1
+            rows.append(depths)
+        return torch.tensor(rows)
+
+    def _host_mask(self) -> Tensor:
+        batch, width = self.tokens.shape
+        mask = torch.zeros(batch, width, width, dtype=torch.bool)
+        host = mask.numpy()
+        for rows, parents, count in zip(host, self.parents.tolist(), self.num_nodes.tolist(), strict=True):
+            for node in range(count):
+                if node:
+                    rows[node] = rows[parents[node]]
+                rows[node, node] = True
+        return mask
 
     def _next(self) -> Tensor:
         return self.node_id.amax(dim=1) + 1 if self.next_id is None else self.next_id

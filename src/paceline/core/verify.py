@@ -127,6 +127,65 @@ def block(
     return _block_chain(tree, tree.q, p, accept_uniform, residual_gumbel)
 
 
+def lossy_stream_rejection(
+    tree: TokenTree,
+    p: Tensor,
+    accept_uniform: Tensor,
+    residual_gumbel: ResidualGumbel,
+) -> VerifyOutcome:
+    """The rejection rule of Speculative Streaming on a tree of likeliest tokens. Lossy: the output is not p's.
+
+    A node is accepted with probability min(1, p(x) / q(x)), where q is its stream's distribution; of the
+    accepted paths the longest one comes out (of equals the first), and the next token is drawn from p after it.
+    On a tree that is no honest draw from q this shifts the output towards likely tokens.
+
+    Args:
+        tree: drafts with ``log_score``; log q of a node is its score less its parent's.
+        p, accept_uniform, residual_gumbel: as for `rejection`.
+
+    Raises:
+        ConfigError: a tree with drafted nodes and no scores, or shapes that do not fit.
+
+    Source: Speculative Streaming, eq. 9 and appendix F.
+    """
+    if tree.log_score is None:
+        if bool((tree.num_nodes > 1).any()):
+            raise ConfigError(
+                "stream rejection of a tree without log_score",
+                "it needs the streams' probability of every node",
+                "draft with streams, or verify with sample_and_match",
+            )
+        return _bonus_only(p, residual_gumbel)
+    if p.dim() != 3 or p.shape[:2] != tree.tokens.shape or accept_uniform.shape != tree.tokens.shape:
+        raise ConfigError(
+            f"stream rejection with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",
+            f"the trees are {tree.tokens.shape[0]} x {tree.tokens.shape[1]} nodes",
+            "give p as [B, N, V] and accept_uniform as [B, N]",
+        )
+    parents = tree.parents.long().clamp(min=0)
+    batch = torch.arange(len(parents), device=p.device)[:, None]
+    q_token = (tree.log_score - tree.log_score.gather(1, parents)).double().exp()  # [B, N]
+    p_token = p[batch, parents, tree.tokens].double()
+    kept = tree.real() & (accept_uniform.double() * q_token < p_token)  # [B, N]
+    kept[:, 0] = True
+    mask = tree.ancestor_mask()  # [B, N, N]
+    whole = (kept[:, None, :] | ~mask).all(dim=2) & tree.real()
+    depths = torch.where(whole, tree.depths(), -1)
+    frontier = depths.argmax(dim=1)  # the first of the deepest
+    path = _path_to(frontier, mask, max(1, tree.bound()))
+    next_token = _draw(_rows(p, frontier), frontier, residual_gumbel)
+    return VerifyOutcome(path, (path >= 0).sum(dim=1), next_token, frontier)
+
+
+def _path_to(nodes: Tensor, mask: Tensor, depth: int) -> Tensor:
+    """[B, depth] int64: drafted nodes from the root down to ``nodes`` [B], -1 padded."""
+    width = mask.shape[1]
+    index = torch.arange(width, device=mask.device)
+    lineage = mask[torch.arange(len(nodes), device=mask.device), nodes] & (index > 0)  # [B, N]
+    found = torch.where(lineage, index, width).sort(dim=1).values[:, :depth]
+    return torch.where(found < width, found, -1)
+
+
 # ---- sample and match
 
 

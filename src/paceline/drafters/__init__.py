@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .none import NoneConfig
     from .proposal import Proposal
     from .registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
+    from .streams import StreamsConfig
     from .suffix import SuffixConfig
     from .synthetic import SyntheticConfig
 
@@ -26,6 +27,7 @@ _HOMES = {
     "NgramConfig": "ngram",
     "NoneConfig": "none",
     "Proposal": "proposal",
+    "StreamsConfig": "streams",
     "SuffixConfig": "suffix",
     "SyntheticConfig": "synthetic",
     "DrafterConfig": "registry",
@@ -48,6 +50,7 @@ __all__ = [
     "Proposal",
     "SequenceView",
     "StepFeatures",
+    "StreamsConfig",
     "SuffixConfig",
     "SyntheticConfig",
     "build",

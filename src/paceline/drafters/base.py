@@ -17,7 +17,9 @@ from ..core.tree import TokenTree
 
 if TYPE_CHECKING:
     from ..core.sampling import SequenceSampler
+    from ..target.applications import Application
     from ..target.base import TargetInfo
+    from ..target.streams import StreamSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,23 @@ class CacheSpec:
     head_dim: int
     window: int | None = None  # keys kept beside the sinks; None: all
     sinks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRules:
+    """How streams ride on the target's own pass, for drafters that draft with them (the fused round)."""
+
+    gamma: int  # most streams a row
+    at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
+    prune_threshold: float | None = None  # nodes with a transition probability below it go before the upper layers
+    prune_count: int | None = None  # so many drafted nodes stay
+    attention_limit: int | None = None  # keys of its main row that a stream attends to; None: all
+    rotates: bool = False  # whether a set rotates values, which the torch layers alone can do
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any tree may be pruned."""
+        return self.prune_threshold is not None or self.prune_count is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +64,7 @@ class DrafterSpec:
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     tree: bool = False  # may propose siblings
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
+    streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
 
 
@@ -57,6 +77,7 @@ class SequenceView:
     prompt_len: int
     sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
     max_len: int | None = None  # prompt and output together cannot grow beyond this
+    application: Application | None = None  # whose adapters its rows have; None: the base model
 
 
 @dataclass(slots=True)
@@ -82,6 +103,7 @@ class StepFeatures:
     paths: Sequence[Sequence[int]]  # [B] accepted nodes, root excluded
     hidden: dict[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]
     hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, in token order
+    stream_logits: Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams; None: it had none
 
 
 class Drafter(Protocol):
@@ -119,6 +141,14 @@ class RememberingDrafter(Drafter, Protocol):
 
     def forget(self) -> None:
         """Drop all of it. Called between requests, so that a benchmark's trials know nothing of each other."""
+        ...
+
+
+class StreamingDrafter(Drafter, Protocol):
+    """A drafter whose guesses are read from streams in the target's own pass; `DrafterSpec.streams` is set."""
+
+    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+        """The lossless set whose streams ride on this sequence's rows; None: none does."""
         ...
 
 

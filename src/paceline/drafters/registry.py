@@ -31,6 +31,7 @@ _BUILTIN = {
     "suffix": "paceline.drafters.suffix:SuffixConfig",
     "draft_model": "paceline.drafters.draft_model:DraftModelConfig",
     "hybrid": "paceline.drafters.hybrid:HybridConfig",
+    "streams": "paceline.drafters.streams:StreamsConfig",
     "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 
@@ -46,6 +47,9 @@ class DrafterContext:
     device: Any = None  # torch.device of the target
     offline: bool = False  # nothing may be fetched
     revision: str | None = None  # hub revision of the target
+    find: Callable[[str], Any] | None = None  # name of an embedded, local or hub folder -> its path
+    target: str = ""  # name of the target
+    target_folder: Any = None  # where its checkpoint lies; None: in memory alone
 
 
 def option(default: Any = MISSING, *, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:
@@ -59,11 +63,12 @@ class DrafterConfig:
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks
     what bounds cannot say in `validate`, and makes the drafter in `build`. The first line of its
-    docstring is the drafter's help text. A field called ``model`` takes what follows the colon in
+    docstring is the drafter's help text. The field that ``subject`` names takes what follows the colon in
     ``"name:model"``.
     """
 
     kind: ClassVar[str] = ""
+    subject: ClassVar[str] = "model"
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))
@@ -296,15 +301,17 @@ def _read_options(config_class: type[DrafterConfig], spec: str, text: str | None
 
 
 def _with_model(config_class: type[DrafterConfig], spec: str, model: str, values: dict[str, Any]) -> dict[str, Any]:
-    if "model" not in {f.name for f in fields(config_class)}:
+    subject = config_class.subject
+    if subject not in {f.name for f in fields(config_class)}:
         raise ConfigError(
             f"drafter={spec!r}", f"{config_class.kind} runs no model of its own", f"write {config_class.kind!r}"
         )
     if not model:
-        raise ConfigError(f"drafter={spec!r}", "no model after the colon", f"write {config_class.kind}:MODEL")
-    if "model" in values:
-        raise ConfigError(f"drafter={spec!r}", "model is given twice", "give it once")
-    return {"model": model, **values}
+        wrong, remedy = f"no {subject} after the colon", f"write {config_class.kind}:{subject.upper()}"
+        raise ConfigError(f"drafter={spec!r}", wrong, remedy)
+    if subject in values:
+        raise ConfigError(f"drafter={spec!r}", f"{subject} is given twice", "give it once")
+    return {subject: model, **values}
 
 
 def _refuse_missing(config_class: type[DrafterConfig], spec: str, values: dict[str, Any]) -> None:

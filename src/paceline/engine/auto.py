@@ -101,6 +101,7 @@ class _Try:
     key: int
     expected_ms: float  # what it adds to the step
     base: int  # nodes that were planned for the sequence anyway
+    follows: bool = False  # the step before was a try that only prepared this one
 
 
 @dataclass(slots=True)
@@ -146,6 +147,8 @@ class AutoBudget:
         cap: most nodes of a sequence (the drafter's own size).
         tree: the drafter may propose siblings.
         draft_guess: the drafter's time before any was measured; see `DraftCosts`.
+        prepares: the drafter proposes only what the step before has prepared, and a step without a budget prepares
+            nothing: a try at rest then takes two steps.
         config: how careful and how curious.
         clock: seconds, to time the reviews.
     """
@@ -159,6 +162,7 @@ class AutoBudget:
         cap: int,
         tree: bool = False,
         draft_guess: Sequence[float] = (0.03, 0.0, 0.002, 0.002),
+        prepares: bool = False,
         config: AutoBudgetConfig | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -187,6 +191,8 @@ class AutoBudget:
         self._planned = True  # whether the coming step drafts as the decision says
         self._purse_ms = table.step_ms(1, 0) / 2
         self._try: _Try | None = None
+        self._prepares = prepares
+        self._prepared: int | None = None  # key of the sequence that the last step's try has prepared
         self._try_at = 0
         self._wait = 1
         self._since_plain = 0
@@ -340,19 +346,23 @@ class AutoBudget:
     def _consider_try(self, sequences: Sequence[RunningSequence], budgets: list[int], batch_size: int) -> None:
         """Let one sequence draft more than planned if the purse can pay for it."""
         chosen, nodes = self._candidate(sequences, budgets)
+        prepared = [i for i, s in enumerate(sequences) if s.view.key == self._prepared and budgets[i] == 0]
+        self._prepared = None
+        if prepared:
+            chosen, nodes = prepared[0], min(self.config.probe, self.cap)
         base = budgets[chosen]
         if nodes <= base:
             self._try_at = self._step + self.config.review_steps
             return
         added, gain = self._price(sequences[chosen], budgets, base, nodes, batch_size)
         loss = added - gain * self.decision.plain_ms / batch_size
-        if loss > self._credit_ms():
+        if loss > self._credit_ms() and not prepared:  # what was paid for in the last step is not thrown away
             missing = min(loss, self._most_ms()) - self._purse_ms
             wait = math.ceil(missing / max(1e-6, self.config.explore * self.decision.plain_ms))
             self._try_at = self._step + max(1, min(self.config.longest_wait, wait))
             return
         budgets[chosen] = nodes
-        self._try = _Try(sequences[chosen].view.key, added, base)
+        self._try = _Try(sequences[chosen].view.key, added, base, bool(prepared))
         self._wait = min(self.config.longest_wait, 2 * self._wait)
         self._try_at = self._step + self._wait
 
@@ -430,6 +440,8 @@ class AutoBudget:
             ):  # nothing was proposed: cheap, and no news
                 self._wait = max(1, self._wait // 2)
                 self._try_at = self._step + min(self._wait, self.config.review_steps)
+                if self._prepares and not self._try.follows:
+                    self._prepared, self._try_at = self._try.key, self._step + 1
             if accepted and self._try.base == 0:
                 self._wait = 1
                 self._try_at = self._step + 1

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.request import CompletionOutput, Request, RequestOutput, SequenceState, StopChecker
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.stats import SpecStats
 from ..drafters.base import SequenceView
 from ..kv.pool import KVPool
-from ..rounds.base import Round, RunningSequence, StepResult, Work
+from ..rounds.base import Round, RunningSequence, StepResult, StreamingRound, Work
+from ..target.applications import Application
 from .budget import DraftBudget, StepRecord
 from .scheduler import Scheduler, SchedulerConfig
 
@@ -58,6 +59,7 @@ class Engine:
         budget: how many nodes to draft.
         make_decoder: prompt ids and skip_special_tokens -> a function from one token to its text; None for a
             model without a tokenizer.
+        applications: what requests may name, by name.
     """
 
     def __init__(
@@ -68,11 +70,14 @@ class Engine:
         scheduler: SchedulerConfig,
         budget: DraftBudget,
         make_decoder: DecodeStepFactory | None = None,
+        applications: Mapping[str, Application] | None = None,
     ) -> None:
+        _check_streams(round_, applications or {})
         self.round = round_
         self.pool = pool
         self.limits = limits
         self.budget = budget
+        self.applications = dict(applications or {})
         self.scheduler = Scheduler(pool, scheduler, budget)
         self.live: dict[str, LiveRequest] = {}
         self._make_decoder = make_decoder
@@ -87,22 +92,36 @@ class Engine:
         params: SamplingParams,
         request_id: str | None = None,
         prompt: str | None = None,
+        application: str | None = None,
     ) -> str:
         """Check a request and queue it.
+
+        Args:
+            prompt_ids, params: what is asked.
+            request_id: to know it by; None: one is made up.
+            prompt: its text, where text was given.
+            application: whose adapters answer; None: the base model.
 
         Returns:
             Its id.
 
         Raises:
-            ConfigError: the prompt is empty, too long, holds an unknown id, or the parameters do not fit the
-                vocabulary. Nothing is queued.
+            ConfigError: the prompt is empty, too long, holds an unknown id, the parameters do not fit the
+                vocabulary, or there is no such application. Nothing is queued.
         """
+        self.check_application(application)
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         self._check(prompt_ids, request_id)
         seed = params.seed if params.seed is not None else derive_seed()
         request = Request(
-            id=request_id, prompt_ids=tuple(prompt_ids), params=params, arrival=arrival, seed=seed, prompt=prompt
+            id=request_id,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            arrival=arrival,
+            seed=seed,
+            prompt=prompt,
+            application=application,
         )
         sequences = [self._sequence(request, index) for index in range(params.n)]
         self._check_pool(sequences[0])
@@ -111,6 +130,17 @@ class Engine:
         for sequence in sequences:
             self.scheduler.add(sequence)
         return request_id
+
+    def check_application(self, name: str | None) -> None:
+        """Raises ConfigError where a request cannot name this application."""
+        if name is None or name in self.applications:
+            return
+        known = ", ".join(sorted(self.applications))
+        raise ConfigError(
+            f"application={name!r}",
+            "there is no such application",
+            f"name one of: {known}, or none for the base model" if known else "load it: LLM(..., applications={...})",
+        )
 
     def _check(self, prompt_ids: Sequence[int], request_id: str) -> None:
         limits = self.limits
@@ -158,7 +188,9 @@ class Engine:
         stats = SpecStats(prompt_tokens=len(request.prompt_ids) if index == 0 else 0, off_reason=self.budget.reason())
         state = SequenceState(request, index, sampler, checker, stats=stats)
         max_len = len(request.prompt_ids) + max_tokens
-        view = SequenceView(next(self._keys), list(request.prompt_ids), len(request.prompt_ids), sampler, max_len)
+        application = None if request.application is None else self.applications[request.application]
+        ids = request.prompt_ids
+        view = SequenceView(next(self._keys), list(ids), len(ids), sampler, max_len, application)
         return RunningSequence(state, view, max_len)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -251,12 +283,27 @@ class Engine:
             outputs=outputs,
             stats=stats,
             finished=live.ended is not None,
+            application=live.request.application,
         )
 
     def _completion(self, live: LiveRequest, sequence: RunningSequence) -> CompletionOutput:
         completion = sequence.state.output()
         completion.text = live.text_prefix + completion.text
         return completion
+
+
+def _check_streams(round_: Round, applications: Mapping[str, Application]) -> None:
+    """Refuse applications whose main rows attend to streams in a round that cannot give them any."""
+    for application in applications.values():
+        if application.streams is None:
+            continue
+        if not isinstance(round_, StreamingRound):
+            raise CapabilityError(
+                f"application {application.name!r} in round {round_.name!r}",
+                "its answers depend on streams beside every generated token, and this round has none",
+                "use drafter='streams'",
+            )
+        round_.admit(application.streams)
 
 
 Counts = tuple[Work, int, int]  # a work and its sequence's drafted and accepted tokens before the step

@@ -115,12 +115,14 @@ class Scheduler:
                 continue
             tokens = sequence.view.tokens
             reuse = sequence.params.prompt_logprobs is None
-            wanted, blocks = self.pool.cost(tokens, left, reuse)
+            identity, shareable = sequence.identity, sequence.shareable
+            wanted, blocks = self.pool.cost(tokens, left, reuse, identity, shareable)
             # A block of headroom for each running sequence, lest the newcomer be preempted at once.
             if self.pool.allocator.num_free - blocks < len(self.running):
                 self.waiting.appendleft(sequence)
                 break
-            sequence.cache = self.pool.open(tokens, reuse, expected=sequence.max_len + SPARE_TOKENS)
+            expected = sequence.max_len + SPARE_TOKENS
+            sequence.cache = self.pool.open(tokens, reuse, expected, identity, shareable)
             sequence.cache.reserve(wanted)
             stats = sequence.state.stats
             if not stats.passes:
@@ -153,7 +155,7 @@ class Scheduler:
             if budget > 0:
                 budget = self._affordable(sequence, budget)
                 left -= budget
-            works.append(Work(sequence, rows[id(sequence)], budget, depth))
+            works.append(Work(sequence, rows[id(sequence)], budget, depth, may_draft=depth > 1))
         return works
 
     def _wanted(self, sequences: list[RunningSequence], depths: list[int], generating: int) -> dict[int, int]:

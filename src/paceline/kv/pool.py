@@ -36,6 +36,7 @@ class KVPool:
         num_tokens: slots wanted; rounded up to whole blocks.
         dtype, device: of the tensors.
         block_size: slots a block.
+        scratch_slots: slots of no sequence, for K and V that one pass alone needs.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         block_size: int = 16,
+        scratch_slots: int = 0,
     ) -> None:
         num_blocks = -(-num_tokens // block_size)
         if num_blocks < 1:
@@ -57,7 +59,9 @@ class KVPool:
         self.sequences: set[SequenceCache] = set()
         # Zeros, not empty: a masked key is multiplied by weight 0, and 0 * NaN would not be 0.
         # Heads first: what one head reads in a pass lies in one piece.
-        shape = (num_layers, kv_heads, self.num_tokens + PADDING_SLOTS, head_dim)
+        self.scratch_slots = scratch_slots
+        self._roots: dict[str, int] = {}  # identity -> its root content
+        shape = (num_layers, kv_heads, self.num_tokens + PADDING_SLOTS + scratch_slots, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)  # [layers, kv_heads, slots, head_dim]
         self._v = torch.zeros(shape, dtype=dtype, device=device)
         self.k = list(self._k.unbind(0))  # one a layer: [kv_heads, slots, head_dim]
@@ -68,7 +72,35 @@ class KVPool:
         """Bytes that K and V of one token take."""
         return 2 * num_layers * kv_heads * head_dim * dtype.itemsize
 
-    def open(self, tokens: Sequence[int] = (), reuse: bool = True, expected: int | None = None) -> SequenceCache:
+    def scratch(self, count: int) -> slice:
+        """The first ``count`` scratch slots. What a pass writes there the next one overwrites.
+
+        Raises:
+            PoolFullError: there are fewer.
+        """
+        if count > self.scratch_slots:
+            raise PoolFullError(f"{count} scratch slots wanted, the pool has {self.scratch_slots}")
+        first = self.num_tokens + PADDING_SLOTS
+        return slice(first, first + count)
+
+    def content_root(self, identity: str | None) -> int:
+        """What stands before the first block of sequences whose K/V depends on more than their tokens.
+
+        Args:
+            identity: of what it depends on (an adapter); None: the base model alone.
+        """
+        if identity is None:
+            return ROOT_CONTENT
+        return self._roots.setdefault(identity, ROOT_CONTENT - 1 - len(self._roots))
+
+    def open(
+        self,
+        tokens: Sequence[int] = (),
+        reuse: bool = True,
+        expected: int | None = None,
+        identity: str | None = None,
+        shareable: int | None = None,
+    ) -> SequenceCache:
         """A new sequence, which starts with the longest published prefix of ``tokens``.
 
         At least one token is left to compute, since a sequence needs the output of its last token.
@@ -78,28 +110,39 @@ class KVPool:
             reuse: False where every token must be computed (prompt log-probabilities).
             expected: tokens that the sequence may come to hold, where that is known: it is placed where that
                 many slots in a row are empty. Nothing is reserved for it.
+            identity: only blocks of the same identity are found; see `content_root`.
+            shareable: leading tokens whose K/V depends on tokens and identity alone, so that blocks of them are
+                found and published; None: all.
         """
-        sequence = SequenceCache(self, expected)
+        sequence = SequenceCache(self, expected, self.content_root(identity), shareable)
         self.sequences.add(sequence)
         if reuse:
             sequence._adopt(tokens)
         return sequence
 
-    def cached_prefix(self, tokens: Sequence[int]) -> int:
-        """How many leading ``tokens`` a new sequence would find computed."""
-        return len(self._lookup(tokens)) * self.block_size
+    def cached_prefix(self, tokens: Sequence[int], identity: str | None = None, shareable: int | None = None) -> int:
+        """How many leading ``tokens`` a new sequence would find computed; arguments as for `open`."""
+        return len(self._lookup(tokens, self.content_root(identity), shareable)) * self.block_size
 
-    def cost(self, tokens: Sequence[int], most: int, reuse: bool = True) -> tuple[int, int]:
+    def cost(
+        self,
+        tokens: Sequence[int],
+        most: int,
+        reuse: bool = True,
+        identity: str | None = None,
+        shareable: int | None = None,
+    ) -> tuple[int, int]:
         """What it would take to `open` a sequence and to reserve rows for its next tokens; nothing is changed.
 
         Args:
-            tokens, reuse: as for `open`.
+            tokens, reuse, identity, shareable: as for `open`.
             most: rows to reserve at most.
 
         Returns:
             The rows to reserve, and the free blocks that are gone then.
         """
-        found = [block for block, _ in self._lookup(tokens)] if reuse else []
+        root = self.content_root(identity)
+        found = [block for block, _ in self._lookup(tokens, root, shareable)] if reuse else []
         prefix = len(found) * self.block_size
         rows = min(len(tokens) - prefix, most)
         fresh = -(-(prefix + rows) // self.block_size) - len(found)
@@ -117,11 +160,12 @@ class KVPool:
         in_place = all(b == prefix[0] + i for i, b in enumerate(prefix)) and self.allocator.is_empty(prefix[-1] + 1)
         return not in_place and self.allocator.num_empty > COPY_MARGIN * len(prefix)
 
-    def _lookup(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    def _lookup(self, tokens: Sequence[int], root: int, shareable: int | None) -> list[tuple[int, int]]:
         """(block, content id) of every published block at the front of ``tokens``."""
         found: list[tuple[int, int]] = []
-        content = ROOT_CONTENT
-        for start in range(0, len(tokens) - self.block_size, self.block_size):
+        content = root
+        most = len(tokens) - 1 if shareable is None else min(len(tokens) - 1, shareable)
+        for start in range(0, most - self.block_size + 1, self.block_size):
             hit = self.allocator.find(content, tokens[start : start + self.block_size])
             if hit is None:
                 break
@@ -183,6 +227,7 @@ class SequenceCache:
     __slots__ = (
         "pool",
         "expected",
+        "shareable",
         "blocks",
         "committed",
         "reserved",
@@ -193,16 +238,19 @@ class SequenceCache:
         "_published",
     )
 
-    def __init__(self, pool: KVPool, expected: int | None = None) -> None:
+    def __init__(
+        self, pool: KVPool, expected: int | None = None, root: int = ROOT_CONTENT, shareable: int | None = None
+    ) -> None:
         self.pool = pool
         self.expected = expected  # tokens it may come to hold; None: not known
+        self.shareable = shareable  # leading tokens whose blocks others may use; None: all
         self.blocks: list[int] = []
         self.committed = 0  # tokens whose K/V is kept
         self.reserved = 0  # rows of the speculative region
         self.reused = 0  # tokens found in the pool when the sequence was opened
         self._contiguous = True
         self._slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
-        self._content = ROOT_CONTENT  # content id of the last published block
+        self._content = root  # content id of the last published block
         self._published = 0  # blocks published or adopted
 
     @property
@@ -213,7 +261,7 @@ class SequenceCache:
     def _adopt(self, tokens: Sequence[int]) -> None:
         """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays."""
         pool, allocator = self.pool, self.pool.allocator
-        found = pool._lookup(tokens)
+        found = pool._lookup(tokens, self._content, self.shareable)
         if not found:
             return
         blocks = [block for block, _ in found]
@@ -300,7 +348,8 @@ class SequenceCache:
     def publish(self, tokens: Sequence[int]) -> None:
         """Make the committed full blocks findable; ``tokens`` are the sequence's, from its first on."""
         size = self.pool.block_size
-        while (self._published + 1) * size <= self.committed:
+        most = self.committed if self.shareable is None else min(self.committed, self.shareable)
+        while (self._published + 1) * size <= most:
             start = self._published * size
             self._content = self.pool.allocator.publish(
                 self.blocks[self._published], self._content, tokens[start : start + size]

@@ -76,6 +76,17 @@ class Segment(ctypes.Structure):
     ]
 
 
+class LowRank(ctypes.Structure):
+    _fields_ = [("down", Linear), ("up", Linear)]
+
+
+class AdapterRange(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("start", "stop", "rank")),
+        ("adapter", ctypes.c_void_p),
+    ]
+
+
 class Pass(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
@@ -91,6 +102,8 @@ class Pass(ctypes.Structure):
         ("num_segments", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("layers", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
+        ("num_adapters", ctypes.c_int64),
     ]
 
 
@@ -108,6 +121,8 @@ class Chain(ctypes.Structure):
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
+BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
+SHORT_INPUTS = 8
 
 
 @cache

@@ -114,8 +114,9 @@ constexpr int TILE_ROWS = 16;  // the same where it runs on tiles
 constexpr int TILE_KEYS = 32;  // keys of one tile of values
 constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
 constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
+constexpr int SHORT_K = 8;   // or to this, which saves most of what adapters of a small rank read
 
-enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3 };
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
 enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 int g_isa = -1;
 
@@ -229,6 +230,17 @@ struct Segment {        // rows of one sequence; see attention/base.py
   const int64_t* block_positions;  // [num_keys - prefix] or null: prefix, prefix + 1, ..
 };
 
+struct LowRank {  // beside a Linear: y += up (down x); the factor alpha / rank is in the weights of `up`, and for
+  Linear down;    // int8 outputs the inverse of their scale. [rank, inputs]; no weight: that Linear has no adapter
+  Linear up;      // [outputs, rank]
+};
+
+struct AdapterRange {      // rows with adapters; ranges are in order and disjoint
+  int64_t start, stop;
+  int64_t rank;
+  const LowRank* adapter;  // [layers][qkv, out, up, down]
+};
+
 struct Pass {
   int64_t rows;
   const void* hidden_in;  // [rows, d_model]
@@ -246,6 +258,8 @@ struct Pass {
   int64_t num_segments;
   int64_t threads;
   int64_t layers;            // of the whole model
+  const AdapterRange* adapters;
+  int64_t num_adapters;
 };
 
 }  // extern "C"
@@ -267,7 +281,11 @@ inline __m512bh widened(const int8_t* w) {  // two lines of 16 outputs -> 16 pai
 #else
 constexpr bool I8_ON_TILES = false;
 #endif
-inline int64_t padded_k(int64_t kind, int64_t k) { return kind == BF16 || (kind >= I8 && I8_ON_TILES) ? up(k, K_STEP) : k; }
+inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
+inline int64_t padded_k(int64_t kind, int64_t k) {
+  if (kind == BF16_SHORT) return SHORT_K;
+  return kind == BF16 || (is_i8(kind) && I8_ON_TILES) ? up(k, K_STEP) : k;
+}
 
 #if PL_AMX
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
@@ -299,6 +317,17 @@ template <int B> void amx_product(const bf16* const w[], int64_t k, Input<bf16> 
   if (B > 1) _tile_stored(1, c + 16, out);
   if (B > 2) _tile_stored(2, c + 32, out);
   if (B > 3) _tile_stored(3, c + 48, out);
+}
+#endif
+
+#if PL_AMX
+// The same for k = SHORT_K. The lines of a tile beyond it are zero and stay so.
+template <int B> void amx_short(const bf16* const w[], Input<bf16> in, float* c) {
+  alignas(64) static thread_local bf16 lines[BLOCKS][K_STEP * LANES];
+  const bf16* whole[BLOCKS] = {lines[0], lines[1], lines[2], lines[3]};
+  for (int b = 0; b < B; b++)
+    for (int i = 0; i < SHORT_K * LANES; i += 32) _mm512_store_si512(lines[b] + i, _mm512_loadu_si512(w[b] + i));
+  amx_product<B>(whole, K_STEP, in, c);
 }
 #endif
 
@@ -439,6 +468,14 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 #if PL_AMX
   // int8 weights must be made wide first, which pays for a full tile of rows. The two ways round differently: I8_EXACT
   // always takes the other one.
+  if constexpr (std::is_same_v<W, bf16>)
+    if (g_isa == AMX_BF16 && l.kind == BF16_SHORT) {
+      if (blocks == 1) amx_short<1>(w, in, c);
+      else if (blocks == 2) amx_short<2>(w, in, c);
+      else if (blocks == 3) amx_short<3>(w, in, c);
+      else amx_short<4>(w, in, c);
+      return;
+    }
   const bool wanted = l.kind == BF16 || (l.kind == I8 && rows == ROWS);
   if (g_isa == AMX_BF16 && wanted) {
     if (blocks == 1) amx_product<1>(w, k, in, c);
@@ -451,7 +488,7 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
   product_w(w, blocks, k, in, rows, c);
 }
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
-  if (l.kind >= I8) product_of<int8_t>(l, block, blocks, in, rows, c);
+  if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c);
   else product_of<bf16>(l, block, blocks, in, rows, c);
 }
 
@@ -479,7 +516,7 @@ struct Tiles {
 struct Share { int64_t begin, end; };  // of n units, what thread t of T does
 inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }
 
-// The outputs of blocks [begin, end), for all rows: each(row0, rows, first output, outputs, c).
+// The outputs of blocks [begin, end), for all rows: each(row0, rows, first output, outputs, c). It may change c.
 template <class A, class F> void sweep(const Linear& l, Share s, Input<A> in, int64_t rows, F each) {
   alignas(64) float c[ROWS * BLOCKS * LANES];
   for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
@@ -632,8 +669,8 @@ inline float soften(float* s, int64_t n) {
 }
 
 struct Scratch {  // of one thread, grown on demand
-  std::vector<float> scores, out;
-  std::vector<int32_t> tail;
+  std::vector<float> scores, out, low, found;
+  std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
 };
 thread_local Scratch t_scratch;
@@ -660,6 +697,8 @@ inline View look(const Segment& s, int64_t window, const int64_t* positions, int
       for (int64_t j = std::max<int64_t>(0, least + 1); j < s.prefix; j++) tail.push_back((int32_t)j);
     const uint8_t* seen = s.visible + row * block;
     for (int64_t j = 0; j < block; j++) {
+      uint64_t eight;
+      if (j + 8 <= block && (std::memcpy(&eight, seen + j, 8), eight == 0)) { j += 7; continue; }  // most rows see few
       const int64_t at = s.block_positions ? s.block_positions[j] : s.prefix + j;
       if (seen[j] && (!cut || at > least)) tail.push_back((int32_t)(s.prefix + j));
     }
@@ -818,6 +857,41 @@ void tile_values(const bf16* weights, int64_t weight_stride, int64_t n, int64_t 
   }
 }
 
+// Values of TILE_KEYS keys, interleaved in pairs of keys, for tile after tile of which little changes between two.
+struct ValuePairs {
+  alignas(64) bf16 lines[MOST_DIMS / 32][2][16 * 32];
+  int64_t d, filled = 0;  // pairs from here on are zero
+  explicit ValuePairs(int64_t dims) : d(dims) { std::memset(lines, 0, d / 32 * sizeof(lines[0])); }
+  void put(int64_t pair, const bf16* even, const bf16* odd) {
+    for (int64_t i = 0; i < d; i += 32) {
+      const __m512i a = _mm512_loadu_si512(even + i), b = _mm512_loadu_si512(odd + i);
+      _mm512_store_si512(lines[i / 32][0] + pair * 32, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(lines[i / 32][1] + pair * 32, _mm512_unpackhi_epi16(a, b));
+    }
+  }
+  // Keys 2 * from .. n - 1 anew, those before as they are, none behind.
+  template <class V> void fill(int64_t from, int64_t n, V value) {
+    const int64_t pairs = (n + 1) / 2;
+    for (int64_t p = from; p < pairs; p++) put(p, value(2 * p), 2 * p + 1 < n ? value(2 * p + 1) : g_zeros);
+    for (int64_t p = pairs; p < filled; p++) put(p, g_zeros, g_zeros);
+    filled = pairs;
+  }
+  // sum [d] += weights [TILE_KEYS] values, for one row.
+  void add(const bf16* weights, float* sum) const {
+    _tile_loadd(5, weights, 64);
+    for (int64_t i = 0; i < d; i += 32) {
+      _tile_loadd(3, sum + i, 64);
+      _tile_loadd(4, sum + i + 16, 64);
+      _tile_loadd(6, lines[i / 32][0], 64);
+      _tile_loadd(7, lines[i / 32][1], 64);
+      _tile_dpbf16ps(3, 5, 6);
+      _tile_dpbf16ps(4, 5, 7);
+      _tile_stored(3, sum + i, 64);
+      _tile_stored(4, sum + i + 16, 64);
+    }
+  }
+};
+
 // 32 sums of `tile_values` in the order of their dimensions, times scale.
 inline void ordered(const float* sum, float scale, bf16* out) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -826,6 +900,29 @@ inline void ordered(const float* sum, float scale, bf16* out) {
   const __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by);
   const __m512 second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
   _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+// All keys from `shared` on that some row sees go to t.several, and where key common + i stands there to t.place[i].
+// False where the rows' own tiles of keys are not many more than those.
+bool join(const View& view, int64_t shared, int count, Scratch& t) {
+  if (count == 1) return false;
+  int32_t last = (int32_t)view.common - 1;
+  for (int32_t j : t.tail) {
+    if (j < view.common) return false;  // a sliding window
+    last = std::max(last, j);
+  }
+  t.place.assign(last + 1 - view.common, 0);
+  for (int32_t j : t.tail) t.place[j - view.common] = 1;
+  t.several.clear();
+  for (int64_t j = shared; j < view.common; j++) t.several.push_back((int32_t)j);
+  for (int64_t i = 0; i < (int64_t)t.place.size(); i++) {
+    if (!t.place[i]) continue;
+    t.place[i] = (int32_t)t.several.size();
+    t.several.push_back((int32_t)(view.common + i));
+  }
+  int64_t alone = 0;
+  for (int i = 0; i < count; i++) alone += up(view.common - shared + view.tail_begin[i + 1] - view.tail_begin[i], 16) / 16;
+  return up((int64_t)t.several.size(), 16) / 16 * 2 <= alone;
 }
 
 void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
@@ -860,7 +957,21 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
     seen[i] = view.common + view.tail_begin[i + 1] - view.tail_begin[i];
     any = any || seen[i] > shared;
   }
-  if (any) {
+  const bool jointly = any && join(view, shared, count, t);
+  if (jointly) {
+    const int64_t all = (int64_t)t.several.size(), wide_as = up(all, 16);
+    if ((int64_t)t.found.size() < TILE_ROWS * wide_as) t.found.resize(TILE_ROWS * wide_as * 2);
+    float* found[TILE_ROWS];
+    for (int i = 0; i < count; i++) found[i] = t.found.data() + i * wide_as;
+    for (int64_t j = 0; j < all; j += 16)
+      tile_scores(queries, rows, count, d, m.scale, false, [&](int64_t i) { return keys + slot(t.several[j + i]) * d; },
+                  std::min<int64_t>(16, all - j), found, j);
+    for (int i = 0; i < count; i++) {
+      std::memcpy(score[i] + shared, found[i], (view.common - shared) * sizeof(float));
+      for (int64_t j = view.tail_begin[i], to = view.common; j < view.tail_begin[i + 1]; j++, to++)
+        score[i][to] = found[i][t.place[t.tail[j] - view.common]];
+    }
+  } else if (any) {
     if (rows > 1) configure_attention(1);
     for (int i = 0; i < count; i++) {
       if (rows > 1) interleave_queries(query + i * query_stride, 0, 1, 1, d, queries);
@@ -881,15 +992,20 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
   float* sum = t.out.data();
   std::memset(sum, 0, rows * d * sizeof(float));
   if (shared) {
-    if (any && rows > 1) configure_attention(rows);
+    if (any && !jointly && rows > 1) configure_attention(rows);
     tile_values(t.weights.data(), room, shared, d, [&](int64_t j) { return values + slot(j) * d; }, sum, d);
   }
   if (any) {
     if (rows > 1) configure_attention(1);
+    ValuePairs pairs(d);
+    const int64_t common = (view.common - shared) / 2;  // pairs that every row has in its first tile
+    int64_t kept = 0;                                   // of those, as many as are there
     for (int i = 0; i < count; i++)
-      if (seen[i] > shared)
-        tile_values(t.weights.data() + i * room + shared, room, seen[i] - shared, d,
-                    [&](int64_t j) { return values + own_key(i, shared + j) * d; }, sum + i * d, d);
+      for (int64_t j = shared; j < seen[i]; j += TILE_KEYS) {
+        pairs.fill(j == shared ? kept : 0, std::min<int64_t>(TILE_KEYS, seen[i] - j), [&](int64_t x) { return values + own_key(i, j + x) * d; });
+        kept = j == shared ? common : 0;
+        pairs.add(t.weights.data() + i * room + j, sum + i * d);
+      }
   }
   for (int i = 0; i < count; i++)
     for (int64_t x = 0; x < d; x += 32) ordered(sum + i * d + x, 1.0f / total[i], out + i * out_stride + x);
@@ -900,6 +1016,42 @@ template <class A> inline bool on_tiles(const Model&) { return false; }
 #if PL_AMX
 template <> inline bool on_tiles<bf16>(const Model& m) { return g_isa == AMX_BF16 && m.head_dim % 32 == 0 && m.head_dim <= MOST_DIMS; }
 #endif
+
+// ----------------------------------------------------------------------------------------------- adapters
+
+enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, LINEARS = 4 };  // of a layer's linear layers
+
+// The part of a range that lies in one chunk of ROWS rows.
+struct Piece {
+  int64_t begin, end;
+  const LowRank* adapter;  // [layers][LINEARS]
+  bool same;               // the piece before it has the same chunk and the same adapter
+};
+struct Pieces {
+  std::vector<Piece> all;
+  std::vector<int64_t> first;  // [chunks + 1] first piece of each chunk
+};
+thread_local Pieces t_pieces;
+
+// Cuts a pass's ranges where its chunks of rows end.
+inline void cut(const Pass& p, Pieces& pieces) {
+  pieces.all.clear();
+  pieces.first.clear();
+  int64_t range = 0;
+  for (int64_t r0 = 0; r0 < p.rows && p.num_adapters; r0 += ROWS) {
+    const int64_t end = std::min<int64_t>(r0 + ROWS, p.rows);
+    const LowRank* last = nullptr;
+    pieces.first.push_back((int64_t)pieces.all.size());
+    while (range < p.num_adapters && p.adapters[range].start < end) {
+      const AdapterRange& a = p.adapters[range];
+      pieces.all.push_back({std::max(a.start, r0), std::min(a.stop, end), a.adapter, a.adapter == last});
+      last = a.adapter;
+      if (a.stop > end) break;  // it goes on in the next chunk
+      range++;
+    }
+  }
+  pieces.first.push_back((int64_t)pieces.all.size());
+}
 
 // ------------------------------------------------------------------------------------------------ the pass
 
@@ -920,6 +1072,11 @@ template <class A> struct Runner {
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
   bool alone;  // so few rows that every thread norms them for itself, without a barrier
+  Pieces& pieces = t_pieces;
+  // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
+  // tiles each has one of its own. A row's bits are the same either way.
+  const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
+  int64_t low_width = 0;  // of a row of down(x)
 
   Runner(const Model& model, const Pass& pass, int start) : m(model), p(pass) {
     rows = p.rows, padded_rows = up(rows, ROWS);
@@ -939,6 +1096,8 @@ template <class A> struct Runner {
     middle = b.take<A>(sizes[3]);
     inner = b.take<A>(sizes[4]);
     (void)start;
+    cut(p, pieces);
+    for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
   }
 
   int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
@@ -956,6 +1115,57 @@ template <class A> struct Runner {
     return normed;
   }
 
+  // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
+  // is a block or two of outputs more, which costs less than a barrier.
+  void lower(int index, Which which, const A* x, int64_t stride) {
+    if (pieces.all.empty()) return;
+    std::vector<float>& buffer = t_scratch.low;
+    if ((int64_t)buffer.size() < padded_rows * low_width) buffer.resize(padded_rows * low_width);
+    for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
+      for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
+        const Piece& piece = pieces.all[i];
+        const Linear& l = piece.adapter[index * LINEARS + which].down;
+        if (!l.weight || (piece.same && in_tiles)) continue;
+        if (in_tiles) lower_rows(l, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
+        else lower_rows(l, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
+      }
+  }
+
+  // Rows r0 .. end - 1 of down(x), of which those from `begin` on are kept, with zeros up to a multiple of K_STEP.
+  void lower_rows(const Linear& l, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    const int64_t total = up(l.n, LANES) / LANES, width = up(l.n, K_STEP);
+    for (int64_t b = 0; b < total; b += BLOCKS) {
+      const int blocks = (int)std::min<int64_t>(BLOCKS, total - b);
+      const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      product(l, block, blocks, in, (int)(end - r0), c);
+      for (int64_t r = begin; r < end; r++) {
+        const float* sum = c + (r - r0) * BLOCKS * LANES;
+        for (int64_t i = 0; i < blocks * LANES; i++) put(low(r) + b * LANES + i, sum[i]);
+      }
+    }
+    for (int64_t r = begin; r < end; r++)
+      for (int64_t i = total * LANES; i < width; i++) put(low(r) + i, 0.0f);
+  }
+
+  A* low(int64_t row) { return (A*)t_scratch.low.data() + row * low_width; }
+
+  // c += up(down(x)) for the rows r0 .. r0 + n - 1 that have adapters; c as `product` left it.
+  void adapt(int index, Which which, const int64_t block[], int blocks, int64_t r0, int n, float* c) {
+    if (pieces.all.empty()) return;
+    alignas(64) float delta[ROWS * BLOCKS * LANES];
+    for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
+      const Piece& piece = pieces.all[i];
+      const Linear& l = piece.adapter[index * LINEARS + which].up;
+      if (!l.weight) continue;
+      const int64_t first = piece.begin - r0, size = BLOCKS * LANES;
+      if (!in_tiles) product(l, block, blocks, Input<A>{low(piece.begin), low_width}, (int)(piece.end - piece.begin), delta + first * size);
+      else if (!piece.same) product(l, block, blocks, Input<A>{low(r0), low_width}, n, delta);
+      for (int64_t r = first; r < piece.end - r0; r++)
+        for (int64_t j = 0; j < blocks * LANES; j++) c[r * size + j] += delta[r * size + j];
+    }
+  }
+
   // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
   void project(const Layer& l, int index, const A* x, int t, int T) {
     const int64_t hd = m.head_dim, per_head = hd / LANES, all = m.heads + 2 * m.kv_heads;
@@ -963,6 +1173,7 @@ template <class A> struct Runner {
     std::vector<float>& buffer = t_scratch.out;
     if ((int64_t)buffer.size() < ROWS * hd) buffer.resize(ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
+    lower(index, QKV, x, d);
     for (int64_t h = s.begin; h < s.end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
@@ -970,6 +1181,7 @@ template <class A> struct Runner {
           const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
           const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
           product(l.qkv, block, blocks, Input<A>{x + r0 * d, d}, n, c);
+          adapt(index, QKV, block, blocks, r0, n, c);
           for (int r = 0; r < n; r++)
             for (int i = 0; i < blocks * LANES; i++)
               buffer[r * hd + b * LANES + i] = finished(l.qkv, first * LANES + i, c[r * BLOCKS * LANES + i]);
@@ -1030,9 +1242,12 @@ template <class A> struct Runner {
   }
 
   // out = residual + x W^T, rounded once.
-  void add(const Linear& l, const A* x, int64_t stride, const A* residual, A* out, int t, int T) {
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int t, int T) {
     const int64_t width = m.d_model;
-    sweep(l, share(up(l.n, LANES) / LANES, t, T), Input<A>{x, stride}, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+    lower(index, which, x, stride);
+    sweep(l, share(up(l.n, LANES) / LANES, t, T), Input<A>{x, stride}, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+      const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
         for (int64_t i = 0; i < outputs; i++) {
           const int64_t at = (r0 + r) * width + first + i;
@@ -1042,8 +1257,9 @@ template <class A> struct Runner {
   }
 
   // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, const A* x, int t, int T) {
+  void mlp(const Linear& l, int index, const A* x, int t, int T) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
+    lower(index, UP, x, d);
     const Share s = share(total, t, T);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     for (int64_t b = s.begin; b < s.end; b += half) {
@@ -1053,6 +1269,7 @@ template <class A> struct Runner {
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int count = (int)std::min<int64_t>(ROWS, rows - r0);
         product(l, block, 2 * n, Input<A>{x + r0 * d, d}, count, c);
+        adapt(index, UP, block, 2 * n, r0, count, c);
         for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
@@ -1080,11 +1297,11 @@ template <class A> struct Runner {
     attention(l, index, next);
     if (on_tiles<A>(m)) Tiles::configure(rows);  // for the products again
 #pragma omp barrier
-    add(l.out, attended, attended_width, in, middle, t, T);
+    add(l.out, index, OUT, attended, attended_width, in, middle, t, T);
 #pragma omp barrier
-    mlp(l.up, norm(middle, l.mlp_norm, t, T), t, T);
+    mlp(l.up, index, norm(middle, l.mlp_norm, t, T), t, T);
 #pragma omp barrier
-    add(l.down, inner, ff, middle, out, t, T);
+    add(l.down, index, DOWN, inner, ff, middle, out, t, T);
 #pragma omp barrier
   }
 };
@@ -1196,7 +1413,7 @@ int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * p
 
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
   if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
-  else if (kind == BF16) pack_lines((const bf16*)w, n, k, up(k, K_STEP), 2, (bf16*)out);
+  else if (!is_i8(kind)) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
   else pack_lines((const int8_t*)w, n, k, padded_k(kind, k), 1, (int8_t*)out);
 }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..core.request import Logprob, SequenceState
 from ..core.sampling import SamplingParams
 from ..drafters.base import SequenceView
 from ..kv.pool import SequenceCache
+from ..target.applications import Application
+from ..target.streams import StreamSet
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +28,26 @@ class RunningSequence:
     def params(self) -> SamplingParams:
         """The request's parameters."""
         return self.state.request.params
+
+    @property
+    def application(self) -> Application | None:
+        """Whose adapter answers; None: the base model."""
+        return self.view.application
+
+    @property
+    def identity(self) -> str | None:
+        """On what its K/V depends besides its tokens; None: on nothing."""
+        return None if self.view.application is None else self.view.application.identity
+
+    @property
+    def shareable(self) -> int | None:
+        """Leading tokens whose K/V depends on them and on `identity` alone; None: all.
+
+        Where main rows attend to their streams, generated rows (the last prompt row is the first of them) have
+        other K/V than the same tokens have in a prompt.
+        """
+        application = self.view.application
+        return None if application is None or application.streams is None else self.view.prompt_len - 1
 
     @property
     def pending(self) -> int:
@@ -61,6 +83,7 @@ class Work:
     rows: int  # pending tokens to compute now
     budget: int  # drafted nodes allowed
     max_depth: int  # deepest useful node (max_tokens, context)
+    may_draft: bool = False  # whether later steps may draft: worth preparing for even where the budget is 0 now
 
     @property
     def generates(self) -> bool:
@@ -93,4 +116,17 @@ class Round(Protocol):
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """The sequences ended or were preempted: let the drafter forget them."""
+        ...
+
+
+@runtime_checkable
+class StreamingRound(Round, Protocol):
+    """A round in which the main rows of an application can attend to its streams."""
+
+    def admit(self, streams: StreamSet) -> None:
+        """Check an application's set against the rules of the drafter and the layers.
+
+        Raises:
+            CapabilityError: it cannot run by them.
+        """
         ...

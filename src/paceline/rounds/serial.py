@@ -19,6 +19,7 @@ from ..core.request import Logprob, token_logprobs
 from ..core.tree import TokenTree
 from ..drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ..kv.pool import KVPool
+from ..target.applications import adapter_ranges
 from ..target.base import Batch, ForwardState, Taps
 from ..target.decoder import Decoder
 from ..target.packing import RowPacker
@@ -81,6 +82,7 @@ class SerialRound:
         tokens, paths = self._verdicts(works, spans, generating, tree, logits)
         checked = perf_counter()
         emitted = self._emit(works, spans, generating, tree, logits, tokens, paths)
+        self._keep(works, paths)
         self._observe(works, spans, emitted, paths, taps)
         ended = perf_counter()
         times = ((drafted - began) * 1e3, (checked - drafted) * 1e3, (ended - checked) * 1e3)
@@ -151,6 +153,7 @@ class SerialRound:
         self, works: Sequence[Work], spans: Sequence[Span], tree: TokenTree | None
     ) -> tuple[ForwardState, Taps | None]:
         state = self.target.embed(self._pack(works, spans, tree))
+        state.adapters = adapter_ranges([w.sequence.application for w in works], [(s.start, s.stop) for s in spans])
         wanted = self.drafter.spec.taps if self.drafter else ()
         taps = Taps(wanted) if wanted else None
         return self.target.run_layers(state, 0, self.target.num_layers, self.pool, taps), taps
@@ -268,7 +271,7 @@ class SerialRound:
         tokens: dict[int, list[int]],
         paths: dict[int, list[int]],
     ) -> list[int]:
-        """Apply the stop rules, count, keep the K/V of what came out. Returns tokens emitted by each work."""
+        """Apply the stop rules and count; ``paths`` are cut to what came out. Returns tokens emitted by each work."""
         emitted = [0] * len(works)
         begin = 0
         for i in generating:
@@ -282,7 +285,6 @@ class SerialRound:
             self._count(sequence, tree, span, paths[i], emitted[i])
             paths[i] = paths[i][: emitted[i]]
             begin += _nodes(span)
-        self._keep(works, paths)
         return emitted
 
     def _keep(self, works: Sequence[Work], paths: dict[int, list[int]]) -> None:
@@ -317,11 +319,12 @@ class SerialRound:
     ) -> None:
         """Statistics of one pass, after the stop rules' cut."""
         stats = sequence.state.stats
+        nodes = _nodes(span)
+        stats.row_layers += nodes * self.target.num_layers
         if tree is None or span.tree_index < 0 or self.drafter is None:
             stats.record_pass(drafted=0, accepted=0, emitted=emitted)
             return
         accepted = path[:emitted]
-        nodes = _nodes(span)
         parents = tree.parents[span.tree_index, 1:nodes].tolist()
         marks = tree.source[span.tree_index, :nodes].tolist()
         frontier = path[-1] if path else 0
@@ -341,6 +344,7 @@ class SerialRound:
         emitted: Sequence[int],
         paths: dict[int, list[int]],
         taps: Taps | None,
+        stream_logits: Sequence[Tensor | None] = (),
     ) -> None:
         if self.drafter is None or self.failure is not None:
             return
@@ -361,6 +365,7 @@ class SerialRound:
             paths=[paths.get(i, []) for i in range(len(works))],
             hidden=hidden,
             hidden_rows=slices,
+            stream_logits=stream_logits,
         )
         try:
             self.drafter.observe(seen)

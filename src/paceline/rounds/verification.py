@@ -101,6 +101,13 @@ class VerifierKind:
     verify: Verifier
     needs_q: bool = False  # weighs p against the q that the drafts were drawn from: ids depend on the drafter
     chains_only: bool = False
+    lossy: bool = False  # the output is not the target's distribution; the word is in its name
+    reads_streams: bool = False  # weighs p against the streams' own scores
+
+    @property
+    def ids_depend_on_drafter(self) -> bool:
+        """Whether another drafter may give other ids, so that ``exact`` cannot hold."""
+        return self.needs_q or self.lossy
 
 
 DEFAULT_VERIFIER = "sample_and_match"
@@ -108,6 +115,7 @@ VERIFIERS: dict[str, VerifierKind] = {
     DEFAULT_VERIFIER: VerifierKind(match),
     "rejection": VerifierKind(_against_q(verify.rejection), needs_q=True),
     "block": VerifierKind(_against_q(verify.block), needs_q=True, chains_only=True),
+    "lossy_stream_rejection": VerifierKind(_against_q(verify.lossy_stream_rejection), lossy=True, reads_streams=True),
 }
 
 
@@ -128,6 +136,13 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
             f"verifier={name!r} with {drafter}",
             "it needs drafts that were drawn from a known distribution",
             f"use draft_model with proposes=sampled, or verifier={DEFAULT_VERIFIER!r}",
+        )
+    if kind.reads_streams and (spec is None or spec.streams is None or spec.proposes != "point"):
+        drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
+        raise CapabilityError(
+            f"verifier={name!r} with {drafter}",
+            "it weighs the target against the streams' own probabilities",
+            f"use streams with proposes=point, or verifier={DEFAULT_VERIFIER!r}",
         )
     if kind.chains_only and spec is not None and spec.tree:
         raise CapabilityError(

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..attention.base import Segment
+
+if TYPE_CHECKING:
+    from .adapters import AdapterRange
+    from .streams import StreamRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,28 @@ class ForwardState:
     slots: Tensor | slice  # [rows]
     attn: Any  # AttentionPlan
     rope: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cos, sin of these positions, by rope kind
+    adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
+    stream: Tensor | None = None  # [rows] int64  0 main, j >= 1 for speculative stream j; None: all main
+    special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything
+
+    def keep(self, rows: Tensor, attn: Any) -> ForwardState:
+        """Only the ``rows`` [kept] int64, ascending, with the plan of what is left: pruning in mid-forward.
+
+        Adapters are left out: their ranges must be given anew. K and V that the others have written stay
+        where they are until their owner's region is committed.
+        """
+        slots = self.slots
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=rows.device)
+        return ForwardState(
+            self.hidden[rows],
+            self.positions[rows],
+            self.sequence[rows],
+            self.node[rows],
+            slots[rows],
+            attn,
+            stream=None if self.stream is None else self.stream[rows],
+        )
 
 
 class KVCache(Protocol):

@@ -192,9 +192,12 @@ class Decoder(nn.Module):
 
     def logits(self, state: ForwardState, rows: Tensor | None = None) -> Tensor:
         """[rows, vocab], float32 or wider: final norm and output head of the rows named (all by default)."""
+        return self.read(state.hidden if rows is None else state.hidden[rows])
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab], float32 or wider: final norm and output head of any hidden states [rows, d_model]."""
         if self._head is None:
             raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
-        hidden = state.hidden if rows is None else state.hidden[rows]
         if self._stack is not None:
             return self._stack.logits(hidden)
         logits = self._head(self.norm(hidden))  # [rows, vocab]
@@ -270,6 +273,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         c = config
+        self.index = index
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.window, self.scale = c.windows[index], c.head_dim**-0.5
         self.rotated_dim = c.rope.dim if c.rope else 0
@@ -317,7 +321,11 @@ class Layer(nn.Module):
         attention: AttentionBackend,
     ) -> Tensor:  # [rows, d_model]
         """Both halves of the layer; ``hidden`` is left as it is."""
-        qkv = self.qkv(self.attention_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
+        normed = self.attention_norm(hidden)
+        flat = self.qkv(normed)
+        if state.adapters:
+            self._adapt(state, "qkv", normed, flat)
+        qkv = flat.view(hidden.shape[0], -1, self.head_dim)
         rotated = self.heads + self.kv_heads
         qk = qkv[:, :rotated]  # [rows, heads + kv_heads, head_dim]
         if self._head_scale is not None:
@@ -325,10 +333,36 @@ class Layer(nn.Module):
         if rotation is not None:
             qk = self._rotate(qk, *rotation)
         store(k_cache, state.slots, qk[:, self.heads :])
-        store(v_cache, state.slots, qkv[:, rotated:])
+        values = qkv[:, rotated:]
+        if state.special is not None:
+            values = state.special.turned(values)
+        store(v_cache, state.slots, values)
         attended = attention.attend(state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
+        if state.special is not None:
+            state.special.limit(attended, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
+        if state.adapters:
+            return self._adapted_rest(hidden, attended, state)
         hidden = self.out.add(attended, hidden)
         return self.down.add(self._inner(self.up(self.mlp_norm(hidden))), hidden)
+
+    def _adapted_rest(self, hidden: Tensor, attended: Tensor, state: ForwardState) -> Tensor:
+        """What follows the attention, with adapters: [rows, d_model]."""
+        hidden = self.out.add(attended, hidden)
+        self._adapt(state, "out", attended, hidden)
+        normed = self.mlp_norm(hidden)
+        up = self.up(normed)
+        self._adapt(state, "up", normed, up)
+        inner = self._inner(up)
+        result = self.down.add(inner, hidden)
+        self._adapt(state, "down", inner, result)
+        return result
+
+    def _adapt(self, state: ForwardState, linear: str, x: Tensor, y: Tensor) -> None:
+        """Add the adapters' deltas to ``y`` [rows, out], the linear's output for ``x`` [rows, in], in place."""
+        for part in state.adapters:
+            delta = part.adapter.delta(self.index, linear, x[part.start : part.stop])
+            if delta is not None:
+                y[part.start : part.stop] += delta
 
     def _rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary embedding of the first ``rotated_dim`` dimensions of every head."""

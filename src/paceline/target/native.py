@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .. import native
 from ..attention.base import Segment
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
+from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
@@ -59,6 +60,8 @@ class NativeLinear:
         weight = weight.contiguous()
         n, k = weight.shape
         kind = native.INT8_EXACT if quant and exact else native.KINDS[weight.dtype]
+        if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
+            kind = native.BF16_SHORT
         self.packed = torch.empty(library.pl_packed_size(n, k, kind), dtype=weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self.scale = None if scale is None else scale.float()
@@ -79,6 +82,51 @@ class NativeLinear:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """[rows, out] residual + x W^T + b."""
         return self(x).add_(residual)
+
+
+class NativeAdapters:
+    """The pairs of one `LowRank`, packed for a stack's products.
+
+    Weights are of the model's dtype, bf16 beside int8. The factor alpha / rank is folded into ``up`` before it
+    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product.
+
+    Args:
+        adapter: what to pack; parameters that change later are not seen.
+        bases: the base's products of all layers, in the order of `LINEARS`.
+
+    Raises:
+        ConfigError: a pair of another shape or layer than the base has, or one that holds NaN.
+    """
+
+    def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
+        self.rank = adapter.config.rank
+        self.table = (native.LowRank * len(bases))()
+        self._held: list[NativeLinear] = []
+        for layer, linear in adapter.names():
+            place = layer * len(LINEARS) + LINEARS.index(linear)
+            pair = adapter.pair(layer, linear)
+            if pair is None:
+                continue
+            what = f"the adapter of layer {layer}, {linear}"
+            if place >= len(bases):
+                raise ConfigError(what, f"the model has {len(bases) // len(LINEARS)} layers", "use its own adapters")
+            self._fill(self.table[place], what, *pair, adapter.scale, bases[place])
+
+    def _fill(self, made: Any, what: str, down: Tensor, up: Tensor, scale: float, base: NativeLinear) -> None:
+        n, k = base.struct.n, base.struct.k
+        if down.shape != (self.rank, k) or up.shape != (n, self.rank):
+            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+            wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
+            raise ConfigError(what, f"down and up are {shapes}, not {wanted}", "use adapters made for this model")
+        if down.isnan().any() or up.isnan().any():
+            raise not_loaded(what)
+        wide = up.detach().float() * scale  # [out, rank]
+        if base.scale is not None:
+            wide = wide / base.scale[:, None]
+        for name, weight in (("down", down.detach()), ("up", wide)):
+            packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False)
+            self._held.append(packed)
+            setattr(made, name, packed.struct)
 
 
 @dataclass(slots=True)
@@ -138,6 +186,7 @@ class Stack:
         )
         self._reference = ctypes.byref(self._model)
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
+        self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
@@ -185,7 +234,15 @@ class Stack:
         return NativePlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
-        """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is."""
+        """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
+
+        Rows in ``state.adapters`` get those adapters' deltas. A `LowRank` is packed when it first comes, for as
+        long as it lives: its parameters must not change afterwards.
+
+        Raises:
+            ConfigError: adapters that are not for this model; see `NativeAdapters`.
+            ValueError: ranges of adapters that overlap, are out of order or beyond the rows.
+        """
         hidden, plan = state.hidden.contiguous(), state.attn
         out = torch.empty_like(hidden)
         k, v, stride = self._addresses(cache)
@@ -208,6 +265,9 @@ class Stack:
         else:
             slots = slots.contiguous()
             run.slots = slots.data_ptr()
+        if state.adapters:
+            table = self._ranges(state.adapters, run.rows)
+            run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
         self._rotation(run)
         if self._run_layers(self._reference, run, start, stop):
             self._rope.reach(int(positions.max()))
@@ -215,6 +275,25 @@ class Stack:
             if self._run_layers(self._reference, run, start, stop):
                 raise ValueError(f"negative position {int(positions.min())}")
         return out
+
+    def adapters(self, adapter: LowRank) -> NativeAdapters:
+        """One set of adapters in the form that the compiled layers use, made once."""
+        found = self._adapters.get(adapter)
+        if found is None:
+            found = self._adapters[adapter] = NativeAdapters(adapter, self.linears)
+        return found
+
+    def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:
+        """The ranges that hold a row, as the compiled layers read them."""
+        table = (native.AdapterRange * len(ranges))()
+        end = 0
+        for made, r in zip(table, ranges, strict=True):
+            if not end <= r.start < r.stop <= rows:
+                raise ValueError(f"adapters for rows {r.start} to {r.stop} of {rows}, behind others up to row {end}")
+            packed, end = self.adapters(r.adapter), r.stop
+            made.start, made.stop, made.rank = r.start, r.stop, packed.rank
+            made.adapter = ctypes.addressof(packed.table)
+        return table
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32: final norm and head."""

@@ -1,0 +1,161 @@
+"""The recipe ``draft_model``: a small model of the same tokenizer, taught to say what the target says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..target.families import decoder_config
+from ..target.loader import load_weights
+from ..training.data import TokenBatch
+from ..training.features import Features, OnlineFeatures
+from ..training.losses import TargetHidden, cross_entropy, kl, mixed, reverse_kl
+from ..training.network import Network
+from ..training.target import ModelShape
+from ..training.trainer import StepContext, setting
+
+if TYPE_CHECKING:
+    from ..training.registry import BuildContext
+
+DEPTH = 4  # of the chain whose accepted length is simulated
+DISTANCES = {"kl": kl, "reverse_kl": reverse_kl, "mixed": mixed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelOptions(ModelShape):
+    """A small Llama-family model, and how it learns from the target."""
+
+    distance: Literal["kl", "reverse_kl", "mixed"] = setting(
+        "kl", "from the target's distribution; see training.losses"
+    )
+    distill: float = setting(0.8, "weight of the distance; the rest is cross-entropy with the text")
+    temperature: float = setting(1.0, "of both distributions in the distance")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.distill <= 1 or self.temperature <= 0:
+            raise ConfigError(
+                f"distill={self.distill}, temperature={self.temperature}",
+                "distill is a share, and a temperature is above 0",
+                "give distill between 0 and 1",
+            )
+
+
+class DraftModelRecipe:
+    """distill * D(p, q) + (1 - distill) * CE, with p of the frozen target (Hinton et al. 2015; Zhou et al. 2023).
+
+    Args:
+        network: the draft.
+        target: the frozen target; both read the same tokens.
+        options: the loss.
+        config: the draft's config.json.
+        held_out: batches by domain.
+        features: where the target's states come from; None: from a pass of the target over each batch.
+    """
+
+    name = "draft_model"
+
+    def __init__(
+        self,
+        network: Network,
+        target: Network,
+        options: DraftModelOptions,
+        config: Mapping[str, Any],
+        held_out: Mapping[str, Sequence[TokenBatch]],
+        features: Features | None = None,
+    ) -> None:
+        if network.config.vocab_size != target.config.vocab_size:
+            raise ConfigError(
+                f"a draft with vocab_size={network.config.vocab_size}",
+                f"the target has {target.config.vocab_size} tokens",
+                f"give both the same vocabulary (vocab_size = {target.config.vocab_size})",
+            )
+        self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
+        self.features = features or OnlineFeatures(target)
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """The mean over the rows that carry weight, and its two parts."""
+        rows = batch.weights > 0
+        said = TargetHidden(self.features.final(batch, context), self.target.head_weight)
+        hidden, weights = self.module(batch)[rows], batch.weights[rows]
+        head, o = self.module.head_weight, self.options
+        distance = DISTANCES[o.distance](hidden, head, said, weights, temperature=o.temperature, check=False)
+        entropy = cross_entropy(hidden, head, batch.targets[rows], weights, check=False)
+        loss = o.distill * distance + (1 - o.distill) * entropy
+        return loss, {o.distance: float(distance.detach()), "ce": float(entropy.detach())}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""
+        figures = {}
+        for domain, batches in self.held_out.items():
+            found = [self._held_out(batch.to(self.module.head_weight.device)) for batch in batches]
+            figures[f"loss/{domain}"] = sum(a for a, _ in found) / len(found)
+            figures[f"accepted/{domain}"] = sum(b for _, b in found) / len(found)
+        return figures
+
+    def _held_out(self, batch: TokenBatch) -> tuple[float, float]:
+        rows = batch.weights > 0
+        ours, theirs = self.module(batch), self.target(batch)
+        loss = cross_entropy(ours[rows], self.module.head_weight, batch.targets[rows], batch.weights[rows], check=False)
+        agree = torch.zeros_like(rows)
+        agree[rows] = best(self.module, ours[rows]) == best(self.target, theirs[rows])
+        return float(loss), simulated_length(agree, rows, DEPTH)
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """A Hugging Face folder in bf16 (without the tokenizer's files)."""
+        self.module.save(folder, dict(self.config), torch.bfloat16)
+
+
+def best(network: Network, hidden: Tensor, chunk: int = 1024) -> Tensor:
+    """[rows] the likeliest token after each of ``hidden`` [rows, d_model]."""
+    return torch.cat([network.logits(part).argmax(-1) for part in hidden.split(chunk)])
+
+
+def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:
+    """Mean number of drafts in a row that a chain of ``depth`` would have accepted, teacher-forced.
+
+    Args:
+        agree: [B, T] bool, the draft's likeliest token is the target's.
+        rows: [B, T] bool, where a draft could start.
+        depth: length of the chain.
+    """
+    run = agree.clone()
+    total = run.sum()
+    for step in range(1, depth):
+        later = torch.zeros_like(agree)
+        later[:, :-step] = agree[:, step:]
+        run = run & later
+        total = total + run.sum()
+    return float(total) / max(1, int(rows.sum()))
+
+
+class DraftModelKind:
+    """How ``paceline train draft_model`` builds the recipe."""
+
+    name = "draft_model"
+    Options = DraftModelOptions
+    needs_target = True
+    takes_init = True
+    taps: ClassVar[tuple[int, ...]] = (-1,)
+
+    def build(self, options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
+        """A fresh draft, or one that goes on from ``context.init``.
+
+        Raises:
+            ConfigError: no target, or another vocabulary.
+        """
+        if context.target is None:
+            raise ConfigError("training a draft model", "there is no target to learn from", "give --target")
+        tokenizer = context.tokenizer
+        config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        network = Network(decoder_config(config), context.device)
+        if context.init is not None:
+            load_weights(network.decoder, context.init)
+        else:
+            network.init_weights(context.seed)
+        return DraftModelRecipe(network, context.target, options, config, context.held_out, context.features)

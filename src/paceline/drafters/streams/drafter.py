@@ -1,0 +1,328 @@
+"""Reads the next draft from the streams of the last accepted node.
+
+Stream j says what comes j places after the target's own next token, whatever that token is. So the k
+likeliest tokens of stream 1 are children of the root, those of stream 2 are children of each of these, and
+so on: a product tree of 1 + k + k^2 + .. nodes, of which the best by the sum of log q along their path are
+proposed.
+
+Source: Speculative Streaming, section 2.2; appendix G.1 (trees), appendix L (best path in batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import CapabilityError, ConfigError
+from ...core.tree import SparseQ, TokenTree
+from ...target.streams import StreamConfig, StreamSet, fingerprint, read_config
+from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ..proposal import Proposal, to_tree
+from ..registry import DrafterConfig, DrafterContext, option
+
+if TYPE_CHECKING:
+    from ...target.base import TargetInfo
+
+MAX_NODES = 1024
+USUAL_GAMMA = 4  # where only applications bring streams, and no gamma is given: decides the default tree alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsConfig(DrafterConfig):
+    """Speculative streams: the target's own pass drafts, by a trained set or by a request's application."""
+
+    kind: ClassVar[str] = "streams"
+    subject: ClassVar[str] = "path"
+
+    path: str = option("", help="trained set for lossless drafting; empty: only applications with streams draft")
+    gamma: int | None = option(None, help="streams to draft with; default: as many as were trained", minimum=1)
+    k: int = option(3, help="tokens taken from each stream: children of a node", minimum=1, maximum=64)
+    nodes: int | None = option(
+        None, help="most nodes of a draft, before pruning; default: the full tree", minimum=1, maximum=MAX_NODES
+    )
+    chain: bool = option(False, help="the best path alone, whatever k is")
+    prune_threshold: float | None = option(
+        None, help="prune nodes whose early-exit probability given their parent is below this (0 to 1)"
+    )
+    prune_count: int | None = option(None, help="prune to so many nodes by early-exit probability", minimum=1)
+    best_path_batch: int = option(8, help="from so many drafting sequences on, the best path alone", minimum=1)
+    at: Literal["nodes", "frontier"] = option(
+        "frontier",
+        help="where streams ride: on every kept node in the same pass, or on the last accepted one after the verdict",
+    )
+    attention_limit: int | None = option(
+        None, help="keys of its main row that a stream attends to, best first (torch kernels, at=nodes)", minimum=1
+    )
+    proposes: Literal["point", "coupled", "sampled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: a drawn chain (rejection)"
+    )
+
+    def validate(self) -> None:
+        """Refuse options that contradict each other."""
+        threshold = self.prune_threshold
+        self.require("prune_threshold", threshold is None or 0 < threshold < 1, "must be above 0 and below 1")
+        self.require(
+            "proposes",
+            self.proposes != "sampled" or not self.prunes,
+            "cannot be sampled with pruning: whether a node is checked must not depend on the draw",
+        )
+        self.require(
+            "attention_limit",
+            self.attention_limit is None or self.at == "nodes",
+            "needs at=nodes: the weights that choose are those of the pass",
+        )
+
+    @property
+    def prunes(self) -> bool:
+        """Whether trees are pruned in mid-pass."""
+        return self.prune_threshold is not None or self.prune_count is not None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether drafts never branch."""
+        return self.chain or self.k == 1 or self.proposes == "sampled"
+
+    def num_nodes(self, gamma: int) -> int:
+        """Drafted nodes of a full draft: k + k^2 + .. + k^gamma, or the cap."""
+        full = gamma if self.is_chain else sum(self.k**g for g in range(1, gamma + 1))
+        size = full if self.nodes is None else min(self.nodes, full)
+        self.require("k", size <= MAX_NODES, f"makes a tree of {size} nodes over {gamma} streams: set nodes")
+        return size
+
+    def build(self, context: DrafterContext) -> StreamsDrafter:
+        """Load the trained set, where one is named."""
+        if not self.path:
+            return StreamsDrafter(self)
+        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
+        _check_set(f"drafter={self.kind}:{self.path}", read_config(folder), context)
+        return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
+
+
+class StreamsDrafter:
+    """Proposes what the streams of the last accepted node said.
+
+    Args:
+        config: shape and kind of the drafts.
+        streams: the general lossless set; None: only requests whose application has streams get drafts.
+
+    Raises:
+        ConfigError: more streams than were trained, or a set in shared mode.
+        CapabilityError: pruning with a set that cannot prune.
+    """
+
+    def __init__(self, config: StreamsConfig, streams: StreamSet | None = None) -> None:
+        self.config = config
+        self.streams = None if streams is None else _fitted(config, streams)
+        self.gamma = self.streams.config.gamma if self.streams is not None else config.gamma or USUAL_GAMMA
+        rotation = None if streams is None else streams.config.value_rotation
+        self.spec = DrafterSpec(
+            name=config.kind,
+            proposes=config.proposes,
+            rounds=frozenset({"fused"}),
+            default_budget=config.num_nodes(self.gamma),
+            tree=not config.is_chain,
+            streams=StreamRules(
+                gamma=0 if self.streams is None else self.gamma,
+                at=config.at,
+                prune_threshold=config.prune_threshold,
+                prune_count=config.prune_count,
+                attention_limit=config.attention_limit,
+                rotates=rotation is not None,
+            ),
+        )
+        self._logits: dict[int, Tensor] = {}  # by sequence: [gamma, V] of its last accepted node's streams
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the set's shape against the target's."""
+        if self.streams is None:
+            return
+        config = self.streams.config
+        for name in ("num_layers", "d_model", "vocab_size"):
+            theirs, ours = getattr(config, name), getattr(target, name)
+            if theirs != ours:
+                raise CapabilityError(
+                    f"streams trained for {config.target or 'another target'}",
+                    f"it has {name}={theirs}, {target.name} has {ours}",
+                    f"use a set that was trained for {target.name}",
+                )
+        if self.streams.adapters is not None:
+            self.streams.adapters.prepare()
+
+    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+        """The general set, for every sequence without streams of its own."""
+        return self.streams
+
+    def observe(self, step: StepFeatures) -> None:
+        """Keep what the streams said; what they said before is out of date."""
+        for sequence, committed, logits in zip(step.sequences, step.committed, step.stream_logits, strict=False):
+            if logits is not None:
+                self._logits[sequence.key] = logits
+            elif committed:
+                self._logits.pop(sequence.key, None)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget ended sequences."""
+        for key in keys:
+            self._logits.pop(key, None)
+
+    @torch.inference_mode()
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence; the root alone where its last node carried no streams."""
+        parts = [self._part(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        if self.config.proposes == "sampled":
+            return self._drawn(want, parts)
+        ready = [part for part in parts if part is not None]
+        children = 1 if self.config.is_chain or len(ready) >= self.config.best_path_batch else self.config.k
+        levels = self._levels([s for s, p in zip(want.sequences, parts, strict=True) if p is not None], ready, children)
+        found = iter(levels)
+        proposals = [
+            Proposal() if part is None else best_nodes(*next(found), self._cap(budget))
+            for part, budget in zip(parts, want.budgets, strict=True)
+        ]
+        return to_tree([s.tokens[-1] for s in want.sequences], proposals)
+
+    # -- the tree
+
+    def _cap(self, budget: int) -> int:
+        return budget if self.config.nodes is None else min(budget, self.config.nodes)
+
+    def _part(self, sequence: SequenceView, budget: int, max_depth: int) -> Tensor | None:
+        """[depth, V] logits of the streams that can be used; None where there are none."""
+        logits = self._logits.get(sequence.key)
+        depth = min(max_depth, self._cap(budget), self.config.gamma or max_depth)
+        return None if logits is None or depth < 1 else logits[:depth]
+
+    def _levels(
+        self, sequences: Sequence[SequenceView], parts: Sequence[Tensor], children: int
+    ) -> list[tuple[list[list[int]], list[list[float]]]]:
+        """For each sequence the best tokens of each stream and their log q, best first."""
+        if not parts:
+            return []
+        scores = torch.cat([self._scores(s, part) for s, part in zip(sequences, parts, strict=True)])  # [levels, V]
+        best = scores.log_softmax(dim=1).topk(min(children, scores.shape[1]), dim=1)
+        log_q = best.values.tolist()
+        tokens = best.indices.tolist()
+        found = []
+        start = 0
+        for part in parts:
+            stop = start + len(part)
+            found.append((tokens[start:stop], log_q[start:stop]))
+            start = stop
+        return found
+
+    def _scores(self, sequence: SequenceView, logits: Tensor) -> Tensor:
+        """[depth, V]: the softmax of row j - 1 is the chance that a token is what the target says j places on."""
+        sampler = sequence.sampler
+        if sampler.plain:
+            return logits
+        if self.config.proposes == "point":
+            return sampler.process(logits)
+        first = len(sequence.tokens)
+        return sampler.scores(logits, None, [*range(first, first + len(logits))])
+
+    # -- drawn chains
+
+    def _drawn(self, want: DraftRequest, parts: Sequence[Tensor | None]) -> TokenTree:
+        """One token from each stream, drawn with noise of its own, and the distributions they came from."""
+        proposals, rows = [], []
+        for sequence, part in zip(want.sequences, parts, strict=True):
+            proposal = Proposal()
+            q = None
+            if part is not None:
+                first = len(sequence.tokens)
+                q = sequence.sampler.probs(part)  # [depth, V]
+                noise = sequence.sampler.draft_noise([*range(first, first + len(part))], 0, q.device)
+                tokens = (q.log() + noise).argmax(dim=1)
+                log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
+                for token, value in zip(tokens.tolist(), log_q, strict=True):
+                    above = proposal.log_scores[-1] if proposal.log_scores else 0.0
+                    proposal.add(len(proposal), token, above + value)
+            proposals.append(proposal)
+            rows.append(q)
+        tree = to_tree([s.tokens[-1] for s in want.sequences], proposals)
+        known = next((q for q in rows if q is not None), None)
+        if known is None:
+            return tree
+        probs = known.new_zeros((*tree.tokens.shape, known.shape[1]))  # [B, N, V]
+        for b, q in enumerate(rows):
+            if q is not None:
+                probs[b, : len(q)] = q
+        return tree.with_q(SparseQ(ids=None, probs=probs.to(tree.tokens.device)))
+
+
+def best_nodes(tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
+    """The best nodes of the product tree, by the sum of log q along their path, best first.
+
+    Args:
+        tokens: [depth][k] tokens of each level, likeliest first.
+        log_q: [depth][k] their log-probabilities, descending; -inf where a rule forbids the token.
+        budget: nodes wanted.
+
+    A node is reached from its parent (the first child) or from the sibling before it, neither of which has a
+    smaller score; so a heap yields the nodes in order without listing the tree.
+    """
+    made = Proposal()
+    add = made.add
+    depth, heap, order = len(tokens), [(-log_q[0][0], 0, 0, 0, 0)], 1  # (-score, order, parent, level, rank)
+    while heap and len(made.tokens) < budget:
+        cost, _, parent, level, rank = heappop(heap)
+        if cost == inf:
+            break
+        node = add(parent, tokens[level][rank], -cost)
+        row = log_q[level]
+        if rank + 1 < len(row):
+            heappush(heap, (cost + row[rank] - row[rank + 1], order, parent, level, rank + 1))
+            order += 1
+        if level + 1 < depth:
+            heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
+            order += 1
+    return made
+
+
+def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
+    """The set with as many streams as are wanted."""
+    trained = streams.config.gamma
+    if streams.config.mode != "lossless":
+        raise _shared_set(f"drafter={config.kind}:{config.path}")
+    if config.prunes and streams.prune_map is None:
+        raise CapabilityError(
+            f"pruning with the streams of {config.path or 'this set'}",
+            "the set has no early-exit map: it was trained with prune_rank=0",
+            "leave prune_threshold and prune_count out, or train it with prune_rank=8",
+        )
+    if config.gamma is None or config.gamma == trained:
+        return streams
+    config.require("gamma", config.gamma <= trained, f"is more than the {trained} streams that were trained")
+    return streams.first(config.gamma)
+
+
+def _check_set(asked: str, config: StreamConfig, context: DrafterContext) -> None:
+    """Refuse a set of the wrong mode, or one that was trained for other weights than the target's."""
+    if config.mode != "lossless":
+        raise _shared_set(asked)
+    if not config.fingerprint or context.target_folder is None:
+        return
+    if config.fingerprint != fingerprint(context.target_folder):
+        name = context.target or "this target"
+        raise CapabilityError(
+            asked,
+            f"trained for {config.target or 'another model'}, whose weights differ from those of {name}",
+            f"use a set that was trained for {name}, or train one",
+        )
+
+
+def _shared_set(asked: str) -> ConfigError:
+    return ConfigError(
+        asked,
+        "the set was trained in shared mode: its adapters change the target's own answers",
+        "load it as an application, and let requests name it: LLM(..., applications={'name': FOLDER})",
+    )

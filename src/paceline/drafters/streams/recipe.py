@@ -1,0 +1,545 @@
+"""The recipe ``streams``: trains a set of speculative streams, or adapters alone, over a frozen target.
+
+Source: Speculative Streaming, section 2.4 and appendices E.4, H.2, I, M, N.1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor, nn
+
+from ...core.errors import ConfigError
+from ...target.adapters import LINEARS, AdapterConfig, linear_shapes
+from ...target.streams import StreamConfig, StreamSet, fingerprint
+from ...training.data import TokenBatch
+from ...training.losses import TargetHidden, cross_entropy, kl, ngram
+from ...training.multistream import (
+    Carriers,
+    MainPass,
+    choose_carriers,
+    eager_streams,
+    lossless_streams,
+    main_pass,
+    shared_pass,
+)
+from ...training.network import Network
+from ...training.trainer import StepContext, setting
+
+if TYPE_CHECKING:
+    from ...training.registry import BuildContext
+
+TOP = 3  # children of a node that the simulated tree counts, as many as the drafter takes by default
+_EVALUATED_LOGITS = 2**21  # elements held at a time
+# Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
+# with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
+ALPHA_PER_RANK = 4.0
+_ALPHAS = {"lossless": (0.0, 1.0), "shared": (1.0, 0.1)}  # alpha_0, alpha_j (section 2.4, appendix M)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """What is trained, and on what loss."""
+
+    mode: Literal["lossless", "shared"] = setting(
+        "lossless", "lossless: the target's answers stay as they are; shared: adapters change them, for an application"
+    )
+    gamma: int = setting(4, "streams, tokens drafted ahead; 0 in shared mode: adapters alone")
+    layers: int = setting(4, "layers at the top of the target that streams go through")
+    rank: int = setting(8, "of the adapters")
+    alpha: float | None = setting(None, "adapters' output is scaled by alpha / rank; default: 4 times the rank")
+    linears: tuple[str, ...] = setting(LINEARS, "linear layers with an adapter: qkv, out, up, down")
+    start_rank: int = setting(0, "of the map from main state to stream start; 0: the identity")
+    identity: Literal["embedding", "rotation"] = setting(
+        "embedding", "what tells streams apart: a trained embedding each, or rotated values"
+    )
+    rotation_step: float | None = setting(
+        None, "radians that values of stream j are rotated by, times j; default: pi / (2 (context + gamma))"
+    )
+    prune_rank: int = setting(8, "of the early exit that prunes trees; 0: none is trained")
+    alpha_0: float | None = setting(None, "weight of the next token's loss; default: 0 lossless, 1 shared")
+    alpha_j: float | None = setting(None, "weight of each stream's loss; default: 1 lossless, 0.1 shared")
+    distill: float = setting(0.0, "share of distillation from the target in the streams' loss, 0 to 1 (lossless)")
+    segment: int | None = setting(None, "carriers (answer tokens) run at a time, to bound memory; default: all")
+    positions: float = setting(1.0, "share of the answer tokens that carry streams in a step (below 1: lossless)")
+    application: str = setting("", "name of the application that a shared set is for")
+
+    def __post_init__(self) -> None:
+        _require("mode", self.mode, self.mode in _ALPHAS, "it is lossless or shared")
+        shared = self.mode == "shared"
+        _require("positions", self.positions, 0 < self.positions <= 1, "it must be above 0 and at most 1")
+        _require(
+            "positions", self.positions, self.positions == 1 or not shared, "in shared mode all tokens carry streams"
+        )
+        _require("distill", self.distill, 0 <= self.distill <= 1, "it must be 0 to 1")
+        _require("distill", self.distill, not self.distill or not shared, "only a frozen target is distilled from")
+        _require("segment", self.segment, self.segment is None or self.segment >= 1, "it must be 1 or more")
+        _require("rank", self.rank, self.rank >= 1, "it must be 1 or more")
+        _require("identity", self.identity, self.identity in ("embedding", "rotation"), "it is embedding or rotation")
+        _require("alpha_0", self.alpha_0, not self.alpha_0 or shared, "a frozen main stream has no loss to lower")
+        for name in ("alpha_0", "alpha_j"):
+            value = getattr(self, name)
+            _require(name, value, value is None or 0 <= value < math.inf, "it must be 0 or more")
+        turns = self.rotation_step is None or self.identity == "rotation"
+        angle = self.rotation_step
+        _require("rotation_step", angle, angle is None or angle > 0, "it must be above 0")
+        _require("rotation_step", self.rotation_step, turns, "trained embeddings rotate nothing (identity='rotation')")
+        trainable = self.gamma > 0 or not self.start_rank
+        _require("start_rank", self.start_rank, trainable, "there are no streams to start")
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """alpha_0 and alpha_j of eq. 6."""
+        main, stream = _ALPHAS[self.mode]
+        return main if self.alpha_0 is None else self.alpha_0, stream if self.alpha_j is None else self.alpha_j
+
+    def config(self, network: Network, target: str = "", mark: str = "") -> StreamConfig:
+        """The set's shape over a target.
+
+        Args:
+            target: its name.
+            mark: its fingerprint.
+        """
+        c = network.config
+        insertion = c.num_layers - self.layers
+        adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
+        alpha = ALPHA_PER_RANK * self.rank if self.alpha is None else self.alpha
+        turn = self.rotation_step or math.pi / (2 * (c.max_position + self.gamma))
+        return StreamConfig(
+            mode=self.mode,
+            gamma=self.gamma,
+            msa_layers=self.layers if self.gamma else 0,
+            num_layers=c.num_layers,
+            d_model=c.d_model,
+            vocab_size=c.vocab_size,
+            start_rank=self.start_rank,
+            prune_rank=self.prune_rank if self.gamma else 0,
+            value_rotation=turn if self.gamma and self.identity == "rotation" else None,
+            adapter=AdapterConfig(rank=self.rank, alpha=alpha, layers=tuple(adapted), linears=tuple(self.linears)),
+            target=target,
+            fingerprint=mark,
+        )
+
+
+def _require(name: str, value: Any, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"streams with {name}={value!r}", rule, f"choose another {name}")
+
+
+class StreamRecipe:
+    """N-gram objective over streams of a frozen target (eq. 6), and next-token loss of the early exit (section 2.3).
+
+    Args:
+        network: the target; none of its parameters is trained.
+        trained: the set.
+        options: mode and losses.
+        held_out: batches by domain, for the evaluation.
+    """
+
+    name = "streams"
+
+    def __init__(
+        self,
+        network: Network,
+        trained: StreamSet,
+        options: StreamOptions,
+        held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
+    ) -> None:
+        network.requires_grad_(False)
+        self.network, self.module, self.options = network, trained, options
+        self.held_out = held_out or {}
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """alpha_0 CE(main) + sum_j alpha_j CE(stream j) + CE(early exit), each a mean over its rows (nats).
+
+        Returns:
+            The loss, and the mean loss of each part: ``main``, ``stream_1`` ..., ``exit``.
+        """
+        if self.options.mode == "shared":
+            return self._shared(batch)
+        carriers = choose_carriers(batch, self.options.positions, context.generator)
+        return self._lossless(batch, carriers)
+
+    # -- lossless mode
+
+    def _lossless(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, dict[str, float]]:
+        """Each segment forward and backward on its own; the loss returned hands over the gradients made so far."""
+        main = main_pass(self.network, batch, self.module.config.insertion)
+        aims = Aims.of(batch, carriers, self.module.config.gamma)
+        total = Parts()
+        grads: list[Tensor | None] = [None] * len(self._parameters)
+        for part in carriers.segments(self.options.segment):
+            loss, figures = self._segment(batch, main, part, aims)
+            total.add(loss.detach(), figures)
+            if torch.is_grad_enabled():
+                made = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+                grads = [_sum(old, new) for old, new in zip(grads, made, strict=True)]
+        if total.loss is None:
+            return _nothing(self._parameters), {}
+        if not torch.is_grad_enabled():
+            return total.loss, total.means()
+        value: Tensor = _HandOver.apply(total.loss, grads, *self._parameters)
+        return value, total.means()
+
+    def _segment(
+        self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims
+    ) -> tuple[Tensor, dict[str, float]]:
+        streams, _ = lossless_streams(self.network, self.module, main, part)  # [R, gamma, d]
+        own = Aims.of(batch, part, streams.shape[1], aims)
+        loss, figures = self._stream_loss(streams, own, main.final)
+        early, exit_figures = self._exit_loss(main.entering, part, own)
+        return loss + early, figures | exit_figures
+
+    def _stream_loss(self, streams: Tensor, aims: Aims, final: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+        """sum_j alpha_j ((1 - w) CE_j + w KL_j); w: ``distill``; p: main row t + j, frozen."""
+        head, share = self.network.head_weight, self.options.distill
+        alpha_j = self.options.factors[1]
+        rows = streams.flatten(0, 1)
+        gamma = streams.shape[1]
+        weights = aims.exists.flatten().float()
+        order = torch.arange(1, gamma + 1, device=rows.device).repeat(len(streams))
+        loss = rows.new_zeros((), dtype=torch.float32)
+        figures: dict[str, float] = {}
+        if share < 1:
+            alphas = (0.0, *[alpha_j * (1 - share)] * gamma)
+            counts = torch.cat((aims.counts.new_zeros(1), aims.counts)).float()
+            targets = aims.tokens.flatten()
+            loss, means = ngram(rows, head, targets, order, alphas, weights, denominators=counts, check=False)
+            found = aims.exists.sum(0)
+            parts = means[1:] * found / aims.counts  # shares of the whole batch's means
+            figures = {f"stream_{j}": float(x) for j, x in enumerate(parts, 1) if float(x) == float(x)}
+        if share and final is not None:
+            scale = weights * (alpha_j * share / aims.counts.clamp(min=1).float()).repeat(len(streams))
+            target = TargetHidden(final[aims.main.flatten()], head)
+            soft = kl(rows, head, target, scale, denominator=1.0, check=False)
+            figures["kl"] = float(soft.detach()) / (alpha_j * share * gamma) if alpha_j else 0.0
+            loss = loss + soft
+        return loss, figures
+
+    def _exit_loss(self, entering: Tensor, part: Carriers, aims: Aims) -> tuple[Tensor, dict[str, float]]:
+        """CE of head(norm(M + up down M)) with the next token; M is detached, so that it pulls on nothing else."""
+        exit_map = self.module.prune_map
+        if exit_map is None:
+            return entering.new_zeros(()), {}
+        hidden = self.network.final(exit_map(entering.detach()[part.index]))
+        loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows, check=False)
+        return loss, {"exit": float(loss.detach())}
+
+    def eager_loss(self, batch: TokenBatch) -> Tensor:
+        """The same loss through one dense attention a row of the batch: what segments are measured against."""
+        rows = [batch.rows(b, b + 1) for b in range(len(batch.tokens))]
+        made = [(row, choose_carriers(row)) for row in rows]
+        outputs = [eager_streams(self.network, self.module, row, carriers) for row, carriers in made]
+        carriers = choose_carriers(batch)
+        aims = Aims.of(batch, carriers, self.module.config.gamma)
+        final = torch.cat([main for main, _ in outputs])
+        loss, _ = self._stream_loss(torch.cat([streams for _, streams in outputs]), aims, final.detach())
+        if self.options.factors[0]:
+            loss = loss + self.options.factors[0] * self._main_loss(final, batch)
+        delta = self.module.adapters.delta if self.options.mode == "shared" and self.module.adapters else None
+        with torch.no_grad():
+            start = self.network.embed(batch.tokens, batch.positions)
+            entering, _ = self.network.run(start, 0, self.module.config.insertion, batch, delta)
+        return loss + self._exit_loss(entering.flatten(0, 1), carriers, aims)[0]
+
+    # -- shared mode
+
+    def _shared(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
+        gamma = self.module.config.gamma
+        carriers = choose_carriers(batch)
+        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
+        main = self._main_loss(run.final, batch)
+        figures = {"main": float(main.detach())}
+        loss = self.options.factors[0] * main
+        if gamma and len(carriers):
+            aims = Aims.of(batch, carriers, gamma)
+            ahead, more = self._stream_loss(run.streams, aims, None)
+            early, exit_figures = self._exit_loss(run.entering, carriers, aims)
+            loss, figures = loss + ahead + early, figures | more | exit_figures
+        return loss, figures
+
+    def _main_loss(self, final: Tensor, batch: TokenBatch) -> Tensor:
+        weights = batch.weights.flatten()
+        return cross_entropy(final, self.network.head_weight, batch.targets.flatten(), weights, check=False)
+
+    # -- held-out figures
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Figures on held-out answers, by domain.
+
+        ``loss/..``: of each stream (nats), ``agreement/../j``: share of rows where the likeliest token of stream j is
+        the target's own, ``accepted/..``: mean number of tokens that a chain of the likeliest tokens gets accepted
+        (the run of agreements from stream 1 on), ``accepted_top3/..``: the same where a place counts if the target's
+        token is among a stream's three likeliest, which bounds a tree of three children. All teacher-forced: the
+        target's token at t + 1 + j is the likeliest of main row t + j along the data. In shared mode also
+        ``loss/../main``.
+        """
+        figures: dict[str, float] = {}
+        for domain, batches in self.held_out.items():
+            figures |= {name.format(domain): value for name, value in self._domain(batches).items()}
+        return figures
+
+    def _domain(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
+        tally = Tally(self.module.config.gamma)
+        for held in batches:
+            batch = held.to(self.network.head_weight.device)
+            carriers = choose_carriers(batch)
+            final, streams = self._outputs(batch, carriers)
+            if self.options.mode == "shared":
+                weights = batch.weights.sum()
+                tally.main(float(self._main_loss(final, batch) * weights), float(weights))
+            if self.module.config.gamma and len(carriers):
+                self._tally(tally, final, streams, Aims.of(batch, carriers, self.module.config.gamma))
+        return tally.figures()
+
+    def _outputs(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, Tensor]:
+        """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
+        if self.options.mode == "shared":
+            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
+            return run.final, run.streams
+        main = main_pass(self.network, batch, self.module.config.insertion)
+        parts = carriers.segments(self.options.segment or 512)
+        streams = [lossless_streams(self.network, self.module, main, part)[0] for part in parts]
+        return main.final, torch.cat(streams) if streams else main.final.new_zeros(0, 0, 0)
+
+    def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
+        """Count a batch, some carriers at a time."""
+        says = _argmax(final, self.network.head_weight)  # [B * T] the target's own next tokens
+        step = max(1, _EVALUATED_LOGITS // (self.network.head_weight.shape[0] * streams.shape[1]))
+        for start in range(0, len(streams), step):
+            cut = slice(start, start + step)
+            logits = self.network.logits(streams[cut].to(self.network.head_weight.dtype)).float()  # [n, gamma, V]
+            tally.count(logits, says[aims.main[cut]], aims.tokens[cut], aims.exists[cut])
+
+    # -- result
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """`StreamSet.save`, and ``training.json``: the facts and the number of parameters of each part."""
+        self.module.save(folder)
+        counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
+        values = {**facts, **counted}
+        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+# -- what streams are to say
+
+
+@dataclass(frozen=True, slots=True)
+class Aims:
+    """Tokens that the streams of R carriers are to predict."""
+
+    tokens: Tensor  # [R, gamma] y_{t+1+j}; 0 where there is none
+    exists: Tensor  # [R, gamma] bool
+    main: Tensor  # [R, gamma] flat main row t + j, which says p(y_{t+1+j}); the carrier itself where there is none
+    following: Tensor  # [R] y_{t+1}
+    counts: Tensor  # [gamma] rows of the whole batch that have a target: the denominators
+    rows: int  # carriers of the whole batch
+
+    @staticmethod
+    def of(batch: TokenBatch, carriers: Carriers, gamma: int, whole: Aims | None = None) -> Aims:
+        """The aims of ``carriers``, a segment of those of ``whole``."""
+        documents, tokens = batch.documents, batch.tokens.flatten()
+        length = documents.shape[1]
+        steps = torch.arange(1, gamma + 1, device=tokens.device)
+        column = carriers.index[:, None] % length + steps + 1  # [R, gamma] place of the target in its row
+        flat = carriers.index[:, None] + steps + 1
+        inside = torch.where(column < length, flat, carriers.index[:, None])
+        flat_documents = documents.flatten()
+        exists = (column < length) & (flat_documents[inside] == flat_documents[carriers.index][:, None])
+        main = torch.where(exists, flat - 1, carriers.index[:, None])
+        return Aims(
+            tokens=torch.where(exists, tokens[inside], 0),
+            exists=exists,
+            main=main,
+            following=tokens[(carriers.index + 1).clamp(max=len(tokens) - 1)],
+            counts=exists.sum(0) if whole is None else whole.counts,
+            rows=len(carriers) if whole is None else whole.rows,
+        )
+
+
+class Parts:
+    """Sums of losses and figures over segments."""
+
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
+        self._figures: dict[str, float] = {}
+
+    def add(self, loss: Tensor, figures: Mapping[str, float]) -> None:
+        """One more segment."""
+        self.loss = loss if self.loss is None else self.loss + loss
+        for name, value in figures.items():
+            self._figures[name] = self._figures.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """Figures of the whole batch: every segment's are shares of its means."""
+        return self._figures
+
+
+class _HandOver(torch.autograd.Function):
+    """A loss whose gradients by the parameters are known already: its backward pass scales and passes them on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grads: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.given = [grad is not None for grad in grads]
+        ctx.save_for_backward(*[grad for grad in grads if grad is not None])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override, unused-ignore]
+        held = iter(ctx.saved_tensors)
+        return None, None, *[next(held) * grad if given else None for given in ctx.given]
+
+
+def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return old.add_(new)
+
+
+def _nothing(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A zero that every parameter is part of: a batch without answers."""
+    return sum((p.sum() * 0.0 for p in parameters), start=parameters[0].new_zeros(()))
+
+
+# -- held-out counts
+
+
+class Tally:
+    """Sums of held-out figures of one domain."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+        self.hits = torch.zeros(2, gamma)  # likeliest, top 3
+        self.losses, self.found = torch.zeros(gamma), torch.zeros(gamma)
+        self.runs, self.carriers = [0.0, 0.0], 0
+        self.main_loss, self.main_weight = 0.0, 0.0
+
+    def main(self, loss: float, weight: float) -> None:
+        """Next-token losses of a batch."""
+        self.main_loss += loss
+        self.main_weight += weight
+
+    def count(self, logits: Tensor, says: Tensor, tokens: Tensor, exists: Tensor) -> None:
+        """Some carriers: logits [n, gamma, V], the target's tokens and the data's [n, gamma], which exist."""
+        top = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices == says[..., None]
+        hit = torch.stack((top[..., 0], top.any(-1))) & exists  # [2, n, gamma]
+        counted = exists.any(-1)
+        self.runs = [a + float(b) for a, b in zip(self.runs, hit.long().cumprod(-1).sum((1, 2)), strict=True)]
+        self.carriers += int(counted.sum())
+        self.hits += hit.sum(1).cpu()
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
+        self.losses += (loss * exists).sum(0).cpu()
+        self.found += exists.sum(0).cpu()
+
+    def figures(self) -> dict[str, float]:
+        """Names hold ``{}`` where the domain goes."""
+        made = {}
+        if self.main_weight:
+            made["loss/{}/main"] = self.main_loss / self.main_weight
+        if self.carriers:
+            made["accepted/{}"] = self.runs[0] / self.carriers
+            made[f"accepted_top{TOP}/{{}}"] = self.runs[1] / self.carriers
+        for j in range(self.gamma):
+            if self.found[j]:
+                made[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
+                made[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
+        return made
+
+
+def _argmax(final: Tensor, head: Tensor) -> Tensor:
+    """[rows] likeliest tokens."""
+    step = max(1, _EVALUATED_LOGITS // head.shape[0])
+    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
+
+
+# -- states of streams beside those that they run ahead of (fig. 5)
+
+
+@torch.no_grad()
+def similarity(network: Network, trained: StreamSet, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """How near the state of stream j of row t is to main row t + j, layer by layer.
+
+    Args:
+        network: the target.
+        trained: the set.
+        batch: on the network's device.
+
+    Returns:
+        Mean cosine similarity [1 + Ns, gamma], before the first MSA layer and after each; and the same of main row t
+        itself, the line that a stream starts near.
+
+    Source: fig. 5 (section 3.2).
+    """
+    carriers = choose_carriers(batch)
+    aims = Aims.of(batch, carriers, trained.config.gamma)
+    if trained.config.mode == "shared":
+        run = shared_pass(network, trained, batch, carriers)
+        main, streams = (run.entering, *run.states), run.stream_states
+    else:
+        frozen = main_pass(network, batch, trained.config.insertion)
+        main = (frozen.entering, *frozen.states)
+        streams = tuple(lossless_streams(network, trained, frozen, carriers)[1])
+    own = [_cosine(s, m[aims.main], aims.exists) for s, m in zip(streams, main, strict=True)]
+    still = [_cosine(m[carriers.index][:, None], m[aims.main], aims.exists) for m in main]
+    return torch.stack(own), torch.stack(still)
+
+
+def _cosine(states: Tensor, later: Tensor, exists: Tensor) -> Tensor:
+    """[gamma] mean over the rows that exist."""
+    found = F.cosine_similarity(states.float(), later.float(), dim=-1) * exists
+    return found.sum(0) / exists.sum(0).clamp(min=1)
+
+
+class StreamsKind:
+    """How ``paceline train streams`` builds the recipe."""
+
+    name = "streams"
+    needs_target = True
+    takes_init = True  # a trained set to go on from, of the same shape
+    taps: ClassVar[tuple[int, ...]] = ()  # streams attend in the target's own layers: no state alone would do
+    Options: ClassVar[type[StreamOptions]] = StreamOptions
+
+    def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
+        """A fresh set over the context's target, or the one in ``context.init``.
+
+        Raises:
+            ConfigError: no target, options that do not fit it, or a set of another shape.
+        """
+        if context.target is None or context.target_folder is None:
+            raise ConfigError("training streams", "there is no target to train them for", "give --target")
+        folder = Path(context.target_folder)
+        config = options.config(context.target, folder.name, fingerprint(folder))
+        if context.init is None:
+            generator = torch.Generator().manual_seed(context.seed)
+            trained = StreamSet.fresh(config, linear_shapes(context.target.config), generator)
+        else:
+            trained = _continued(context.init, config)
+        return StreamRecipe(context.target, trained.to(context.device), options, context.held_out)
+
+
+def _continued(folder: Path, config: StreamConfig) -> StreamSet:
+    """The set in ``folder``, to be trained on; its target may have been an earlier state of this one."""
+    trained = StreamSet.load(folder, dtype=torch.float32)
+    found = replace(trained.config, target=config.target, fingerprint=config.fingerprint)
+    differ = [f.name for f in fields(config) if getattr(found, f.name) != getattr(config, f.name)]
+    if differ:
+        name = differ[0]
+        raise ConfigError(
+            f"going on from {folder}",
+            f"its {name} is {getattr(found, name)!r}, this run's {getattr(config, name)!r}",
+            "train with its options, or without --init",
+        )
+    trained.config = config
+    return trained

@@ -1,0 +1,196 @@
+"""Low-rank adapters beside a decoder's linear layers: y += scale * up(down(x)).
+
+Source: Hu et al. 2021 (LoRA); Speculative Streaming, section 2.1 (stream adapters) and appendix H.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+from .families import DecoderConfig
+from .linear import LinearOp, PadRows, make_linear
+
+LINEARS = ("qkv", "out", "up", "down")
+Shapes = Mapping[str, tuple[int, int]]
+"""linear -> (inputs, outputs); see `linear_shapes`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Which linear layers have an adapter, and how wide it is."""
+
+    rank: int = 8
+    alpha: float = 8.0  # the adapter's output is scaled by alpha / rank
+    layers: tuple[int, ...]  # absolute, ascending
+    linears: tuple[str, ...] = LINEARS
+
+    def __post_init__(self) -> None:
+        self._require("rank", isinstance(self.rank, int) and self.rank >= 1, "must be 1 or more")
+        self._require("alpha", 0 < self.alpha < float("inf"), "must be above 0")
+        ascending = all(isinstance(x, int) for x in self.layers) and list(self.layers) == sorted({*self.layers})
+        self._require("layers", ascending and min(self.layers, default=0) >= 0, "must be ascending layer indices")
+        known = bool(self.linears) and set(self.linears) <= {*LINEARS} and len({*self.linears}) == len(self.linears)
+        self._require("linears", known, f"must be some of {', '.join(LINEARS)}, each once")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"adapter {name}={getattr(self, name)!r}", f"{name} {rule}", f"choose another {name}")
+
+    @property
+    def scale(self) -> float:
+        """What up(down(x)) is multiplied by."""
+        return self.alpha / self.rank
+
+
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of every fused linear of one layer, by name; see `decoder.Layer`."""
+    c = config
+    return {
+        "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
+        "out": (c.num_heads * c.head_dim, c.d_model),
+        "up": (c.d_model, c.d_ff * (2 if c.gated else 1)),
+        "down": (c.d_ff, c.d_model),
+    }
+
+
+class LowRank(nn.Module):
+    """The adapters of one set: a pair (down [rank, in], up [out, rank]) for each layer and linear named.
+
+    The parameters hold NaN until they are loaded or made by `start`. They can be trained as they are;
+    `prepare` turns them into the kernels that inference uses.
+
+    Args:
+        config: which pairs there are.
+        shapes: (inputs, outputs) of each linear; see `linear_shapes`.
+        dtype, device: of the parameters.
+
+    Raises:
+        ConfigError: a linear without a shape.
+    """
+
+    def __init__(
+        self,
+        config: AdapterConfig,
+        shapes: Shapes,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        missing = [name for name in config.linears if name not in shapes]
+        if missing:
+            raise ConfigError(f"adapters of {', '.join(missing)}", "no shape is given for them", "see linear_shapes")
+        self.config = config
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        for layer in config.layers:
+            for linear in config.linears:
+                inputs, outputs = shapes[linear]
+                self.down[_key(layer, linear)] = _nan((config.rank, inputs), dtype, device)
+                self.up[_key(layer, linear)] = _nan((outputs, config.rank), dtype, device)
+        self._ops: dict[tuple[int, str], tuple[LinearOp, LinearOp]] = {}
+
+    @property
+    def scale(self) -> float:
+        """What up(down(x)) is multiplied by."""
+        return self.config.scale
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator | None = None) -> LowRank:
+        """Start values: down ~ N(0, 1 / in), up = 0, so that every delta begins as 0."""
+        for down in self.down.values():
+            fill_normal(down, down.shape[1] ** -0.5, generator)
+        for up in self.up.values():
+            up.zero_()
+        return self
+
+    def names(self) -> Iterator[tuple[int, str]]:
+        """(layer, linear) of every pair."""
+        return ((layer, linear) for layer in self.config.layers for linear in self.config.linears)
+
+    def pair(self, layer: int, linear: str) -> tuple[Tensor, Tensor] | None:
+        """down [rank, in] and up [out, rank]; None where this linear has no adapter."""
+        key = _key(layer, linear)
+        return (self.down[key], self.up[key]) if key in self.down else None
+
+    def prepare(self, exact: bool = False) -> LowRank:
+        """Make `delta` use inference kernels, from now on; parameters that change later are not seen.
+
+        Args:
+            exact: a row's bits must not depend on the number of rows.
+
+        Raises:
+            ConfigError: a parameter that holds NaN.
+        """
+        for layer, linear in self.names():
+            down, up = self.down[_key(layer, linear)].data, self.up[_key(layer, linear)].data
+            if down.isnan().any() or up.isnan().any():
+                raise not_loaded(f"the adapter of layer {layer}, {linear}")
+            self._ops[layer, linear] = _op(down, exact), _op(up, exact)
+        return self
+
+    def delta(self, layer: int, linear: str, x: Tensor) -> Tensor | None:
+        """What the adapter adds to the linear's output: scale * up(down(x)).
+
+        Args:
+            layer: absolute index.
+            linear: one of `LINEARS`.
+            x: [..., in], the very input of that linear; [rows, in] once prepared.
+
+        Returns:
+            [..., out]; None where this linear has no adapter.
+
+        Source: Hu et al. 2021, eq. 3.
+        """
+        ops = self._ops.get((layer, linear))
+        if ops is not None:
+            down, up = ops
+            return up(down(x)).mul_(self.scale)
+        pair = self.pair(layer, linear)
+        return None if pair is None else F.linear(F.linear(x, pair[0]) * self.scale, pair[1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters under their names in a file: ``{layer}.{linear}.down`` and ``.up``."""
+        found: dict[str, Tensor] = {}
+        for layer, linear in self.names():
+            found[f"{layer}.{linear}.down"] = self.down[_key(layer, linear)]
+            found[f"{layer}.{linear}.up"] = self.up[_key(layer, linear)]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRange:
+    """Rows start .. stop - 1 of a packed pass go through ``adapter`` besides the base's linear layers."""
+
+    start: int
+    stop: int
+    adapter: LowRank
+
+
+def not_loaded(what: str) -> ConfigError:
+    """The error for parameters that still hold NaN."""
+    return ConfigError(what, "holds NaN: not loaded, or broken in the file", "restore the file, or train it again")
+
+
+def fill_normal(parameter: Tensor, deviation: float, generator: torch.Generator | None) -> None:
+    """Draw N(0, deviation^2) in float32 on the CPU, so that a seed means the same everywhere."""
+    parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(deviation))
+
+
+def _op(weight: Tensor, exact: bool) -> LinearOp:
+    """A product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot be
+    trusted to see whether its bits depend on the number of rows."""
+    return PadRows(make_linear(weight, None), "narrow") if exact else make_linear(weight, None)
+
+
+def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device))
+
+
+def _key(layer: int, linear: str) -> str:
+    return f"{layer}_{linear}"  # a dot is not allowed in a parameter's name

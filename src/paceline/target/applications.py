@@ -1,0 +1,144 @@
+"""Applications: trained sets that requests name, over one base model.
+
+An application is a set of adapters, with or without streams, that was trained in shared mode for one target
+(Speculative Streaming, section 2.4: one base model, an adapter an application). The rows of a request that
+names it go through the base's linear layers plus the application's adapters; rows of other requests in the
+same pass do not notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import CapabilityError, ConfigError
+from .adapters import AdapterRange, LowRank, linear_shapes
+from .decoder import Decoder
+from .families import DecoderConfig
+from .streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, StreamSet, fingerprint, read_config
+
+BASE = "base"  # what the base model is called where a word is needed, so no application may be
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Application:
+    """One trained set in shared mode, ready to run."""
+
+    name: str  # as requests name it
+    identity: str  # sha256 of the set's files: K/V is shared among requests with the same one
+    adapter: LowRank | None  # of main and stream rows; None: the set has streams alone
+    streams: StreamSet | None = None  # where main rows attend to their streams; None: adapters alone
+
+
+def load_applications(
+    folders: Mapping[str, Path], decoder: Decoder, target: str, target_folder: Path
+) -> dict[str, Application]:
+    """Load trained sets for one target.
+
+    Args:
+        folders: by the name that requests use.
+        decoder: the target.
+        target, target_folder: its name, for messages, and where its checkpoint lies.
+
+    Raises:
+        ConfigError: a name that cannot be, files that are missing or broken, a set in lossless mode, or one
+            that was trained for another target.
+    """
+    if not folders:
+        return {}
+    known = fingerprint(target_folder)
+    return {name: _load(name, folder, decoder, target, known) for name, folder in folders.items()}
+
+
+def _load(name: str, folder: Path, decoder: Decoder, target: str, known: str) -> Application:
+    asked = f"application {name!r} ({folder})"
+    if not name or name == BASE or name != name.strip():
+        raise ConfigError(asked, f"{name!r} cannot name an application", f"choose another; {BASE!r} is the base model")
+    config = read_config(folder)
+    if config.mode != "shared":
+        raise ConfigError(
+            asked,
+            "the set was trained in lossless mode: it drafts for the base model and does not change its answers",
+            f"draft with it: drafter='streams:{folder}', or train it with mode='shared'",
+        )
+    _check_target(asked, config, decoder.config, target, known)
+    made = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
+    return make_application(name, made, decoder, identity(folder))
+
+
+def make_application(name: str, trained: StreamSet, decoder: Decoder, identity: str) -> Application:
+    """An application of a set in memory, whose parameters have the decoder's dtype and device.
+
+    Raises:
+        ConfigError: adapters of other widths than the target's linear layers.
+    """
+    adapter = trained.adapters
+    if adapter is not None:
+        _check_shapes(f"application {name!r}", adapter, decoder.config)
+        if decoder.stack is None:
+            adapter.prepare(exact=decoder.exact)
+    return Application(name=name, identity=identity, adapter=adapter, streams=trained if trained.config.gamma else None)
+
+
+def identity(folder: Path) -> str:
+    """sha256 of a set's configuration and weights."""
+    digest = hashlib.sha256()
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        content = (folder / file).read_bytes()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def _check_target(asked: str, config: StreamConfig, shape: DecoderConfig, target: str, known: str) -> None:
+    """Refuse a set that was trained for another target."""
+    remedy = f"use a set that was trained for {target}, or train one"
+    trained_for = config.target or "another model"
+    for field in ("num_layers", "d_model", "vocab_size"):
+        theirs, ours = getattr(config, field), getattr(shape, field)
+        if theirs != ours:
+            raise CapabilityError(
+                asked, f"trained for {trained_for} with {field}={theirs}, {target} has {ours}", remedy
+            )
+    if config.fingerprint and config.fingerprint != known:
+        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {target}", remedy)
+
+
+def _check_shapes(asked: str, adapter: LowRank, shape: DecoderConfig) -> None:
+    shapes = linear_shapes(shape)
+    for layer, linear in adapter.names():
+        pair = adapter.pair(layer, linear)
+        assert pair is not None
+        found = (pair[0].shape[1], pair[1].shape[0])
+        if found != shapes[linear]:
+            raise CapabilityError(
+                asked,
+                f"the adapter of layer {layer}, {linear} is for {found[0]} inputs and {found[1]} outputs, "
+                f"the target has {shapes[linear][0]} and {shapes[linear][1]}",
+                "use a set that was trained for this target",
+            )
+
+
+def adapter_ranges(
+    applications: Sequence[Application | None], rows: Sequence[tuple[int, int]]
+) -> tuple[AdapterRange, ...]:
+    """Which rows of a pass have which adapters.
+
+    Args:
+        applications: [B] of each sequence.
+        rows: [B] (first, one past the last) packed row of each sequence, ascending.
+
+    Returns:
+        Disjoint ranges in ascending order. Neighbours with the same adapters are one range; rows of the base
+        model are in none.
+    """
+    ranges: list[AdapterRange] = []
+    for application, (start, stop) in zip(applications, rows, strict=True):
+        adapter = application.adapter if application is not None else None
+        if adapter is None or start == stop:
+            continue
+        if ranges and ranges[-1].stop == start and ranges[-1].adapter is adapter:
+            start = ranges.pop().start
+        ranges.append(AdapterRange(start, stop, adapter))
+    return tuple(ranges)

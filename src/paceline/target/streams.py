@@ -1,0 +1,435 @@
+"""Speculative streams of a decoder: what is trained for them, its file form, and how a stream starts.
+
+gamma streams ride on a row of the target through its top layers; stream j says what token comes j places
+after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
+
+Source: Speculative Streaming, section 2 and appendices E.4, G.1, N.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
+
+CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
+FORMAT = 1
+EMBEDDING_DEVIATION = 0.02
+_PIECES, _PIECE_BYTES = 16, 4096
+
+Mode = Literal["lossless", "shared"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """The shape of a trained set of streams, and the target that it was trained for."""
+
+    mode: Mode = "lossless"  # shared: adapters and streams serve the main rows too (eq. 3)
+    gamma: int  # streams; 0 only in shared mode: plain adapters
+    msa_layers: int  # Ns, the layers at the top that streams go through
+    num_layers: int  # N, of the target
+    d_model: int
+    vocab_size: int
+    start_rank: int = 0  # eta of the map f (eq. 4); 0: the identity
+    prune_rank: int = 8  # of the early-exit map before the pruning; 0: the set cannot prune
+    value_rotation: float | None = None  # epsilon in radians (E.4), in place of stream embeddings; None: embeddings
+    adapter: AdapterConfig | None = None
+    target: str = ""  # name of the target, for messages
+    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
+
+    def __post_init__(self) -> None:
+        shared = self.mode == "shared"
+        self._require("mode", self.mode in ("lossless", "shared"), "must be lossless or shared")
+        self._require("num_layers", self.num_layers >= 1, "must be 1 or more")
+        self._require("d_model", self.d_model >= 1, "must be 1 or more")
+        self._require("vocab_size", self.vocab_size >= 1, "must be 1 or more")
+        self._require("gamma", self.gamma >= (0 if shared else 1), "must be 1 or more (0 in shared mode: no streams)")
+        low, high = (1 if self.gamma else 0), self.num_layers - 1
+        rule = f"must be {low} to {high}: streams start above the first of the target's {self.num_layers} layers"
+        self._require("msa_layers", low <= self.msa_layers <= high, rule)
+        self._require("start_rank", 0 <= self.start_rank <= self.d_model, "must be 0 to d_model")
+        self._require("prune_rank", 0 <= self.prune_rank <= self.d_model, "must be 0 to d_model")
+        angle = self.value_rotation
+        self._require("value_rotation", angle is None or 0 < angle < 3.15, "must be above 0 and at most pi")
+        self._require_adapter()
+
+    def _require_adapter(self) -> None:
+        layers = self.adapter.layers if self.adapter else ()
+        low = 0 if self.mode == "shared" else self.insertion
+        inside = not layers or (layers[0] >= low and layers[-1] < self.num_layers)
+        self._require("adapter", inside, f"must lie in layers {low} to {self.num_layers - 1}")
+        self._require("adapter", bool(layers or self.gamma), "is missing: a set without streams is its adapter")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"streams with {name}={getattr(self, name)!r}", f"{name} {rule}", f"correct {name}")
+
+    @property
+    def insertion(self) -> int:
+        """N - Ns: the first layer that stream rows go through, and the one before which trees are pruned."""
+        return self.num_layers - self.msa_layers
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `CONFIG_FILE`."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any], where: str = CONFIG_FILE) -> StreamConfig:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: another format, a key that is unknown or missing, a value that cannot be.
+        """
+        given = dict(values)
+        if given.pop("format", None) != FORMAT:
+            raise ConfigError(where, f"not written in format {FORMAT}", "train it again, or update Paceline")
+        unknown = sorted({*given} - {f.name for f in fields(StreamConfig)})
+        if unknown:
+            raise ConfigError(where, f"unknown entries: {', '.join(unknown)}", "update Paceline, or train it again")
+        try:
+            if given.get("adapter") is not None:
+                lists = ("layers", "linears")
+                adapter: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in given["adapter"].items()}
+                given["adapter"] = AdapterConfig(**adapter)
+            return StreamConfig(**given)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(where, f"not a stream set's configuration ({error})", "restore the file") from error
+
+
+class LowRankMap(nn.Module):
+    """x -> x + up(down(x)): the start map f_eta (eq. 4) and the early-exit map o_theta (section 2.3)."""
+
+    def __init__(self, rank: int, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.down = _nan((rank, width), dtype, device)  # [rank, d]
+        self.up = _nan((width, rank), dtype, device)  # [d, rank]
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator | None) -> None:
+        """The identity: down ~ N(0, 1 / d), up = 0."""
+        fill_normal(self.down, self.down.shape[1] ** -0.5, generator)
+        self.up.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        return x + F.linear(F.linear(x, self.down), self.up)
+
+
+class StreamSet(nn.Module):
+    """All that a trained set adds to the base model. NaN until it is loaded or made by `fresh`.
+
+    Args:
+        config: its shape.
+        shapes: (inputs, outputs) of the target's linear layers; see `adapters.linear_shapes`.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        shapes: Shapes,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        c, d = config, config.d_model
+        self.config = config
+        embedded = c.gamma and c.value_rotation is None
+        self.embeddings = _nan((c.gamma, d), dtype, device) if embedded else None  # P [gamma, d]
+        self.start_map = LowRankMap(c.start_rank, d, dtype, device) if c.gamma and c.start_rank else None
+        self.prune_map = LowRankMap(c.prune_rank, d, dtype, device) if c.gamma and c.prune_rank else None
+        self.adapters = LowRank(c.adapter, shapes, dtype=dtype, device=device) if c.adapter else None
+
+    @staticmethod
+    @torch.no_grad()
+    def fresh(config: StreamConfig, shapes: Shapes, generator: torch.Generator | None = None) -> StreamSet:
+        """A set to be trained, in float32: maps and adapters change nothing yet, P ~ N(0, 0.02^2)."""
+        made = StreamSet(config, shapes)
+        if made.embeddings is not None:
+            fill_normal(made.embeddings, EMBEDDING_DEVIATION, generator)
+        for part in (made.start_map, made.prune_map):
+            if part is not None:
+                part.start(generator)
+        if made.adapters is not None:
+            made.adapters.start(generator)
+        return made
+
+    def begin(self, hidden: Tensor, gamma: int | None = None) -> Tensor:
+        """The streams of main rows, just before layer N - Ns: f(M_t) + P_j.
+
+        Args:
+            hidden: [..., d], M after layer N - Ns - 1.
+            gamma: the first so many streams; None: all.
+
+        Returns:
+            [..., gamma, d]; with value rotation every stream starts as f(M_t) alone.
+
+        Source: eq. 4; appendix E.4.
+        """
+        count = self.config.gamma if gamma is None else gamma
+        first = hidden if self.start_map is None else self.start_map(hidden)
+        if self.embeddings is None:
+            return first[..., None, :].expand(*first.shape[:-1], count, first.shape[-1])
+        return first[..., None, :] + self.embeddings[:count]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters under their names in the file."""
+        found: dict[str, Tensor] = {}
+        if self.embeddings is not None:
+            found["embeddings"] = self.embeddings
+        for name, part in (("start", self.start_map), ("prune", self.prune_map)):
+            if part is not None:
+                found[f"{name}.down"], found[f"{name}.up"] = part.down, part.up
+        if self.adapters is not None:
+            found |= {f"adapters.{name}": value for name, value in self.adapters.tensors().items()}
+        return found
+
+    def parameters_by_part(self) -> dict[str, int]:
+        """Number of parameters of each part: embeddings gamma*d, prune 2*r*d, start 2*eta*d, adapters."""
+        counts = {"embeddings": 0, "start": 0, "prune": 0, "adapters": 0}
+        for name, value in self.tensors().items():
+            counts[name.partition(".")[0]] += value.numel()
+        return counts
+
+    def assert_loaded(self) -> None:
+        """Raises ConfigError where a parameter still holds NaN."""
+        for name, value in self.tensors().items():
+            if bool(value.isnan().any()):
+                raise not_loaded(f"the streams' {name}")
+
+    def save(self, folder: str | Path) -> None:
+        """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
+
+        Raises:
+            ConfigError: a parameter that holds NaN.
+        """
+        self.assert_loaded()
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        values = {name: value.detach().cpu().contiguous() for name, value in self.tensors().items()}
+        save_file(values, place / WEIGHTS_FILE, metadata={"format": "pt"})
+        (place / CONFIG_FILE).write_text(json.dumps(self.config.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> StreamSet:
+        """Read a trained set.
+
+        Args:
+            folder: what `save` wrote.
+            dtype: of the parameters; None: as stored.
+            device: where they go.
+
+        Raises:
+            ConfigError: files or tensors that are missing, broken, misshaped or left over.
+        """
+        place = Path(folder)
+        config = read_config(place)
+        values = _read_tensors(place)
+        kind = dtype or next((v.dtype for v in values.values()), torch.float32)
+        made = StreamSet(config, _shapes(values), dtype=kind, device=device)
+        _fill(made.tensors(), values, place)
+        made.assert_loaded()
+        return made
+
+    def first(self, gamma: int) -> StreamSet:
+        """The same set with its first ``gamma`` streams alone; the other parts are shared with this one."""
+        made = object.__new__(StreamSet)
+        nn.Module.__init__(made)
+        made.config = replace(self.config, gamma=gamma)
+        made.start_map, made.prune_map, made.adapters = self.start_map, self.prune_map, self.adapters
+        made.embeddings = None if self.embeddings is None else nn.Parameter(self.embeddings.data[:gamma])
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimit:
+    """The streams of one sequence that attend to few of the keys that their main rows see (appendix H.1).
+
+    G main rows carry gamma streams each; the block of the segment ends in their keys, node by node.
+    """
+
+    most: int  # keys of the main row's, itself included
+    rows: Tensor  # [G] int64 the main rows, in the packed pass
+    streams: slice  # rows of their streams, node by node: G * gamma
+    keys: Tensor  # [keys] int64 slots of the keys that main rows may see, in logical order
+    key_positions: Tensor  # [keys] int64
+    visible: Tensor  # [G, keys] bool: what each main row sees, itself included, whatever the window
+    own: Tensor  # [G] int64 index of each main row's own key
+    positions: Tensor  # [G] int64 of the main rows
+    scratch: Tensor  # [G * gamma] int64 slots of the streams' own keys
+    shared: bool  # main rows attend to their own streams, too (eq. 3)
+
+    def attend(
+        self,
+        query: Tensor,  # [rows, heads, head_dim]
+        k_cache: Tensor,  # [kv_heads, slots, head_dim]
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:  # [G * gamma, heads * head_dim]
+        """Attention of the stream rows over their main row's best keys and streams 1 .. j.
+
+        The weights that choose are the main row's, averaged over heads. Streams keep the keys that are inside
+        their own sliding window, which lies up to gamma behind the main row's.
+        """
+        groups = query.shape[1] // k_cache.shape[0]
+        k, v = (c[:, self.keys].repeat_interleave(groups, dim=0) for c in (k_cache, v_cache))  # [heads, keys, dim]
+        own_k, own_v = (
+            c[:, self.scratch].unflatten(1, (len(self.rows), -1)).repeat_interleave(groups, dim=0)
+            for c in (k_cache, v_cache)
+        )  # [heads, G, gamma, dim]
+        gamma = own_k.shape[2]
+        chosen = self._best(query[self.rows], k, own_k, scale, window)  # [G, keys]
+        q = query[self.streams].unflatten(0, (len(self.rows), gamma))  # [G, gamma, heads, dim]
+        step = torch.arange(1, gamma + 1, device=q.device)
+        near = chosen[:, None].expand(-1, gamma, -1)
+        if window is not None:
+            near = near & (self.key_positions > (self.positions[:, None] + step - window)[..., None])
+        far = torch.einsum("gjhd,hkd->hgjk", q, k).mul(scale).masked_fill(~near, -torch.inf)
+        later = step[:, None] < step
+        close = torch.einsum("gjhd,hgid->hgji", q, own_k).mul(scale).masked_fill(later, -torch.inf)
+        weights = torch.cat((far, close), -1).softmax(-1)
+        mixed = torch.einsum("hgjk,hkd->gjhd", weights[..., : len(self.keys)], v)
+        mixed = mixed + torch.einsum("hgji,hgid->gjhd", weights[..., len(self.keys) :], own_v)
+        return mixed.flatten(0, 1).flatten(1)
+
+    def _best(self, query: Tensor, k: Tensor, own_k: Tensor, scale: float, window: int | None) -> Tensor:
+        """[G, keys] bool: the keys with the highest weights of the main row, the row itself always among them."""
+        seen = self.visible
+        if window is not None:
+            seen = seen & (self.key_positions > self.positions[:, None] - window)
+        scores = torch.einsum("ghd,hkd->hgk", query, k).mul(scale).masked_fill(~seen, -torch.inf)
+        if self.shared:
+            scores = torch.cat((scores, torch.einsum("ghd,hgid->hgi", query, own_k).mul(scale)), -1)
+        weights = scores.softmax(-1)[..., : len(self.keys)].mean(0)
+        weights = weights.scatter(1, self.own[:, None], torch.inf)
+        best = weights.topk(min(self.most, weights.shape[1]), dim=1).indices
+        return torch.zeros_like(seen).scatter(1, best, True) & seen
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRows:
+    """What a layer does otherwise for stream rows: value rotation (appendix E.4), limited attention (H.1)."""
+
+    start: int  # first stream row of the pass; they are its last ones
+    turn: tuple[Tensor, Tensor] | None = None  # cos and sin [stream rows, 1, 1] of the values' angles
+    limits: tuple[StreamLimit, ...] = ()
+
+    def turned(self, values: Tensor) -> Tensor:
+        """[rows, kv_heads, head_dim]: V with pairs (i, i + head_dim / 2) of stream j rotated by j * epsilon."""
+        if self.turn is None:
+            return values
+        cos, sin = self.turn
+        first, second = values[self.start :].chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((values[: self.start], turned.to(values.dtype)))
+
+    def limit(
+        self, attended: Tensor, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None
+    ) -> None:
+        """Overwrite the limited rows of ``attended`` [rows, heads * head_dim]."""
+        for part in self.limits:
+            attended[part.streams] = part.attend(query, k_cache, v_cache, scale, window)
+
+
+def read_config(folder: str | Path) -> StreamConfig:
+    """The configuration of a trained set.
+
+    Raises:
+        ConfigError: no such folder, or a file that is missing or broken.
+    """
+    place = Path(folder)
+    file = place / CONFIG_FILE
+    if not file.is_file():
+        wrong = f"it holds no {CONFIG_FILE}" if place.is_dir() else "there is no such folder"
+        raise ConfigError(f"stream set {str(place)!r}", wrong, "name a folder that holds a trained set")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(str(file), f"not JSON ({error})", "restore the file") from error
+    if not isinstance(values, dict):
+        raise ConfigError(str(file), "not a JSON object", "restore the file")
+    return StreamConfig.from_json(values, str(file))
+
+
+def fingerprint(folder: str | Path) -> str:
+    """sha256 over a target checkpoint's config and over size, header and samples of its weight files.
+
+    Sixteen pieces of 4 KiB, evenly spaced over each file, stand for its weights: quick on any size, and a
+    further trained model differs in every one of them.
+
+    Raises:
+        ConfigError: no config or no weights there.
+    """
+    place = Path(folder)
+    files = sorted(place.glob("*.safetensors"))
+    if not files or not (place / "config.json").is_file():
+        raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
+    digest = hashlib.sha256((place / "config.json").read_bytes())
+    for file in files:
+        _digest_file(digest, file)
+    return digest.hexdigest()
+
+
+def _digest_file(digest: Any, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}".encode())
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        digest.update(length + stream.read(min(int.from_bytes(length, "little"), size)))
+        for piece in range(_PIECES):
+            stream.seek(piece * max(0, size - _PIECE_BYTES) // (_PIECES - 1))
+            digest.update(stream.read(_PIECE_BYTES))
+
+
+def _read_tensors(place: Path) -> dict[str, Tensor]:
+    file = place / WEIGHTS_FILE
+    if not file.is_file():
+        raise ConfigError(f"stream set {str(place)!r}", f"{WEIGHTS_FILE} is missing", "restore it, or train it again")
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(str(file), f"cannot be read ({error})", "restore it, or train it again") from error
+
+
+def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each linear, from its first pair in the file."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, down in values.items():
+        parts = name.split(".")
+        up = values.get(f"{name.removesuffix('down')}up")
+        if len(parts) == 4 and parts[0] == "adapters" and parts[3] == "down" and up is not None and up.dim() == 2:
+            found.setdefault(parts[2], (down.shape[-1], up.shape[0]))
+    return found
+
+
+def _fill(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place: Path) -> None:
+    if missing := sorted({*wanted} - {*values}):
+        raise _misfit(place, f"{missing[0]} is missing")
+    if left := sorted({*values} - {*wanted}):
+        raise _misfit(place, f"{left[0]} has no place in this set")
+    for name, parameter in wanted.items():
+        if parameter.shape != values[name].shape:
+            raise _misfit(place, f"{name} is {tuple(values[name].shape)}, wanted {tuple(parameter.shape)}")
+        parameter.data.copy_(values[name])
+
+
+def _misfit(place: Path, wrong: str) -> ConfigError:
+    return ConfigError(str(place / WEIGHTS_FILE), wrong, f"restore it with its {CONFIG_FILE}, or train it again")
+
+
+def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device))

@@ -1,0 +1,347 @@
+"""Speculative Streaming against its references: shared sets, both places of streams, and the bits of main rows.
+
+The reference of a shared set recomputes the whole text for every token, in one dense pass: every generated
+row with exactly gamma streams, no prompt row before the last with any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from torch import Tensor
+
+from paceline import native
+from paceline.attention.base import Segment
+from paceline.core.errors import CapabilityError
+from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.drafters.base import StepFeatures
+from paceline.engine.engine import Engine
+from paceline.target.adapters import AdapterConfig, AdapterRange
+from paceline.target.base import Batch, ForwardState
+from paceline.target.decoder import Decoder
+from paceline.target.streams import StreamRows, StreamSet
+
+LONG = [*range(20, 62)]
+PROMPTS = [LONG, [*range(30, 41)], [8], [*LONG[:34], 3, 9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+HOT = SamplingParams(temperature=0.9, seed=4, max_tokens=20, ignore_eos=True)
+SETS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deep": {"layers": 2, "gamma": 2},
+    "mapped": {"start_rank": 3},
+    "rotated": {"value_rotation": 0.05, "layers": 2},
+    "bare": {"adapter": None},
+}
+
+
+@cache
+def target() -> Decoder:
+    return tiny_decoder(tiny_config())
+
+
+@cache
+def shared(name: str) -> StreamSet:
+    return tiny_streams(mode="shared", **SETS[name])
+
+
+# ---- the reference of shared mode
+
+
+@torch.inference_mode()
+def shared_logits(trained: StreamSet, tokens: Sequence[int], prompt_len: int) -> Tensor:
+    """[V]: what comes after ``tokens``, with gamma streams on every row from the prompt's last on."""
+    decoder, c = target(), trained.config
+    count, carriers = len(tokens), len(tokens) - prompt_len + 1
+    size = count + carriers * c.gamma
+    shape = (decoder.config.num_kv_heads, size, decoder.config.head_dim)
+    pool = SimpleNamespace(**{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(c.num_layers)] for n in "kv"})
+    lower = lay_out(decoder, list(range(count)), torch.ones(count, count, dtype=torch.bool).tril())
+    batch = Batch(torch.tensor(tokens), lower.positions, lower.sequence, lower.node, lower.slots, lower.attn)
+    state = decoder.embed(batch)
+    state.adapters = ranges(trained, count)
+    decoder.run_layers(state, 0, c.insertion, pool)
+    begun = [state.hidden]
+    places, owners, numbers = [*range(count)], [*range(count)], [0] * count
+    for row in range(prompt_len - 1, count):
+        begun.append(trained.begin(state.hidden[row : row + 1])[0])
+        places += [row + j for j in range(1, c.gamma + 1)]
+        owners += [row] * c.gamma
+        numbers += range(1, c.gamma + 1)
+    upper = lay_out(decoder, places, sight(owners, numbers))
+    upper.hidden, upper.adapters = torch.cat(begun), ranges(trained, size)
+    if c.value_rotation is not None:
+        angle = c.value_rotation * torch.tensor(numbers[count:], dtype=torch.float64)[:, None, None]
+        upper.special = StreamRows(count, (angle.cos(), angle.sin()))
+    decoder.run_layers(upper, c.insertion, c.num_layers, pool)
+    return decoder.logits(upper)[count - 1]
+
+
+def sight(owners: Sequence[int], numbers: Sequence[int]) -> Tensor:
+    """[rows, rows] bool by the equations: a main row sees main rows up to itself and its own streams (eq. 3),
+    a stream what its main row sees of main rows, and streams 1 .. j of it (eq. 2)."""
+    rows = range(len(owners))
+    return torch.tensor(
+        [
+            [
+                (numbers[b] == 0 and owners[b] <= owners[a])
+                or (numbers[b] > 0 and owners[b] == owners[a] and (numbers[a] == 0 or numbers[b] <= numbers[a]))
+                for b in rows
+            ]
+            for a in rows
+        ]
+    )
+
+
+def lay_out(decoder: Decoder, places: Sequence[int], visible: Tensor) -> ForwardState:
+    """A state of rows at ``places``, all of them in one block."""
+    size, positions = len(places), torch.tensor(places)
+    segment = Segment(0, size, slice(0, size), size, 0, visible, positions)
+    zeros = torch.zeros_like(positions)
+    return ForwardState(zeros, positions, zeros, zeros, slice(0, size), decoder.plan([segment], positions))
+
+
+def ranges(trained: StreamSet, rows: int) -> list[AdapterRange]:
+    return [] if trained.adapters is None else [AdapterRange(0, rows, trained.adapters)]
+
+
+@cache
+def reference(name: str, prompt: int, hot: bool) -> list[int]:
+    """The ids that plain decoding of a shared set gives."""
+    params, ids = HOT if hot else GREEDY, list(PROMPTS[prompt])
+    sampler = SequenceSampler(params, ids, seed=params.seed or 0, sample_index=0, vocab_size=96)
+    for _ in range(params.max_tokens or 0):
+        logits = shared_logits(shared(name), ids, len(PROMPTS[prompt]))[None]
+        ids.append(int(sampler.choose(logits, None, [len(ids)])))
+        sampler.commit(ids[-1:])
+    return ids[len(PROMPTS[prompt]) :]
+
+
+def answers(engine: Engine, params: SamplingParams, application: str | None) -> list[list[int]]:
+    outputs = run(engine, [(p, params) for p in PROMPTS], [application] * len(PROMPTS))
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "one by one": {"max_sequences": 1},
+    "few rows": {"max_batch_rows": 9},
+    "tight pool": {"kv_tokens": 132, "block_size": 4, "max_model_len": 120},
+}
+
+
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("name", SETS)
+def test_a_shared_set_answers_as_its_reference(name: str, hot: bool) -> None:
+    """Batches, chunk edges, preemption, prefix hits and a budget of zero change no id."""
+    wanted = [reference(name, i, hot) for i in range(len(PROMPTS))]
+    assert len({tuple(ids) for ids in wanted}) == len(PROMPTS)
+    met = {"preempted": 0, "found": 0, "accepted": 0}
+    for number, (condition, options) in enumerate(CONDITIONS.items()):
+        app = tiny_application("one", target(), shared(name))
+        pruning = {"prune_count": 6} if number % 2 else {}
+        drafter = streams(k=10, nodes=14, target={"config": target().config}, **pruning)
+        engine = assemble(drafter, decoder=target(), applications=[app], budget=14 * (number != 1), **options)
+        outputs = run(engine, [(p, HOT if hot else GREEDY) for p in PROMPTS * 2], ["one"] * len(PROMPTS) * 2)
+        assert [o.outputs[0].token_ids for o in outputs] == wanted * 2, condition
+        assert engine.round.failure is None
+        met["preempted"] += sum(o.stats.preemptions for o in outputs)
+        met["found"] += sum(o.stats.cached_prompt_tokens for o in outputs)
+        met["accepted"] += sum(o.stats.accepted for o in outputs)
+    assert all(met.values()), met
+
+
+def test_generated_rows_are_no_prefix_of_a_longer_prompt() -> None:
+    """Rows with streams have other K/V than the same tokens in a prompt: no block of them may be found."""
+    app = tiny_application("one", target(), shared("plain"))
+    engine = assemble(streams(k=8, nodes=8), decoder=target(), applications=[app], block_size=4)
+    prompt = PROMPTS[0][:18]
+    first = run(engine, [(prompt, GREEDY)], ["one"])[0].outputs[0].token_ids
+    longer = [*prompt, *first]
+    again = run(engine, [(longer, GREEDY)], ["one"])[0]
+    alone = assemble(streams(k=8, nodes=8), decoder=target(), applications=[app])
+    assert again.outputs[0].token_ids == run(alone, [(longer, GREEDY)], ["one"])[0].outputs[0].token_ids
+    assert again.stats.cached_prompt_tokens == 16  # whole blocks before the first prompt's last row
+
+
+def test_the_reference_differs_from_the_adapters_alone() -> None:
+    """Streams matter to a shared set: a reference that left them out would give other ids."""
+    app = tiny_application("one", target(), shared("plain"))
+    alone = SimpleNamespace(name="one", identity="alone", adapter=app.adapter, streams=None)
+    engine = assemble(streams(chain=True), decoder=target(), applications=[alone], budget=0)
+    assert answers(engine, GREEDY, "one") != [reference("plain", i, False) for i in range(len(PROMPTS))]
+
+
+def test_sets_of_several_depths_in_one_pass() -> None:
+    """Two applications and the base model, whose streams begin at different layers, with pruning."""
+    apps = [tiny_application(n, target(), shared(n)) for n in ("plain", "deep")]
+    for at in ("nodes", "frontier"):
+        drafter = streams(k=10, nodes=14, at=at, prune_threshold=0.004)
+        engine = assemble(drafter, decoder=target(), applications=apps)
+        names = ["plain", "deep", None, "deep"]
+        outputs = run(engine, [(p, GREEDY) for p in PROMPTS], names)
+        plain = run(assemble(decoder=target()), [(PROMPTS[2], GREEDY)])[0]
+        assert outputs[2].outputs[0].token_ids == plain.outputs[0].token_ids
+        for i in (0, 1, 3):
+            assert outputs[i].outputs[0].token_ids == reference(str(names[i]), i, False)
+        assert all(o.stats.pruned for o in outputs)
+
+
+# ---- both places of streams, and what they read
+
+
+def heard(drafter: Any, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[list[int]], list[Tensor]]:
+    """Answers, and all stream logits that the drafter was told, in order."""
+    told: list[Tensor] = []
+    observe = drafter.observe
+
+    def listen(step: StepFeatures) -> None:
+        told.extend(x.clone() for x in step.stream_logits if x is not None)
+        observe(step)
+
+    drafter.observe = listen
+    engine = assemble(drafter, decoder=target(), **options)
+    found = answers(engine, params, None)
+    assert engine.round.failure is None and told
+    return found, told
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("pruning", [{}, {"prune_threshold": 0.003}, {"prune_count": 5}])
+def test_streams_say_the_same_on_nodes_and_on_the_frontier(name: str, pruning: dict[str, Any]) -> None:
+    """Main rows of a lossless set never see streams, so those of one node depend on no other's."""
+    trained = tiny_streams(**SETS[name])
+    told = {}
+    for at in ("nodes", "frontier"):
+        drafter = streams(trained=trained, k=10, nodes=16, at=at, **pruning)
+        told[at] = heard(drafter, max_batch_rows=30)
+    assert told["nodes"][0] == told["frontier"][0]
+    assert len(told["nodes"][1]) == len(told["frontier"][1])
+    for a, b in zip(told["nodes"][1], told["frontier"][1], strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-9)
+
+
+def test_a_wide_attention_limit_is_none() -> None:
+    """With room for every key the limit changes nothing; a narrow one changes what streams say, and no id."""
+    trained = tiny_streams(layers=2)
+    wanted, free = heard(streams(trained=trained, k=10, nodes=16, at="nodes"))
+    for limit, same in ((200, True), (4, False)):
+        found, told = heard(streams(trained=trained, k=10, nodes=16, at="nodes", attention_limit=limit))
+        assert found == wanted
+        assert torch.allclose(free[0], told[0], rtol=0, atol=1e-9) == same
+
+
+@pytest.mark.parametrize("options", [{"value_rotation": 0.05}, {"start_rank": 3}, {"seed": 9}])
+def test_every_part_of_a_set_is_read(options: dict[str, Any]) -> None:
+    told = [heard(streams(trained=tiny_streams(**o), chain=True))[1] for o in ({}, options)]
+    assert not torch.allclose(told[0][0], told[1][0])
+
+
+def test_no_streams_where_nobody_drafts() -> None:
+    """Off is free: with a budget of 0 no row of a lossless set carries a stream once the prompt is through."""
+    engine = assemble(streams(k=3), decoder=target(), budget=0)
+    outputs = run(engine, [(p, GREEDY) for p in PROMPTS])
+    assert all(o.stats.upper_row_layers == 0 for o in outputs)
+    assert all(o.stats.row_layers == o.stats.passes * target().num_layers for o in outputs)
+
+
+def test_row_layers_by_hand() -> None:
+    """A chain of gamma = 3 over one layer of three, on nodes: what each pass takes."""
+    engine = assemble(streams(chain=True, at="nodes"), decoder=target())
+    stats = run(engine, [(PROMPTS[1], GREEDY)])[0].stats
+    rows = stats.passes + stats.drafted  # roots and nodes, each through three layers
+    riding = stats.row_layers - 3 * rows
+    carriers = riding // 3
+    assert riding == 3 * carriers
+    assert rows - 4 <= carriers < rows  # the last pass, at least, has no next draft to prepare
+    assert stats.upper_row_layers == carriers + riding
+
+
+# ---- the bits of main rows
+
+WIDE = tiny_config(head_dim=16)  # the compiled layers want heads of a multiple of 16
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def logits_by_place(
+    engine: Engine, prompts: Sequence[Sequence[int]], application: str | None = None
+) -> dict[tuple[int, int], Tensor]:
+    """The target's logits after every token that came out, by request and position."""
+    found: dict[tuple[int, int], Tensor] = {}
+    round_: Any = engine.round
+    emit = round_._emit
+
+    def watched(works: Any, spans: Any, generating: Any, tree: Any, logits: Tensor, tokens: Any, paths: Any) -> Any:
+        begin = 0
+        for i in generating:
+            view = works[i].sequence.view
+            for depth, node in enumerate([0, *paths[i]]):
+                found[view.key, len(view.tokens) + depth] = logits[begin + node].clone()
+            begin += spans[i].stop - spans[i].root
+        return emit(works, spans, generating, tree, logits, tokens, paths)
+
+    round_._emit = watched
+    run(engine, [(p, GREEDY) for p in prompts], [application] * len(prompts))
+    assert round_.failure is None
+    return found
+
+
+@pytest.mark.parametrize("at", ["nodes", "frontier"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at: str) -> None:
+    """Row by row, whatever rides along."""
+    if compiled and native.unavailable():
+        pytest.skip(str(native.unavailable()))
+    decoder = tiny_decoder(WIDE, dtype=KINDS[kind], exact=not compiled, compiled=compiled)
+    shape = decoder.config
+    prompts = [[t % shape.vocab_size for t in p] for p in PROMPTS]
+    layers = (shape.num_layers - 1,)
+    trained = tiny_streams(shape, dtype=KINDS[kind], adapter=AdapterConfig(rank=4, layers=layers))
+    plain = logits_by_place(assemble(decoder=decoder, max_model_len=120), prompts)
+    drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9)
+    engine = assemble(drafter, decoder=decoder, max_model_len=120)
+    riding = logits_by_place(engine, prompts)
+    assert plain.keys() <= riding.keys()
+    assert all(torch.equal(plain[place], riding[place]) for place in plain)
+
+
+@pytest.mark.parametrize(("compiled", "kind"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str) -> None:
+    """Alone without drafts, or in a batch with drafts, few rows a pass and preemption: the same logits, bit for bit."""
+    if compiled and native.unavailable():
+        pytest.skip(str(native.unavailable()))
+    decoder = tiny_decoder(WIDE, dtype=KINDS[kind], exact=not compiled, compiled=compiled)
+    trained = tiny_streams(WIDE, dtype=KINDS[kind], mode="shared", layers=2)
+    app = tiny_application("one", decoder, trained)
+
+    def logits(prompts: Sequence[Sequence[int]], budget: int, **options: Any) -> dict[tuple[int, int], Tensor]:
+        drafter = streams(target={"config": WIDE, "dtype": KINDS[kind]}, k=8, nodes=12, prune_count=9)
+        engine = assemble(
+            drafter, decoder=decoder, applications=[app], budget=budget, max_model_len=120, block_size=4, **options
+        )
+        return logits_by_place(engine, prompts, "one")
+
+    alone = [logits([prompt], 0) for prompt in PROMPTS]
+    wanted = {(i, place): row for i, part in enumerate(alone) for (_, place), row in part.items()}
+    for options in ({}, {"max_batch_rows": 9}, {"kv_tokens": 132}):
+        found = logits(PROMPTS, 12, **options)
+        assert wanted.keys() <= found.keys()
+        assert all(torch.equal(wanted[place], found[place]) for place in wanted), options
+
+
+def test_the_compiled_layers_say_what_they_cannot() -> None:
+    if native.unavailable():
+        pytest.skip(str(native.unavailable()))
+    decoder = tiny_decoder(WIDE, dtype=torch.float32, compiled=True)
+    trained = tiny_streams(decoder.config, dtype=torch.float32)
+    with pytest.raises(CapabilityError, match="attention weights"):
+        assemble(streams(trained=trained, at="nodes", attention_limit=4), decoder=decoder)
+    turned = tiny_streams(decoder.config, dtype=torch.float32, value_rotation=0.01)
+    with pytest.raises(CapabilityError, match="rotate no values"):
+        assemble(streams(trained=turned), decoder=decoder)

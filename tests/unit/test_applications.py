@@ -1,0 +1,416 @@
+"""Applications from files to answers: loading, every refusal, the Python entry, the command line, the zoo."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
+from typer.testing import CliRunner
+
+from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams, zoo
+from paceline.cli import app
+from paceline.cli.chat import Conversation
+from paceline.cli.session import default_drafter
+from paceline.drafters.ngram import NgramConfig
+from paceline.target.adapters import linear_shapes
+from paceline.target.applications import Application, adapter_ranges, identity, load_applications
+from paceline.target.decoder import Decoder
+from paceline.target.families import DecoderConfig
+from paceline.target.loader import read_config, resolve_folder
+from paceline.target.streams import StreamConfig, StreamSet, fingerprint
+
+pytestmark = pytest.mark.timeout(120)
+MODEL = "paceline-small"
+PROMPT = "Once upon a time there was a little"
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SMALL = {"max_model_len": 256, "max_sequences": 8}
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    return tiny_decoder()
+
+
+def random_streams(shape: DecoderConfig, **changes: Any) -> StreamSet:
+    """A random set in shared mode with two streams and no adapters; ``changes`` override its configuration."""
+    values: dict[str, Any] = {
+        "mode": "shared",
+        "gamma": 2,
+        "msa_layers": 1,
+        "num_layers": shape.num_layers,
+        "d_model": shape.d_model,
+        "vocab_size": shape.vocab_size,
+    }
+    return StreamSet.fresh(StreamConfig(**values | changes), linear_shapes(shape))
+
+
+def make_set(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A trained set for the embedded target, of random adapters; ``changes`` override its configuration."""
+    place = resolve_folder(MODEL)
+    made = tiny_adapters(read_config(place), seed=seed, size=0.5, dtype=torch.float32)
+    made.config = replace(made.config, target=MODEL, **{"fingerprint": fingerprint(place)} | changes)
+    made.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    place = tmp_path_factory.mktemp("applications")
+    return {name: str(make_set(place / name, seed)) for seed, name in enumerate(("sql", "prose"))}
+
+
+@pytest.fixture(scope="module")
+def llm(folders: dict[str, str]) -> LLM:
+    return LLM(MODEL, applications=folders, drafter="ngram", budget=3, exact=True, **SMALL)
+
+
+def ids(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# -- rows and their adapters
+
+
+def test_ranges_are_disjoint_ordered_and_joined_where_they_meet(target: Decoder) -> None:
+    one, two = (tiny_application(name, target, seed=seed) for seed, name in enumerate("ab"))
+    bare = Application(name="bare", identity="x", adapter=None)
+    rows = [(0, 3), (3, 4), (4, 9), (9, 9), (9, 10), (10, 12), (12, 13)]
+    found = adapter_ranges([one, one, None, two, bare, two, one], rows)
+    assert [(r.start, r.stop, r.adapter) for r in found] == [
+        (0, 4, one.adapter),
+        (10, 12, two.adapter),
+        (12, 13, one.adapter),
+    ]
+    assert adapter_ranges([None, None], [(0, 1), (1, 5)]) == ()
+
+
+# -- loading
+
+
+def load(folder: Path, name: str = "sql", **names: Any) -> dict[str, Application]:
+    place = resolve_folder(MODEL)
+    decoder = SimpleNamespace(config=read_config(place), dtype=torch.float32, device="cpu", exact=False, stack=None)
+    return load_applications({name: folder}, decoder, MODEL, place)  # type: ignore[arg-type]
+
+
+def test_a_set_is_loaded_with_its_identity(folders: dict[str, str], tmp_path: Path) -> None:
+    loaded = load(Path(folders["sql"]))["sql"]
+    assert loaded.name == "sql" and loaded.streams is None
+    stored = StreamSet.load(folders["sql"]).adapters
+    assert loaded.adapter is not None and stored is not None
+    assert all(torch.equal(v, stored.tensors()[k]) for k, v in loaded.adapter.tensors().items())
+    same = make_set(tmp_path / "same", seed=0)
+    assert load(same)["sql"].identity == loaded.identity == identity(same)
+    assert identity(Path(folders["prose"])) != loaded.identity
+
+
+@pytest.mark.parametrize("name", ["", "base", " sql"])
+def test_a_name_that_cannot_be(name: str, folders: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="cannot name an application"):
+        load(Path(folders["sql"]), name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"fingerprint": "0" * 64}, "whose weights differ"),
+        ({"num_layers": 13}, "num_layers=13, paceline-small has 12"),
+        ({"d_model": 128}, "d_model=128"),
+        ({"vocab_size": 17}, "vocab_size=17"),
+    ],
+)
+def test_a_set_for_another_target_is_refused(changes: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match=wrong):
+        load(make_set(tmp_path / "set", **changes))
+
+
+def test_adapters_of_other_widths_are_refused(tmp_path: Path) -> None:
+    shape = read_config(resolve_folder(MODEL))
+    made = tiny_adapters(replace(shape, d_ff=shape.d_ff // 2), dtype=torch.float32)
+    made.save(tmp_path)
+    with pytest.raises(CapabilityError, match="layer 0, up"):
+        load(tmp_path)
+
+
+def test_a_lossless_set_is_no_application(tmp_path: Path) -> None:
+    shape = read_config(resolve_folder(MODEL))
+    random_streams(shape, mode="lossless").save(tmp_path)
+    with pytest.raises(ConfigError, match="lossless mode.*drafter='streams:"):
+        load(tmp_path)
+
+
+def test_missing_and_broken_files_are_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gone"):
+        load(tmp_path / "gone")
+    folder = make_set(tmp_path / "set")
+    (folder / "streams.safetensors").write_bytes(b"12345")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(folder)
+    (folder / "streams.safetensors").unlink()
+    with pytest.raises(ConfigError, match="is missing"):
+        load(folder)
+
+
+# -- the engine
+
+
+def test_an_unknown_name_harms_nobody(target: Decoder) -> None:
+    engine = assemble(NgramConfig(), decoder=target, applications=[tiny_application("sql", target)])
+    expected = run(engine, [([11, 12, 13], GREEDY)], ["sql"])[0].outputs[0].token_ids
+    running = engine.submit([11, 12, 13], GREEDY, application="sql")
+    engine.step()
+    with pytest.raises(ConfigError, match="'prose': there is no such application. Name one of: sql"):
+        engine.submit([11, 12, 13], GREEDY, application="prose")
+    assert list(engine.live) == [running]
+    live = engine.live[running]
+    while engine.busy:
+        engine.step()
+    assert engine.output(live).outputs[0].token_ids == expected
+
+
+def test_the_serial_round_refuses_what_needs_streams(target: Decoder) -> None:
+    made = random_streams(tiny_config())
+    with pytest.raises(CapabilityError, match="'sql' in round 'serial'.*drafter='streams'"):
+        assemble(decoder=target, applications=[tiny_application("sql", target, made)])
+
+
+# -- the Python entry
+
+
+def test_one_for_all_or_one_a_prompt(llm: LLM) -> None:
+    plain = ids(llm.generate([PROMPT, "def add("], GREEDY))
+    both = ids(llm.generate([PROMPT, "def add("], GREEDY, application="sql"))
+    assert plain[0] != both[0] and plain[1] != both[1]
+    mixed = llm.generate([PROMPT, PROMPT, "def add("], GREEDY, application=["sql", None, "prose"])
+    assert [output.application for output in mixed] == ["sql", None, "prose"]
+    assert ids(mixed)[:2] == [both[0], plain[0]]
+    assert ids(mixed)[2] not in (plain[1], both[1])
+    with pytest.raises(ConfigError, match="2 applications for 1 prompts"):
+        llm.generate(PROMPT, GREEDY, application=["sql", "prose"])
+
+
+def test_an_unknown_application_is_refused_before_anything_runs(llm: LLM) -> None:
+    for ask in (
+        lambda: llm.generate([PROMPT] * 2, GREEDY, application=["sql", "nosuch"]),
+        lambda: llm.stream(PROMPT, GREEDY, "nosuch"),
+        lambda: llm.chat([{"role": "user", "content": "hi"}], GREEDY, application="nosuch"),
+    ):
+        with pytest.raises(ConfigError, match="'nosuch'.*prose, sql"):
+            ask()
+        assert not llm.engine.busy
+    with pytest.raises(ConfigError, match="Load it"):
+        LLM(MODEL, share=llm, exact=True, **SMALL).generate(PROMPT, GREEDY, application="sql")
+
+
+def test_streams_and_chats_name_theirs(llm: LLM) -> None:
+    whole = llm.generate(PROMPT, GREEDY, application="prose")[0]
+    chunks = list(llm.stream(PROMPT, GREEDY, "prose"))
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.outputs[0].token_ids
+    assert chunks[-1].output.application == "prose"
+    messages = [{"role": "user", "content": "Tell me"}]
+    answers = [llm.chat(messages, GREEDY, application=name)[0] for name in (None, "sql", "prose")]
+    assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 3
+    last = list(llm.chat(messages, GREEDY, stream=True, application="sql"))[-1].output
+    assert ids([last]) == ids(answers[1:2])
+
+
+def test_the_async_entry(llm: LLM, folders: dict[str, str]) -> None:
+    names = ["sql", None, "prose"]
+    expected = ids(llm.generate([PROMPT] * 3, GREEDY, application=names))
+
+    async def ask() -> list[Any]:
+        async with AsyncLLM(MODEL, applications=folders, exact=True, **SMALL) as model:
+            answers = asyncio.gather(*(model.generate(PROMPT, GREEDY, name) for name in names))
+            with pytest.raises(ConfigError, match="nosuch"):
+                await model.generate(PROMPT, GREEDY, "nosuch")
+            with pytest.raises(ConfigError, match="nosuch"):
+                model.chat([{"role": "user", "content": "hi"}], GREEDY, "nosuch")
+            return await answers
+
+    outputs = asyncio.run(ask())
+    assert ids(outputs) == expected and [output.application for output in outputs] == names
+
+
+@pytest.mark.parametrize("options", [{"kernels": "torch"}, {"kernels": "torch", "dtype": "float32"}, {"dtype": "int8"}])
+def test_other_kernels_and_dtypes(options: dict[str, Any], folders: dict[str, str]) -> None:
+    model = LLM(MODEL, applications=folders, exact=True, **options, **SMALL)
+    names = ["sql", None, "prose"]
+    together = model.generate([PROMPT] * 3, GREEDY, application=names)
+    alone = [model.generate(PROMPT, GREEDY, application=name)[0] for name in names]
+    assert ids(together) == ids(alone) and len({tuple(i) for i in ids(alone)}) == 3
+
+
+def test_k_and_v_stay_with_their_application(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(200, 240))}
+    cached = [llm.generate(prompt, GREEDY, application=name)[0].stats.cached_prompt_tokens for name in ("sql", "prose")]
+    again = llm.generate(prompt, GREEDY, application="sql")[0].stats.cached_prompt_tokens
+    assert cached == [0, 0] and again == 32
+
+
+@pytest.mark.parametrize("applications", ["sql", ["sql"], {1: "folder"}, {"sql": 7}])
+def test_applications_are_folders_by_name(applications: Any) -> None:
+    with pytest.raises(ConfigError, match="folders by name"):
+        LLM(MODEL, applications=applications)
+
+
+def test_a_trained_set_is_no_model(folders: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="not a model"):
+        LLM(folders["sql"])
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A set for the embedded target with two streams of its own."""
+    folder = tmp_path_factory.mktemp("streams") / "fast"
+    made = random_streams(read_config(resolve_folder(MODEL)))
+    made.config = replace(made.config, fingerprint=fingerprint(resolve_folder(MODEL)))
+    made.save(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}])
+def test_streams_of_an_application_draft_for_it(options: dict[str, Any], folders: dict[str, str], fast: str) -> None:
+    asked: dict[str, Any] = {"applications": {**folders, "fast": fast}, "exact": True, **options, **SMALL}
+    drafting = LLM(MODEL, drafter="streams,k=2", budget=6, **asked)
+    plain = LLM(MODEL, share=drafting, drafter="streams", budget=0, **asked)
+    names = ["fast", "sql", None, "fast"]
+    prompts = [PROMPT, PROMPT, PROMPT, "def add("]
+    together = drafting.generate(prompts, GREEDY, application=names)
+    alone = [plain.generate(p, GREEDY, application=name)[0] for p, name in zip(prompts, names, strict=True)]
+    assert ids(together) == ids(alone)
+    assert [output.stats.drafted > 0 for output in together] == [True, False, False, True]
+    fast_ids, sql_ids, plain_ids = ids(together)[:3]
+    assert fast_ids == plain_ids != sql_ids  # the streams of "fast" came without adapters
+
+
+def test_streams_need_their_round(folders: dict[str, str], fast: str, llm: LLM) -> None:
+    with pytest.raises(CapabilityError, match="'fast' in round 'serial'.*drafter='streams'"):
+        LLM(MODEL, share=llm, applications={**folders, "fast": fast}, drafter="ngram", exact=True, **SMALL)
+
+
+# -- the command line
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return lambda *args: CliRunner().invoke(app, list(args))
+
+
+def flags(folders: dict[str, str]) -> list[str]:
+    pairs = [f"--application={name}={folder}" for name, folder in folders.items()]
+    return ["generate", "--drafter", "none", "--exact", "--ignore-eos", "--max-tokens", "12", *pairs]
+
+
+def test_generate_answers_as_it_is_told(cli: Callable[..., Any], folders: dict[str, str], llm: LLM) -> None:
+    names = ["sql", "base", "prose"]
+    asked = [flag for name in names for flag in ("-p", PROMPT, "--as", name)]
+    result = cli(*flags(folders), "--json", *asked)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
+    assert [row["application"] for row in rows] == ["sql", None, "prose"]
+    expected = ids(llm.generate([PROMPT] * 3, GREEDY, application=["sql", None, "prose"]))
+    assert [row["outputs"][0]["token_ids"] for row in rows] == expected
+
+
+def test_the_only_application_answers_where_none_is_named(
+    cli: Callable[..., Any], folders: dict[str, str], llm: LLM
+) -> None:
+    result = cli(*flags({"sql": folders["sql"]}), "-p", PROMPT)
+    expected = llm.generate(PROMPT, GREEDY, application="sql")[0].outputs[0].text
+    assert expected in result.output and "sql | " in result.output
+
+
+def test_an_application_with_streams_brings_its_drafter(
+    cli: Callable[..., Any], folders: dict[str, str], fast: str
+) -> None:
+    assert default_drafter(MODEL, folders, True) == default_drafter(MODEL, {}, True) == zoo.default_drafter(MODEL)
+    assert default_drafter(MODEL, {**folders, "fast": fast}, True) == "streams"
+    length = ("--max-tokens", "8", "--max-model-len", "256")
+    result = cli("generate", "--json", "--application", f"fast={fast}", "-p", PROMPT, "--ignore-eos", *length)
+    assert result.exit_code == 0, result.output
+    row = json.loads(next(line for line in result.output.splitlines() if line.startswith("{")))
+    assert row["application"] == "fast" and row["stats"]["row_layers"] > row["stats"]["passes"] * 12
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        ([], "which one answers"),
+        (["--as", "nosuch"], "no such application"),
+        (["--as", "sql", "--as", "prose", "--as", "base"], "3 times for 1 prompts"),
+        (["--application", "sql"], "NAME=FOLDER"),
+        (["--application", "sql=elsewhere"], "already"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    cli: Callable[..., Any], folders: dict[str, str], more: list[str], wrong: str
+) -> None:
+    result = cli(*flags(folders), "-p", PROMPT, *more)
+    assert isinstance(result.exception, ConfigError) or result.exit_code == 2
+    assert wrong in result.output + str(result.exception)
+
+
+def test_a_conversation_changes_its_application(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation(llm, GREEDY, Console(), show_figures=False, application="sql")
+    talk.begin(None)
+    told = {}
+    for name, shown in (("", "sql answers"), ("prose", "prose answers"), ("nosuch", "no such"), ("base", "base model")):
+        talk.commands["/as"](name)
+        assert shown in capsys.readouterr().err
+        told[name] = talk.application
+    assert told == {"": "sql", "prose": "prose", "nosuch": "prose", "base": None}
+    talk.commands["/as"]("sql")
+    talk.answer("Tell me")
+    expected = llm.chat([{"role": "user", "content": "Tell me"}], GREEDY, application="sql")[0].outputs[0].text
+    assert talk.messages[-1]["content"] == expected
+
+
+def test_the_demo_has_no_use_for_applications(cli: Callable[..., Any]) -> None:
+    assert "--application" not in cli("demo", "--help").output
+    assert "--application" in cli("generate", "--help").output
+
+
+# -- the zoo
+
+
+def card(**changes: Any) -> str:
+    values = {"role": "adapter", "description": "writes SQL", "parameters": 5, "target": MODEL} | changes
+    return json.dumps({k: v for k, v in values.items() if v is not None})
+
+
+@pytest.fixture
+def my_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_set(tmp_path / "small-sql", seed=0)
+    (tmp_path / "small-sql" / zoo.CARD).write_text(card(), encoding="utf-8")
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    return tmp_path
+
+
+def test_a_set_of_the_zoo_is_listed_and_loaded_by_name(my_zoo: Path, llm: LLM, cli: Callable[..., Any]) -> None:
+    entry = next(e for e in zoo.available() if e.name == "small-sql")
+    assert (entry.role, entry.target, entry.parameters) == ("adapter", MODEL, 5)
+    assert entry.bytes == (my_zoo / "small-sql" / "streams.safetensors").stat().st_size
+    assert [e.role for e in zoo.available()][0] == "target" and zoo.available()[-1].role in zoo.TRAINED_SETS
+    assert f"for {MODEL}" in cli("models").output
+    named = LLM(MODEL, share=llm, applications={"sql": "small-sql"}, exact=True, **SMALL)
+    assert ids(named.generate(PROMPT, GREEDY, application="sql")) == ids(
+        llm.generate(PROMPT, GREEDY, application="sql")
+    )
+
+
+@pytest.mark.parametrize("changes", [{"role": "nonsense"}, {"target": None}, {"role": "draft"}, {"target": 3}])
+def test_a_false_card_is_an_error(changes: dict[str, Any], my_zoo: Path) -> None:
+    (my_zoo / "small-sql" / zoo.CARD).write_text(card(**changes), encoding="utf-8")
+    with pytest.raises(ConfigError, match="zoo card"):
+        zoo.available()

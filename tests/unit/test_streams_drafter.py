@@ -1,0 +1,393 @@
+"""The drafter that reads streams: product trees, pruning rules, options, the lossy verifier, and its round."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
+
+from paceline import LLM
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.core.tree import TokenTree
+from paceline.core.verify import lossy_stream_rejection
+from paceline.drafters import registry
+from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.registry import DrafterContext
+from paceline.drafters.streams import StreamsConfig, StreamsDrafter
+from paceline.drafters.streams.drafter import best_nodes
+from paceline.rounds import default_round, make_round
+from paceline.rounds.fused import surviving
+from paceline.rounds.verification import VERIFIERS, make_verifier
+from paceline.target.adapters import AdapterConfig
+from paceline.target.loader import read_config, resolve_folder
+from paceline.target.streams import StreamConfig, StreamSet, fingerprint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPT = [*range(20, 50)]
+
+# ---- the product tree
+
+
+@pytest.mark.parametrize(("depth", "k"), [(1, 1), (1, 4), (3, 1), (3, 3), (4, 2)])
+def test_best_nodes_are_the_best_of_the_whole_tree(depth: int, k: int) -> None:
+    draw = random.Random(depth * 10 + k)
+    for _ in range(20):
+        log_q = [sorted((math.log(draw.random()) for _ in range(k)), reverse=True) for _ in range(depth)]
+        tokens = [draw.sample(range(100), k) for _ in range(depth)]
+        every = {
+            path: sum(log_q[level][rank] for level, rank in enumerate(path))
+            for d in range(1, depth + 1)
+            for path in itertools.product(range(k), repeat=d)
+        }
+        budget = draw.randint(1, len(every) + 2)
+        made = best_nodes(tokens, log_q, budget)
+        assert len(made) == min(budget, len(every))
+        assert made.log_scores == sorted(made.log_scores, reverse=True)
+        assert made.log_scores == pytest.approx(sorted(every.values(), reverse=True)[:budget])
+        paths: list[tuple[int, ...]] = [()]
+        for parent, token in zip(made.parents, made.tokens, strict=True):
+            paths.append((*paths[parent], token))
+        assert len({*paths}) == len(paths)  # no path twice
+        for path, score in zip(paths[1:], made.log_scores, strict=True):
+            ranks = tuple(tokens[level].index(token) for level, token in enumerate(path))
+            assert score == pytest.approx(every[ranks])
+
+
+def test_forbidden_tokens_are_no_nodes() -> None:
+    made = best_nodes([[5, 6], [7, 8]], [[-0.1, -math.inf], [-math.inf, -math.inf]], 9)
+    assert (made.tokens, made.parents) == ([5], [0])
+
+
+# ---- pruning
+
+
+def test_a_threshold_takes_whole_subtrees() -> None:
+    parents = [-1, 0, 0, 1, 2, 3]
+    transitions = [0.0, *map(math.log, (0.5, 0.01, 0.3, 0.9, 0.05))]
+    assert surviving(parents, transitions, 0.1, None) == [0, 1, 3]
+    assert surviving(parents, transitions, 0.04, None) == [0, 1, 3, 5]
+    assert surviving(parents, transitions, 0.6, None) == [0]
+
+
+def test_a_count_keeps_the_best_paths() -> None:
+    parents = [-1, 0, 0, 1, 2, 2]
+    transitions = [0.0, *map(math.log, (0.3, 0.6, 0.9, 0.9, 0.1))]
+    assert surviving(parents, transitions, None, 2) == [0, 2, 4]
+    assert surviving(parents, transitions, None, 3) == [0, 1, 2, 4]
+    assert surviving(parents, transitions, None, 9) == [0, 1, 2, 3, 4, 5]
+    assert surviving(parents, transitions, 0.2, 4) == [0, 1, 2, 3, 4]
+    assert surviving(parents, transitions, 0.5, 1) == [0, 2]
+
+
+def test_equal_scores_keep_a_tree() -> None:
+    assert surviving([-1, 0, 1, 2, 0], [0.0] * 5, None, 2) == [0, 1, 2]
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("streams,prune_threshold=0", "above 0 and below 1"),
+        ("streams,prune_threshold=1.0", "above 0 and below 1"),
+        ("streams,prune_threshold=nan", "above 0 and below 1"),
+        ("streams,prune_count=0", "1 or more"),
+        ("streams,gamma=0", "1 or more"),
+        ("streams,k=0", "1 or more"),
+        ("streams,proposes=sampled,prune_count=4", "must not depend on the draw"),
+        ("streams,attention_limit=8", "at=nodes"),
+        ("streams,attention_limit=0,at=nodes", "1 or more"),
+        ("streams,at=top", "nodes or frontier"),
+        ("streams:", "no path after the colon"),
+        ("streams:x,path=y", "given twice"),
+        ("streams,model=y", "no option 'model'"),
+    ],
+)
+def test_options_that_cannot_be(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        registry.parse(spec)
+
+
+def test_the_colon_names_the_set() -> None:
+    assert registry.parse("streams:some/folder,k=2") == StreamsConfig(path="some/folder", k=2)
+    assert any(row.name == "streams" and not row.error for row in registry.describe())
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [({"k": 3}, 3 + 9 + 27), ({"k": 3, "nodes": 10}, 10), ({"chain": True}, 3), ({"k": 1}, 3), ({"k": 2}, 14)],
+)
+def test_the_default_budget_is_the_whole_draft(options: dict[str, Any], nodes: int) -> None:
+    assert streams(**options).spec.default_budget == nodes
+
+
+def test_a_tree_that_is_too_large_needs_a_cap() -> None:
+    with pytest.raises(ConfigError, match="tree of 4368 nodes"):
+        streams(k=16)
+    assert streams(k=16, nodes=20).spec.default_budget == 20
+
+
+def test_more_streams_than_were_trained() -> None:
+    with pytest.raises(ConfigError, match="more than the 3 streams"):
+        streams(gamma=4)
+    assert streams(gamma=2, chain=True).spec.default_budget == 2
+
+
+def test_fewer_streams_say_what_they_said() -> None:
+    """Streams 1 .. j never see later ones."""
+    trained, decoder = tiny_streams(), tiny_decoder()
+    told = []
+    for gamma in (3, 2):
+        drafter = streams(trained=trained, gamma=gamma, k=2, nodes=2)
+        run(assemble(drafter, decoder=decoder), [(PROMPT, SamplingParams(temperature=0, max_tokens=2))])
+        spy: list[torch.Tensor] = []
+        observe = drafter.observe
+        drafter.observe = lambda s, o=observe, y=spy: (y.extend(x for x in s.stream_logits if x is not None), o(s))  # type: ignore[method-assign]
+        run(assemble(drafter, decoder=decoder), [(PROMPT, GREEDY)])
+        told.append(spy[0])
+    assert torch.allclose(told[0][:2], told[1], atol=1e-9)
+
+
+def test_a_shared_set_is_an_application() -> None:
+    with pytest.raises(ConfigError, match="Load it as an application"):
+        streams(trained=tiny_streams(mode="shared"))
+
+
+def test_a_set_that_cannot_prune() -> None:
+    bare = tiny_streams(prune_rank=0)
+    with pytest.raises(CapabilityError, match="no early-exit map"):
+        streams(trained=bare, prune_count=3)
+    from paceline.target.applications import make_application
+
+    decoder = tiny_decoder()
+    app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")
+    with pytest.raises(CapabilityError, match="no early-exit map"):
+        assemble(streams(prune_count=3), decoder=decoder, applications=[app])
+
+
+def test_a_set_of_another_target() -> None:
+    for changes, field in (
+        ({"num_layers": 4}, "num_layers"),
+        ({"d_model": 48}, "d_model"),
+        ({"vocab_size": 90}, "vocab_size"),
+    ):
+        with pytest.raises(CapabilityError, match=f"it has {field}"):
+            assemble(streams(target={"config": tiny_config(**changes)}))
+
+
+def test_a_set_of_other_weights(tmp_path: Path) -> None:
+    made = tiny_streams()
+    values = {**made.config.to_json(), "fingerprint": "abc", "target": "that one"}
+    made.config = StreamConfig.from_json(values)
+    made.save(tmp_path / "set")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(4)}, target / "model.safetensors")
+    config = StreamsConfig(path=str(tmp_path / "set"))
+    with pytest.raises(CapabilityError, match="trained for that one, whose weights differ from those of this one"):
+        config.build(DrafterContext(target_folder=target, target="this one"))
+    assert isinstance(config.build(DrafterContext(dtype=torch.float64)), StreamsDrafter)
+
+
+def test_a_set_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        StreamsConfig(path=str(tmp_path / "none")).build(DrafterContext())
+
+
+# ---- the round
+
+
+def test_a_drafter_finds_its_round() -> None:
+    assert default_round(None) == "serial"
+    assert default_round(NgramConfig().build(DrafterContext()).spec) == "serial"
+    assert default_round(streams().spec) == "fused"
+
+
+def test_rounds_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="does not run in this round"):
+        assemble(streams(), round="serial")
+    with pytest.raises(ConfigError, match="does not run in this round"):
+        assemble(NgramConfig(), round="fused")
+    with pytest.raises(ConfigError, match="it drafts with streams"):
+        assemble(None, round="fused")
+    with pytest.raises(ConfigError, match="there is no such round"):
+        make_round("sideways")
+
+
+def test_without_a_set_only_applications_draft() -> None:
+    drafter = StreamsDrafter(StreamsConfig())
+    stats = run(assemble(drafter), [(PROMPT, GREEDY)])[0].stats
+    assert stats.drafted == stats.upper_row_layers == 0
+
+
+def test_the_best_path_alone_in_large_batches() -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    seen = []
+    for count in (2, 3):
+        outputs = run(assemble(streams(k=3, best_path_batch=3)), [(PROMPT[i:], params) for i in range(count)])
+        seen.append(max(o.stats.drafted / max(1, o.stats.passes) for o in outputs))
+    assert seen[0] > 20 and seen[1] < 9  # at the end two are left, and draft trees again
+
+
+def test_drafts_begin_with_the_first_decoding_step() -> None:
+    """The prompt's last row carries streams, so the second pass has a draft to check."""
+    stats = run(assemble(streams(chain=True)), [(PROMPT, GREEDY)])[0].stats
+    assert stats.drafted >= 3 * (stats.passes - 1) - 6
+
+
+def test_a_failing_drafter_costs_no_request() -> None:
+    decoder = tiny_decoder()
+    plain = run(assemble(decoder=decoder), [(PROMPT, GREEDY)])[0].outputs[0].token_ids
+    drafter = streams()
+    drafter.propose = lambda want: 1 / 0  # type: ignore[assignment,return-value]
+    engine = assemble(drafter, decoder=decoder)
+    assert run(engine, [(PROMPT, GREEDY)])[0].outputs[0].token_ids == plain
+    assert "ZeroDivisionError" in str(engine.round.failure)
+
+
+def test_released_sequences_are_forgotten() -> None:
+    drafter = streams()
+    run(assemble(drafter), [(PROMPT, GREEDY)])
+    assert not drafter._logits
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+def test_drawn_chains_run_under_rejection(verifier: str) -> None:
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=30, ignore_eos=True)
+    engine = assemble(streams(proposes="sampled"), verifier=verifier)
+    stats = run(engine, [(PROMPT, params)])[0].stats
+    assert engine.round.failure is None and stats.drafted and stats.emitted == 30
+
+
+# ---- the lossy rule
+
+
+def test_the_lossy_verifier_wants_the_streams_own_probabilities() -> None:
+    kind = VERIFIERS["lossy_stream_rejection"]
+    assert kind.lossy and kind.ids_depend_on_drafter and not VERIFIERS["sample_and_match"].ids_depend_on_drafter
+    for spec in (None, streams().spec, NgramConfig().build(DrafterContext()).spec):
+        with pytest.raises(CapabilityError, match="streams' own probabilities"):
+            make_verifier("lossy_stream_rejection", spec)
+    make_verifier("lossy_stream_rejection", streams(proposes="point").spec)
+
+
+def _noise(b: int, node: int) -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.float64)
+
+
+def test_lossy_acceptance_by_hand() -> None:
+    """min(1, p / q) at each node, the longest accepted path, p itself behind it."""
+    q = [0.5, 0.25, 0.8, 0.5]  # of nodes 1 .. 4 given their parents
+    parents, tokens = [0, 0, 2, 3], [1, 2, 3, 0]
+    score: list[float] = []
+    for node, parent in enumerate(parents):
+        score.append(math.log(q[node]) + (score[parent - 1] if parent else 0.0))
+    tree = TokenTree.from_parents([0], [parents], [tokens], 0, [score])
+    p = torch.full((1, 5, 4), 0.25, dtype=torch.float64)
+    p[0, 0] = torch.tensor([0.1, 0.2, 0.25, 0.45])
+    p[0, 2, 3] = 0.4
+    for uniforms, path in (
+        ([0.0, 0.39, 0.99, 0.49, 0.49], [2, 3, 4]),  # 0.4, 1, 0.5 and 0.5 are the chances
+        ([0.0, 0.39, 0.99, 0.49, 0.51], [2, 3]),
+        ([0.0, 0.39, 0.99, 0.51, 0.0], [1]),
+        ([0.0, 0.41, 0.99, 0.51, 0.0], [2]),
+    ):
+        outcome = lossy_stream_rejection(tree, p, torch.tensor([uniforms], dtype=torch.float64), _noise)
+        assert [n for n in outcome.path[0].tolist() if n >= 0] == path
+        assert int(outcome.frontier) == path[-1]
+        assert int(outcome.next_token) == int(p[0, path[-1]].argmax())
+
+
+def test_lossy_acceptance_refuses_what_it_cannot_weigh() -> None:
+    tree = TokenTree.from_parents([0], [[0]], [[1]])
+    p, uniform = torch.full((1, 2, 4), 0.25), torch.zeros(1, 2)
+    with pytest.raises(ConfigError, match="no log_score|without log_score"):
+        lossy_stream_rejection(tree, p, uniform, _noise)
+    bare = TokenTree.roots([0])
+    assert lossy_stream_rejection(bare, p[:, :1], uniform[:, :1], _noise).path.tolist() == [[-1]]
+
+
+def test_the_lossy_rule_accepts_more_than_matching() -> None:
+    """Hot sampling over likeliest tokens: what it is for. Its ids are not those of plain decoding."""
+    params = SamplingParams(temperature=1.2, seed=5, max_tokens=60, ignore_eos=True)
+    accepted = {}
+    for verifier in ("sample_and_match", "lossy_stream_rejection"):
+        engine = assemble(streams(proposes="point", k=8, nodes=24), verifier=verifier)
+        outputs = run(engine, [(PROMPT[i:], params) for i in range(3)])
+        assert engine.round.failure is None
+        accepted[verifier] = sum(o.stats.accepted for o in outputs)
+    assert accepted["lossy_stream_rejection"] > accepted["sample_and_match"]
+
+
+def test_greedy_lossy_acceptance_is_exact() -> None:
+    decoder = tiny_decoder()
+    plain = run(assemble(decoder=decoder), [(PROMPT, GREEDY)])[0].outputs[0].token_ids
+    engine = assemble(streams(proposes="point"), decoder=decoder, verifier="lossy_stream_rejection")
+    assert run(engine, [(PROMPT, GREEDY)])[0].outputs[0].token_ids == plain
+
+
+def test_sets_load_from_folders(tmp_path: Path) -> None:
+    tiny_streams().save(tmp_path)
+    drafter = StreamsConfig(path=str(tmp_path), k=8).build(DrafterContext(dtype=torch.float64))
+    assert isinstance(drafter.streams, StreamSet)
+    assert run(assemble(drafter), [(PROMPT, GREEDY)])[0].stats.drafted
+
+
+# ---- the Python entry
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random set for the embedded target."""
+    place = tmp_path_factory.mktemp("streams")
+    shape = read_config(resolve_folder("paceline-small"))
+    layers = tuple(range(shape.num_layers - 2, shape.num_layers))
+    adapter = AdapterConfig(rank=8, layers=layers)
+    made = tiny_streams(shape, layers=2, gamma=4, size=0.05, dtype=torch.float32, adapter=adapter)
+    made.config = replace(made.config, fingerprint=fingerprint(resolve_folder("paceline-small")))
+    made.save(place)
+    return place
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 12}, {"budget": 12, "kernels": "torch", "exact": True}])
+def test_a_set_drafts_by_its_folder_alone(folder: Path, options: dict[str, Any]) -> None:
+    """No round need be named, and the ids are those of plain decoding."""
+    common: dict[str, Any] = {"max_model_len": 128, "max_sequences": 4}
+    kernels = {k: v for k, v in options.items() if k != "budget"}
+    prompts = ["Once upon a time", "SELECT name FROM"]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    plain = LLM("paceline-small", **common, **kernels)
+    drafting = LLM("paceline-small", share=plain, drafter=f"streams:{folder},nodes=12", **common, **options)
+    wanted, found = (m.generate(prompts, params) for m in (plain, drafting))
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
+    assert drafting.engine.round.name == "fused" and drafting.engine.round.failure is None
+    assert sum(o.stats.drafted for o in found) or "budget" not in options
+
+
+def test_a_lossy_verifier_is_never_exact(folder: Path) -> None:
+    with pytest.raises(CapabilityError, match="ids depend on the drafter"):
+        LLM("paceline-small", drafter=f"streams:{folder},proposes=point", verifier="lossy_stream_rejection", exact=True)
+
+
+def test_refusals_come_before_the_first_request(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CapabilityError, match="kernels='torch'"):
+        LLM("paceline-small", drafter=f"streams:{folder},at=nodes,attention_limit=64", max_model_len=64)
+    made = StreamSet.load(folder)
+    made.config = replace(made.config, fingerprint="other")
+    made.save(tmp_path)
+    with pytest.raises(CapabilityError, match="whose weights differ"):
+        LLM("paceline-small", drafter=f"streams:{tmp_path}", max_model_len=64)
+    with pytest.raises(ConfigError, match="more than the 4 streams"):
+        LLM("paceline-small", drafter=f"streams:{folder},gamma=5", max_model_len=64)
