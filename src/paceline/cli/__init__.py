@@ -22,6 +22,7 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "chat": "Talk with a model in the terminal.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
     "bench": "Measure what speculation is worth on this machine.",
+    "train": "Train models, draft models, streams and adapters.",
     "models": "List the embedded models.",
     "drafters": "List the drafters and their options.",
 }

@@ -99,6 +99,16 @@ def bench(
     temperature: Annotated[
         str | None, typer.Option(metavar="T,T,..", help="Of sampling; 0 is greedy [default: 0]")
     ] = None,
+    top_k: Annotated[
+        str | None, typer.Option(metavar="N,N,..", help="Likeliest tokens that sampling chooses from [default: 0, all]")
+    ] = None,
+    application: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
+        ),
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(metavar="N", help=f"Times each prompt runs [default: {FULL.repeats}]")
     ] = None,
@@ -144,12 +154,15 @@ def bench(
         "batches": _values("batch", batch, sweeps) or (1,),
         "contexts": _values("context", context_length, sweeps) or (None,),
         "temperatures": _values("temperature", temperature, sweeps) or (0.0,),
+        "top_ks": _values("top_k", top_k, sweeps) or (0,),
         "max_new_tokens": _new_tokens(model, max_new_tokens, sweeps, size),
     }
     names = _peers(peers, peer or [])
+    applications = named_folders("--application", application or [])
     config = _config(
         model=model,
-        methods=_methods(model, method or [], names, sweeps, dtype),
+        methods=_methods(model, method or [], names, sweeps, dtype, applications),
+        applications=applications,
         workloads=tuple(workload or ()),
         data=data,
         prompts=size.prompts if prompts is None else prompts,
@@ -251,12 +264,30 @@ def _new_tokens(model: str, text: str | None, sweeps: list[Sweep], size: Size) -
     return (None,) if size.max_new_tokens is None else (int(size.max_new_tokens),)
 
 
-def _methods(model: str, texts: list[str], peers: list[str], sweeps: list[Sweep], dtype: str) -> tuple[Method, ...]:
+def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
+    """Folders by name, from ``NAME=FOLDER``.
+
+    Raises:
+        ConfigError: text of another form, or a name twice.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, folder = (part.strip() for part in pair.partition("="))
+        if not (name and equals and folder) or name in found:
+            wrong = "the name is there twice" if name in found else "not a name and a folder"
+            raise ConfigError(f"{flag} {pair}", wrong, f"write it like {flag} sql=path/to/folder, each name once")
+        found[name] = folder
+    return found
+
+
+def _methods(
+    model: str, texts: list[str], peers: list[str], sweeps: list[Sweep], dtype: str, applications: dict[str, str]
+) -> tuple[Method, ...]:
     from ..bench import methods as known
 
     chosen = known.parse_methods(texts, dtype) if texts else known.default_methods(model, dtype)
     added = [m for m in known.peer_methods(peers, dtype) if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added]), sweeps))
+    return tuple(known.expand(known.with_plain([*chosen, *added], applications), sweeps))
 
 
 def _peers(every: bool, named: list[str]) -> list[str]:

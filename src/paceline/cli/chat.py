@@ -17,10 +17,13 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
 from .console import Painter, coloured, legend, note, stderr, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, figures, first_wait, open_llm
+from .session import DEFAULT_MODEL, DRAFTER_SHOWN, application_named, figures, first_wait, open_llm
 
 app = typer.Typer(add_completion=False)
-HELP = "/exit leaves, /reset forgets the conversation, /system TEXT sets the system prompt, Ctrl-C stops an answer"
+HELP = (
+    "/exit leaves, /reset forgets the conversation, /system TEXT sets the system prompt, /as NAME changes the "
+    "application, Ctrl-C stops an answer"
+)
 
 
 @app.command()
@@ -32,6 +35,9 @@ HELP = "/exit leaves, /reset forgets the conversation, /system TEXT sets the sys
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="A system prompt to begin with.")] = None,
+    as_: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
+    ] = None,
     show_figures: Annotated[bool, typer.Option("--figures/--no-figures", help="A line of figures an answer.")] = True,
     color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
     *,
@@ -41,7 +47,8 @@ def chat(
     """Talk with a model. Type /help for the commands."""
     sampling = SamplingParams(**params)
     _refuse_batch_options(sampling)
-    talk = Conversation(open_llm(llm), sampling, stdout(color), show_figures)
+    application = application_named(as_, llm["applications"] or {})
+    talk = Conversation(open_llm(llm), sampling, stdout(color), show_figures, application)
     talk.begin(system)
     talk.run()
 
@@ -57,15 +64,24 @@ def _refuse_batch_options(params: SamplingParams) -> None:
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
-    def __init__(self, model: LLM, params: SamplingParams, console: Console, show_figures: bool) -> None:
+    def __init__(
+        self,
+        model: LLM,
+        params: SamplingParams,
+        console: Console,
+        show_figures: bool,
+        application: str | None = None,
+    ) -> None:
         self.model = model
         self.params = params
         self.console = console
         self.show_figures = show_figures
+        self.application = application
         self.messages: list[dict[str, str]] = []
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": lambda rest: self._reset(),
             "/system": self._set_system,
+            "/as": self._set_application,
             "/help": lambda rest: note(HELP),
         }
 
@@ -100,7 +116,7 @@ class Conversation:
 
     def _stream(self) -> str:
         painter = None
-        chunks = iter(self.model.chat(self.messages, self.params, stream=True))
+        chunks = iter(self.model.chat(self.messages, self.params, stream=True, application=self.application))
         text = ""
         try:
             for chunk in first_wait(chunks, "reading"):
@@ -144,3 +160,13 @@ class Conversation:
             return
         self.begin(text)
         note("a new conversation with this system prompt")
+
+    def _set_application(self, name: str) -> None:
+        """The next answers come from another application; the conversation stays."""
+        try:
+            if name:
+                self.application = application_named(name, self.model.engine.applications)
+        except ConfigError as error:
+            note(str(error))
+            return
+        note(f"{self.application or 'the base model'} answers")

@@ -21,7 +21,7 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
 from .console import Painter, legend, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, counting, figures, open_llm
+from .session import DEFAULT_MODEL, counting, figures, open_llm
 
 app = typer.Typer(add_completion=False)
 
@@ -60,7 +60,12 @@ class Comparison:
 
 
 @app.command()
-@takes(llm=LLMConfig, defaults={"model": DEFAULT_MODEL, "exact": True}, shown={"drafter": DRAFTER_SHOWN})
+@takes(
+    llm=LLMConfig,
+    defaults={"model": DEFAULT_MODEL, "exact": True},
+    shown={"drafter": "the model's own drafter, which the zoo names"},
+    without={"applications"},
+)
 def demo(
     prompts: Annotated[int, typer.Option(help="Prompts to compare, of the 20 that come with Paceline.")] = 20,
     repeats: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
 from .console import Painter, coloured, legend, note, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, counting, figures, first_wait, open_llm
+from .session import DEFAULT_MODEL, DRAFTER_SHOWN, application_named, counting, figures, first_wait, open_llm
 
 app = typer.Typer(add_completion=False)
 
@@ -36,6 +37,14 @@ def generate(
     prompt_file: Annotated[
         list[str] | None, typer.Option(metavar="PATH", help="A file that holds one prompt; - is standard input.")
     ] = None,
+    as_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as",
+            metavar="NAME",
+            help="Which application answers: one for all prompts or one a prompt; base for none.",
+        ),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with token ids.")] = False,
     color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
@@ -51,12 +60,13 @@ def generate(
     prompts = _prompts(prompt, prompt_file)
     sampling = SamplingParams(**params)
     _check_shown(sampling, as_json)
+    names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
     model = open_llm(llm)
     console = stdout(color)
     if len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json:
-        _stream(model, prompts[0], sampling, chat, console)
+        _stream(model, prompts[0], sampling, chat, names[0], console)
         return
-    for output in _answer(model, prompts, sampling, chat):
+    for output in _answer(model, prompts, sampling, chat, names):
         if as_json:
             typer.echo(json.dumps(_record(output)))
         else:
@@ -68,6 +78,17 @@ def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
     if found:
         return found
     raise ConfigError("no prompt", "there is nothing to answer", 'give --prompt "..." or --prompt-file PATH')
+
+
+def _applications(asked: list[str], loaded: Mapping[str, str], count: int) -> list[str | None]:
+    """Which application answers each prompt; None: the base model."""
+    if len(asked) <= 1:
+        return [application_named(asked[0] if asked else None, loaded)] * count
+    if len(asked) != count:
+        raise ConfigError(
+            f"--as {len(asked)} times for {count} prompts", "the counts differ", "give one, or one a prompt"
+        )
+    return [application_named(name, loaded) for name in asked]
 
 
 def _read(name: str) -> str:
@@ -84,9 +105,14 @@ def _check_shown(params: SamplingParams, as_json: bool) -> None:
         raise ConfigError(flag, "the coloured text has no place for log-probabilities", "add --json")
 
 
-def _stream(model: LLM, prompt: str, params: SamplingParams, chat: bool, console: Console) -> None:
+def _stream(
+    model: LLM, prompt: str, params: SamplingParams, chat: bool, application: str | None, console: Console
+) -> None:
     messages = [{"role": "user", "content": prompt}]
-    chunks = model.chat(messages, params, stream=True) if chat else model.stream(prompt, params)
+    if chat:
+        chunks = model.chat(messages, params, stream=True, application=application)
+    else:
+        chunks = model.stream(prompt, params, application)
     painter = None
     if coloured(console):
         console.print(legend())
@@ -99,13 +125,15 @@ def _stream(model: LLM, prompt: str, params: SamplingParams, chat: bool, console
             note(figures(chunk.output))
 
 
-def _answer(model: LLM, prompts: list[str], params: SamplingParams, chat: bool) -> list[RequestOutput]:
+def _answer(
+    model: LLM, prompts: list[str], params: SamplingParams, chat: bool, names: list[str | None]
+) -> list[RequestOutput]:
     with counting("answering", len(prompts)) as progress:
         if not chat:
-            return model.generate(prompts, params, progress=progress)
+            return model.generate(prompts, params, progress=progress, application=names)
         outputs = []
-        for prompt in prompts:
-            outputs += model.chat([{"role": "user", "content": prompt}], params)
+        for prompt, name in zip(prompts, names, strict=True):
+            outputs += model.chat([{"role": "user", "content": prompt}], params, application=name)
             progress(len(outputs))
         return outputs
 

@@ -19,10 +19,10 @@ app = typer.Typer(add_completion=False)
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """List the embedded models.
+    """List the embedded models and the sets trained for them.
 
     In the place of such a name every --model also takes the folder of a Hugging Face model, or the
-    name of one on the hub.
+    name of one on the hub; --application and --drafter streams:NAME take trained sets.
     """
     entries = zoo.available()
     if as_json:
@@ -36,6 +36,7 @@ def models(
 def _show(entry: zoo.ZooEntry) -> None:
     facts = f"  {entry.role}, {entry.parameters / 1e6:.1f}M parameters, {entry.bytes / 1e6:.0f} MB"
     draft = f", its draft: {entry.draft}" if entry.draft else ""
-    stdout().print(Text.assemble((entry.name, "bold green"), facts, draft))
+    target = f", for {entry.target}" if entry.target else ""
+    stdout().print(Text.assemble((entry.name, "bold green"), facts, draft, target))
     stdout().print(Text(f"  {entry.description}"))
     stdout().print(Text(f"  {entry.path}", style="dim"))

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import zoo
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..llm import LLM
+from ..target.applications import BASE
+from ..target.loader import resolve_folder
+from ..target.streams import read_config
 from .console import stderr, waiting
 
 DEFAULT_MODEL = "paceline-small"
-DRAFTER_SHOWN = "the model's own drafter where the zoo names one, else none"
+DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
 
 
 def open_llm(options: dict[str, Any]) -> LLM:
-    """Load a model; a target of the zoo comes with its own drafter unless one is named."""
+    """Load a model; it comes with `default_drafter` unless one is named."""
     model, drafter = options["model"], options["drafter"]
     if drafter is None:
-        drafter = zoo.default_drafter(model)
+        drafter = default_drafter(model, options.get("applications") or {}, options["offline"])
     with waiting(f"loading {model}"):
         llm = LLM(**{**options, "drafter": drafter})
     if llm.tokenizer is None:
         raise CapabilityError(f"--model {model}", "it has no tokenizer, so text means nothing to it", "add its files")
     return llm
+
+
+def default_drafter(model: str, applications: Mapping[str, str], offline: bool) -> str | None:
+    """Who drafts where nobody is named: the streams of the applications if they have any, else the zoo's choice.
+
+    Applications with streams cannot do without them: their answers depend on them.
+    """
+    if any(read_config(resolve_folder(where, offline=offline)).gamma for where in applications.values()):
+        return "streams"
+    return zoo.default_drafter(model)
+
+
+def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
+    """The application that ``--as`` means: by default the only one that is loaded, else the base model.
+
+    Raises:
+        ConfigError: several are loaded and none was chosen, or another one was.
+    """
+    known = ", ".join([*sorted(loaded), BASE])
+    if asked is None:
+        if len(loaded) > 1:
+            raise ConfigError(f"{len(loaded)} applications", "it is not said which one answers", f"add --as: {known}")
+        return next(iter(loaded), None)
+    if asked == BASE:
+        return None
+    if asked not in loaded:
+        raise ConfigError(f"--as {asked}", "no such application is loaded", f"name one of: {known}")
+    return asked
 
 
 @contextmanager
@@ -38,6 +69,23 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[str, int, int], None]]:
+    """The same for several things in turn; the function it gives takes what, how many are done, and of how many."""
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, of: int) -> None:
+            task = tasks.setdefault(what, None)
+            if task is None:
+                task = tasks[what] = bar.add_task(what, total=of)
+            bar.update(task, completed=done)
+
+        yield tell
 
 
 def first_wait(chunks: Iterator[Any], what: str) -> Iterator[Any]:
@@ -51,4 +99,5 @@ def first_wait(chunks: Iterator[Any], what: str) -> Iterator[Any]:
 
 def figures(output: RequestOutput) -> str:
     """The line of figures that ends an answer."""
-    return output.stats.summary()
+    answered_by = f"{output.application} | " if output.application else ""
+    return answered_by + output.stats.summary()

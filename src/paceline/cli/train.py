@@ -1,0 +1,309 @@
+"""``paceline train``: train drafts, streams, adapters and models; one command a kind, or a recipe file.
+
+A recipe file (``*.toml``) stands where the kind would: ``paceline train zoo/recipes/streams-sql.toml --data FOLDER``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from ..core.errors import CapabilityError, ConfigError
+from ..target.loader import load_tokenizer, resolve_folder
+from ..target.streams import fingerprint
+from ..training import answers as answering
+from ..training.data import Encoder, SourceSpec
+from ..training.features import CacheDtype
+from ..training.job import Job, finish, run
+from ..training.recipe import locate, read_recipe
+from ..training.registry import KINDS
+from ..training.target import TargetOptions
+from ..training.trainer import Phase, TrainConfig, require_accelerate, setting
+from .console import note, stderr, stdout
+from .options import takes
+from .train_progress import Bar, event_file
+
+INTERRUPTED = 130
+CACHED = ("draft_model",)  # kinds that learn from states which a cache can hold
+SUFFIX = ".toml"
+
+
+class RecipeGroup(TyperGroup):
+    """A name that ends in .toml is a recipe file."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0].endswith(SUFFIX):
+            return "file", self.get_command(ctx, "file"), args
+        if args and args[0] not in self.commands:
+            known = [*KINDS, "answers"]
+            close = difflib.get_close_matches(args[0], known, n=1)
+            hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
+            remedy = f"{hint}use {', '.join(known)}, or a recipe file (*.toml)"
+            raise ConfigError(f"recipe {args[0]!r}", "there is no such recipe", remedy)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    add_completion=False,
+    cls=RecipeGroup,
+    no_args_is_help=True,
+    help="Train a model, a draft model, speculative streams or adapters. RECIPE.toml in place of a kind runs a file.",
+    subcommand_metavar="KIND|RECIPE.toml [ARGS]...",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowConfig:
+    """Packed rows of a run that no recipe file describes."""
+
+    rows: int = setting(8, "packed rows a step, over all processes")
+    length: int = setting(512, "tokens a row")
+    final_length: int | None = setting(None, "tokens a row in the last part of the run, as many tokens a step")
+    final_share: float = setting(0.25, "how much of the run that part is")
+    prompt_weight: float = setting(0.0, "weight of prompt tokens in the loss")
+
+    def phases(self) -> list[Phase]:
+        """One phase, or two."""
+        first = Phase(rows=self.rows, length=self.length)
+        if self.final_length is None:
+            return [first]
+        if not 0 < self.final_share < 1:
+            raise ConfigError(f"final_share={self.final_share}", "not between 0 and 1", "give a share, such as 0.25")
+        rows = max(1, self.rows * self.length // self.final_length)
+        return [
+            dataclasses.replace(first, until=1 - self.final_share),
+            Phase(until=1.0, rows=rows, length=self.final_length),
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedRowConfig(RowConfig):
+    """The same of a kind that can learn from states of the target that lie on disk."""
+
+    cache: str | None = setting(None, "folder for the target's states: made once, read by later runs of the same data")
+    cache_dtype: CacheDtype = setting("fp32", "of the states there; fp32: losses to the bit, bf16: half the size")
+
+
+Target = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="What it is trained for: zoo name, folder or hub name.")
+]
+Data = Annotated[
+    list[str],
+    typer.Option(
+        metavar="FILE[=WEIGHT]", help="JSONL or text, .gz too; default weight: its size. Repeat it for several."
+    ),
+]
+Held = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Held-out data for the evaluations.")]
+Out = Annotated[str, typer.Option(metavar="DIR", help="Checkpoint, log and result; an unfinished run there goes on.")]
+Init = Annotated[str | None, typer.Option(metavar="MODEL", help="Checkpoint to start from.")]
+Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Holds the target's states (draft_model).")]
+Stop = Annotated[int | None, typer.Option(metavar="STEPS", help="Stop here, with a checkpoint, and go on later.")]
+EventFile = Annotated[bool, typer.Option(help="Write a TensorBoard log beside log.jsonl.")]
+
+
+def _command(kind: str, options: type[Any], about: str) -> None:
+    """Register the command of a kind, with its options as flags."""
+    layouts = CachedRowConfig if kind in CACHED else RowConfig
+
+    @app.command(name=kind, help=about)
+    @takes(options=options, config=TrainConfig, layout=layouts)
+    def command(
+        data: Data,
+        out: Out,
+        target: Target = None,
+        held_out: Held = None,
+        init: Init = None,
+        stop_after: Stop = None,
+        tensorboard: EventFile = True,
+        *,
+        options: dict[str, Any],
+        config: dict[str, Any],
+        layout: dict[str, Any],
+    ) -> None:
+        rows = layouts(**_filled(layouts, layout))
+        cached: dict[str, Any] = {}
+        if isinstance(rows, CachedRowConfig) and rows.cache is not None:
+            cached = {"cache": Path(rows.cache), "cache_dtype": rows.cache_dtype}
+        job = Job(
+            kind=kind,
+            options=_filled(KIND_OPTIONS[kind], options),
+            config=TrainConfig(**_filled(TrainConfig, config)),
+            phases=rows.phases(),
+            sources=[_source(text) for text in data],
+            held_out=[_source(text) for text in held_out or []],
+            prompt_weight=rows.prompt_weight,
+            target=None if target is None else resolve_folder(target),
+            init=None if init is None else resolve_folder(init),
+            out=Path(out),
+            **cached,
+        )
+        _train(job, stop_after, tensorboard)
+
+
+def _filled(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tuples where the command line gives lists; what was left out keeps its default."""
+    hints = get_type_hints(config)
+    given = {k: v for k, v in values.items() if v is not None}
+    return {k: tuple(v) if isinstance(v, list) and "tuple" in str(hints[k]) else v for k, v in given.items()}
+
+
+def _kinds() -> dict[str, tuple[type[Any], str]]:
+    from ..drafters.distillation import DraftModelOptions
+    from ..drafters.streams.recipe import StreamOptions
+
+    return {
+        "target": (TargetOptions, "A Llama-family model, tokenizer included."),
+        "draft_model": (DraftModelOptions, "A small draft model, distilled from a target."),
+        "streams": (StreamOptions, "Speculative streams over a frozen target, or adapters for an application."),
+    }
+
+
+KIND_OPTIONS = {name: options for name, (options, _) in _kinds().items()}
+for _name, (_options, _about) in _kinds().items():
+    _command(_name, _options, _about)
+
+
+@app.command(name="file", hidden=True)
+def file(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE.toml")],
+    data: Annotated[str, typer.Option(metavar="FOLDER", help="Holds the files that the recipe's manifest names.")],
+    out: Out,
+    target: Target = None,
+    init: Init = None,
+    stop_after: Stop = None,
+    tensorboard: EventFile = True,
+    cache: Cache = None,
+    cache_dtype: Literal["fp32", "bf16"] = "fp32",
+) -> None:
+    """Run a recipe file."""
+    made = locate(read_recipe(Path(recipe)), Path(data))
+    places = {
+        "target": None if target is None else resolve_folder(target),
+        "init": None if init is None else resolve_folder(init),
+        "cache": None if cache is None else Path(cache),
+        "cache_dtype": cache_dtype,
+    }
+    _train(Job.of(made, out=Path(out), **places), stop_after, tensorboard)
+
+
+def _source(text: str) -> SourceSpec:
+    """``FILE`` or ``FILE=WEIGHT``."""
+    name, _, weight = text.rpartition("=")
+    if not name:
+        return SourceSpec(file=text, weight=_size(text))
+    try:
+        return SourceSpec(file=name, weight=float(weight))
+    except ValueError as error:
+        raise ConfigError(f"--data {text}", "the weight is no number", "write FILE or FILE=0.5") from error
+
+
+def _size(text: str) -> float:
+    path = Path(text)
+    return float(path.stat().st_size) if path.is_file() else 1.0
+
+
+def _train(job: Job, stop_after: int | None, tensorboard: bool) -> None:
+    require_accelerate()
+    first = int(os.environ.get("RANK", "0")) == 0  # of several processes, one speaks
+    bar = Bar(stderr(), job.config.steps)
+    watchers: list[Any] = [bar, *(event_file(job.out) if tensorboard else [])] if first else []
+    try:
+        trainer, outcome = run(job, watchers, stop_after, bar.say if first else lambda text: None)
+    finally:
+        for watcher in watchers:
+            watcher.close()
+    if outcome.finished:
+        result = finish(job, trainer, outcome)
+        if first:
+            note(f"{outcome.step} steps, {outcome.tokens:,} tokens; the last part took {outcome.seconds:.0f} s")
+            stdout().print(str(result), markup=False)
+        return
+    if first:
+        again = shlex.join(["paceline", *_without(sys.argv[1:], "--stop-after")])
+        note(f"stopped after step {outcome.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
+    if trainer.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _without(arguments: Sequence[str], flag: str) -> list[str]:
+    """The command line without a flag and its value."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == flag:
+            skip = True
+        elif not argument.startswith(f"{flag}="):
+            kept.append(argument)
+    return kept
+
+
+@app.command()
+def answers(
+    target: Annotated[str, typer.Option(metavar="MODEL", help="Who answers.")],
+    data: Annotated[list[str], typer.Option(metavar="FILE", help="Whose prompts; repeat it for several.")],
+    out: Annotated[str, typer.Option(metavar="FILE.jsonl", help="Where the answers go; what is there is kept.")],
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
+    length: Annotated[int, typer.Option(min=8, help="Most tokens of prompt and answer together.")] = 384,
+    text_prompt: Annotated[int, typer.Option(min=1, help="Tokens of a text that are given.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers; 0: greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the choice of prompts, and of sampling.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
+) -> None:
+    """Let the target answer the data's own prompts: what drafts are best trained on."""
+    from ..core.sampling import SamplingParams
+    from ..llm import LLM
+
+    folder = resolve_folder(target)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.eos_token_id is None:
+        raise CapabilityError(f"--target {target}", "its tokenizer has no end-of-text token", "name another target")
+    encoder = Encoder(tokenizer, length)
+    config = answering.AnswerConfig(
+        limit=limit, text_prompt=text_prompt, piece=length, seed=seed, temperature=temperature
+    )
+    path = _answer_file(out)
+    llm = LLM(target, max_sequences=batch, max_model_len=length + 8)
+
+    def answer(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                max_tokens=max(1, length - len(ids)), temperature=temperature, seed=own if temperature else None
+            )
+            for ids, own in zip(prompts, seeds, strict=True)
+        ]
+        outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    mark = fingerprint(folder)
+    for name in data:
+        part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")
+        try:
+            count = answering.write(part, SourceSpec(file=name), encoder, config, answer, mark, batch * 2)
+        except KeyboardInterrupt as stop:
+            again = shlex.join(["paceline", *sys.argv[1:]])
+            note(f"stopped; the answers in {part} are kept, go on: {again}")
+            raise typer.Exit(INTERRUPTED) from stop
+        note(f"{count:,} answers in {part}")
+
+
+def _answer_file(out: str) -> Path:
+    """Where answers go; its folder is there afterwards."""
+    path = Path(out)
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"--out {out}", "answers are JSON lines", "name a file that ends in .jsonl")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}", f"its folder cannot be made ({error})", "name another file") from error
+    return path

@@ -1,0 +1,100 @@
+"""What a training run shows while it goes on: a bar on the terminal, and TensorBoard's event file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..training.trainer import Trainer
+from .console import note
+
+
+class Bar:
+    """A progress bar with the time left and the latest figures; without a terminal, a line now and then."""
+
+    def __init__(self, console: Any, steps: int) -> None:
+        columns = (
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.console, self.steps, self.accepted = console, steps, ""
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("", total=steps)
+
+    def say(self, text: str) -> None:
+        """A remark while things are loaded."""
+        note(text)
+
+    def begin(self, trainer: Trainer, resumed: bool, seconds: float) -> None:
+        """Called when all is loaded."""
+        if resumed:
+            note(f"going on from step {trainer.step}, from the checkpoint in {trainer.out}")
+        counted = sum(p.numel() for p in trainer.trained.values())
+        note(f"{counted:,} parameters to train; data and models loaded in {seconds:.0f} s")
+        self.bar.update(self.task, completed=trainer.step)
+        self.bar.start()
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show loss and speed."""
+        text = f"loss {figures['loss']:.3f}, {figures['tokens_per_s']:.0f} tokens/s{self.accepted}"
+        self.bar.update(self.task, completed=step, description=text)
+        if not self.console.is_terminal and (step % 50 == 0 or step in (1, self.steps)):
+            note(f"step {step} of {self.steps}: {text}")
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show what was measured on held-out data."""
+        lengths = [value for name, value in figures.items() if name.startswith("accepted/")]
+        if lengths:
+            self.accepted = f", accepted {sum(lengths) / len(lengths):.2f}"
+        note(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self.bar.stop()
+
+
+class EventFile:
+    """TensorBoard's event file; it is opened with the first figures, so that a mistake leaves none behind.
+
+    Args:
+        open_writer: gives TensorBoard's writer.
+    """
+
+    def __init__(self, open_writer: Callable[[], Any]) -> None:
+        self._open = open_writer
+        self._writer: Any = None
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Every figure of the step."""
+        self._write("train", step, figures)
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Held-out figures."""
+        self._write("held_out", step, figures)
+
+    def _write(self, part: str, step: int, figures: Mapping[str, float]) -> None:
+        self._writer = self._writer or self._open()
+        for name, value in figures.items():
+            self._writer.add_scalar(f"{part}/{name}", value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def event_file(out: Path) -> list[EventFile]:
+    """The watcher that writes ``out/tensorboard``; none, and a note, where the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        note('no TensorBoard log: the package is missing (pip install "paceline[train]"); log.jsonl is written')
+        return []
+    return [EventFile(lambda: SummaryWriter(str(out / "tensorboard")))]

@@ -1,0 +1,1 @@
+"""Training: data, losses, features, and the loop that every recipe shares."""

@@ -1,0 +1,178 @@
+"""A target's own answers as training data: a draft is right where it says what the target says.
+
+The prompts are those of the data, rendered as training renders them; a text's prompt is the first part of each of its
+pieces. A line holds text and token ids: text does not always encode to the ids that it came from. Beside the file
+lies ``FILE.json``, which says what made it: it is gone on with by the same target and settings alone. Nothing here
+runs a model: `write` is handed a function that answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import ConfigError
+from .data import STDLIB, Encoder, SourceSpec, load_source, python_version, sha256
+
+# ids of prompts, and a seed of each -> ids of their answers
+Answer = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """Which prompts are taken."""
+
+    limit: int | None = None  # of a file; None: all
+    text_prompt: int = 64  # tokens of a piece of text that are given
+    piece: int = 384  # tokens of prompt and answer together
+    seed: int = 0  # of the choice, and of sampling
+    temperature: float = 0.0  # of the answers; 0: greedy
+
+    def __post_init__(self) -> None:
+        if not 0 < self.text_prompt < self.piece:
+            raise ConfigError(
+                f"text_prompt={self.text_prompt}, pieces of {self.piece}",
+                "a prompt must leave room for its answer",
+                "give shorter prompts, or longer pieces",
+            )
+
+
+def choose(source: SourceSpec, encoder: Encoder, config: AnswerConfig) -> list[list[int]]:
+    """Prompts of a source as token ids, in the order of a draw by the seed: a higher limit only adds to its end.
+
+    Raises:
+        ConfigError: the source has none.
+    """
+    found = [
+        ids for e in load_source(source, encoder) if len(ids := _prompt(e.tokens, e.prompt, config)) < config.piece
+    ]
+    if not found:
+        raise ConfigError(f"data {source.file}", "it has no prompt that leaves room for an answer", "name another file")
+    order = np.random.default_rng(config.seed).permutation(len(found))[: config.limit]
+    return [found[i] for i in order.tolist()]
+
+
+def _prompt(tokens: np.ndarray, prompt: int, config: AnswerConfig) -> list[int]:
+    """A dialogue's own prompt; of a text `text_prompt` tokens, or half of a piece not twice as long."""
+    return [int(i) for i in tokens[: prompt or max(1, min(config.text_prompt, len(tokens) // 2))]]
+
+
+def write(
+    path: Path,
+    source: SourceSpec,
+    encoder: Encoder,
+    config: AnswerConfig,
+    answer: Answer,
+    target: str,
+    batch: int = 128,
+) -> int:
+    """Answer a source's prompts into a JSONL file; those that it holds already are kept.
+
+    Args:
+        path: the file; whole lines are written batch by batch, so that it can be gone on with after any stop.
+        answer: the target. A prompt's seed depends on the run's seed and its place in the file alone.
+        target: fingerprint of who answers.
+        batch: prompts handed over together.
+
+    Returns:
+        Answers in the file.
+
+    Raises:
+        ConfigError: another target or other settings made the file, or it cannot be written.
+    """
+    prompts = choose(source, encoder, config)
+    _same_making(path, making(source, config, target))
+    done = count_answers(path, prompts)
+    for start in range(done, len(prompts), batch):
+        part = prompts[start : start + batch]
+        seeds = [prompt_seed(config.seed, start + i) for i in range(len(part))]
+        lines = [_line(encoder, ids, said) for ids, said in zip(part, answer(part, seeds), strict=True)]
+        try:
+            with path.open("a", encoding="utf-8") as handle:
+                handle.write("".join(lines))
+        except OSError as error:
+            raise ConfigError(f"answers {path}", f"they cannot be written ({error})", "free space there") from error
+    return max(done, len(prompts))
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """The seed of the answer to prompt ``index`` of a file: no two prompts share their noise."""
+    digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
+    return int.from_bytes(digest[:6], "little")
+
+
+def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, Any]:
+    """What a file of answers is a function of; the limit is left out, since a higher one only adds."""
+    settings = {name: value for name, value in asdict(config).items() if name != "limit"}
+    mark = python_version() if source.file == STDLIB else sha256(Path(source.file))
+    return {"target": target, "source": Path(source.file).name, "source_sha256": mark, **settings}
+
+
+def sidecar(path: Path) -> Path:
+    """The file beside ``path`` that says what made it."""
+    return path.with_name(f"{path.name}.json")
+
+
+def _same_making(path: Path, own: Mapping[str, Any]) -> None:
+    """Write down what makes the file, or check that the same made it so far."""
+    beside = sidecar(path)
+    if not path.is_file() or not path.stat().st_size:
+        try:
+            beside.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"answers {path}", f"they cannot be written ({error})", "name another --out") from error
+        return
+    try:
+        found = json.loads(beside.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        wrong = f"{beside.name}, which says what made them, cannot be read ({error})"
+        raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
+    differ = [name for name in own if found.get(name) != own[name]]
+    if differ:
+        wrong = f"their {differ[0]} is {found.get(differ[0])!r}, this command's {own[differ[0]]!r}"
+        raise ConfigError(f"answers {path}", wrong, "name another --out, or repeat the first command's settings")
+
+
+def _line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
+    record = {
+        "prompt": encoder.tokenizer.decode(list(ids)),
+        "completion": encoder.tokenizer.decode(list(said), skip_special_tokens=True),
+        "prompt_tokens": list(ids),
+        "completion_tokens": list(said),
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
+    """Answers that are there, each to its prompt; half a line at the end (a killed process) is dropped.
+
+    Raises:
+        ConfigError: a line that answers another prompt, or is no answer.
+    """
+    if not path.is_file():
+        return 0
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    count = 0
+    for count, ids in enumerate(_prompts_in(whole, path), 1):
+        if count <= len(prompts) and ids != list(prompts[count - 1]):
+            wrong = f"its line {count} answers another prompt"
+            raise ConfigError(f"answers {path}", wrong, "name another --out, or repeat the first command's settings")
+    if len(whole) < len(data):
+        with path.open("r+b") as handle:
+            handle.truncate(len(whole))
+    return count
+
+
+def _prompts_in(data: bytes, path: Path) -> Iterator[list[int]]:
+    for number, line in enumerate(data.decode("utf-8", "replace").split("\n")[:-1], 1):
+        try:
+            yield json.loads(line)["prompt_tokens"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}", "it is no answer", "name another --out") from error

@@ -1,0 +1,394 @@
+"""Training data: records, tokens, packed rows, in an order that is a function of the seed alone.
+
+Two forms are read, gzip-compressed or not: JSON lines with ``prompt`` and ``completion`` (or ``turns`` and
+``reference``), and plain text whose documents are separated by a line ``<|endoftext|>``. A record becomes
+an `Example`; examples of several sources are drawn by weight and packed into rows of one length.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+
+SEPARATOR = "<|endoftext|>"
+STDLIB = "python-stdlib"  # the source of the running interpreter's standard library, as a corpus of its own
+OPEN_ROWS = 16  # rows that are being filled at a time
+FORMS = 'JSON lines with "prompt" and "completion", or text with documents separated by <|endoftext|> lines'
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Tokens of one document, and from which one on they are to be learned."""
+
+    tokens: np.ndarray  # [length] int32
+    prompt: int = 0  # leading tokens that belong to the prompt; 0: all is text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSpec:
+    """One source of a mixture."""
+
+    file: str  # a path, or STDLIB
+    weight: float = 1.0  # share of the documents' tokens, relative to the other sources
+    max_tokens: int | None = None  # of it, no more than these are read
+    domain: str = ""  # what it counts as in reports; empty: the file's name
+
+    @property
+    def name(self) -> str:
+        """The domain it is reported under."""
+        return self.domain or Path(self.file).name.split(".")[0]
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+
+def read_documents(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a file: ``{"prompt", "completion"}``, or ``{"text"}``; answers bring their token ids along.
+
+    Raises:
+        ConfigError: a file that is missing, broken, or of neither form.
+    """
+    if str(path) == STDLIB:
+        yield from _stdlib()
+        return
+    name = path.name.removesuffix(".gz")
+    if name.endswith((".jsonl", ".json")):
+        yield from _json_records(path)
+    elif name.endswith(".txt"):
+        yield from ({"text": text} for text in _split(_lines(path)))
+    else:
+        raise ConfigError(f"data {path}", "neither .jsonl nor .txt (.gz may follow)", f"give {FORMS}")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    opener: Callable[..., Any] = gzip.open if path.name.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            yield from lines
+    except FileNotFoundError as error:
+        raise ConfigError(f"data {path}", "there is no such file", "check --data") from error
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise ConfigError(f"data {path}", f"it cannot be read ({error})", "get the file again") from error
+
+
+def _json_records(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"data {path}, line {number}", f"not JSON ({error})", f"give {FORMS}") from error
+        yield _fields(record, path, number)
+
+
+def _fields(record: Any, path: Path, number: int) -> dict[str, Any]:
+    if isinstance(record, dict):
+        if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+            ids = {k: record[k] for k in ("prompt_tokens", "completion_tokens") if k in record}
+            if not all(isinstance(v, list) and all(isinstance(i, int) for i in v) for v in ids.values()):
+                raise ConfigError(f"data {path}, line {number}", "its token ids are no lists of numbers", "correct it")
+            return {"prompt": record["prompt"], "completion": record["completion"], **ids}
+        turns, reference = record.get("turns"), record.get("reference")
+        if isinstance(turns, list) and turns and isinstance(reference, list) and reference:
+            return {"prompt": str(turns[0]), "completion": str(reference[0])}
+        if isinstance(record.get("text"), str):
+            return {"text": record["text"]}
+    raise ConfigError(f"data {path}, line {number}", "it has neither prompt and completion nor text", f"give {FORMS}")
+
+
+def _split(lines: Iterator[str]) -> Iterator[str]:
+    held: list[str] = []
+    for line in lines:
+        if line.strip() == SEPARATOR:
+            if "".join(held).strip():
+                yield "".join(held).strip("\n")
+            held = []
+        else:
+            held.append(line)
+    if "".join(held).strip():
+        yield "".join(held).strip("\n")
+
+
+def _stdlib() -> Iterator[dict[str, str]]:
+    """The standard library's modules, tests and third parties left out, in the order of their names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "turtledemo"}
+    for path in sorted(root.rglob("*.py")):
+        if not left_out & set(path.relative_to(root).parts):
+            try:
+                yield {"text": path.read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Records to examples, by a tokenizer's chat template where it has one.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        max_length: tokens of an example; text is cut into pieces of it, a longer dialogue is left out.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.chat = bool(getattr(tokenizer, "chat_template", None))
+        self.bos: int | None = tokenizer.bos_token_id
+        self.eos: int | None = tokenizer.eos_token_id
+
+    def encode(self, records: Sequence[dict[str, Any]]) -> list[Example]:
+        """[examples] in the records' order; a dialogue gives one or none, a text as many as it has pieces.
+
+        Raises:
+            ConfigError: token ids that another tokenizer made.
+        """
+        plain = [r for r in records if not _has_ids(r)]
+        heads = iter(self._ids([r["text"] if "text" in r else self._prompt(r["prompt"]) for r in plain]))
+        tails = iter(self._ids([self._answer(r["completion"]) for r in plain if "text" not in r]))
+        made: list[Example] = []
+        for record in records:
+            if _has_ids(record):
+                made += self._answered(record)
+            elif "text" in record:
+                made += self._pieces(next(heads))
+            else:
+                made += self._dialogue(next(heads), next(tails))
+        return made
+
+    def _same_tokenizer(self, record: dict[str, Any]) -> None:
+        ids = record["prompt_tokens"]
+        if max(ids, default=0) >= len(self.tokenizer) or self.tokenizer.decode(ids) != record["prompt"]:
+            remedy = "make them again, with this target"
+            raise ConfigError("answers with token ids", "another tokenizer made them", remedy)
+
+    def _answered(self, record: dict[str, Any]) -> list[Example]:
+        """Ids as the target read and chose them; an answer that is too long is cut."""
+        self._same_tokenizer(record)
+        given, said = record["prompt_tokens"], record["completion_tokens"]
+        if not said or len(given) >= self.max_length:
+            return []
+        return [Example(np.array([*given, *said][: self.max_length], dtype=np.int32), len(given))]
+
+    def _prompt(self, prompt: str) -> str:
+        if not self.chat:
+            return prompt
+        turn = [{"role": "user", "content": prompt}]
+        text: str = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return text.removeprefix(self.tokenizer.bos_token or "")
+
+    def _answer(self, completion: str) -> str:
+        return completion.strip() if self.chat else completion
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def _dialogue(self, head: list[int], tail: list[int]) -> list[Example]:
+        start = [self.bos] if self.bos is not None else []
+        end = [self.eos] if self.eos is not None else []
+        tokens = [*start, *head, *tail, *end]
+        if not tail or len(tokens) > self.max_length:
+            return []
+        return [Example(np.array(tokens, dtype=np.int32), len(start) + len(head))]
+
+    def _pieces(self, ids: list[int]) -> list[Example]:
+        start = [self.bos] if self.bos is not None else []
+        tokens = [*start, *ids, *([self.eos] if self.eos is not None else [])]
+        cut = range(0, len(tokens) - 1, self.max_length)
+        return [Example(np.array(tokens[i : i + self.max_length], dtype=np.int32)) for i in cut]
+
+
+def _has_ids(record: dict[str, Any]) -> bool:
+    """Whether it is an answer with token ids."""
+    return "prompt_tokens" in record and "completion_tokens" in record
+
+
+def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Example]:
+    """All examples of a source, up to its ``max_tokens``.
+
+    Raises:
+        ConfigError: no usable record in it.
+    """
+    made: list[Example] = []
+    held: list[dict[str, str]] = []
+    total = 0
+    for record in read_documents(Path(spec.file)):
+        held.append(record)
+        # Long texts are encoded one by one, so that a cap is met without reading the whole file.
+        if len(held) == batch or len(record.get("text", "")) > 100_000:
+            made, held, total = _extend(made, encoder.encode(held), total)
+            if spec.max_tokens is not None and total >= spec.max_tokens:
+                break
+    made, _, total = _extend(made, encoder.encode(held), total)
+    if not made:
+        raise ConfigError(f"data {spec.file}", "it has no usable record", f"give {FORMS}, none over the context length")
+    return _cap(made, spec.max_tokens)
+
+
+def _extend(made: list[Example], more: list[Example], total: int) -> tuple[list[Example], list[dict[str, str]], int]:
+    return made + more, [], total + sum(len(e.tokens) for e in more)
+
+
+def _cap(examples: list[Example], most: int | None) -> list[Example]:
+    """A prefix of ``examples`` with at most ``most`` tokens (one example at least)."""
+    if most is None:
+        return examples
+    ends = np.cumsum([len(e.tokens) for e in examples])
+    return examples[: max(1, int(np.searchsorted(ends, most, side="right")))]
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Packed rows. Position 0 of a document sees nothing before it."""
+
+    tokens: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64  the next token of the same document; 0 where there is none
+    weights: Tensor  # [B, T] float32  of the target's loss: 1 for answers and text, less for prompts, 0 for padding
+    positions: Tensor  # [B, T] int64  within the document
+    documents: Tensor  # [B, T] int64  index of the document in its row; -1 for padding
+    prompts: Tensor  # [B, T] int64  prompt length of the token's document
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The batch on ``device``."""
+        return TokenBatch(*(getattr(self, f).to(device) for f in self.__dataclass_fields__))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int((self.documents >= 0).sum())
+
+    def rows(self, start: int, stop: int) -> TokenBatch:
+        """Rows start .. stop - 1."""
+        return TokenBatch(*(getattr(self, f)[start:stop] for f in self.__dataclass_fields__))
+
+
+@dataclass(slots=True)
+class _Row:
+    examples: list[Example] = field(default_factory=list)
+    used: int = 0
+
+
+class Mixture:
+    """Draws examples of several sources by weight, and packs them into rows. Never ends; repeats exactly.
+
+    Args:
+        sources: (weight, examples) of each.
+        seed: of the order.
+        prompt_weight: weight of prompt tokens in the loss.
+    """
+
+    def __init__(self, sources: Sequence[tuple[float, Sequence[Example]]], seed: int, prompt_weight: float = 0.0):
+        if not sources or any(not examples for _, examples in sources):
+            raise ConfigError("training data", "a source has no usable record", f"give {FORMS}")
+        self.sources = [list(examples) for _, examples in sources]
+        weights = np.array([weight for weight, _ in sources], dtype=np.float64)
+        if (weights < 0).any() or weights.sum() <= 0:
+            raise ConfigError(f"mixture weights {weights.tolist()}", "not shares", "give weights above 0")
+        self.shares = weights / weights.sum()
+        self.prompt_weight = prompt_weight
+        self.seed = seed
+        self._drawn = np.zeros(len(sources))  # tokens by source
+        self._next = [0] * len(sources)
+        self._orders: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sources)
+
+    def draw(self) -> Example:
+        """The next example: of the source that is furthest behind its share."""
+        total = self._drawn.sum() + 1.0
+        source = int(np.argmax(self.shares - self._drawn / total))
+        example = self.sources[source][self._index(source)]
+        self._drawn[source] += len(example.tokens)
+        return example
+
+    def _index(self, source: int) -> int:
+        """The next index of a source, by a permutation of its own in every epoch."""
+        size = len(self.sources[source])
+        epoch, place = divmod(self._next[source], size)
+        if place == 0:
+            self._orders[source] = np.random.default_rng([self.seed, source, epoch]).permutation(size)
+        self._next[source] += 1
+        return int(self._orders[source][place])
+
+    def rows(self, length: int) -> Iterator[list[Example]]:
+        """Rows of at most ``length`` tokens: first fit over the rows that are open."""
+        opened: list[_Row] = []
+        while True:
+            example = _shorten(self.draw(), length)
+            size = len(example.tokens)
+            row = next((r for r in opened if r.used + size <= length), None)
+            if row is None:
+                if len(opened) == OPEN_ROWS:
+                    fullest = max(range(len(opened)), key=lambda i: opened[i].used)
+                    yield opened.pop(fullest).examples
+                row = _Row()
+                opened.append(row)
+            row.examples.append(example)
+            row.used += size
+
+    def batches(self, rows: int, length: int) -> Iterator[TokenBatch]:
+        """Batches of ``rows`` rows of ``length`` tokens."""
+        source = self.rows(length)
+        while True:
+            yield collate([next(source) for _ in range(rows)], length, self.prompt_weight)
+
+
+def _shorten(example: Example, length: int) -> Example:
+    """Its first ``length`` tokens: what a phase of shorter rows sees of it."""
+    return example if len(example.tokens) <= length else Example(example.tokens[:length], example.prompt)
+
+
+def collate(rows: Sequence[Sequence[Example]], length: int, prompt_weight: float = 0.0) -> TokenBatch:
+    """Rows of examples as tensors [B, length]."""
+    shape = (len(rows), length)
+    tokens, targets, positions, prompts = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    documents = np.full(shape, -1, dtype=np.int64)
+    weights = np.zeros(shape, dtype=np.float32)
+    for b, row in enumerate(rows):
+        start = 0
+        for index, example in enumerate(row):
+            stop = start + len(example.tokens)
+            tokens[b, start:stop] = example.tokens
+            targets[b, start : stop - 1] = example.tokens[1:]
+            positions[b, start:stop] = np.arange(stop - start)
+            documents[b, start:stop] = index
+            prompts[b, start:stop] = example.prompt
+            answer = start + max(example.prompt - 1, 0)
+            weights[b, start : stop - 1] = prompt_weight if example.prompt else 1.0
+            weights[b, answer : stop - 1] = 1.0
+            start = stop
+    arrays = (tokens, targets, weights, positions, documents, prompts)
+    return TokenBatch(*(torch.from_numpy(a) for a in arrays))
+
+
+def python_version() -> str:
+    """What `STDLIB` is: the version of the interpreter."""
+    return ".".join(map(str, sys.version_info[:3]))

@@ -1,0 +1,240 @@
+"""From a recipe file or a command line to a run: data, tokenizer, target, trainer, result."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ..core.errors import ConfigError
+from ..target.loader import load_tokenizer
+from ..target.streams import fingerprint
+from .data import STDLIB, Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, python_version, sha256
+from .features import CacheDtype, FeatureCache, open_cache
+from .network import Network
+from .recipe import RecipeFile, fill
+from .registry import BuildContext, RecipeKind, kind
+from .tokenizer import train_tokenizer
+from .trainer import Outcome, Phase, TrainConfig, Trainer, Watcher, plan, products, require_accelerate
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+RESULT, TOKENIZER = "result", "tokenizer"
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One run, before anything is loaded."""
+
+    kind: str
+    options: Mapping[str, Any]
+    config: TrainConfig
+    phases: Sequence[Phase]
+    sources: Sequence[SourceSpec]
+    held_out: Sequence[SourceSpec] = ()
+    prompt_weight: float = 0.0
+    target: Path | None = None  # folder of the target
+    init: Path | None = None  # folder of a checkpoint to start from
+    out: Path
+    cache: Path | None = None  # folder for the target's states; None: they are made with each batch
+    cache_dtype: CacheDtype = "fp32"
+    where: Path = Path("command line")  # for messages
+    tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
+
+    @classmethod
+    def of(cls, recipe: RecipeFile, **places: Any) -> Job:
+        """A recipe file's run."""
+        return cls(
+            kind=recipe.recipe,
+            options=recipe.options,
+            config=recipe.train,
+            phases=recipe.phases,
+            sources=recipe.sources,
+            held_out=recipe.held_out,
+            prompt_weight=recipe.prompt_weight,
+            where=recipe.path,
+            **places,
+        )
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Whose tokenizer reads the data."""
+        return self.target or self.init or self.out / TOKENIZER
+
+
+def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], None] = lambda text: None) -> Trainer:
+    """Load everything and check that it fits. Written are only a cache, where one was asked for, and the tokenizer,
+    where no model brings one.
+
+    Args:
+        job: the run.
+        watchers: told after every step.
+        say: told about what takes long before.
+
+    Raises:
+        ConfigError: data, options or a checkpoint in ``out`` that do not fit.
+    """
+    require_accelerate()
+    from accelerate import PartialState
+
+    made = kind(job.kind)
+    options = fill(made.Options, dict(job.options), job.where)
+    _check(job, made)
+    state = PartialState(cpu=not torch.cuda.is_available())
+    with state.main_process_first():
+        if job.tokenizer_folder == job.out / TOKENIZER and not (job.tokenizer_folder / TOKENIZER_FILES[0]).is_file():
+            train_tokenizer(job.sources, options.vocab_size, job.tokenizer_folder, options.context)
+    tokenizer = load_tokenizer(job.tokenizer_folder)
+    longest = max(phase.length for phase in job.phases)
+    encoder = Encoder(tokenizer, longest)
+    sources = [(spec, load_source(spec, encoder)) for spec in job.sources]
+    job.tokens = {spec.file: sum(len(e.tokens) for e in examples) for spec, examples in sources}
+
+    def mixture() -> Mixture:
+        return Mixture([(spec.weight, examples) for spec, examples in sources], job.config.seed, job.prompt_weight)
+
+    context = BuildContext(
+        target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
+        target_folder=job.target,
+        tokenizer=tokenizer,
+        config=job.config,
+        held_out={spec.name: held_out(load_source(spec, encoder), longest) for spec in job.held_out},
+        device=state.device,
+        seed=job.config.seed,
+        init=job.init,
+    )
+    facts = _facts(job, options)
+    if job.cache is not None:
+        with state.main_process_first():
+            context.features = _cache(job, made.taps, facts, context, mixture, say)
+    return Trainer(made.build(options, context), mixture(), job.phases, job.config, job.out, facts, watchers)
+
+
+def _check(job: Job, made: RecipeKind) -> None:
+    """What is asked for suits the kind of recipe."""
+    name = f"recipe {job.kind!r}"
+    if made.needs_target and job.target is None:
+        raise ConfigError(name, "it trains something for a target", "give --target MODEL")
+    if not made.needs_target and job.target is not None:
+        raise ConfigError(name, "it trains for no target", "leave --target out; --init names a model to start from")
+    if job.init is not None and not made.takes_init:
+        raise ConfigError(name, "it starts from no checkpoint", "leave --init out")
+    if job.cache is not None and not made.taps:
+        raise ConfigError(name, "it learns from no states that a cache could hold", "leave --cache out")
+    if not job.sources:
+        raise ConfigError(name, "there is no data", "give --data FILE")
+
+
+def _cache(
+    job: Job,
+    taps: Sequence[int],
+    facts: Mapping[str, Any],
+    context: BuildContext,
+    mixture: Callable[[], Mixture],
+    say: Callable[[str], None],
+) -> FeatureCache:
+    """The target's states for every batch of the run, from ``job.cache`` or made there."""
+    if list(taps) != [-1]:
+        raise ConfigError(f"--cache {job.cache}", f"recipe {job.kind!r} reads layers {list(taps)}", "leave it out")
+    assert job.cache is not None and context.target is not None
+    names = ("steps", "accumulate", "seed", "precision")
+    key = {
+        "target": facts["target"],
+        "data": facts["data"],
+        "phases": [asdict(phase) for phase in job.phases],
+        "prompt_weight": job.prompt_weight,
+        "taps": list(taps),
+        **{name: getattr(job.config, name) for name in names},
+    }
+
+    def context_of_products() -> AbstractContextManager[Any]:
+        return products(job.config.precision, context.device)
+
+    def batches() -> Any:
+        return (batch for _, batch in plan(mixture(), job.phases, job.config))
+
+    return open_cache(job.cache, key, job.cache_dtype, context.target, batches, context_of_products, say)
+
+
+def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
+    """Batches that hold each of ``examples`` about once."""
+    batches = Mixture([(1.0, examples)], 0).batches(rows, length)
+    count = max(1, sum(len(e.tokens) for e in examples) // (rows * length))
+    return [next(batches) for _ in range(count)]
+
+
+def _facts(job: Job, options: Any) -> dict[str, Any]:
+    """What a checkpoint must agree with: options, data, target."""
+    target = fingerprint(job.target) if job.target is not None else None
+    data = [_source(s) for s in job.sources]
+    return {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight, "target": target}
+
+
+def _source(spec: SourceSpec) -> dict[str, Any]:
+    mark = python_version() if spec.file == STDLIB else sha256(Path(spec.file))
+    return {"file": Path(spec.file).name, "sha256": mark, "weight": spec.weight, "max_tokens": spec.max_tokens}
+
+
+def finish(job: Job, trainer: Trainer, outcome: Outcome, folder: Path | None = None) -> Path:
+    """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
+
+    Raises:
+        ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.
+    """
+    result = folder or job.out / RESULT
+    if trainer.accelerator.is_main_process:
+        try:
+            result.mkdir(parents=True, exist_ok=True)
+            _write_result(job, trainer, outcome, result)
+        except (OSError, SafetensorError) as error:
+            remedy = "free space there; the same command writes it from the checkpoint"
+            raise ConfigError(f"result {result}", f"it cannot be written ({error})", remedy) from error
+    return result
+
+
+def _write_result(job: Job, trainer: Trainer, outcome: Outcome, result: Path) -> None:
+    facts = {
+        **trainer.facts,
+        "tokens_seen": outcome.tokens,
+        "steps": outcome.step,
+        "tokens_by_file": {Path(f).name: n for f, n in job.tokens.items()},
+        "seconds_of_last_part": round(outcome.seconds, 1),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }
+    trainer.recipe.export(result, facts)
+    if (result / "config.json").is_file():
+        _copy_tokenizer(job.tokenizer_folder, result)
+    record = result / "training.json"
+    known = json.loads(record.read_text("utf-8")) if record.is_file() else {}
+    record.write_text(json.dumps({**known, **facts}, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (source / name).is_file() and not (folder / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def run(
+    job: Job,
+    watchers: Sequence[Watcher] = (),
+    stop_after: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Trainer, Outcome]:
+    """Prepare, resume if there is something to resume, train. The result is written by `finish`."""
+    began = perf_counter()
+    trainer = prepare(job, watchers, say)
+    resumed = trainer.resume()
+    for watcher in watchers:
+        begin = getattr(watcher, "begin", None)
+        if begin is not None:
+            begin(trainer, resumed, perf_counter() - began)
+    return trainer, trainer.run(stop_after)

@@ -1,0 +1,415 @@
+"""Speculative streams with gradients, over whole packed rows: what `rounds/fused.py` computes token by token.
+
+Main rows [B, T] run as ever up to layer N - Ns. From there each *carrier*, a main row whose next token is
+generated, has gamma streams beside it: stream j of row t attends to the main keys of its document up to t and to
+streams 1 .. j of the same row (Speculative Streaming, eq. 2). In shared mode a carrier attends to its own streams,
+too (eq. 3), and the adapters serve the main rows.
+
+Streams never see each other across rows. So their attention is not one of T (1 + gamma) rows by as many keys: it
+is done document by document, the main keys once for all streams, and gamma keys more for each carrier. Carriers can
+be cut into *segments* that are run one after the other (appendix I), so that memory is bounded by a segment.
+`eager_streams` is the one dense attention that this is held against.
+
+Shapes: B rows, T tokens, R carriers, gamma streams, H heads, D head_dim, d d_model; "flat" is [B * T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from ..target.streams import StreamSet
+from .data import TokenBatch
+from .network import Delta, Network, Rotation, attend, visible
+
+KeyValues = tuple[Tensor, Tensor]  # flat keys and values [B * T, kv_heads, D]
+
+
+# -- carriers: which main rows have streams
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Carriers of one document, and the main rows that they may attend to."""
+
+    rows: slice  # of the part's carriers
+    keys: slice  # flat; from the document's first token to the block's last carrier
+
+
+@dataclass(frozen=True, slots=True)
+class Carriers:
+    """Main rows that carry streams, in order."""
+
+    index: Tensor  # [R] int64 flat
+    positions: Tensor  # [R] int64 within the document
+    blocks: tuple[Block, ...]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def segments(self, size: int | None) -> Iterator[Carriers]:
+        """The carriers, at most ``size`` at a time; None: all at once."""
+        step = max(1, len(self) if size is None else size)
+        for start in range(0, len(self), step):
+            stop = min(start + step, len(self))
+            yield make_carriers(self.index[start:stop], self.positions[start:stop])
+
+
+def generated(batch: TokenBatch) -> Tensor:
+    """[B, T] bool: rows whose next token exists and is generated, not part of a prompt."""
+    follows = torch.zeros_like(batch.documents, dtype=torch.bool)
+    follows[:, :-1] = batch.documents[:, :-1] == batch.documents[:, 1:]
+    return follows & (batch.documents >= 0) & (batch.positions >= batch.prompts - 1)
+
+
+def choose_carriers(batch: TokenBatch, fraction: float = 1.0, generator: torch.Generator | None = None) -> Carriers:
+    """All rows of `generated`, or a random ``fraction`` of them."""
+    index = generated(batch).flatten().nonzero()[:, 0]
+    if fraction < 1.0:
+        count = max(1, round(fraction * len(index)))
+        index = index[torch.randperm(len(index), generator=generator)[:count].sort().values.to(index.device)]
+    return make_carriers(index, batch.positions.flatten()[index])
+
+
+def make_carriers(index: Tensor, positions: Tensor) -> Carriers:
+    """Carriers at ``index`` [R] flat, ascending, with ``positions`` [R]."""
+    if not len(index):
+        return Carriers(index, positions, ())
+    starts = (index - positions).tolist()  # flat index of the document's first token
+    last = index.tolist()
+    cuts = [i for i in range(1, len(starts)) if starts[i] != starts[i - 1]]
+    edges = zip([0, *cuts], [*cuts, len(starts)], strict=True)
+    blocks = tuple(Block(slice(a, b), slice(starts[a], last[b - 1] + 1)) for a, b in edges)
+    return Carriers(index, positions, blocks)
+
+
+# -- attention of a block
+
+
+class _GroupAttention(torch.autograd.Function):
+    """Attention of P carriers' G queries each over K keys that all share and gamma keys of the carrier's own.
+
+    The scores of a block exist twice at most, in the forward pass and again in the backward pass; what is kept
+    between them is the weights, in the dtype of the queries. Gradients of the shared keys are made only where wanted.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,  # [H, P, G, D]
+        k: Tensor,  # [H, K, D]
+        v: Tensor,  # [H, K, D]
+        own_k: Tensor,  # [H, P, gamma, D]
+        own_v: Tensor,  # [H, P, gamma, D]
+        hidden_keys: Tensor,  # [P, 1 or G, K] bool: not to be seen
+        hidden_own: Tensor,  # [G, gamma] bool
+        scale: float,
+    ) -> Tensor:  # [H, P, G, D]
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        far = torch.bmm(q.flatten(1, 2), k.mT).to(wide).unflatten(1, q.shape[1:3])
+        far = far.mul_(scale).masked_fill_(hidden_keys, -torch.inf)  # [H, P, G, K]
+        close = (q @ own_k.mT).to(wide).mul_(scale).masked_fill_(hidden_own, -torch.inf)  # [H, P, G, gamma]
+        top = torch.maximum(far.amax(-1, keepdim=True), close.amax(-1, keepdim=True))
+        far.sub_(top).exp_()
+        close.sub_(top).exp_()
+        total = far.sum(-1, keepdim=True) + close.sum(-1, keepdim=True)
+        far, close = far.div_(total).to(q.dtype), close.div_(total).to(q.dtype)
+        out = torch.bmm(far.flatten(1, 2), v).view_as(q) + close @ own_v
+        ctx.save_for_backward(q, k, v, own_k, own_v, far, close, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, own_k, own_v, far, close, out = ctx.saved_tensors
+        grad = grad.to(q.dtype).contiguous()
+        mean = (grad * out).sum(-1, keepdim=True)  # [H, P, G, 1]
+        slope = torch.bmm(grad.flatten(1, 2), v.mT).view_as(far)
+        slope = slope.sub_(mean).mul_(far).mul_(ctx.scale)  # d loss / d scores
+        near = (grad @ own_v.mT).sub_(mean).mul_(close).mul_(ctx.scale)
+        by_q = torch.bmm(slope.flatten(1, 2), k).view_as(q) + near @ own_k
+        needs = ctx.needs_input_grad
+        by_k = torch.bmm(slope.flatten(1, 2).mT, q.flatten(1, 2)) if needs[1] else None
+        by_v = torch.bmm(far.flatten(1, 2).mT, grad.flatten(1, 2)) if needs[2] else None
+        return by_q, by_k, by_v, near.mT @ q, close.mT @ grad, None, None, None
+
+
+def group_attention(
+    q: Tensor,  # [R, G, H, D]
+    main: KeyValues,
+    own: KeyValues,  # [R, gamma, kv_heads, D]
+    carriers: Carriers,
+    steps: Tensor,  # [G] 0 a main row, j stream j
+    window: int | None,
+) -> Tensor:  # [R, G, H * D]
+    """Streams (and their main rows, in shared mode) over main keys and their own streams."""
+    sizes = [block.rows.stop - block.rows.start for block in carriers.blocks]
+    parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
+    shared = [_heads(x, q.shape[2]) for x in main]
+    order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
+    later = (order > steps[:, None]) & (steps[:, None] > 0)  # a main row sees all of its streams
+    outputs = []
+    for block, (queries, own_k, own_v) in zip(carriers.blocks, parts, strict=True):
+        unseen = _unseen(carriers.positions[block.rows], steps, block.keys.stop - block.keys.start, window)
+        k, v = (x[:, block.keys] for x in shared)
+        outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, later, q.shape[3] ** -0.5))
+    return torch.cat(outputs, 1).permute(1, 2, 0, 3).flatten(2)
+
+
+def _unseen(positions: Tensor, steps: Tensor, keys: int, window: int | None) -> Tensor:
+    """[P, 1 or G, keys] bool: keys after the carrier, or outside of the window of the query's own position."""
+    places = torch.arange(keys, device=positions.device)
+    later = (places > positions[:, None])[:, None]
+    if window is None:
+        return later
+    return later | (places <= (positions[:, None] + steps - window)[..., None])
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """Heads first, each key head as often as it is used: [..., kv_heads, D] -> [heads, ..., D]."""
+    first = x.movedim(-2, 0)
+    repeat = heads // first.shape[0]
+    return (first if repeat == 1 else first.repeat_interleave(repeat, 0)).contiguous()
+
+
+# -- one layer
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPass:
+    """What all layers of a pass of streams share."""
+
+    network: Network
+    trained: StreamSet
+    carriers: Carriers
+    rotation: Rotation  # of the stream rows [R, gamma, 1, dim]
+    turn: KeyValues | None  # cos and sin [gamma, 1, 1] of the value rotation
+
+    @property
+    def delta(self) -> Delta | None:
+        """The adapters."""
+        return None if self.trained.adapters is None else self.trained.adapters.delta
+
+    def layer(
+        self, index: int, hidden: Tensor, k: Tensor, v: Tensor, q_main: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Layer ``index`` of streams.
+
+        Args:
+            hidden: [R, gamma, d].
+            k, v: flat main keys and values.
+            q_main: [R, H, D] queries of the carriers, where they attend to their streams (shared mode).
+
+        Returns:
+            [R, gamma, d]; and the carriers' attention [R, H * D] (of no rows without ``q_main``).
+        """
+        net = self.network
+        q, own_k, own_v = net.qkv(index, hidden, self.rotation, self.delta)  # [R, gamma, heads, D]
+        own_v = own_v if self.turn is None else _turned(own_v, self.turn)
+        extra = 0 if q_main is None else 1
+        if q_main is not None:
+            q = torch.cat((q_main[:, None], q), 1)
+        steps = torch.arange(1 - extra, hidden.shape[1] + 1, device=hidden.device)
+        window = net.config.windows[index]
+        attended = group_attention(q, (k, v), (own_k, own_v), self.carriers, steps, window)
+        # A linear layer multiplies rows one matrix a carrier where they lie apart, so they are brought together first.
+        rows = attended[:, extra:].contiguous()
+        return net.finish_layer(index, hidden, rows, self.delta), attended[:, :extra].flatten(1)
+
+
+def stream_pass(network: Network, trained: StreamSet, carriers: Carriers) -> StreamPass:
+    """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
+    gamma, angle = trained.config.gamma, trained.config.value_rotation
+    steps = torch.arange(1, gamma + 1, device=carriers.index.device)
+    turn = None
+    if angle is not None:
+        turns = (steps.double() * angle)[:, None, None]
+        turn = (turns.cos(), turns.sin())
+    return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), turn)
+
+
+def _turned(values: Tensor, turn: KeyValues) -> Tensor:
+    """Values [R, gamma, kv_heads, D] rotated in pairs (i, i + D / 2): appendix E.4."""
+    cos, sin = (x.to(values.dtype) for x in turn)
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+# -- lossless mode: main rows once, without gradients; then segments of streams
+
+
+@dataclass(frozen=True, slots=True)
+class MainPass:
+    """What the streams read from the main rows."""
+
+    entering: Tensor  # [B * T, d] M after layer N - Ns - 1
+    keys: tuple[KeyValues, ...]  # of each MSA layer
+    final: Tensor  # [B * T, d] after the final norm
+    states: tuple[Tensor, ...] = ()  # [B * T, d] after each MSA layer, before the final norm
+
+
+@torch.no_grad()
+def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
+    """Main rows of the frozen base model."""
+    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
+    entering = hidden.flatten(0, 1)
+    rotation = network.rotation(batch.positions)
+    masks = {window: visible(batch, window) for window in set(network.config.windows[insertion:])}
+    keys, states = [], []
+    for index in range(insertion, network.config.num_layers):
+        q, k, v = network.qkv(index, hidden, rotation)
+        hidden = network.finish_layer(index, hidden, attend(q, k, v, masks[network.config.windows[index]]))
+        keys.append((k.flatten(0, 1), v.flatten(0, 1)))
+        states.append(hidden.flatten(0, 1))
+    return MainPass(entering, tuple(keys), network.final(hidden).flatten(0, 1), tuple(states))
+
+
+def lossless_streams(
+    network: Network, trained: StreamSet, main: MainPass, carriers: Carriers
+) -> tuple[Tensor, list[Tensor]]:
+    """Streams of ``carriers`` over the main rows of `main_pass`.
+
+    Returns:
+        [R, gamma, d] after the final norm; and the states [R, gamma, d] at the start and after each layer.
+    """
+    run = stream_pass(network, trained, carriers)
+    hidden = trained.begin(main.entering[carriers.index])
+    states = [hidden]
+    for offset, (k, v) in enumerate(main.keys):
+        hidden, _ = run.layer(trained.config.insertion + offset, hidden, k, v)
+        states.append(hidden)
+    return network.final(hidden), states
+
+
+# -- shared mode: main rows and streams together, with gradients
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPass:
+    """Outputs of main rows and streams."""
+
+    entering: Tensor  # [B * T, d] M after layer N - Ns - 1
+    final: Tensor  # [B * T, d] main rows, after the final norm
+    streams: Tensor  # [R, gamma, d] after the final norm
+    states: tuple[Tensor, ...]  # [B * T, d] main rows after each MSA layer
+    stream_states: tuple[Tensor, ...]  # [R, gamma, d] at the start and after each MSA layer
+
+
+def shared_pass(
+    network: Network, trained: StreamSet, batch: TokenBatch, carriers: Carriers, segment: int | None = None
+) -> SharedPass:
+    """Main rows with adapters on all layers, carriers attending to their streams (eq. 3).
+
+    Args:
+        carriers: with streams, all rows of `generated`: others would see what they do not see in decoding.
+        segment: carriers whose streams are inside a layer at a time; their activations are then recomputed in the
+            backward pass, and only states between layers are kept. None: all at once, and all is kept.
+    """
+    delta = None if trained.adapters is None else trained.adapters.delta
+    config, layers = trained.config, network.config.num_layers
+    start = config.insertion if config.gamma else layers
+    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
+    entering = hidden.flatten(0, 1)
+    if not len(carriers) or not config.gamma:
+        hidden, _ = network.run(hidden, start, layers, batch, delta)
+        final = network.final(hidden).flatten(0, 1)
+        return SharedPass(entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
+    parts = list(carriers.segments(segment))
+    passes = [stream_pass(network, trained, part) for part in parts]
+    held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
+    rotation = network.rotation(batch.positions)
+    states = []
+    for index in range(start, layers):
+        q, k, v = network.qkv(index, hidden, rotation, delta)
+        mask = visible(batch, network.config.windows[index])
+        attended = attend(q, k, v, mask).flatten(0, 1)  # [B * T, H * D]
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        for run, own in zip(passes, held, strict=True):
+            inputs = (index, own[-1], flat[1], flat[2], flat[0][run.carriers.index])
+            state, seen = run.layer(*inputs) if segment is None else _recomputed(run, inputs)
+            own.append(state)
+            attended = attended.index_copy(0, run.carriers.index, seen.to(attended.dtype))
+        hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
+        states.append(hidden.flatten(0, 1))
+    streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
+    return SharedPass(entering, network.final(states[-1]), network.final(streams[-1]), tuple(states), tuple(streams))
+
+
+def _recomputed(run: StreamPass, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    made: tuple[Tensor, Tensor] = checkpoint(partial(run.layer), *inputs, use_reentrant=False)
+    return made
+
+
+# -- the dense reference
+
+
+def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, Tensor]:
+    """One dense attention over main rows and streams of all carriers, T + R gamma rows: naive training.
+
+    The reference that `lossless_streams` and `shared_pass` equal, in the mode of ``trained``.
+
+    Returns:
+        main rows [B * T, d] and streams [R, gamma, d], after the final norm.
+    """
+    config, adapters = trained.config, trained.adapters
+    shared = config.mode == "shared"
+    on_main = adapters.delta if shared and adapters is not None else None
+    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
+    main = hidden.flatten(0, 1)  # [B * T, d]
+    count, gamma = len(main), config.gamma
+    streams = trained.begin(main[carriers.index]).flatten(0, 1)  # [R * gamma, d]
+    run = stream_pass(network, trained, carriers)
+    steps = torch.arange(1, gamma + 1, device=main.device)
+    places = torch.cat((batch.positions.flatten(), (carriers.positions[:, None] + steps).flatten()))
+    rotation = network.rotation(places)
+    rows = torch.cat((main, streams))
+    seen = _dense_mask(batch, carriers, gamma, shared)
+
+    def delta(index: int, linear: str, x: Tensor) -> Tensor | None:
+        more = None if adapters is None else adapters.delta(index, linear, x)
+        if more is None or shared:
+            return more
+        return torch.cat((torch.zeros_like(more[:count]), more[count:]))
+
+    for index in range(config.insertion, config.num_layers):
+        q, k, v = network.qkv(index, rows, rotation, delta)
+        if run.turn is not None:
+            turned = _turned(v[count:].unflatten(0, (-1, gamma)), run.turn).flatten(0, 1)
+            v = torch.cat((v[:count], turned))
+        window = network.config.windows[index]
+        mask = seen if window is None else seen & _near(places, count, window)
+        attended = attend(q[None], k[None], v[None], mask[None, None])[0]
+        rows = network.finish_layer(index, rows, attended, delta)
+    final = network.final(rows)
+    return final[:count], final[count:].unflatten(0, (-1, gamma))
+
+
+def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool) -> Tensor:
+    """[rows, rows] bool over B * T main rows and R * gamma stream rows."""
+    row = torch.arange(batch.tokens.numel(), device=batch.tokens.device) // batch.tokens.shape[1]
+    document = row * (batch.documents.max() + 2) + batch.documents.flatten() + 1  # one number a document of a row
+    order = torch.arange(len(document), device=row.device)
+    owner = carriers.index.repeat_interleave(gamma)  # the main row of each stream row
+    stream = torch.arange(1, gamma + 1, device=row.device).repeat(len(carriers))
+    of = torch.cat((order, owner))
+    step = torch.cat((torch.zeros_like(order), stream))
+    same = document[of][:, None] == document[of][None]
+    on_main = (step == 0)[None] & (of[:, None] >= of[None]) & same
+    own = (of[:, None] == of[None]) & (step > 0)[None]
+    sees_own = own & (step[:, None] >= step[None])
+    return on_main | sees_own | (own & (step == 0)[:, None] if shared else torch.zeros_like(own))
+
+
+def _near(places: Tensor, count: int, window: int) -> Tensor:
+    """[rows, rows] bool: main keys inside the window of each query; streams lie inside of it always."""
+    near = places[:, None] - places[None] < window
+    near[:, count:] = True
+    return near

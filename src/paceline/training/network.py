@@ -1,0 +1,227 @@
+"""The decoder with gradients: whole packed rows at a time, no cache.
+
+The very parameters of `target.decoder.Decoder`, before its `finish`: every family that the engine runs
+can be trained, and a checkpoint written here is one that the engine reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..attention import make_backend
+from ..core.errors import ConfigError
+from ..target.decoder import _ACTIVATIONS, Decoder, Layer, Norm
+from ..target.families import DecoderConfig, weight_map
+from ..target.linear import Dense
+from ..target.loader import WEIGHTS, load_weights, read_config
+from ..target.rope import RopeTable
+from .data import TokenBatch
+
+Rotation = tuple[Tensor, Tensor] | None  # cos and signed sin [B, T, 1, dim]
+# (layer index, linear's name, its input) -> what is added to its output, or None
+Delta = Callable[[int, str, Tensor], Tensor | None]
+
+
+class Network(nn.Module):
+    """A trainable decoder.
+
+    Args:
+        config: its shape.
+        device: where it lies. The parameters are float32 and NaN until loaded or `init_weights`.
+        frozen: no gradients.
+    """
+
+    def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu", frozen: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        place = torch.device(device)
+        self.decoder = Decoder(config, make_backend("reference", torch.float32), dtype=torch.float32, device=place)
+        self._rope = RopeTable(config.rope, config.max_position, torch.float32, place) if config.rope else None
+        self.requires_grad_(not frozen)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device | str = "cpu", frozen: bool = False) -> Network:
+        """The checkpoint in ``folder``, in float32."""
+        network = cls(read_config(folder), device, frozen)
+        load_weights(network.decoder, folder)
+        network.decoder.assert_loaded()
+        return network
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers, bottom first."""
+        return list(self.decoder.layers)  # type: ignore[arg-type]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, d_model] of the output head."""
+        head = self.decoder.head
+        return self.decoder.embedding if head is None else head.weight
+
+    def init_weights(self, seed: int) -> None:
+        """Random start: N(0, 0.02), residual projections smaller by sqrt(2 layers) (GPT-2), norms at one."""
+        generator = torch.Generator().manual_seed(seed)
+        shrink = (2 * self.config.num_layers) ** -0.5
+        for name, parameter in self.decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.zero_()
+            elif parameter.ndim == 1:
+                parameter.data.fill_(1.0)
+            else:
+                deviation = 0.02 * (shrink if name.split(".")[-2:-1] in (["out"], ["down"]) else 1.0)
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+    # -- forward
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[B, T] -> [B, T, d_model]."""
+        hidden = F.embedding(tokens, self.decoder.embedding)
+        if self.config.learned_positions:
+            table = self.decoder.position_embedding
+            hidden = hidden + F.embedding(positions + self.config.position_offset, table)
+        return hidden
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """cos and signed sin [B, T, 1, dim] of ``positions`` [B, T]."""
+        if self._rope is None:
+            return None
+        cos, sin = self._rope.rows(positions.reshape(-1))
+        shape = (*positions.shape, 1, -1)
+        return cos.view(shape), sin.view(shape)
+
+    def qkv(
+        self, index: int, hidden: Tensor, rotation: Rotation, delta: Delta | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, T, heads, head_dim] of ``hidden`` [B, T, d_model]."""
+        layer, c = self.layers[index], self.config
+        x = normed(layer.attention_norm, hidden)
+        both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
+        q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = F.rms_norm(q.float(), (c.head_dim,), layer.q_norm, c.norm_eps).to(v.dtype)
+            k = F.rms_norm(k.float(), (c.head_dim,), layer.k_norm, c.norm_eps).to(v.dtype)
+        return rotate(q, rotation), rotate(k, rotation), v
+
+    def finish_layer(self, index: int, hidden: Tensor, attended: Tensor, delta: Delta | None = None) -> Tensor:
+        """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP."""
+        layer = self.layers[index]
+        hidden = hidden + linear(layer, "out", index, attended, delta)
+        inner = linear(layer, "up", index, normed(layer.mlp_norm, hidden), delta)
+        activate = _ACTIVATIONS[self.config.activation]
+        if self.config.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = activate(gate) * up
+        else:
+            inner = activate(inner)
+        return hidden + linear(layer, "down", index, inner, delta)
+
+    def run(
+        self, hidden: Tensor, start: int, stop: int, batch: TokenBatch, delta: Delta | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Layers start .. stop - 1, each token attending within its document.
+
+        Returns:
+            [B, T, d_model], and the inputs of every layer run.
+        """
+        rotation = self.rotation(batch.positions)
+        masks = {window: visible(batch, window) for window in set(self.config.windows[start:stop])}
+        inputs = []
+        for index in range(start, stop):
+            inputs.append(hidden)
+            q, k, v = self.qkv(index, hidden, rotation, delta)
+            mask = masks[self.config.windows[index]]
+            hidden = self.finish_layer(index, hidden, attend(q, k, v, mask), delta)
+        return hidden, inputs
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """[B, T, d_model] after the final norm."""
+        hidden, _ = self.run(self.embed(batch.tokens, batch.positions), 0, self.config.num_layers, batch)
+        return self.final(hidden)
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The final norm: what the head multiplies."""
+        return normed(self.decoder.norm, hidden)
+
+    def logits(self, normed_hidden: Tensor) -> Tensor:
+        """[..., V] of rows that went through `final`."""
+        return F.linear(normed_hidden, self.head_weight)
+
+    # -- files
+
+    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters under their checkpoint names."""
+        parameters = dict(self.decoder.named_parameters())
+        made = {}
+        for piece in weight_map(self.config):
+            value = parameters[piece.into].detach()
+            rows = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
+            name = piece.source if piece.source.startswith("lm_head") else f"model.{piece.source}"
+            made[name] = rows.to("cpu", dtype).contiguous().clone()
+        return made
+
+    def save(self, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write ``config.json`` and the weights in ``dtype``.
+
+        Args:
+            config: the checkpoint's config.json.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        values = {**config, "dtype": str(dtype).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        save_file(self.state(dtype), str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+def normed(norm: Norm, x: Tensor) -> Tensor:
+    """The layer's norm with gradients, in float32 inside."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    if norm.bias is None:
+        return F.rms_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.eps)
+    return F.layer_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.bias.to(wide.dtype), norm.eps)
+
+
+def linear(layer: Layer, name: str, index: int, x: Tensor, delta: Delta | None) -> Tensor:
+    """A linear layer, and what an adapter adds to it."""
+    dense = layer._modules[name]
+    if not isinstance(dense, Dense):
+        raise ConfigError("training", "the decoder was finished for inference", "load it with Network.load")
+    y = F.linear(x, dense.weight, dense.bias)
+    more = None if delta is None else delta(index, name, x)
+    return y if more is None else y + more
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary embedding of the first ``dim`` dimensions of every head [B, T, heads, head_dim]."""
+    if rotation is None:
+        return x
+    cos, sin = (part.to(x.dtype) for part in rotation)
+    dim = cos.shape[-1]
+    part = x[..., :dim]
+    turned = part * cos + part.roll(dim // 2, -1) * sin
+    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), -1)
+
+
+def visible(batch: TokenBatch, window: int | None = None) -> Tensor:
+    """[B, 1, T, T] bool: keys of the same document at or before the query, within the window. Padding sees itself."""
+    length = batch.tokens.shape[1]
+    same = batch.documents[:, :, None] == batch.documents[:, None, :]
+    places = torch.arange(length, device=batch.tokens.device)
+    distance = places[:, None] - places[None, :]
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return (same & near)[:, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """[B, Tq, heads * head_dim] from q [B, Tq, heads, head_dim], k and v [B, Tk, ..] and mask [B, 1, Tq, Tk]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if k.shape[1] != q.shape[1]:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -1,0 +1,83 @@
+"""Recipe kinds by name: what can be trained, with which options.
+
+A kind is a class named in the table below, beside the drafter that it trains. It says its options (a frozen
+dataclass with help texts) and builds a `Recipe`; a recipe file's ``[options]``, or flags on the command line, fill
+them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from ..core.errors import ConfigError
+from .data import TokenBatch
+from .features import Features
+from .network import Network
+from .trainer import Recipe, TrainConfig
+
+# Named, not imported: a kind loads when it is asked for.
+KINDS = {
+    "target": "paceline.training.target:TargetKind",
+    "draft_model": "paceline.drafters.distillation:DraftModelKind",
+    "streams": "paceline.drafters.streams.recipe:StreamsKind",
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class BuildContext:
+    """What a recipe may be built from: the surroundings of a run."""
+
+    target: Network | None  # frozen, float32; None where none was named
+    target_folder: Path | None
+    tokenizer: Any
+    config: TrainConfig
+    held_out: Mapping[str, Sequence[TokenBatch]] = field(default_factory=dict)  # by domain
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    init: Path | None = None  # folder whose weights the run starts from
+    features: Features | None = None  # the target's states from a cache; None: made with each batch
+
+
+class RecipeKind(Protocol):
+    """One kind of training."""
+
+    name: str
+    needs_target: bool  # it trains something for a target
+    takes_init: bool  # it can start from a folder of its own kind of weights: `BuildContext.init`
+    taps: ClassVar[tuple[int, ...]]  # target layers whose states it learns from, and a cache can hold
+    Options: ClassVar[type[Any]]  # frozen, keyword-only, its fields have help texts
+
+    def build(self, options: Any, context: BuildContext) -> Recipe:
+        """The recipe, ready to train.
+
+        Raises:
+            ConfigError: options that do not fit the target, or something missing.
+        """
+        ...
+
+
+def names() -> list[str]:
+    """The kinds there are."""
+    return list(KINDS)
+
+
+def kind(name: str) -> RecipeKind:
+    """The kind of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in KINDS:
+        close = difflib.get_close_matches(name, KINDS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"recipe kind {name!r}", "there is no such kind", f"{hint}known kinds: {', '.join(KINDS)}")
+    module, _, attribute = KINDS[name].partition(":")
+    made: RecipeKind = getattr(import_module(module), attribute)()
+    return made

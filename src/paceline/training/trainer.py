@@ -1,0 +1,517 @@
+"""The loop that every recipe shares: steps, learning rate, checkpoints, logs.
+
+A run is a function of its configuration and its data: the order of the rows, the draws of a recipe and the
+learning rate depend on the step alone, so a run that was stopped and resumed is the run that was not.
+`accelerate` places it: one CPU, one GPU or several processes (``accelerate launch -m paceline train ...``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+from .data import Mixture, TokenBatch
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+REMEDY = "free space there; the same command goes on from the last checkpoint"
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of a configuration with its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Part of a run, with rows of one length."""
+
+    until: float = 1.0  # fraction of the steps at which it ends
+    rows: int = 8  # of a step, over all processes and accumulated batches
+    length: int = 512  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a recipe is trained."""
+
+    steps: int = setting(1000, "optimizer steps")
+    learning_rate: float = setting(5e-4, "its highest value")
+    warmup: int = setting(50, "steps until the highest learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "how the learning rate falls")
+    final_ratio: float = setting(0.1, "last learning rate, over the highest")
+    weight_decay: float = setting(0.1, "of matrices (AdamW)")
+    beta2: float = setting(0.95, "AdamW's second-moment decay")
+    clip: float = setting(1.0, "largest norm of a gradient")
+    accumulate: int = setting(1, "batches a step, one after the other")
+    precision: Literal["bf16", "fp32"] = setting("bf16", "of products in the forward and backward pass")
+    seed: int = setting(0, "of data order, start values and draws")
+    log_every: int = setting(10, "steps between two lines of the log")
+    evaluate_every: int = setting(200, "steps between two evaluations on held-out data; 0: none")
+    save_every: int = setting(100, "steps between two checkpoints")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "log_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}", "it must be 1 or more", "give a positive number")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"learning_rate={self.learning_rate}", "not between 0 and 1", "try 5e-4")
+        if self.warmup < 0 or self.evaluate_every < 0:
+            raise ConfigError("warmup or evaluate_every", "below 0", "give 0 or more")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of ``step`` (0-based)."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * (self.final_ratio + (1 - self.final_ratio) * left)
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What a recipe's loss may depend on, beside its batch."""
+
+    step: int
+    generator: torch.Generator  # seeded by run seed, step and part: the recipe's own draws
+    batch: int = 0  # number of the batch in the run, over all processes; see `plan`
+    first_row: int = 0  # of that batch, where this process's rows begin
+
+
+class Recipe(Protocol):
+    """What is trained, and on what loss."""
+
+    name: str
+    module: nn.Module  # its trainable parameters are the run's
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch (a mean), and its parts for the log."""
+        ...
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Figures on held-out data, for the log. Must leave the run as it is."""
+        ...
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write what users load."""
+        ...
+
+
+class Watcher(Protocol):
+    """Who is told how the run goes: progress bar, TensorBoard."""
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every step."""
+        ...
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every evaluation."""
+        ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int  # steps done, over all its parts
+    finished: bool
+    tokens: int  # trained on, over all its parts
+    seconds: float  # of this part
+
+
+class Trainer:
+    """Runs a recipe.
+
+    Args:
+        recipe: what is trained.
+        mixture: the data.
+        phases: row lengths over the run, ending at 1.
+        config: how.
+        out: folder of checkpoint, log and result.
+        facts: what the checkpoint must agree with when it is resumed: recipe, target, data.
+        watchers: told after every step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        mixture: Mixture,
+        phases: Sequence[Phase],
+        config: TrainConfig,
+        out: Path,
+        facts: Mapping[str, Any] | None = None,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        require_accelerate()
+        from accelerate import Accelerator
+
+        self.recipe, self.mixture, self.phases, self.config, self.out = recipe, mixture, list(phases), config, out
+        _check_phases(self.phases, config)
+        self.watchers = list(watchers)
+        # Precision is not left to it: a process may train several recipes, and its state is one for all of them.
+        self.accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+        _check_processes(self.phases, config, self.accelerator.num_processes)
+        self.facts = {
+            "recipe": recipe.name,
+            **asdict(config),
+            "phases": [asdict(p) for p in self.phases],
+            **(facts or {}),
+        }
+        self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
+        if not self.trained:
+            raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
+        self.optimizer = torch.optim.AdamW(
+            _groups(self.trained, config), lr=config.learning_rate, betas=(0.9, config.beta2)
+        )
+        self.step, self.tokens = 0, 0
+        self._stop = threading.Event()
+
+    # -- the run
+
+    def run(self, stop_after: int | None = None) -> Outcome:
+        """Train to the end, to ``stop_after`` steps, or until SIGINT; a checkpoint is left in any case.
+
+        Raises:
+            ConfigError: ``out`` cannot be written, or has no room for a checkpoint; the loss is not finite.
+        """
+        began = time.perf_counter()
+        self._check_out()
+        batches = self._batches()
+        last = self.config.steps if stop_after is None else min(stop_after, self.config.steps)
+        with self._interruptible():
+            done = self.step >= last
+            while not done:
+                self._report(self._one([next(batches) for _ in range(self.config.accumulate)]))
+                done = self._stopping() or self.step >= last
+                if self.step % self.config.save_every == 0 and not done:
+                    self.save()
+        self.save()
+        finished = self.step >= self.config.steps
+        return Outcome(self.step, finished, self.tokens, time.perf_counter() - began)
+
+    def _one(self, parts: Sequence[TokenBatch]) -> dict[str, float]:
+        """One optimizer step over its batches: gradients of their mean, each weighing what its tokens weigh."""
+        began = time.perf_counter()
+        rate = self.config.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total: dict[str, float] = {}
+        for index, (part, share) in enumerate(zip(parts, self._shares(parts), strict=True)):
+            for name, value in self._backward(part, index, share).items():
+                total[name] = total.get(name, 0.0) + value * share
+        total = self._over_processes(total)
+        if not math.isfinite(total["loss"]):
+            raise ConfigError(
+                f"training at step {self.step}", f"the loss is {total['loss']}", "lower the learning rate"
+            )
+        self._sum_gradients()
+        norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        tokens = int(self._sum(float(sum(p.num_tokens for p in parts))))
+        self.tokens += tokens
+        seconds = time.perf_counter() - began
+        return {
+            **total,
+            "norm": float(norm),
+            "rate": rate,
+            "tokens": float(self.tokens),
+            "tokens_per_s": tokens / seconds,
+        }
+
+    def _backward(self, part: TokenBatch, index: int, share: float) -> dict[str, float]:
+        """Add ``share`` of a batch's gradients. Returns its loss and the loss's parts."""
+        number = self.step * self.config.accumulate + index
+        first = len(part.tokens) * self.accelerator.process_index
+        context = StepContext(self.step, self._generator(index), number, first)
+        with products(self.config.precision, self.accelerator.device):
+            loss, figures = self.recipe.loss(part.to(self.accelerator.device), context)
+        self.accelerator.backward(loss * share)
+        return {"loss": float(loss.detach()), **figures}
+
+    # -- several processes
+
+    def _shares(self, parts: Sequence[TokenBatch]) -> list[float]:
+        """What each batch counts for in the step: its weights' sum over that of all batches of all processes."""
+        weights = [float(part.weights.sum(dtype=torch.float64)) for part in parts]
+        total = self._sum(sum(weights))
+        alike = 1 / (len(parts) * self.accelerator.num_processes)
+        return [weight / total if total else alike for weight in weights]
+
+    def _sum(self, value: float) -> float:
+        """Over all processes."""
+        if self.accelerator.num_processes == 1:
+            return value
+        held = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
+        return float(self.accelerator.reduce(held, "sum")[0])
+
+    def _over_processes(self, figures: dict[str, float]) -> dict[str, float]:
+        """Sums of figures by name; a process may lack some."""
+        if self.accelerator.num_processes == 1:
+            return figures
+        from accelerate.utils import gather_object
+
+        total: dict[str, float] = {}
+        for found in gather_object([figures]):
+            for name, value in found.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _sum_gradients(self) -> None:
+        """Every process gets the sum of all processes' gradients; a parameter that no loss reached keeps none."""
+        if self.accelerator.num_processes == 1:
+            return
+        parameters = list(self.trained.values())
+        device = parameters[0].device
+        reached = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+        used = [p for p, n in zip(parameters, self.accelerator.reduce(reached, "sum").tolist(), strict=True) if n]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+        if not grads:
+            return
+        summed = self.accelerator.reduce(torch.cat([g.flatten() for g in grads]), "sum")
+        for parameter, piece in zip(used, summed.split([p.numel() for p in used]), strict=True):
+            parameter.grad = piece.view_as(parameter).clone()
+
+    def _stopping(self) -> bool:
+        """Whether a signal reached any process: they stop after the same step."""
+        if self._sum(float(self._stop.is_set())):
+            self._stop.set()
+        return self._stop.is_set()
+
+    def _generator(self, part: int) -> torch.Generator:
+        rank = self.accelerator.process_index
+        key = ((self.config.seed * 1_000_003 + self.step) * 64 + part) * 64 + rank
+        return torch.Generator().manual_seed(key)
+
+    def _batches(self) -> Iterator[TokenBatch]:
+        """The rows of this process from the current step on; what earlier steps took is passed over."""
+        count, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for step, batch in plan(self.mixture, self.phases, self.config):
+            if step >= self.step:
+                own = len(batch.tokens) // count
+                yield batch.rows(own * rank, own * (rank + 1))
+
+    # -- reports
+
+    def _report(self, figures: dict[str, float]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        for watcher in self.watchers:
+            watcher.step(self.step, figures)
+        if self.step % self.config.log_every == 0 or self.step == self.config.steps or self.step == 1:
+            self._log({"step": self.step, **figures})
+        every = self.config.evaluate_every
+        if every and (self.step % every == 0 or self.step == self.config.steps):
+            self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out figures, logged in ``out``."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with torch.no_grad(), products(self.config.precision, self.accelerator.device):
+            figures = self.recipe.evaluate(self.step)
+        if figures:
+            self._log({"step": self.step, **figures})
+            for watcher in self.watchers:
+                watcher.evaluated(self.step, figures)
+        return figures
+
+    def _log(self, line: Mapping[str, float]) -> None:
+        try:
+            with (self.out / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise ConfigError(f"log {self.out / LOG}", f"it cannot be written ({error})", REMEDY) from error
+
+    # -- checkpoints
+
+    def save(self) -> None:
+        """Write the checkpoint: a new file in place of the old one, whole or not at all.
+
+        Raises:
+            ConfigError: it cannot be written; the one before it is as it was.
+        """
+        if self.accelerator.is_main_process:
+            self._write_checkpoint()
+        self.accelerator.wait_for_everyone()
+
+    def _write_checkpoint(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        state = {
+            "facts": json.dumps(self.facts, sort_keys=True),
+            "step": self.step,
+            "tokens": self.tokens,
+            "parameters": {n: p.detach().cpu() for n, p in self.trained.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+        scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
+        try:
+            torch.save(state, scratch)
+            scratch.replace(self.out / CHECKPOINT)
+        except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as the latter
+            scratch.unlink(missing_ok=True)
+            raise ConfigError(f"checkpoint in {self.out}", f"it cannot be written ({error})", REMEDY) from error
+
+    def _check_out(self) -> None:
+        """A checkpoint will find its place: known now, and not after the first hundred steps."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.out).free
+        except OSError as error:
+            raise ConfigError(f"--out {self.out}", f"it is no folder to write to ({error})", "name another") from error
+        needed = 3 * sum(p.numel() * p.element_size() for p in self.trained.values())  # AdamW holds two more of each
+        if not os.access(self.out, os.W_OK):
+            raise ConfigError(f"--out {self.out}", "it cannot be written to", "name another")
+        if free < needed:
+            wrong = f"a checkpoint takes {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+            raise ConfigError(f"--out {self.out}", wrong, "free space there, or name another")
+
+    def resume(self) -> bool:
+        """Go on from the checkpoint in ``out``. Returns whether there was one.
+
+        Raises:
+            ConfigError: it belongs to another recipe, configuration, target or data, or cannot be read.
+        """
+        path = self.out / CHECKPOINT
+        if not path.is_file():
+            self._trim_log()  # of a run that ended before its first checkpoint
+            return False
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            facts = json.loads(state["facts"])
+        except Exception as error:  # torch raises many kinds for a broken file
+            raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
+        self._same_run(facts, path)
+        for name, parameter in self.trained.items():
+            parameter.data.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        self._trim_log()
+        return True
+
+    def _same_run(self, facts: Mapping[str, Any], path: Path) -> None:
+        own = json.loads(json.dumps(self.facts))
+        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
+        differ = sorted(k for k in {*facts, *own} - reports if facts.get(k) != own.get(k))
+        if differ:
+            first = "recipe" if "recipe" in differ else differ[0]
+            raise ConfigError(
+                f"checkpoint {path}",
+                f"it is of another run: its {first} is {facts.get(first)!r}, this run's {own.get(first)!r}",
+                "name another --out, or repeat the settings of the first run",
+            )
+
+    def _trim_log(self) -> None:
+        """Drop the log's lines after the checkpoint: their steps are repeated."""
+        log = self.out / LOG
+        if log.is_file():
+            lines = [line for line in log.read_text("utf-8").splitlines() if _step_of(line) <= self.step]
+            log.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run after the step that is under way; a second SIGINT at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            if self._stop.is_set():
+                raise KeyboardInterrupt
+            self._stop.set()
+
+        old = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run."""
+        return self._stop.is_set()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of the log; half a line (a killed process) is after every step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def products(precision: str, device: torch.device) -> torch.autocast:
+    """A context in which products are made in ``precision``; parameters and sums stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def require_accelerate() -> None:
+    """Raises:
+    ConfigError: the package that places runs is missing.
+    """
+    if find_spec("accelerate") is None:
+        raise ConfigError("training", "the package accelerate is missing", 'get it: pip install "paceline[train]"')
+
+
+def plan(mixture: Mixture, phases: Sequence[Phase], config: TrainConfig) -> Iterator[tuple[int, TokenBatch]]:
+    """Every batch of a run in its order, over all processes, with the step that it is part of."""
+    first = 0
+    for phase in phases:
+        until = config.steps if phase is phases[-1] else round(phase.until * config.steps)
+        batches = mixture.batches(phase.rows // config.accumulate, phase.length)
+        for step in range(first, until):
+            for _ in range(config.accumulate):
+                yield step, next(batches)
+        first = until
+
+
+def _check_phases(phases: Sequence[Phase], config: TrainConfig) -> None:
+    ends = [p.until for p in phases]
+    if not phases or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
+        raise ConfigError(
+            f"phases that end at {ends}", "they must rise to 1.0", "give each phase a later end, the last 1.0"
+        )
+    for phase in phases:
+        if phase.rows < 1 or phase.length < 2 or phase.rows % config.accumulate:
+            raise ConfigError(
+                f"a phase of {phase.rows} rows of {phase.length} tokens, accumulate={config.accumulate}",
+                "rows must be a multiple of accumulate, and rows at least two tokens long",
+                "change the phase or accumulate",
+            )
+
+
+def _check_processes(phases: Sequence[Phase], config: TrainConfig, processes: int) -> None:
+    for phase in phases:
+        if phase.rows % (config.accumulate * processes):
+            raise ConfigError(
+                f"a phase of {phase.rows} rows in {processes} processes, accumulate={config.accumulate}",
+                "rows must be a multiple of both together",
+                "change the phase, accumulate or the number of processes",
+            )
+
+
+def _groups(trained: Mapping[str, nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay, vectors do not (Loshchilov and Hutter 2019 leave this open; common practice)."""
+    matrices = [p for p in trained.values() if p.ndim > 1]
+    vectors = [p for p in trained.values() if p.ndim <= 1]
+    return [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

@@ -1,0 +1,18 @@
+"""Data and a target on disk, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toolkit import write_data, write_target
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    return write_target(tmp_path_factory.mktemp("models") / "tiny-target", data)

@@ -1,0 +1,469 @@
+"""``paceline train``: from a command to a model that loads; stopped, gone on with, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toolkit import COLOURS, CONTEXT, losses, write_target
+from typer.testing import CliRunner, Result
+
+from paceline import LLM, SamplingParams
+from paceline.cli import app
+from paceline.core.errors import ConfigError
+from paceline.target.loader import load_tokenizer
+from paceline.training import answers
+from paceline.training.answers import AnswerConfig, making, prompt_seed, sidecar
+from paceline.training.data import Encoder, SourceSpec, load_source
+from paceline.training.trainer import CHECKPOINT
+
+SHAPE = {"layers": 1, "d-model": 32, "d-ff": 48, "heads": 2, "kv-heads": 2, "vocab-size": 300, "context": 128}
+STEPS = {"steps": 8, "warmup": 2, "rows": 4, "length": 64, "precision": "fp32", "log-every": 1, "evaluate-every": 4}
+ENDLESS = {"steps": 100000, "evaluate-every": 0, "save-every": 100000, "schedule": "constant"}
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    """Options as they are written on the command line."""
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+SHORT = flags({"length": 40, "text-prompt": 16})
+SMALL, RUN, LONG = flags(SHAPE), flags(STEPS), flags(STEPS | ENDLESS)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs ``paceline train ARGS`` in this process."""
+    for name, value in {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    return lambda *args: CliRunner().invoke(app, ["train", *map(str, args)])
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def process(*args: Any) -> subprocess.Popen[str]:
+    """``paceline train ARGS`` as a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "paceline", "train", *map(str, args)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition: Callable[[], bool], work: subprocess.Popen[str], seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert work.poll() is None, work.communicate()[1]
+        assert time.monotonic() < until, "it takes too long"
+        time.sleep(0.05)
+
+
+# ---- models
+
+
+def test_a_target_is_trained_with_a_tokenizer_of_its_own(
+    run: Callable[..., Result], data: Path, tmp_path: Path
+) -> None:
+    """The result loads, reads and answers in the chat form; the facts of the run lie beside it."""
+    out = tmp_path / "out"
+    done = run("target", "--data", data, "--held-out", data, "--out", out, *SMALL, *RUN, "--learning-rate", "0.02")
+    assert done.exit_code == 0, done.output
+    result = out / "result"
+    assert done.stdout.strip().endswith(str(result))
+    llm = LLM(str(result), dtype="float32")
+    assert llm.generate("What colour", SamplingParams(max_tokens=4))[0].outputs[0].token_ids
+    tokenizer = load_tokenizer(result)
+    assert len(tokenizer) <= 300
+    text = "<|user|>What colour is box 3?<|assistant|>"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|bos|><|user|>Hi<|assistant|>Ho<|eos|>"
+    facts = json.loads((result / "training.json").read_text("utf-8"))
+    assert (facts["recipe"], facts["steps"], facts["options"]["layers"]) == ("target", 8, 1)
+    assert facts["data"][0]["file"] == "boxes.jsonl" and len(facts["data"][0]["sha256"]) == 64
+    assert facts["tokens_by_file"]["boxes.jsonl"] > 100
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    assert [line["step"] for line in lines if "loss/boxes" in line] == [4, 8]
+    assert lines[-1]["loss/boxes"] < lines[0]["loss"]
+    assert list((out / "tensorboard").glob("events.*"))
+
+
+def test_a_run_goes_on_where_it_stopped(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
+    """--stop-after, twice; then the same losses and weights as without, and a draft that loads."""
+    args = [
+        "draft_model",
+        "--target",
+        target,
+        "--data",
+        data,
+        *SMALL,
+        *RUN,
+        "--accumulate",
+        "2",
+        "--final-length",
+        "96",
+    ]
+    assert run(*args, "--out", tmp_path / "whole").exit_code == 0
+    first = run(*args, "--out", tmp_path / "parts", "--stop-after", "3")
+    assert first.exit_code == 0
+    assert "stopped after step 3 of 8, with a checkpoint" in said(first)
+    assert not (tmp_path / "parts" / "result").exists()
+    assert run(*args, "--out", tmp_path / "parts", "--stop-after=7").exit_code == 0
+    last = run(*args, "--out", tmp_path / "parts")
+    assert last.exit_code == 0
+    assert "going on from step 7" in said(last)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    weights = [(tmp_path / name / "result" / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+    llm = LLM(str(target), dtype="float32", drafter=f"draft_model:{tmp_path / 'whole' / 'result'}")
+    assert llm.generate("What", SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids
+
+
+def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        'recipe = "streams"\n[options]\ngamma = 2\nlayers = 1\n[train]\nsteps = 2\nwarmup = 1\nprecision = "fp32"\n'
+        '[[phase]]\nrows = 2\nlength = 64\n[data]\n[[data.source]]\nfile = "boxes.jsonl"\n',
+        encoding="utf-8",
+    )
+    entry = {"sha256": None, "source": "made here", "obtain": "as it is"}
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {"boxes.jsonl": entry}}), encoding="utf-8")
+    args = [recipe, "--data", data.parent, "--out", tmp_path / "out"]
+    assert "Give --target MODEL" in said(run(*args))
+    done = run(*args, "--target", target, "--no-tensorboard")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "result" / "streams.safetensors").is_file()
+    assert not (tmp_path / "out" / "tensorboard").exists()
+    refused = run(*args, "--target", target, "--cache", tmp_path / "cache")
+    assert (refused.exit_code, "no states that a cache could hold" in said(refused)) == (2, True)
+
+
+def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
+    args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN, "--out", tmp_path / "out"]
+    done = run(*args, "--cache", tmp_path / "cache", "--cache-dtype", "bf16")
+    assert done.exit_code == 0, done.output
+    written = (tmp_path / "cache" / "states-00000.bin").stat().st_size
+    assert f"bf16, {written:,} bytes" in said(done)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["straems"], "Did you mean 'streams'"),
+        (["nonsense"], "there is no such recipe. Use target, draft_model, streams, answers"),
+        (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
+        (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
+        (["target", "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),
+        (["target", "--data", "{data}=many", "--out", "{out}"], "the weight is no number"),
+        (["target", "--data", "{data}", "--out", "{out}", "--vocab-size", "100"], "no room for the bytes"),
+        (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--heads", "5"], "heads must divide d_model"),
+        (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--grow", "0"], "Give --init FOLDER"),
+        (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "not between 0 and 1"),
+        (["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"], "vocab_size = 300"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_mistake_ends_in_one_line(
+    args: list[str], message: str, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    places = {"{data}": str(data), "{target}": str(target), "{out}": str(tmp_path / "out")}
+    for name, value in places.items():
+        args = [arg.replace(name, value) for arg in args]
+    done = run(*args)
+    assert done.exit_code == 2
+    assert done.output.startswith("error: ")
+    assert message in said(done)
+    assert not (tmp_path / "out" / CHECKPOINT).exists()
+
+
+def test_a_checkpoint_of_another_recipe_is_left_alone(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    args = ["--data", data, "--out", out, *SMALL, *RUN]
+    assert run("target", *args, "--stop-after", "1").exit_code == 0
+    kept = (out / CHECKPOINT).read_bytes()
+    done = run("draft_model", "--target", target, *args)
+    assert (done.exit_code, "its recipe is 'target', this run's 'draft_model'" in said(done)) == (2, True)
+    assert (out / CHECKPOINT).read_bytes() == kept
+
+
+def test_a_result_that_cannot_be_written_is_written_by_the_same_command(
+    run: Callable[..., Result], data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "result").write_text("in the way")
+    args = ["target", "--data", data, "--out", out, *SMALL, *RUN]
+    done = run(*args)
+    assert (done.exit_code, "the same command writes it from the checkpoint" in said(done)) == (2, True)
+    (out / "result").unlink()
+    again = run(*args)
+    assert (again.exit_code, "going on from step 8" in said(again)) == (0, True)
+    assert (out / "result" / "model.safetensors").is_file()
+    assert len(losses_with_steps(out)) == 8
+
+
+def test_without_accelerate_it_says_what_to_install(
+    run: Callable[..., Result], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.training.trainer.find_spec", lambda name: None)
+    done = run("target", "--data", data, "--out", tmp_path / "out", *SMALL)
+    assert (done.exit_code, 'pip install "paceline[train]"' in said(done)) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_tensorboard_it_says_so_and_trains(
+    run: Callable[..., Result], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    done = run("target", "--data", data, "--out", tmp_path / "out", *SMALL, *RUN)
+    assert done.exit_code == 0, done.output
+    assert said(done).count("no TensorBoard log") == 1
+    assert len(losses_with_steps(tmp_path / "out")) == 8
+
+
+def losses_with_steps(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
+    number: signal.Signals, run: Callable[..., Result], data: Path, tmp_path: Path
+) -> None:
+    """A real process; what it left goes on to the losses of a run that was not stopped."""
+    out, args = tmp_path / "out", ["target", "--data", data, "--no-tensorboard", *SMALL, *LONG]
+    work = process(*args, "--out", out)
+    wait_for(lambda: (out / "log.jsonl").is_file() and len(losses_with_steps(out)) > 2, work)
+    work.send_signal(number)
+    _, errors = work.communicate(timeout=60)
+    assert work.returncode == 130, errors
+    step = torch.load(out / CHECKPOINT, weights_only=True)["step"]
+    words = " ".join(errors.split())
+    assert f"stopped after step {step} of 100000, with a checkpoint in {out}; go on: paceline train target" in words
+    assert run(*args, "--out", out, "--stop-after", step + 3).exit_code == 0
+    assert run(*args, "--out", tmp_path / "whole", "--stop-after", step + 3).exit_code == 0
+    assert losses_with_steps(out) == losses_with_steps(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_two_processes_of_the_command_train_as_one(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """`torchrun -m paceline train`: losses within 2e-5 of one process's (relative), with states from a cache too."""
+    args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN, "--evaluate-every", "0"]
+    assert run(*args, "--out", tmp_path / "one").exit_code == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    for name, more in {"two": [], "cached": ["--cache", tmp_path / "cache"]}.items():
+        command = [*launch, "train", *args, "--out", tmp_path / name, *more]
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count(str(tmp_path / name / "result")) == 1
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+
+
+# ---- answers
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_answers_are_the_targets_own_and_train_a_draft(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """Greedy, whole, gone on with by a higher limit; what trains on them reads the very ids."""
+    out = tmp_path / "deep" / "answers.jsonl"
+    args = [
+        "answers",
+        "--target",
+        target,
+        "--data",
+        data,
+        "--out",
+        out,
+        "--length",
+        "40",
+        "--text-prompt",
+        "16",
+        "--batch",
+        "2",
+    ]
+    first = run(*args, "--limit", "5")
+    assert first.exit_code == 0, first.output
+    assert "5 answers in" in said(first)
+    five = out.read_bytes()
+    out.write_bytes(five + b'{"prompt": "half a li')  # as a killed process leaves it
+    assert run(*args, "--limit", "9").exit_code == 0
+    assert out.read_bytes().startswith(five)
+    made = records(out)
+    assert len(made) == 9
+    llm = LLM(str(target))
+    params = SamplingParams(max_tokens=40 - len(made[6]["prompt_tokens"]), temperature=0)
+    wanted = llm.generate([{"prompt_token_ids": made[6]["prompt_tokens"]}], params)[0].outputs[0].token_ids
+    assert made[6]["completion_tokens"] == list(wanted)
+    encoder = Encoder(load_tokenizer(target), CONTEXT)
+    read = load_source(SourceSpec(file=str(out)), encoder)
+    assert [e.tokens.tolist() for e in read] == [r["prompt_tokens"] + r["completion_tokens"] for r in made]
+    facts = json.loads(sidecar(out).read_text("utf-8"))
+    assert (facts["source"], facts["temperature"], facts["piece"], facts["seed"]) == ("boxes.jsonl", 0.0, 40, 0)
+    done = run("draft_model", "--target", target, "--data", out, "--out", tmp_path / "draft", *SMALL, *RUN)
+    assert done.exit_code == 0, done.output
+
+
+def test_drawn_answers_have_a_seed_of_their_own(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """The same question twice gets two answers; stopping and the batch change none."""
+    same = tmp_path / "same.jsonl"
+    same.write_text((data.read_text("utf-8").splitlines()[0] + "\n") * 6, encoding="utf-8")
+    args = [
+        "answers",
+        "--target",
+        target,
+        "--data",
+        same,
+        "--length",
+        "40",
+        "--text-prompt",
+        "16",
+        "--temperature",
+        "1.5",
+        "--seed",
+        "3",
+    ]
+    assert run(*args, "--out", tmp_path / "a.jsonl").exit_code == 0
+    made = [r["completion_tokens"] for r in records(tmp_path / "a.jsonl")]
+    assert len({tuple(ids) for ids in made}) == 6
+    assert run(*args, "--out", tmp_path / "b.jsonl", "--limit", "4").exit_code == 0
+    assert run(*args, "--out", tmp_path / "b.jsonl").exit_code == 0
+    assert (tmp_path / "b.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
+    seeds = [prompt_seed(seed, index) for seed in (0, 1) for index in range(500)]
+    assert len(set(seeds)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--temperature", "0.5"], "their temperature is 0.0, this command's 0.5"),
+        (["--length", "44"], "their piece is 40, this command's 44"),
+        (["--seed", "4"], "their seed is 0, this command's 4"),
+        (["--target", "other"], "their target is"),
+        (["--data", "other"], "their source is 'boxes.jsonl', this command's 'story.txt'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_answers_of_another_making_are_not_gone_on_with(
+    change: list[str], message: str, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "a.jsonl"
+    args = [
+        "answers",
+        "--target",
+        target,
+        "--data",
+        data,
+        "--out",
+        out,
+        "--length",
+        "40",
+        "--text-prompt",
+        "16",
+        "--limit",
+        "2",
+    ]
+    assert run(*args).exit_code == 0
+    kept = out.read_bytes()
+    if change[0] == "--target":
+        change = ["--target", str(write_target(tmp_path / "other", data, seed=5))]
+    if change[0] == "--data":
+        args, change = [a for a in args if a not in ("--data", data)], ["--data", str(data.parent / "story.txt")]
+    done = run(*args, *change)
+    assert (done.exit_code, message in said(done)) == (2, True), done.output
+    assert out.read_bytes() == kept
+    sidecar(out).unlink()
+    done = run(*args, *change)
+    assert (done.exit_code, "which says what made them, cannot be read" in said(done)) == (2, True)
+    assert out.read_bytes() == kept
+
+
+def test_answers_that_another_file_holds_are_refused(data: Path, target: Path, tmp_path: Path) -> None:
+    encoder, config, source = (
+        Encoder(load_tokenizer(target), CONTEXT),
+        AnswerConfig(piece=40, text_prompt=16),
+        SourceSpec(file=str(data)),
+    )
+
+    def echo(prompts: Any, seeds: Any) -> Any:
+        return prompts
+
+    out = tmp_path / "a.jsonl"
+    assert answers.write(out, source, encoder, config, echo, "mark", batch=7) == 24
+    lines = out.read_text("utf-8").splitlines(keepends=True)
+    out.write_text("".join(lines[1:]), encoding="utf-8")
+    with pytest.raises(ConfigError, match="its line 1 answers another prompt"):
+        answers.write(out, source, encoder, config, echo, "mark")
+    out.write_text('{"prompt": "no ids"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 1: it is no answer"):
+        answers.write(out, source, encoder, config, echo, "mark")
+    assert making(source, config, "mark") == json.loads(sidecar(out).read_text("utf-8"))
+
+
+def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """A real process, stopped in mid-work: whole lines, and in the end those of a run that was not stopped."""
+    many = tmp_path / "many.jsonl"
+    lines = [{"prompt": f"Is box {i} {c}?", "completion": "Yes."} for i in range(500) for c in COLOURS]
+    many.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    out = tmp_path / "a.jsonl"
+    args = ["answers", "--target", target, "--data", many, "--length", "60", "--text-prompt", "16", "--batch", "4"]
+    work = process(*args, "--out", out)
+    wait_for(lambda: out.is_file() and out.stat().st_size > 0, work)
+    work.send_signal(signal.SIGINT)
+    _, errors = work.communicate(timeout=60)
+    assert work.returncode == 130, errors
+    assert f"are kept, go on: paceline train answers --target {target}" in " ".join(errors.split())
+    kept = records(out)
+    assert 0 < len(kept) < 2000
+    whole = [str(len(kept) + 3)]
+    assert run(*args, "--out", out, "--limit", *whole).exit_code == 0
+    assert run(*args, "--out", tmp_path / "b.jsonl", "--limit", *whole).exit_code == 0
+    assert out.read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--out", "{tmp}/a.txt"], "name a file that ends in .jsonl"),
+        (
+            ["--out", "{tmp}/a.jsonl", "--length", "20", "--text-prompt", "20"],
+            "a prompt must leave room for its answer",
+        ),
+        (["--out", "{tmp}/a.jsonl", "--length", "8", "--text-prompt", "4"], "it has no usable record"),
+    ],
+)
+def test_answers_that_cannot_be_are_refused(
+    args: list[str], message: str, run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    placed = [arg.replace("{tmp}", str(tmp_path)) for arg in args]
+    done = run("answers", "--target", target, "--data", data, *placed)
+    assert done.exit_code == 2
+    assert message in said(done).replace("Name", "name")

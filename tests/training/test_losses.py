@@ -1,0 +1,512 @@
+"""Losses: the chunked versions against the eager ones, their derivatives, and what each formula promises."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.core.errors import ConfigError
+from paceline.training.losses import (
+    IGNORED,
+    LOSSES,
+    TargetHidden,
+    TargetLogits,
+    cross_entropy,
+    eager_acceptance,
+    eager_cross_entropy,
+    eager_kl,
+    eager_mixed,
+    eager_reverse_kl,
+    kl,
+    mixed,
+    mse_cross_entropy,
+    ngram,
+    reverse_kl,
+    row_cross_entropy,
+    stream_targets,
+)
+
+ROWS, D, VOCAB = 23, 5, 11
+CHUNKS = [1, 4, 7, 23, 100]
+SOFT = ["kl", "reverse_kl", "mixed"]
+
+
+class Case:
+    """Inputs of every loss, and the arguments that each takes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, rows: int = ROWS, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.hidden, self.head = normal(rows, D).requires_grad_(), normal(VOCAB, D).requires_grad_()
+        self.state, self.target_state = normal(rows, D).requires_grad_(), normal(rows, D)
+        self.tokens = torch.randint(VOCAB, (rows,), generator=draw)
+        self.stream = torch.randint(4, (rows,), generator=draw)
+        self.weights = torch.rand(rows, generator=draw, dtype=torch.float64).to(dtype)
+        self.weights[::3] = 0
+        self.soft = TargetHidden(normal(rows, D + 2), normal(VOCAB, D + 2))
+        self.logits = TargetLogits(self.soft.hidden @ self.soft.head.t())
+
+    def args(self, name: str) -> tuple[Any, ...]:
+        if name == "cross_entropy":
+            return self.hidden, self.head, self.tokens
+        if name == "ngram":
+            return self.hidden, self.head, self.tokens, self.stream, (1.0, 0.5, 0.0, 0.1)
+        if name == "mse_cross_entropy":
+            return self.state, self.target_state, self.hidden, self.head, self.soft
+        return self.hidden, self.head, self.soft
+
+    def leaves(self, name: str) -> list[Tensor]:
+        return [self.hidden, self.head] + ([self.state] if name == "mse_cross_entropy" else [])
+
+
+OPTIONS = {
+    "kl": [{}, {"temperature": 2.5}],
+    "reverse_kl": [{}, {"temperature": 0.7}],
+    "mixed": [{}, {"omega": 0.0}, {"omega": 0.3, "temperature": 1.7}],
+    "mse_cross_entropy": [{}, {"alpha": 0.3, "beta": 2.0, "temperature": 1.3}],
+}
+EACH = [(name, options) for name in LOSSES for options in OPTIONS.get(name, [{}])]
+
+
+def value(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def compare(
+    case: Case, name: str, options: dict[str, Any], weights: Tensor | None, chunk: int, tolerance: float
+) -> None:
+    loss = value(LOSSES[name].function(*case.args(name), weights, chunk_rows=chunk, **options))
+    wanted = LOSSES[name].eager(*case.args(name), weights, **options)
+    torch.testing.assert_close(loss, wanted, rtol=tolerance, atol=tolerance)
+    scale = 1.7  # a gradient other than 1 comes in from above
+    found = torch.autograd.grad(scale * loss, case.leaves(name))
+    for mine, theirs in zip(found, torch.autograd.grad(scale * wanted, case.leaves(name)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+# -- chunked equals eager
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name, options", EACH)
+def test_equals_eager_in_float64(name: str, options: dict[str, Any], weighted: bool, chunk: int) -> None:
+    case = Case()
+    compare(case, name, options, case.weights if weighted else None, chunk, 1e-12)
+
+
+@pytest.mark.parametrize("name, options", EACH)
+def test_equals_eager_in_float32(name: str, options: dict[str, Any]) -> None:
+    case = Case(torch.float32)
+    compare(case, name, options, case.weights, 4, 2e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(LOSSES)), st.integers(1, 30), st.integers(1, 31), st.integers(0, 10**6))
+def test_equals_eager_for_any_shape(name: str, rows: int, chunk: int, seed: int) -> None:
+    case = Case(rows=rows, seed=seed)
+    compare(case, name, {}, case.weights, chunk, 1e-10)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradcheck(name: str) -> None:
+    case = Case(rows=4)
+    rest = case.args(name)
+
+    def call(*leaves: Tensor) -> Tensor:
+        place = {id(old): new for old, new in zip(case.leaves(name), leaves, strict=True)}
+        args = [place.get(id(arg), arg) for arg in rest]
+        return value(LOSSES[name].function(*args, case.weights, chunk_rows=3))
+
+    assert torch.autograd.gradcheck(call, case.leaves(name))
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_logits_and_hidden_targets_are_the_same(name: str) -> None:
+    case, loss = Case(), LOSSES[name].function
+    one = loss(case.hidden, case.head, case.soft, chunk_rows=4)
+    other = loss(case.hidden, case.head, case.logits, chunk_rows=4)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_no_gradient_flows_into_the_target() -> None:
+    case = Case()
+    soft = TargetHidden(case.soft.hidden.requires_grad_(), case.soft.head.requires_grad_())
+    kl(case.hidden, case.head, soft).backward()
+    assert soft.hidden.grad is None and soft.head.grad is None
+
+
+def test_only_the_gradients_that_are_wanted_are_made() -> None:
+    case = Case()
+    cross_entropy(case.hidden, case.head.detach(), case.tokens).backward()
+    wanted = torch.autograd.grad(eager_cross_entropy(case.hidden, case.head, case.tokens), case.hidden)[0]
+    torch.testing.assert_close(case.hidden.grad, wanted)
+    with torch.no_grad():
+        assert not cross_entropy(case.hidden, case.head, case.tokens).requires_grad
+
+
+# -- weights
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_of_weight_zero_change_nothing(name: str) -> None:
+    """Neither value nor gradient, though they hold NaN and targets out of range."""
+    case = Case()
+    function, off = LOSSES[name].function, case.weights == 0
+    wanted = value(function(*case.args(name), case.weights))
+    gradients = torch.autograd.grad(wanted, case.leaves(name))
+    with torch.no_grad():
+        for tensor in (case.hidden, case.state, case.target_state, case.soft.hidden):
+            tensor[off] = math.nan
+    case.tokens[off] = IGNORED
+    spoilt = value(function(*case.args(name), case.weights))
+    assert spoilt == wanted
+    for mine, before in zip(torch.autograd.grad(spoilt, case.leaves(name)), gradients, strict=True):
+        assert torch.equal(mine, before)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_only_rows_left_count(name: str) -> None:
+    """A mask gives what the rows it keeps give by themselves."""
+    case = Case()
+    mask = torch.arange(ROWS) % 3 != 0
+    kept = Case()
+    for field in ("hidden", "state", "target_state", "tokens", "stream"):
+        setattr(kept, field, getattr(kept, field)[mask])
+    kept.soft = TargetHidden(kept.soft.hidden[mask], kept.soft.head)
+    masked = value(LOSSES[name].function(*case.args(name), mask))
+    torch.testing.assert_close(masked, value(LOSSES[name].function(*kept.args(name))), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_row_gives_zero_and_no_gradient(name: str) -> None:
+    case = Case()
+    loss = value(LOSSES[name].function(*case.args(name), torch.zeros(ROWS)))
+    assert loss == 0
+    assert all(not gradient.any() for gradient in torch.autograd.grad(loss, case.leaves(name)))
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", *SOFT, "mse_cross_entropy"])
+def test_micro_batches_with_one_denominator_add_up(name: str) -> None:
+    case = Case()
+    whole = LOSSES[name].function(*case.args(name), case.weights)
+    total = case.weights.sum()
+    first, second = torch.arange(ROWS) < 9, torch.arange(ROWS) >= 9
+    parts = [
+        LOSSES[name].function(*case.args(name), case.weights * part, denominator=total) for part in (first, second)
+    ]
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-12, atol=1e-12)
+
+
+# -- memory and precision
+
+
+class LogitsWatch(TorchDispatchMode):
+    """Most bytes of [rows, V] tensors alive at once, and how many products were made."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.live, self.peak, self.matmuls = vocab, 0, 0, 0
+        self._seen: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.matmuls += "mm" in str(function) and "addmm_" not in str(function)
+        if isinstance(result, Tensor) and result.ndim == 2 and result.shape[1] == self.vocab:
+            self._track(result.untyped_storage())
+        return result
+
+    def _track(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.live -= self._seen.pop(key, 0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_logits_of_all_rows_never_exist_at_once(name: str) -> None:
+    case, chunk = Case(rows=640), 10
+    with LogitsWatch(VOCAB) as watch:
+        value(LOSSES[name].function(*case.args(name), chunk_rows=chunk)).backward()
+    assert 0 < watch.peak <= 12 * chunk * VOCAB * 8  # a dozen float64 tensors of a chunk; all rows are 64 chunks
+
+
+def test_the_head_is_not_applied_again_in_the_backward_pass() -> None:
+    case = Case()
+    loss = cross_entropy(case.hidden, case.head, case.tokens, chunk_rows=5)
+    with LogitsWatch(VOCAB) as watch:
+        loss.backward()
+    assert watch.matmuls == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_rounds_products_alone(name: str) -> None:
+    """Under bf16 autocast on a CPU: the loss of logits rounded to bf16 once, in float32 from there on."""
+    case, rounded = Case(torch.float32), Case(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = value(LOSSES[name].function(*case.args(name), case.weights, chunk_rows=4))
+    rounded.hidden, rounded.head = as_logits(case.hidden, case.head)
+    rounded.soft = TargetHidden(*as_logits(case.soft.hidden, case.soft.head))
+    wanted = LOSSES[name].eager(*rounded.args(name), case.weights)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-4)  # bf16 from there on would be off by 1e-2
+    gradients = torch.autograd.grad(loss, case.leaves(name))
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    exact = torch.autograd.grad(value(LOSSES[name].function(*case.args(name), case.weights)), case.leaves(name))
+    for mine, other in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-3)
+
+
+def as_logits(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits rounded to bf16, as hidden states of a head that passes them on."""
+    factors = hidden.detach().bfloat16().float(), head.detach().bfloat16().float()
+    return (factors[0] @ factors[1].t()).bfloat16().float(), torch.eye(len(head))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_bfloat16_inputs_give_float32_losses(name: str) -> None:
+    """Only the inputs are rounded: the loss is that of the rounded inputs in float32, gradients are bfloat16."""
+    case, wide = Case(torch.bfloat16), Case(torch.bfloat16)
+    for field in ("hidden", "head", "state", "target_state"):
+        setattr(wide, field, getattr(wide, field).detach().float().requires_grad_())
+    wide.soft = TargetHidden(wide.soft.hidden.float(), wide.soft.head.float())
+    loss = value(LOSSES[name].function(*case.args(name), chunk_rows=4))
+    wanted = value(LOSSES[name].function(*wide.args(name), chunk_rows=4))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+    gradient = torch.autograd.grad(loss, case.hidden)[0]
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.float(), torch.autograd.grad(wanted, wide.hidden)[0], rtol=1e-2, atol=1e-4)
+
+
+# -- what the formulas promise
+
+
+def test_cross_entropy_is_torchs() -> None:
+    case = Case()
+    wanted = torch.nn.functional.cross_entropy(case.hidden @ case.head.t(), case.tokens)
+    torch.testing.assert_close(cross_entropy(case.hidden, case.head, case.tokens), wanted)
+
+
+def test_row_cross_entropy() -> None:
+    case = Case()
+    wanted = torch.nn.functional.cross_entropy(case.hidden @ case.head.t(), case.tokens, reduction="none")
+    found = row_cross_entropy(case.hidden, case.head, case.tokens, chunk_rows=4)
+    torch.testing.assert_close(found, wanted.detach())
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("loss, eager", [(kl, eager_kl), (reverse_kl, eager_reverse_kl)])
+def test_kl_is_zero_only_where_the_distributions_are_equal(loss: Callable[..., Tensor], eager: Any) -> None:
+    case = Case()
+    logits = (case.hidden @ case.head.t()).detach()
+    shifted = TargetLogits(logits + torch.arange(ROWS)[:, None])  # a constant per row does not change p
+    assert abs(loss(case.hidden, case.head, shifted).item()) < 1e-12
+    gradients = torch.autograd.grad(loss(case.hidden, case.head, shifted), [case.hidden, case.head])
+    assert max(g.abs().max().item() for g in gradients) < 1e-12
+    logits[3, 2] += 0.01
+    assert loss(case.hidden, case.head, TargetLogits(logits)) > 1e-9
+
+
+def test_kl_directions_by_hand() -> None:
+    """p = (1/2, 1/2), q = (1/4, 3/4)."""
+    hidden, head = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
+    even = TargetLogits(torch.zeros(1, 2))
+    assert kl(hidden, head, even).item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    assert reverse_kl(hidden, head, even).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert mixed(hidden, head, even, omega=0).item() == pytest.approx(-0.75)
+    soft = -0.5 * math.log(0.25) - 0.5 * math.log(0.75)
+    assert mixed(hidden, head, even, omega=0.4).item() == pytest.approx(0.4 * soft - 0.6 * 0.75)
+
+
+def test_tokens_that_the_target_rules_out_are_fine() -> None:
+    """A logit of -inf is a probability of 0: it adds nothing to KL and mixed, and gradients stay finite."""
+    case = Case()
+    logits = case.logits.logits.clone()
+    logits[:, 4] = -math.inf
+    for loss in (kl, mixed):
+        made = loss(case.hidden, case.head, TargetLogits(logits))
+        assert made.isfinite()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(made, [case.hidden, case.head]))
+    assert reverse_kl(case.hidden, case.head, TargetLogits(logits)) == math.inf  # q > 0 where p = 0
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_acceptance_is_between_zero_and_one(seed: int) -> None:
+    case = Case(seed=seed)
+    alpha = eager_acceptance(case.hidden, case.head, case.soft)
+    assert 0 < alpha < 1
+    assert mixed(case.hidden, case.head, case.soft, omega=0).item() == pytest.approx(-alpha.item())
+    # Pinsker: 1 - alpha is the total variation, at most sqrt(KL / 2) for each row, and the mean is concave.
+    assert 1 - alpha <= math.sqrt(kl(case.hidden, case.head, case.soft).item() / 2) + 1e-12
+
+
+def test_acceptance_is_one_where_the_distributions_are_equal() -> None:
+    case = Case()
+    same = TargetLogits((case.hidden @ case.head.t()).detach())
+    assert eager_acceptance(case.hidden, case.head, same).item() == pytest.approx(1)
+
+
+def test_where_the_distributions_meet_half_a_slope_counts() -> None:
+    """min(p, q) has a corner at p = q: like torch, take the middle of both sides."""
+    logits = torch.tensor([[0.0, 0.0, math.log(2.0)]], dtype=torch.float64, requires_grad=True)  # 1/4, 1/4, 1/2
+    target = TargetLogits(torch.tensor([[0.0, math.log(2.0), 0.0]], dtype=torch.float64))  # 1/4, 1/2, 1/4
+    eye = torch.eye(3, dtype=torch.float64)
+    slope = torch.autograd.grad(mixed(logits, eye, target, omega=0.0), logits)[0]
+    # m = (1/2, 1, 0), sum q m = 3/8; the loss is -alpha.
+    wanted = -torch.tensor([[0.25 * (0.5 - 0.375), 0.25 * (1 - 0.375), 0.5 * (0 - 0.375)]], dtype=torch.float64)
+    torch.testing.assert_close(slope, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(slope, torch.autograd.grad(eager_mixed(logits, eye, target, omega=0.0), logits)[0])
+
+
+@pytest.mark.parametrize("omega", [0.0, 0.5, 1.0])
+def test_descending_mixed_raises_acceptance(omega: float) -> None:
+    case = Case()
+    logits = torch.zeros(ROWS, VOCAB, dtype=torch.float64, requires_grad=True)
+    eye = torch.eye(VOCAB, dtype=torch.float64)
+    before = eager_acceptance(logits, eye, case.logits).item()
+    for _ in range(50):
+        logits.data -= 2 * ROWS * 0.1 * torch.autograd.grad(mixed(logits, eye, case.logits, omega=omega), logits)[0]
+    assert eager_acceptance(logits, eye, case.logits).item() > before + 0.1
+
+
+def test_mixed_of_one_is_kl_plus_a_constant() -> None:
+    case = Case()
+    leaves = [case.hidden, case.head]
+    one = torch.autograd.grad(mixed(case.hidden, case.head, case.soft, omega=1), leaves)
+    for mine, other in zip(one, torch.autograd.grad(kl(case.hidden, case.head, case.soft), leaves), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+def test_temperature_keeps_the_size_of_gradients() -> None:
+    """T^2 KL tends to a squared difference of logits over V, divided by 2, as T grows (Hinton et al. 2015, eq. 4)."""
+    case = Case()
+    mine, theirs = (case.hidden @ case.head.t()).detach(), case.logits.logits
+    gap = (mine - mine.mean(-1, keepdim=True)) - (theirs - theirs.mean(-1, keepdim=True))
+    wanted = (gap.square().sum(-1) / (2 * VOCAB)).mean()
+    torch.testing.assert_close(
+        kl(case.hidden, case.head, case.soft, temperature=1e4).detach(), wanted, rtol=1e-3, atol=0
+    )
+
+
+# -- streams
+
+
+def test_ngram_parts_by_stream() -> None:
+    """The loss is the weighted sum of each stream's own cross-entropy; a stream of factor 0 is not visited."""
+    case = Case()
+    alphas = (1.0, 0.5, 0.0, 0.1)
+    loss, parts = ngram(case.hidden, case.head, case.tokens, case.stream, alphas, case.weights)
+    for j in (0, 1, 3):
+        alone = cross_entropy(case.hidden, case.head, case.tokens, case.weights * (case.stream == j))
+        torch.testing.assert_close(parts[j], alone.detach(), rtol=1e-12, atol=1e-12)
+    assert parts[2].isnan() and not parts.requires_grad
+    torch.testing.assert_close(
+        loss, sum(a * p for a, p in zip(alphas, parts, strict=True) if a), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_ngram_without_rows_of_a_stream_is_the_rest() -> None:
+    case = Case()
+    loss, parts = ngram(case.hidden, case.head, case.tokens, case.stream, (1.0, 1.0, 1.0, 1.0, 1.0))
+    four, _ = ngram(case.hidden, case.head, case.tokens, case.stream, (1.0, 1.0, 1.0, 1.0))
+    assert parts[4].isnan() and loss == four
+
+
+def test_ngram_micro_batches_add_up() -> None:
+    case = Case()
+    alphas = torch.tensor([1.0, 0.5, 0.2, 0.1], dtype=torch.float64)
+    args = (case.hidden, case.head, case.tokens, case.stream, alphas)
+    totals = torch.zeros(4, dtype=torch.float64).index_add_(0, case.stream, case.weights)
+    halves = [case.weights * (torch.arange(ROWS) < 9), case.weights * (torch.arange(ROWS) >= 9)]
+    parts = [ngram(*args, half, denominators=totals)[0] for half in halves]
+    torch.testing.assert_close(sum(parts), ngram(*args, case.weights)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_stream_targets_by_hand() -> None:
+    tokens, sequence = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
+    row = torch.tensor([0, 0, 0, 2, 2, 3, 4, 4])
+    stream = torch.tensor([0, 1, 2, 0, 1, 0, 0, 1])
+    targets, exists = stream_targets(tokens, sequence, row, stream)
+    assert targets.tolist() == [6, 7, IGNORED, IGNORED, IGNORED, 9, IGNORED, IGNORED]
+    assert exists.tolist() == [True, True, False, False, False, True, False, False]
+
+
+# -- bad input
+
+
+def test_nan_parameters_are_refused_by_name() -> None:
+    case = Case()
+    case.head.data[3, 1] = math.nan
+    for name in LOSSES:
+        with pytest.raises(ConfigError, match="NaN or infinity in head"):
+            LOSSES[name].function(*case.args(name))
+    fresh = Case()
+    fresh.soft.hidden[2] = math.nan
+    with pytest.raises(ConfigError, match="target hidden states"):
+        kl(fresh.hidden, fresh.head, fresh.soft)
+    fresh.logits.logits[2] = math.nan
+    with pytest.raises(ConfigError, match="target logits"):
+        mixed(fresh.hidden, fresh.head, fresh.logits)
+    fresh.target_state[0, 0] = math.nan
+    with pytest.raises(ConfigError, match="target states"):
+        mse_cross_entropy(fresh.state, fresh.target_state, fresh.hidden, fresh.head, Case().soft)
+
+
+@pytest.mark.parametrize("bad", [-1, IGNORED, VOCAB])
+def test_targets_out_of_range_are_refused(bad: int) -> None:
+    case = Case()
+    case.tokens[4] = bad
+    for name in ("cross_entropy", "ngram"):
+        with pytest.raises(ConfigError, match="tokens 0 to 10"):
+            LOSSES[name].function(*case.args(name), torch.ones(ROWS))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda c: cross_entropy(c.hidden, c.head[:, 1:], c.tokens), "one d"),
+        (lambda c: cross_entropy(c.hidden, c.head, c.tokens[1:]), "targets of shape"),
+        (lambda c: cross_entropy(c.hidden, c.head, c.tokens.float()), "token ids"),
+        (lambda c: cross_entropy(c.hidden, c.head, c.tokens, c.weights[1:]), "weights of shape"),
+        (lambda c: cross_entropy(c.hidden, c.head, c.tokens, c.weights - 0.5), "negative or NaN"),
+        (lambda c: cross_entropy(c.hidden, c.head, c.tokens, c.weights * math.nan), "negative or NaN"),
+        (lambda c: cross_entropy(c.hidden, c.head, c.tokens, chunk_rows=0), "1 or more"),
+        (lambda c: kl(c.hidden, c.head, c.soft, temperature=0), "above 0"),
+        (lambda c: kl(c.hidden, c.head, TargetLogits(c.logits.logits[:, 1:])), "target logits of shape"),
+        (lambda c: kl(c.hidden, c.head, TargetHidden(c.soft.hidden[1:], c.soft.head)), "target hidden states of shape"),
+        (lambda c: kl(c.hidden, c.head, TargetHidden(c.soft.hidden, c.soft.head[1:])), "target head of shape"),
+        (lambda c: mixed(c.hidden, c.head, c.soft, omega=1.1), "between 0 and 1"),
+        (lambda c: mse_cross_entropy(c.state, c.target_state[1:], c.hidden, c.head, c.soft), "target states of shape"),
+        (lambda c: mse_cross_entropy(c.state[1:], c.target_state[1:], c.hidden, c.head, c.soft), "states of shape"),
+        (lambda c: mse_cross_entropy(*c.args("mse_cross_entropy"), alpha=-1.0), "factors of 0 or more"),
+        (lambda c: ngram(c.hidden, c.head, c.tokens, c.stream, (1.0, 1.0, 1.0)), "streams 0 to 2"),
+        (lambda c: ngram(c.hidden, c.head, c.tokens, c.stream[1:], (1.0,) * 4), "streams of shape"),
+        (lambda c: ngram(c.hidden, c.head, c.tokens, c.stream, (1.0, -1.0, 1.0, 1.0)), "negative or NaN"),
+    ],
+)
+def test_bad_input_is_refused(call: Callable[[Case], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(Case())
+
+
+def test_the_registry_is_complete() -> None:
+    assert set(LOSSES) == {"cross_entropy", "kl", "reverse_kl", "mixed", "mse_cross_entropy", "ngram"}
+    assert all(loss.needs and loss.citation and loss.formula and loss.description for loss in LOSSES.values())
+    assert eager_mixed is LOSSES["mixed"].eager

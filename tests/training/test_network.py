@@ -1,0 +1,131 @@
+"""The trainable decoder says what transformers and the engine say of the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB
+from toolkit import SHAPE, examples, network
+
+from paceline import LLM, SamplingParams
+from paceline.core.errors import ConfigError
+from paceline.training.data import Example, TokenBatch, collate
+from paceline.training.network import Network, visible
+from paceline.training.target import TargetRecipe, grow
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from checkpoints import VOCAB as WIDE  # noqa: E402  (the builders live beside the parity tests)
+from checkpoints import build  # noqa: E402
+
+
+def row(count: int, seed: int = 0, vocab: int = VOCAB) -> Example:
+    return Example(np.random.default_rng(seed).integers(8, vocab, count).astype(np.int32))
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "opt", "mistral"])
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Two documents in a row, longer than windows and original contexts: each as if it were alone."""
+    model = build(family, tmp_path)
+    documents = [row(90, 1, WIDE), row(60, 2, WIDE)]
+    batch = collate([documents], 160)
+    with torch.no_grad():
+        ours = Network.load(tmp_path, frozen=True)
+        found = ours.logits(ours(batch))[0]
+        start = 0
+        for document in documents:
+            stop = start + len(document.tokens)
+            wanted = model(torch.from_numpy(document.tokens).long()[None]).logits[0]
+            torch.testing.assert_close(found[start:stop], wanted, rtol=2e-4, atol=2e-4)
+            assert float(wanted.std()) > 0.1
+            start = stop
+
+
+def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+    model = build("qwen3", tmp_path)
+    batch = collate([[row(40, 3, WIDE)]], 40)
+    ours = Network.load(tmp_path)
+    torch.nn.functional.cross_entropy(ours.logits(ours(batch))[0, :-1], batch.tokens[0, 1:]).backward()
+    model(batch.tokens, labels=batch.tokens).loss.backward()
+    theirs = model.model.layers[1].mlp.down_proj.weight.grad
+    torch.testing.assert_close(ours.layers[1].down.weight.grad, theirs, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(ours.decoder.embedding.grad, model.model.embed_tokens.weight.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    made = network(frozen=True)
+    first, second = row(30, 1), row(25, 2)
+    together = made(collate([[first, second]], 60))[0]
+    torch.testing.assert_close(together[:30], made(collate([[first]], 30))[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together[30:55], made(collate([[second]], 25))[0], rtol=1e-4, atol=1e-5)
+    assert bool(together[55:].isfinite().all())
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_mask_by_hand(window: int | None) -> None:
+    batch = collate([[row(6), row(5)], [row(9)]], 14)
+    mask = visible(batch, window)
+    for b in range(2):
+        for query in range(14):
+            for key in range(14):
+                near = key <= query and (window is None or query - key < window)
+                same = int(batch.documents[b, query]) == int(batch.documents[b, key])
+                assert bool(mask[b, 0, query, key]) == (near and same)
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    made = network(windows=(None,) * 3)
+    made.save(tmp_path, hugging_face(), torch.float32)
+    again = Network.load(tmp_path)
+    for name, value in made.named_parameters():
+        assert torch.equal(value, dict(again.named_parameters())[name]), name
+
+
+def hugging_face(layers: int = 3) -> dict[str, Any]:
+    """The tiny configuration as a config.json, without its window."""
+    shape = dataclasses.replace(SHAPE, layers=layers, vocab_size=VOCAB, context=512)
+    return shape.config(1, 2, 0)
+
+
+def test_growing_keeps_the_function(tmp_path: Path) -> None:
+    small = network(windows=(None,) * 3)
+    small.save(tmp_path, hugging_face(), torch.float32)
+    deep = network(seed=7, num_layers=5, windows=(None,) * 5)
+    batch: TokenBatch = collate([examples(3)], 120)
+    grow(deep, tmp_path, (0, 1, 1, 2, 2))
+    same = Network.load(tmp_path)
+    torch.testing.assert_close(deep(batch), same(batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keep", [(0, 1, 2, 2), (0, 1, 1, 1, 1), (0, 2, 1, 1, 1)])
+def test_growing_names_each_layer_in_order(keep: tuple[int, ...], tmp_path: Path) -> None:
+    network(windows=(None,) * 3).save(tmp_path, hugging_face(), torch.float32)
+    with pytest.raises(ConfigError, match="must name each of the 3 layers, in order"):
+        grow(network(num_layers=5, windows=(None,) * 5), tmp_path, keep)
+
+
+def test_what_is_exported_answers_as_what_was_trained(target: Path, tmp_path: Path) -> None:
+    """Export rounds to bf16: the engine, in float32, says the likeliest tokens of the rounded network."""
+    trained = Network.load(target)
+    trained.decoder.embedding.data.add_(0.01)
+    TargetRecipe(trained, json.loads((target / "config.json").read_text("utf-8"))).export(tmp_path, {})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(target / name, tmp_path / name)
+    with torch.no_grad():
+        for value in trained.parameters():
+            value.copy_(value.bfloat16().float())
+    llm = LLM(str(tmp_path), dtype="float32")
+    prompt = [5, 70, 81, 90, 100, 12]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    said = list(llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids)
+    ids = np.array([*prompt, *said], dtype=np.int32)
+    logits = trained.logits(trained(collate([[Example(ids)]], len(ids))))[0]
+    assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == said
+    assert len(set(said)) > 5

@@ -1,0 +1,171 @@
+"""Recipe files and kinds: what is read, what is refused, and with which hint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.training.data import STDLIB
+from paceline.training.job import Job, prepare
+from paceline.training.recipe import fill, locate, read_recipe
+from paceline.training.registry import KINDS, kind
+from paceline.training.target import TargetOptions
+from paceline.training.trainer import Phase, TrainConfig
+
+RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
+TEXT = """
+recipe = "target"
+[options]
+layers = 2
+grow = [0, 1]
+[train]
+steps = 20
+learning_rate = 1e-3
+clip = 2
+[[phase]]
+until = 0.5
+rows = 4
+[[phase]]
+length = 64
+[data]
+prompt_weight = 0.25
+[[data.source]]
+file = "a.txt"
+weight = 2
+[[data.source]]
+file = "python-stdlib"
+max_tokens = 100
+[[data.held_out]]
+file = "b.jsonl"
+domain = "b"
+"""
+
+
+def write(folder: Path, text: str = TEXT) -> Path:
+    path = folder / "some.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
+    made = read_recipe(write(tmp_path))
+    assert made.train == TrainConfig(steps=20, learning_rate=1e-3, clip=2.0)
+    assert made.phases == (Phase(until=0.5, rows=4), Phase(length=64))
+    assert fill(TargetOptions, dict(made.options), made.path) == TargetOptions(layers=2, grow=(0, 1))
+    assert [(s.file, s.weight, s.name) for s in made.sources] == [("a.txt", 2.0, "a"), (STDLIB, 1.0, STDLIB)]
+    assert (made.held_out[0].name, made.prompt_weight) == ("b", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('recipe = "target"', "", "does not say its kind"),
+        ("steps = 20", "stepps = 20", "TrainConfig has no 'stepps'. Did you mean 'steps'"),
+        ("steps = 20", 'steps = "20"', "steps='20' is not of type int"),
+        ("steps = 20", "steps = true", "steps=True is not of type int"),
+        ("steps = 20", 'schedule = "flat"', "schedule='flat' is not of type"),
+        ("rows = 4", "rows = [4]", "rows=.* is not of type int"),
+        ("weight = 2", "wight = 2", "Did you mean 'weight'"),
+        ('file = "a.txt"', "", "missing 1 required keyword-only argument: 'file'"),
+        ("[data]", "colour = 1\n[data]", "Phase has no 'colour'"),
+        ("prompt_weight", "promt_weight", "an unknown key 'promt_weight'"),
+        ("[train]", "[train", "not TOML"),
+    ],
+)
+def test_mistakes_are_named(old: str, new: str, message: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    with pytest.raises(ConfigError, match=message):
+        read_recipe(write(tmp_path, TEXT.replace(old, new)))
+
+
+def test_an_unknown_option_of_a_kind_gets_a_hint(tmp_path: Path) -> None:
+    made = read_recipe(write(tmp_path, TEXT.replace("layers = 2", "layer = 2")))
+    with pytest.raises(ConfigError, match="TargetOptions has no 'layer'. Did you mean 'layers'"):
+        fill(TargetOptions, dict(made.options), made.path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        read_recipe(tmp_path / "none.toml")
+
+
+# ---- data by a manifest
+
+
+def with_manifest(folder: Path, mark: str | None) -> None:
+    entry = {"sha256": mark, "source": "github somebody/corpus", "obtain": "as it is"}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"a.txt": entry, "b.jsonl": entry}}), encoding="utf-8")
+
+
+def test_files_are_found_and_checked(tmp_path: Path) -> None:
+    recipe, data = read_recipe(write(tmp_path)), tmp_path / "data"
+    data.mkdir()
+    with pytest.raises(ConfigError, match="manifest .*manifest.json: it cannot be read"):
+        locate(recipe, data)
+    with_manifest(tmp_path, hashlib.sha256(b"text").hexdigest())
+    with pytest.raises(ConfigError, match="a.txt: it is not in .*Obtain it: github somebody/corpus; as it is"):
+        locate(recipe, data)
+    for name in ("a.txt", "b.jsonl"):
+        (data / name).write_bytes(b"text")
+    found = locate(recipe, data)
+    assert [s.file for s in found.sources] == [str(data / "a.txt"), STDLIB]
+    assert (found.sources[0].weight, found.sources[0].name, found.held_out[0].name) == (2.0, "a", "b")
+    (data / "b.jsonl").write_bytes(b"texts")
+    with pytest.raises(ConfigError, match="b.jsonl: its hash is not the manifest's"):
+        locate(recipe, data)
+    with_manifest(tmp_path, None)  # derived data differ by machine
+    locate(recipe, data)
+    (tmp_path / "manifest.json").write_text('{"files": {}}')
+    with pytest.raises(ConfigError, match="the manifest does not name it"):
+        locate(recipe, data)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
+    made = read_recipe(path)
+    fill(kind(made.recipe).Options, dict(made.options), path)
+    known = json.loads((RECIPES / made.manifest).read_text("utf-8"))["files"]
+    assert {s.file for s in (*made.sources, *made.held_out)} - {STDLIB} <= known.keys()
+    measured = {name for name, entry in known.items() if entry.get("use") == "measuring"}
+    assert not {s.file for s in made.sources} & measured  # nothing is trained on what is measured with
+
+
+# ---- kinds
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_kind_says_what_it_takes(name: str) -> None:
+    made = kind(name)
+    assert made.name == name
+    assert isinstance(made.needs_target, bool) and isinstance(made.takes_init, bool) and isinstance(made.taps, tuple)
+    assert fill(made.Options, {}, Path("x")) == made.Options()
+
+
+def test_an_unknown_kind_gets_a_hint() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'streams'.*known kinds: target, draft_model, streams"):
+        kind("straems")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "draft_model"}, "Give --target MODEL"),
+        ({"kind": "streams"}, "Give --target MODEL"),
+        ({"target": Path("somewhere")}, "it trains for no target"),
+        ({"cache": Path("somewhere")}, "no states that a cache could hold"),
+        ({"sources": []}, "there is no data"),
+        ({"options": {"layer": 3}}, "Did you mean 'layers'"),
+    ],
+)
+def test_a_job_that_does_not_fit_its_kind_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, TEXT.replace("grow = [0, 1]", "")))
+    job = Job.of(recipe, out=tmp_path / "out")
+    for name, value in change.items():
+        setattr(job, name, value)
+    with pytest.raises(ConfigError, match=message):
+        prepare(job)
+    assert not (tmp_path / "out").exists()

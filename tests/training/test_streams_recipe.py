@@ -1,0 +1,459 @@
+"""Training of streams: every way of computing them agrees, gradients stay where they belong, runs resume exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, tiny_config
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, StreamsKind, similarity
+from paceline.target.adapters import linear_shapes
+from paceline.target.rope import RopeTable
+from paceline.target.streams import StreamSet, fingerprint
+from paceline.training.data import Example, Mixture, TokenBatch, collate
+from paceline.training.multistream import (
+    choose_carriers,
+    eager_streams,
+    generated,
+    lossless_streams,
+    main_pass,
+    shared_pass,
+)
+from paceline.training.network import Network
+from paceline.training.recipe import fill, read_recipe
+from paceline.training.registry import BuildContext, kind
+from paceline.training.trainer import Phase, StepContext, TrainConfig, Trainer
+
+GAMMA = 3
+RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
+
+
+def make_network(dtype: torch.dtype = torch.float64, **changes: Any) -> Network:
+    network = Network(tiny_config(num_layers=4, windows=(None, None, 8, None), **changes), frozen=True)
+    network.init_weights(3)
+    for name, parameter in network.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(8.0)
+    network = network.to(dtype)
+    assert network.config.rope is not None
+    network._rope = RopeTable(network.config.rope, 512, dtype, torch.device("cpu"))
+    return network
+
+
+def make_recipe(network: Network, noise: float = 0.3, **options: Any) -> StreamRecipe:
+    """With random adapters, so that no delta is zero."""
+    chosen = StreamOptions(**{"gamma": GAMMA, "layers": 2, "rank": 4, "prune_rank": 3, **options})
+    generator = torch.Generator().manual_seed(5)
+    trained = StreamSet.fresh(chosen.config(network), linear_shapes(network.config), generator)
+    for parameter in trained.parameters():
+        parameter.data.add_(noise * torch.randn(parameter.shape, generator=generator))
+    return StreamRecipe(network, trained.to(network.head_weight.dtype), chosen)
+
+
+def example(length: int, prompt: int, seed: int) -> Example:
+    tokens = np.random.default_rng(seed).integers(8, VOCAB, length).astype(np.int32)
+    return Example(tokens, prompt)
+
+
+def make_batch() -> TokenBatch:
+    """Dialogues and a text, two documents in a row, padding; a prompt that fills its document but for one token."""
+    rows = [[example(17, 6, 0), example(11, 0, 1)], [example(24, 9, 2), example(5, 4, 3)]]
+    return collate(rows, 32)
+
+
+def context(seed: int = 0) -> StepContext:
+    return StepContext(0, torch.Generator().manual_seed(seed))
+
+
+def gradients(recipe: StreamRecipe, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    recipe.module.zero_grad()
+    loss, _ = recipe.loss(batch, context())
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in recipe.module.named_parameters() if p.grad is not None}
+
+
+FORMS: list[dict[str, Any]] = [
+    {"mode": "lossless"},
+    {"mode": "lossless", "start_rank": 2, "linears": ("qkv", "down")},
+    {"mode": "lossless", "identity": "rotation", "rotation_step": 0.3},
+    {"mode": "shared"},
+    {"mode": "shared", "identity": "rotation", "rotation_step": 0.3},
+]
+
+
+def test_carriers_are_the_rows_whose_next_token_is_generated() -> None:
+    batch = make_batch()
+    wanted = torch.zeros(2, 32, dtype=torch.bool)
+    wanted[0, 5:16] = True  # the last prompt row generates; the document's last token has no next
+    wanted[0, 17:27] = True  # text: all rows
+    wanted[1, 8:23] = True
+    wanted[1, 24 + 3 : 28] = True
+    assert torch.equal(generated(batch), wanted)
+    carriers = choose_carriers(batch)
+    assert len(carriers) == int(wanted.sum())
+    spans = [(b.keys.start, b.keys.stop) for b in carriers.blocks]
+    assert spans == [(0, 16), (17, 27), (32, 55), (56, 60)]
+    cut = list(carriers.segments(4))
+    assert torch.equal(torch.cat([c.index for c in cut]), carriers.index)
+    assert max(map(len, cut)) == 4
+
+
+def test_a_share_of_the_positions_is_drawn_by_the_steps_generator() -> None:
+    batch = make_batch()
+    one, again, other = (choose_carriers(batch, 0.5, torch.Generator().manual_seed(s)).index for s in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert len(one) == round(0.5 * int(generated(batch).sum()))
+    assert set(one.tolist()) < set(choose_carriers(batch).index.tolist())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
+    recipe, batch = make_recipe(make_network(), **form), make_batch()
+    network, trained = recipe.network, recipe.module
+    carriers = choose_carriers(batch)
+    main, streams = eager_streams(network, trained, batch, carriers)
+    if form["mode"] == "lossless":
+        found = main_pass(network, batch, 2)
+        final, own = found.final, lossless_streams(network, trained, found, carriers)[0]
+    else:
+        run = shared_pass(network, trained, batch, carriers)
+        final, own = run.final, run.streams
+    real = (batch.documents >= 0).flatten()
+    torch.testing.assert_close(final[real], main[real], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(own, streams, rtol=1e-10, atol=1e-10)
+    assert streams.std(1).mean() > 0.05  # streams differ from each other
+
+
+@pytest.mark.parametrize("segment", [1, 4, 7, 1000])
+@pytest.mark.parametrize("form", [*FORMS, {"mode": "lossless", "distill": 0.4}], ids=str)
+def test_segments_change_neither_loss_nor_gradients(form: dict[str, Any], segment: int) -> None:
+    network, batch = make_network(), make_batch()
+    whole_loss, whole = gradients(make_recipe(network, **form), batch)
+    loss, parts = gradients(make_recipe(network, **form, segment=segment), batch)
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-12, atol=1e-12)
+    assert parts.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_loss_and_gradients_equal_autograd_through_the_dense_reference(form: dict[str, Any]) -> None:
+    """Eq. 6 written out: weights of each stream's mean, targets 1 + j on, and the early exit's loss."""
+    network, batch = make_network(), make_batch()
+    recipe = make_recipe(network, **form)
+    loss, found = gradients(recipe, batch)
+    recipe.module.zero_grad()
+    wanted = dense_loss(recipe, batch)
+    torch.testing.assert_close(recipe.eager_loss(batch), wanted, rtol=1e-9, atol=1e-9)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=1e-9)
+    for name, parameter in recipe.module.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
+    network, trained = recipe.network, recipe.module
+    carriers = choose_carriers(batch)
+    main, streams = eager_streams(network, trained, batch, carriers)
+    width = batch.tokens.shape[1]
+    log_q = network.logits(streams).log_softmax(-1)
+    log_p = network.logits(main).log_softmax(-1)
+    alpha_0, alpha_j = recipe.options.factors
+    losses: list[list[Tensor]] = [[] for _ in range(GAMMA + 1)]
+    for row, flat in enumerate(carriers.index.tolist()):
+        b, t = divmod(flat, width)
+        for j in range(1, GAMMA + 1):
+            at = t + 1 + j
+            if at < width and batch.documents[b, at] == batch.documents[b, t]:
+                losses[j].append(-log_q[row, j - 1, batch.tokens[b, at]])
+    for flat in batch.weights.flatten().nonzero()[:, 0].tolist():
+        losses[0].append(-log_p[flat, batch.tokens.flatten()[flat + 1]])
+    total = sum(alpha_j * torch.stack(found).mean() for found in losses[1:])
+    if alpha_0:
+        total = total + alpha_0 * torch.stack(losses[0]).mean()
+    delta = trained.adapters.delta if recipe.options.mode == "shared" and trained.adapters is not None else None
+    with torch.no_grad():
+        entering, _ = network.run(network.embed(batch.tokens, batch.positions), 0, 2, batch, delta)
+    assert trained.prune_map is not None
+    early = network.logits(network.final(trained.prune_map(entering.flatten(0, 1)[carriers.index])))
+    following = batch.tokens.flatten()[carriers.index + 1]
+    return total + torch.nn.functional.cross_entropy(early, following)
+
+
+# ---- where gradients go
+
+
+def test_a_frozen_target_gets_no_gradient_and_keeps_its_bits() -> None:
+    network, batch = make_network(torch.float32), make_batch()
+    before = network(batch)
+    for mode in ("lossless", "shared"):
+        recipe = make_recipe(network, mode=mode)
+        loss, found = gradients(recipe, batch)
+        assert found.keys() == dict(recipe.module.named_parameters()).keys()
+        assert all(p.grad is None for p in network.parameters())
+        assert loss.isfinite()
+    assert torch.equal(network(batch), before)
+    main = main_pass(network, batch, 2)
+    assert torch.equal(main.final, before.flatten(0, 1))  # the very rows of plain decoding
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+def test_the_early_exit_pulls_on_its_own_map_alone(mode: Any) -> None:
+    """Without weight on streams and main rows, only the exit's loss is left."""
+    recipe = make_recipe(make_network(), mode=mode, alpha_0=0.0, alpha_j=0.0)
+    _, found = gradients(recipe, make_batch())
+    moved = {name.partition(".")[0] for name, value in found.items() if value.abs().max() > 0}
+    assert moved == {"prune_map"}
+    without = make_recipe(make_network(), mode=mode, prune_rank=0)
+    _, others = gradients(without, make_batch())
+    _, all_of_them = gradients(make_recipe(make_network(), mode=mode), make_batch())
+    assert others.keys() == {n for n in all_of_them if not n.startswith("prune_map")}
+
+
+def test_distillation_is_the_divergence_from_the_main_row_ahead() -> None:
+    """distill = 1, by hand: KL(p at t + j || q_j at t), weighted as the cross-entropies are."""
+    network, batch = make_network(), make_batch()
+    recipe = make_recipe(network, distill=1.0, prune_rank=0)
+    loss, _ = recipe.loss(batch, context())
+    main, streams = eager_streams(network, recipe.module, batch, choose_carriers(batch))
+    log_p, log_q = (network.logits(x).log_softmax(-1) for x in (main, streams))
+    losses: list[list[Tensor]] = [[] for _ in range(GAMMA)]
+    for row, flat in enumerate(choose_carriers(batch).index.tolist()):
+        for j in range(1, GAMMA + 1):
+            b, at = flat // 32, flat % 32 + j + 1
+            if at < 32 and batch.documents[b, at] == batch.documents[b, flat % 32]:
+                p = log_p[flat + j]
+                losses[j - 1].append((p.exp() * (p - log_q[row, j - 1])).sum())
+    wanted = sum(torch.stack(part).mean() for part in losses)
+    torch.testing.assert_close(loss, wanted)
+
+
+def test_adapters_alone_are_plain_fine_tuning() -> None:
+    """gamma = 0: the next-token loss of a network whose weights have the adapters merged in."""
+    network, batch = make_network(), make_batch()
+    recipe = make_recipe(network, mode="shared", gamma=0, prune_rank=0)
+    loss, figures = recipe.loss(batch, context())
+    adapters = recipe.module.adapters
+    assert adapters is not None
+    assert [*adapters.config.layers] == [0, 1, 2, 3]
+    weights = dict(network.decoder.named_parameters())
+    for layer, linear in adapters.names():
+        down, up = adapters.pair(layer, linear)  # type: ignore[misc]
+        weights[f"layers.{layer}.{linear}.weight"].data.add_(adapters.scale * up.detach() @ down.detach())
+    logits = network.logits(network(batch))
+    rows = batch.weights > 0
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits[rows], batch.targets[rows]))
+    assert figures == {"main": pytest.approx(loss.item())}
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+def test_a_batch_without_answers_is_no_error(mode: Any) -> None:
+    batch = collate([[example(9, 9, 0)]], 12)
+    loss, found = gradients(make_recipe(make_network(), mode=mode), batch)
+    assert float(loss) == 0.0
+    assert all(not value.any() for value in found.values())
+
+
+# ---- parameters, files, settings
+
+
+def test_parameters_follow_the_papers_formula() -> None:
+    """gamma d + 2 r d beside the adapters (Table 3's surplus over plain adapters)."""
+    network = make_network()
+    d, gamma, r = network.config.d_model, 4, 8
+    with_streams = make_recipe(network, mode="shared", gamma=gamma, prune_rank=r).module
+    alone = make_recipe(network, mode="shared", gamma=0, prune_rank=0).module
+    count = {m: sum(p.numel() for p in m.parameters()) for m in (with_streams, alone)}
+    assert count[with_streams] - count[alone] == gamma * d + 2 * r * d
+    rotated = make_recipe(network, identity="rotation").module
+    assert rotated.embeddings is None
+    assert rotated.config.value_rotation == pytest.approx(math.pi / (2 * (512 + GAMMA)))
+
+
+def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    recipe = make_recipe(make_network(torch.float32), application="sql")
+    recipe.export(tmp_path, {"steps": 3})
+    loaded = StreamSet.load(tmp_path)
+    assert loaded.config == recipe.module.config
+    for name, value in recipe.module.tensors().items():
+        assert torch.equal(loaded.tensors()[name], value)
+    facts = json.loads((tmp_path / "training.json").read_text("utf-8"))
+    assert (facts["steps"], facts["application"]) == (3, "sql")
+    assert facts["parameters"] == recipe.module.parameters_by_part()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"positions": 0.0}, "above 0"),
+        ({"positions": 0.5, "mode": "shared"}, "shared mode"),
+        ({"distill": 0.5, "mode": "shared"}, "frozen target"),
+        ({"alpha_0": 1.0}, "frozen main stream"),
+        ({"segment": 0}, "1 or more"),
+        ({"rank": 0}, "1 or more"),
+        ({"mode": "lossy"}, "lossless or shared"),
+        ({"identity": "name"}, "embedding or rotation"),
+        ({"alpha_j": -1.0}, "0 or more"),
+        ({"gamma": 0, "mode": "shared", "start_rank": 2}, "no streams to start"),
+        ({"rotation_step": 0.1}, "trained embeddings"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        StreamOptions(**options)
+
+
+@pytest.mark.parametrize(("options", "wrong"), [({"layers": 4}, "msa_layers"), ({"gamma": 0}, "gamma")])
+def test_options_that_do_not_fit_the_target_are_refused(options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        StreamOptions(**options).config(make_network())
+
+
+# ---- held-out figures
+
+
+def test_held_out_figures_by_hand() -> None:
+    network, batch = make_network(), make_batch()
+    batch.tokens = batch.tokens % 8
+    network.head_weight.data[8:] = 0.0  # few tokens are ever said, so that streams are right now and then
+    recipe = make_recipe(network, noise=0.1)
+    recipe.held_out = {"toy": [batch]}
+    figures = recipe.evaluate(0)
+    carriers = choose_carriers(batch)
+    main, streams = eager_streams(network, recipe.module, batch, carriers)
+    says, logits = network.logits(main).argmax(-1), network.logits(streams)
+    runs, top_runs, hits, count = [], [], [0] * GAMMA, [0] * GAMMA
+    for row, flat in enumerate(carriers.index.tolist()):
+        b, t = divmod(flat, 32)
+        agreed, near = [], []
+        for j in range(1, GAMMA + 1):
+            if t + 1 + j < 32 and batch.documents[b, t + 1 + j] == batch.documents[b, t]:
+                order = logits[row, j - 1].argsort(descending=True).tolist()
+                agreed.append(order[0] == int(says[flat + j]))
+                near.append(int(says[flat + j]) in order[:3])
+                hits[j - 1] += agreed[-1]
+                count[j - 1] += 1
+        if agreed:
+            runs.append((agreed + [False]).index(False))
+            top_runs.append((near + [False]).index(False))
+    assert 0 < sum(runs) < sum(top_runs)
+    assert figures["accepted/toy"] == pytest.approx(sum(runs) / len(runs))
+    assert figures["accepted_top3/toy"] == pytest.approx(sum(top_runs) / len(top_runs))
+    for j in range(GAMMA):
+        assert figures[f"agreement/toy/{j + 1}"] == pytest.approx(hits[j] / count[j])
+    _, parts = recipe.loss(batch, context())
+    for j in range(1, GAMMA + 1):
+        assert figures[f"loss/toy/stream_{j}"] == pytest.approx(parts[f"stream_{j}"], rel=1e-5)
+
+
+def test_similarity_compares_streams_with_the_states_that_come() -> None:
+    network, batch = make_network(), make_batch()
+    recipe = make_recipe(network, noise=0.0)
+    found, still = similarity(network, recipe.module, batch)
+    assert found.shape == still.shape == (3, GAMMA)
+    recipe.module.embeddings.data.zero_()  # type: ignore[union-attr]
+    start, _ = similarity(network, recipe.module, batch)
+    torch.testing.assert_close(start[0], still[0])  # a stream without an embedding starts as its main row
+    assert bool((found.abs() <= 1).all())
+    assert not torch.allclose(found, still)
+
+
+# ---- runs
+
+
+def trainer(out: Path, steps: int, mode: str = "lossless", **options: Any) -> Trainer:
+    recipe = make_recipe(make_network(torch.float32), noise=0.0, mode=mode, **options)
+    examples = [example(20, 6, seed) for seed in range(4)]
+    config = TrainConfig(
+        steps=steps,
+        learning_rate=2e-2,
+        warmup=5,
+        schedule="linear",
+        weight_decay=0.0,
+        accumulate=2,
+        precision="fp32",
+        log_every=1,
+        evaluate_every=0,
+        save_every=1000,
+    )
+    return Trainer(recipe, Mixture([(1.0, examples)], 0), [Phase(rows=4, length=40)], config, out)
+
+
+@pytest.mark.parametrize(("mode", "most"), [("lossless", 1.2), ("shared", 1.2)])
+def test_streams_learn_a_few_rows_by_heart(mode: str, most: float, tmp_path: Path) -> None:
+    run = trainer(tmp_path, 120, mode, rank=8, alpha_j=1.0, prune_rank=8)
+    run.run()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
+    first, last = lines[0], lines[-1]
+    for part in ["stream_1", "stream_2", "stream_3"]:
+        assert first[part] > 4.0, part
+        assert last[part] < most, part
+    assert last["exit"] < 0.8 * first["exit"]
+
+
+@pytest.mark.parametrize("options", [{"positions": 0.5, "segment": 5}, {"mode": "shared", "segment": 20}], ids=str)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", 6, **options)
+    whole.run()
+    trainer(tmp_path / "parts", 6, **options).run(stop_after=3)
+    resumed = trainer(tmp_path / "parts", 6, **options)
+    assert resumed.resume()
+    resumed.run()
+    for name, value in whole.trained.items():
+        assert torch.equal(value, resumed.trained[name]), name
+    logs = [(tmp_path / n / "log.jsonl").read_text("utf-8").splitlines() for n in ("whole", "parts")]
+    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
+    assert losses[0] == losses[1]
+
+
+# ---- how the command builds it
+
+
+def build_context(folder: Path, network: Network | None, init: Path | None = None) -> BuildContext:
+    config = TrainConfig()
+    return BuildContext(target=network, target_folder=folder, tokenizer=None, config=config, seed=4, init=init)
+
+
+def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
+    network = make_network(torch.float32)
+    network.save(tmp_path / "toy", {"model_type": "llama"}, torch.float32)
+    options = StreamOptions(gamma=2, layers=1, rank=4)
+    assert isinstance(kind("streams"), StreamsKind)
+    recipe, again = (StreamsKind().build(options, build_context(tmp_path / "toy", network)) for _ in range(2))
+    config = recipe.module.config
+    assert (config.target, config.gamma, config.msa_layers) == ("toy", 2, 1)
+    assert config.fingerprint == fingerprint(tmp_path / "toy")
+    assert all(torch.equal(a, b) for a, b in zip(recipe.module.parameters(), again.module.parameters(), strict=True))
+    adapters = recipe.module.adapters
+    assert adapters is not None
+    assert all(not up.any() for up in adapters.up.values())  # every delta begins as 0
+    recipe.export(tmp_path / "set", {})
+    more = StreamsKind().build(options, build_context(tmp_path / "toy", network, tmp_path / "set"))
+    assert all(torch.equal(a, b) for a, b in zip(recipe.module.parameters(), more.module.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="its gamma is 2, this run's 3"):
+        wider = StreamOptions(gamma=3, layers=1, rank=4)
+        StreamsKind().build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
+    with pytest.raises(ConfigError, match="no target"):
+        StreamsKind().build(options, build_context(tmp_path, None))
+
+
+@pytest.mark.parametrize("file", sorted(p.name for p in RECIPES.glob("*.toml") if p.name[:7] in ("streams", "adapter")))
+def test_recipe_files_describe_sets(file: str) -> None:
+    recipe = read_recipe(RECIPES / file)
+    assert recipe.recipe == StreamsKind.name
+    options = fill(StreamOptions, dict(recipe.options), recipe.path)
+    config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
+    assert config.mode == ("lossless" if "general" in file else "shared")
+    assert (config.gamma == 0) == file.startswith("adapter")
+    assert recipe.sources and recipe.held_out

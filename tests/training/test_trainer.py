@@ -1,0 +1,327 @@
+"""The loop: what a step computes, what a stopped run goes on with, what is refused before work is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB
+from toolkit import examples, largest_file, losses, network, trainer
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
+from paceline.training import losses as formulas
+from paceline.training.data import Mixture, TokenBatch, collate
+from paceline.training.target import TargetRecipe
+from paceline.training.trainer import CHECKPOINT, Phase, StepContext, TrainConfig, plan
+
+
+def draft(seed: int = 1, **options: Any) -> DraftModelRecipe:
+    return DraftModelRecipe(network(seed), network(2, frozen=True), DraftModelOptions(**options), {}, {})
+
+
+# ---- what a step computes
+
+
+def test_a_tiny_model_learns_four_rows_by_heart(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path, steps=150, learning_rate=2e-2, warmup=10, weight_decay=0.0, phases=[Phase(rows=4, length=40)]
+    )
+    run.mixture = Mixture([(1.0, [e for e in examples(30) if len(e.tokens) > 20][:4])], 0, 0.0)
+    run.run()
+    first, last = losses(tmp_path)[0], losses(tmp_path)[-1]
+    assert first > 4.0
+    assert last < 0.05
+
+
+def test_accumulated_batches_are_one_batch(tmp_path: Path) -> None:
+    """Each weighs what its tokens weigh, so that losses and weights are those of one batch, to rounding of float32."""
+    one, two = trainer(tmp_path / "one", accumulate=1), trainer(tmp_path / "two", accumulate=2)
+    one.run()
+    two.run()
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+    for name, value in one.trained.items():
+        torch.testing.assert_close(two.trained[name], value, rtol=0, atol=2e-4, msg=name)
+
+
+def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
+    """One step by hand: eager loss, torch's own optimizer, decay of matrices alone."""
+    run = trainer(tmp_path, steps=1, warmup=0, clip=1e9)
+    other = network()
+    batch = next(batch for _, batch in plan(trainer(tmp_path).mixture, run.phases, run.config))
+    hidden, rows = other(batch), batch.weights > 0
+    formulas.eager_cross_entropy(hidden[rows], other.head_weight, batch.targets[rows], batch.weights[rows]).backward()
+    parameters = list(other.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=run.config.rate(0), betas=(0.9, 0.95)).step()
+    run.run()
+    for (name, value), wanted in zip(run.trained.items(), parameters, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("distance", ["kl", "reverse_kl", "mixed"])
+def test_a_recipe_computes_what_the_eager_formulas_say(distance: str) -> None:
+    recipe = draft(distance=distance, distill=0.6, temperature=1.5)
+    batch = collate([examples(3), examples(2, seed=5)], 96, 0.1)
+    loss, _ = recipe.loss(batch, StepContext(0, torch.Generator()))
+    loss.backward()
+    fused = {n: p.grad.clone() for n, p in recipe.module.named_parameters() if p.grad is not None}
+    recipe.module.zero_grad()
+    wanted = _eager(recipe, batch)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    assert fused
+    for name, parameter in recipe.module.named_parameters():
+        torch.testing.assert_close(fused[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
+    rows = batch.weights > 0
+    weights, o, head = batch.weights[rows], recipe.options, recipe.module.head_weight
+    said = formulas.TargetHidden(recipe.target(batch)[rows], recipe.target.head_weight)
+    distance = getattr(formulas, f"eager_{o.distance}")
+    hidden = recipe.module(batch)[rows]
+    soft = distance(hidden, head, said, weights, temperature=o.temperature)
+    return o.distill * soft + (1 - o.distill) * formulas.eager_cross_entropy(hidden, head, batch.targets[rows], weights)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last"), [("constant", 1.0), ("linear", 0.1 + 0.9 / 90), ("cosine", 0.1 + 0.9 * 2.9e-4)]
+)
+def test_the_learning_rate_rises_and_falls(schedule: Any, last: float) -> None:
+    config = TrainConfig(steps=100, learning_rate=1e-3, warmup=10, schedule=schedule, final_ratio=0.1)
+    assert config.rate(0) == pytest.approx(1e-4)
+    assert config.rate(9) == config.rate(10) == pytest.approx(1e-3)
+    assert config.rate(99) == pytest.approx(1e-3 * last, rel=0.01)
+
+
+# ---- stopped and resumed
+
+
+@pytest.mark.parametrize("stops", [(2,), (3,), (1, 4, 5)], ids=str)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(stops: tuple[int, ...], tmp_path: Path) -> None:
+    """Accumulation, and a change of phase after step 3: losses, weights and optimizer state ``==``."""
+    whole = trainer(tmp_path / "whole", draft(), accumulate=2)
+    whole.run()
+    for stop in stops:
+        part = trainer(tmp_path / "parts", draft(), accumulate=2)
+        part.resume()
+        assert not part.run(stop_after=stop).finished
+    last = trainer(tmp_path / "parts", draft(), accumulate=2)
+    assert last.resume()
+    outcome = last.run()
+    assert (outcome.finished, outcome.tokens) == (True, whole.tokens)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 6
+    for name, value in whole.trained.items():
+        assert torch.equal(value, last.trained[name]), name
+    states = [run.optimizer.state_dict()["state"] for run in (whole, last)]
+    for index, entry in states[0].items():
+        assert all(torch.equal(value, states[1][index][name]) for name, value in entry.items())
+
+
+def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path) -> None:
+    first = trainer(tmp_path, save_every=2)
+    first.run(stop_after=4)
+    kept = (tmp_path / CHECKPOINT).read_bytes()
+    first.run(stop_after=5)
+    (tmp_path / CHECKPOINT).write_bytes(kept)  # as if the process had been killed after step 5
+    again = trainer(tmp_path)
+    again.resume()
+    again.run()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_stop_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+
+    class Stopper:
+        def step(self, step: int, figures: Mapping[str, float]) -> None:
+            if step == 2:
+                run._stop.set()
+
+        def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    run.watchers.append(Stopper())
+    outcome = run.run()
+    assert (outcome.step, outcome.finished, run.interrupted) == (2, False, True)
+    assert (tmp_path / CHECKPOINT).is_file()
+
+
+def test_a_run_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=1)
+    thread = threading.Thread(target=run.run)
+    thread.start()
+    thread.join(60)
+    assert run.step == 1
+
+
+def test_a_process_may_train_in_one_precision_after_the_other(tmp_path: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        trainer(tmp_path / precision, steps=2, precision=precision).run()
+        found[precision] = losses(tmp_path / precision)
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+    assert found["bf16"] != found["fp32"]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 5e-3}, "its learning_rate is 0.01, this run's 0.005"),
+        ({"steps": 7}, "its steps is 6, this run's 7"),
+        ({"recipe": draft()}, "its recipe is 'target', this run's 'draft_model'"),
+        ({"phases": [Phase(rows=4, length=48)]}, "its phases is"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    trainer(tmp_path).run(stop_after=1)
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, **change).resume()
+    more = trainer(tmp_path, save_every=3, log_every=2)  # reports change no weight
+    assert more.resume()
+
+
+def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / CHECKPOINT).write_bytes(b"PK no archive")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        trainer(tmp_path).resume()
+    assert not trainer(tmp_path / "empty").resume()
+
+
+@pytest.mark.parametrize(
+    ("config", "phases", "message"),
+    [
+        ({"accumulate": 3}, [Phase(rows=4, length=48)], "multiple of accumulate"),
+        ({}, [Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
+        ({}, [Phase(until=0.9, rows=4, length=48), Phase(until=0.5, rows=4, length=48)], "must rise to 1.0"),
+    ],
+)
+def test_phases_that_cannot_be_are_refused(
+    config: dict[str, Any], phases: list[Phase], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, phases=phases, **config)
+
+
+@pytest.mark.parametrize("values", [{"steps": 0}, {"learning_rate": 1.0}, {"warmup": -1}, {"save_every": 0}])
+def test_settings_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        TrainConfig(**values)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.run(stop_after=2)
+    kept = (tmp_path / CHECKPOINT).read_bytes()
+    run.trained["decoder.embedding"].data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="step 2: the loss is nan"):
+        run.run()
+    assert (tmp_path / CHECKPOINT).read_bytes() == kept
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(tmp_path)
+    full = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match="a checkpoint takes .* MB, and 0.0 MB are free"):
+        run.run()
+    assert run.step == 0
+
+
+def test_an_out_that_is_a_file_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = trainer(tmp_path / "file")
+    with pytest.raises(ConfigError, match="no folder to write to"):
+        run.run()
+    assert run.step == 0
+
+
+def test_a_disk_that_is_full_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.run(stop_after=2)
+    kept = (tmp_path / CHECKPOINT).read_bytes()
+    with largest_file(100_000), pytest.raises(ConfigError, match="it cannot be written .* goes on from the last"):
+        run.run(stop_after=4)
+    assert (tmp_path / CHECKPOINT).read_bytes() == kept
+    assert sorted(p.name for p in tmp_path.iterdir()) == [CHECKPOINT, "log.jsonl"]
+    again = trainer(tmp_path)
+    assert again.resume()
+    assert again.run().finished
+
+
+# ---- several processes
+
+PHASES = [Phase(until=0.5, rows=4, length=48), Phase(rows=8, length=40)]
+LAUNCHED = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import torch
+from test_trainer import PHASES, draft
+from toolkit import trainer
+torch.set_num_threads(1)
+first = trainer(Path(sys.argv[1]), draft(), PHASES, accumulate=2, steps=4)
+rank = first.accelerator.process_index
+assert first.accelerator.num_processes == 2
+if rank == 1:
+    first._stop.set()  # as a signal would that reached this process alone
+assert first.run().step == 1 and first.interrupted
+run = trainer(Path(sys.argv[1]), draft(), PHASES, accumulate=2, steps=4)
+assert run.resume() and run.run().finished
+torch.save({{n: p.data for n, p in run.trained.items()}}, sys.argv[1] + f"/rank{{rank}}.pt")
+"""
+
+
+@pytest.mark.full
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """The same rows a step: losses within 2e-5 (relative), weights within 2e-4, and both processes alike to the bit.
+
+    Prompts weigh less than answers here and rows are not full, so that processes have different sums of weights. A
+    signal to one of them stops both after the same step.
+    """
+    here = Path(__file__).parent
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED.format(paths=[str(here), str(here.parent)]), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "two")], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one = trainer(tmp_path / "one", draft(), PHASES, accumulate=2, steps=4)
+    one.run()
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+    ranks = [torch.load(tmp_path / "two" / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+    for name, value in one.trained.items():
+        assert torch.equal(ranks[0][name], ranks[1][name]), name
+        torch.testing.assert_close(ranks[0][name], value.data, rtol=0, atol=2e-4, msg=name)
+
+
+def test_the_vocabulary_of_a_draft_is_its_targets() -> None:
+    with pytest.raises(ConfigError, match=f"the target has {VOCAB} tokens"):
+        DraftModelRecipe(network(1, vocab_size=64), network(2, frozen=True), DraftModelOptions(), {}, {})
+
+
+def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing in it is trainable"):
+        trainer(tmp_path, TargetRecipe(network(frozen=True), {}))

@@ -1,0 +1,101 @@
+"""What the tests of training share: tiny data, a tokenizer and a target on disk, recipes in memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny import VOCAB, tiny_config
+
+from paceline.training.data import Example, Mixture, SourceSpec
+from paceline.training.network import Network
+from paceline.training.target import ModelShape, TargetRecipe
+from paceline.training.tokenizer import train_tokenizer
+from paceline.training.trainer import Phase, TrainConfig, Trainer
+
+VOCAB_SIZE = 300  # of the tokenizer and the target on disk
+CONTEXT = 128
+COLOURS = ("red", "green", "blue", "grey")
+SHAPE = ModelShape(
+    layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, vocab_size=VOCAB_SIZE, context=CONTEXT, tied=False
+)
+
+
+def write_data(folder: Path) -> Path:
+    """A file of dialogues and one of texts. Returns the former."""
+    records = [{"prompt": f"What colour is box {i}?", "completion": f"Box {i} is {COLOURS[i % 4]}."} for i in range(24)]
+    dialogues = folder / "boxes.jsonl"
+    dialogues.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    texts = [f"The {c} box stands beside the other boxes. " * 4 for c in COLOURS]
+    (folder / "story.txt").write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
+    return dialogues
+
+
+def write_target(folder: Path, data: Path, seed: int = 0) -> Path:
+    """A random Llama checkpoint with a tokenizer learned from ``data``."""
+    from paceline.target.families import decoder_config
+
+    train_tokenizer([SourceSpec(file=str(data))], VOCAB_SIZE, folder, CONTEXT)
+    config = SHAPE.config(0, 1, 2)
+    network = Network(decoder_config(config))
+    network.init_weights(seed)
+    for name, parameter in network.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(8.0)  # else a random model says one token for ever
+    network.save(folder, config, torch.float32)
+    return folder
+
+
+def network(seed: int = 1, frozen: bool = False, **changes: Any) -> Network:
+    """A tiny random network in float32."""
+    made = Network(tiny_config(**changes), frozen=frozen)
+    made.init_weights(seed)
+    return made
+
+
+def examples(count: int, seed: int = 0, longest: int = 40) -> list[Example]:
+    """Random documents, some with a prompt."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(5, longest, count)
+    return [Example(draw.integers(8, VOCAB, n).astype(np.int32), int(draw.integers(0, 4))) for n in lengths]
+
+
+def trainer(out: Path, recipe: Any = None, phases: list[Phase] | None = None, seed: int = 3, **config: Any) -> Trainer:
+    """A run of a tiny target, or of ``recipe``, over random documents."""
+    settings = TrainConfig(
+        **{
+            "steps": 6,
+            "learning_rate": 1e-2,
+            "warmup": 2,
+            "precision": "fp32",
+            "log_every": 1,
+            "evaluate_every": 0,
+            "save_every": 1000,
+        }
+        | config
+    )
+    mixture = Mixture([(1.0, examples(12)), (2.0, examples(20, seed=1))], seed, 0.1)
+    rows = phases or [Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96)]
+    return Trainer(recipe or TargetRecipe(network(), {}), mixture, rows, settings, out)
+
+
+def losses(out: Path) -> list[float]:
+    """The losses in a run's log."""
+    return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more than ``size`` bytes into a file fails, as it does on a full disk."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
