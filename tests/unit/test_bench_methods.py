@@ -38,7 +38,7 @@ DRAFT = "paceline-small-draft"
         ),  # noqa: E501
         (f"hybrid:{DRAFT},dtype=int8", Method(name="hybrid,dtype=int8", drafter=f"hybrid:{DRAFT},dtype=int8")),
         (f"x=draft_model:{DRAFT},depth=3", Method(name="x", drafter=f"draft_model:{DRAFT},depth=3")),
-        ("ngram;round=serial", Method(name="ngram;round=serial", drafter="ngram")),
+        ("ngram;round=serial", Method(name="ngram;round=serial", drafter="ngram", round="serial")),
         ("ngram;budget=none", Method(name="ngram;budget=none", drafter="ngram", settings={"budget": None})),
         ("llama.cpp/ngram-mod", Method(name="llama.cpp/ngram-mod", engine="llama.cpp", drafter="ngram-mod")),
         (

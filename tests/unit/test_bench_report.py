@@ -226,6 +226,9 @@ def test_every_view_says_what_the_summary_says() -> None:
             "host": say.share(shares and shares.host),
             "peak memory": say.size(row.figures.peak_bytes),
             "tokens": f"{row.figures.tokens:,}",
+            "call reduction": say.length(row.figures.call_reduction),
+            "row-layers a pass": say.number(row.figures.row_layers),
+            "upper ones": say.number(row.figures.upper_row_layers),
         }
     assert each  # the table of the best methods by workload
 

@@ -18,6 +18,8 @@ def no_chosen_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_ZOO", raising=False)
 
 
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md")
+SET_FILES = ("streams.json", "README.md")
 PARAMETERS_NO_NUMBER = '{"role": "target", "description": "x", "parameters": "many"}'
 DRAFTER_NO_TEXT = '{"role": "target", "description": "x", "parameters": 1, "drafter": 7}'
 
@@ -40,14 +42,16 @@ def test_target_and_draft_are_there_and_belong_together() -> None:
 
 @pytest.mark.parametrize("entry", zoo.available(), ids=lambda entry: entry.name)
 def test_every_model_is_complete_and_its_card_is_true(entry: zoo.ZooEntry) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"):
+    trained_set = entry.role in zoo.TRAINED_SETS
+    for name in SET_FILES if trained_set else MODEL_FILES:
         assert (entry.path / name).is_file(), name
-    with safe_open(entry.path / "model.safetensors", "pt") as weights:
+    file = entry.path / ("streams.safetensors" if trained_set else "model.safetensors")
+    with safe_open(file, "pt") as weights:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]  # noqa: SIM118  (no plain iteration)
     assert sum(math.prod(shape) for shape in shapes) == entry.parameters
-    assert entry.bytes == (entry.path / "model.safetensors").stat().st_size
-    if entry.draft is not None:
-        assert zoo.find(entry.draft) is not None
+    assert entry.bytes == file.stat().st_size
+    for name in (entry.draft, entry.target):
+        assert name is None or zoo.find(name) is not None
 
 
 def test_target_and_draft_share_one_tokenizer() -> None:

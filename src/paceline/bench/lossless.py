@@ -54,7 +54,6 @@ ROUNDED = (torch.bfloat16, torch.float16)  # where a difference may be explained
 SPREAD_SAMPLES = 4  # sequences that the spread is measured on
 SPREAD_WIDTHS = (5, 512)  # rows of the passes that are held against passes of one row
 _PASS_ROWS = 512  # rows of a teacher-forced pass at most
-_PLAIN_DRAFTERS = ("none", PLAIN)
 
 
 # -- the target's own word
@@ -484,8 +483,13 @@ class _Run:
         return str(self.report.model.get("dtype", "auto")) if method.dtype == "auto" else method.dtype
 
     def reference(self, method: Method) -> Method | None:
-        """This engine's plain decoding in the method's dtype; the one with the most settings in common."""
-        same = [m for m in self.methods.values() if _is_plain(m) and self.dtype(m) == self.dtype(method)]
+        """This engine's plain decoding in the method's dtype, of the same application; the one with the most settings
+        in common."""
+        same = [
+            m
+            for m in self.methods.values()
+            if _is_plain(m) and self.dtype(m) == self.dtype(method) and m.application == method.application
+        ]
         if method in same:
             return method
         keys = ("exact", "kernels", "attention", "threads", "device")  # what the bits of a row may depend on
@@ -494,7 +498,7 @@ class _Run:
 
 
 def _is_plain(method: Method) -> bool:
-    return method.engine == "paceline" and method.drafter in _PLAIN_DRAFTERS
+    return method.engine == "paceline" and method.plain
 
 
 def why_unchecked(method: Method, cell: Cell) -> str | None:
@@ -551,7 +555,9 @@ def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> li
         elif any(_paired(base, trials)):
             own = method.engine == "paceline"
             judge = partial(_judge, judges, method, reference, llm_of, base, asked)
-            found.append(compare_outputs(base, trials, explained_by(judge, asked), finish=own))
+            # The judge runs the base model: it has no word on what an application says.
+            explain = explained_by(judge, asked) if method.application is None else None
+            found.append(compare_outputs(base, trials, explain, finish=own))
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ class Group:
         """What a prompt is asked with: the same for every method and repeat."""
         return SamplingParams(
             temperature=self.cell.temperature,
+            top_k=self.cell.top_k,
             max_tokens=max_new_tokens or self.cell.max_new_tokens,
             ignore_eos=self.cell.ignore_eos,
             seed=zlib.crc32(f"{self.seed}/{prompt.id}".encode()),
@@ -248,7 +249,8 @@ class EngineRunner:
         engine = self.llm.engine
         arrivals = Arrivals(perf_counter())
         for prompt in group.prompts:
-            request_id = engine.submit(prompt.ids, group.params(prompt, max_new_tokens))
+            params = group.params(prompt, max_new_tokens)
+            request_id = engine.submit(prompt.ids, params, application=self.method.application)
             arrivals.watches[request_id] = _Watch(engine.live[request_id].sequences[0])
         return arrivals
 
@@ -291,7 +293,7 @@ class EngineRunner:
         if self.llm.engine.round.failure:
             return self.llm.engine.round.failure
         stats = _merged(arrivals)
-        return stats.off_reason if self.method.drafter != "none" else None
+        return None if self.method.plain else stats.off_reason
 
 
 def _rounded(value: Any) -> Any:
@@ -321,6 +323,7 @@ def _fill(trial: Trial, arrivals: Arrivals) -> None:
     trial.waits_ms, trial.arrivals = arrivals.waits_ms, arrivals.counts
     trial.passes, trial.drafted, trial.accepted = stats.passes, stats.drafted, stats.accepted
     trial.depth_offered, trial.depth_accepted = stats.depth_offered, stats.depth_accepted
+    trial.row_layers, trial.upper_row_layers, trial.pruned = stats.row_layers, stats.upper_row_layers, stats.pruned
     trial.draft_ms, trial.verify_ms, trial.host_ms = stats.draft_ms, stats.verify_ms, stats.host_ms
 
 
@@ -342,9 +345,13 @@ class Builder:
     Args:
         model: name or folder.
         device, threads: of `LLMConfig`.
+        applications: folders of the trained sets that methods name.
     """
 
-    def __init__(self, model: str, device: str, threads: int | None) -> None:
+    def __init__(
+        self, model: str, device: str, threads: int | None, applications: Mapping[str, str] | None = None
+    ) -> None:
+        self._applications = dict(applications or {})
         self.memory = Memory(torch.device(device))
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
         self._targets: list[tuple[LLM, int | None]] = []  # one a target, and what it holds
@@ -374,6 +381,7 @@ class Builder:
             "drafter": drafter_config(method, answers),
             "round": method.round,
             "dtype": method.dtype,
+            "applications": self._named(method),
             **method.settings,
         }
         target, held = self._target(options)
@@ -384,6 +392,10 @@ class Builder:
         before = self.memory.held()
         llm = LLM(**options, share=target)
         return llm, held, _growth(before, self.memory.held())
+
+    def _named(self, method: Method) -> dict[str, str] | None:
+        """The method's application alone: no engine holds sets that it does not run."""
+        return None if method.application is None else {method.application: self._applications[method.application]}
 
     def _target(self, options: dict[str, Any]) -> tuple[LLM, int | None]:
         """The target that these options want, loaded where it is not there yet."""

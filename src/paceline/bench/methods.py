@@ -6,19 +6,24 @@ A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the regis
     ngram
     fast=ngram,depth=4;budget=8
     hybrid:paceline-small-draft,dtype=int8
+    sql=streams,k=2;application=sql
     llama.cpp/ngram-mod
 
-A sweep is written ``SETTING=VALUE,VALUE,...``. ``batch``, ``context``, ``temperature`` and ``max_new_tokens`` make
-cells, in which all methods run; every other setting makes methods, whose names get the value. ``DRAFTER.OPTION``
-is an option of one drafter.
+``application`` names a trained set of the run (``--application NAME=FOLDER``). Its answers are other than the base
+model's, so it is held against plain decoding of its own: `with_plain` adds that.
+
+A sweep is written ``SETTING=VALUE,VALUE,...``. ``batch``, ``context``, ``temperature``, ``top_k`` and
+``max_new_tokens`` make cells, in which all methods run; every other setting makes methods, whose names get the
+value. ``DRAFTER.OPTION`` is an option of one drafter.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -26,8 +31,10 @@ from .. import zoo
 from ..core.errors import ConfigError
 from ..drafters import registry
 from ..llm import LLMConfig
-from ..rounds import ROUNDS
-from .records import PLAIN, Method
+from ..rounds import AUTO, ROUNDS
+from ..target.loader import resolve_folder
+from ..target.streams import read_config
+from .records import PLAIN, PLAIN_MODES, Method
 
 OWN = "paceline"  # the engine of our own methods
 NONE = "none"  # the drafter of plain decoding
@@ -37,14 +44,16 @@ CELL_SETTINGS: dict[str, Callable[[str], Any]] = {
     "batch": int,
     "context": int,
     "temperature": float,
+    "top_k": int,
     "max_new_tokens": int,
 }
 ABSENT = "none"  # as a value: the option's None
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
-_SHARED |= {"revision", "offline", "trust_remote_code"}
+_SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
 _NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
+_OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
 _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8', or ENGINE/MODE"
 
@@ -162,9 +171,10 @@ def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, s
     drafter = NONE if drafter == PLAIN else drafter
     config = _parse_drafter(drafter, RECORDED)
     found = dict(settings)
-    round_ = _known_round(found.pop("round", "serial"), asked)
-    dtype = found.pop("dtype", dtype)
-    values = {key: _setting_value(key, value, asked, ["round", "dtype"]) for key, value in found.items()}
+    round_ = _known_round(found.pop("round", AUTO), asked)
+    dtype, application = found.pop("dtype", dtype), found.pop("application", None)
+    others = ["round", "dtype", "application"]
+    values = {key: _setting_value(key, value, asked, others) for key, value in found.items()}
     if config.kind == NONE:
         useless = sorted(_NEED_DRAFTS & values.keys())
         if useless:
@@ -176,6 +186,7 @@ def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, s
         settings=values,
         dtype=dtype,
         synthetic=_answers_of(config) is not None,
+        application=application,
     )
     check(method)
     return method
@@ -212,8 +223,8 @@ def _plain_value(text: str) -> Any:
 
 
 def _known_round(name: str, asked: str) -> str:
-    if name not in ROUNDS:
-        raise ConfigError(asked, f"there is no round {name!r}", _near(name, ROUNDS))
+    if name not in (AUTO, *ROUNDS):
+        raise ConfigError(asked, f"there is no round {name!r}", _near(name, [AUTO, *ROUNDS]))
     return name
 
 
@@ -269,11 +280,11 @@ def check(method: Method) -> None:
 
 def is_plain(method: Method) -> bool:
     """Whether nobody drafts."""
-    return method.drafter in (NONE, PLAIN)
+    return method.plain
 
 
 def drafter_config(method: Method, answers: str | None = None) -> registry.DrafterConfig | None:
-    """The drafter of one of our own methods; None for plain decoding.
+    """The drafter of one of our own methods; None where there is none.
 
     Args:
         answers: file of recorded answers, for a drafter that looks at them and was given none.
@@ -281,7 +292,7 @@ def drafter_config(method: Method, answers: str | None = None) -> registry.Draft
     Raises:
         ConfigError: what the registry says.
     """
-    return None if is_plain(method) else _parse_drafter(method.drafter, answers or RECORDED)
+    return None if method.drafter in PLAIN_MODES else _parse_drafter(method.drafter, answers or RECORDED)
 
 
 def records_answers(method: Method) -> bool:
@@ -359,16 +370,63 @@ def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
     return found
 
 
-def with_plain(methods: Sequence[Method]) -> list[Method]:
-    """The same, with plain decoding in front of each dtype that has none: all speed-ups are over it."""
+def with_plain(methods: Sequence[Method], applications: Mapping[str, str] | None = None) -> list[Method]:
+    """The same, with plain decoding in front of each dtype and application that has none: all speed-ups are over it.
+
+    An application that is adapters alone decodes plainly without a drafter. One whose main rows attend to their streams
+    decodes with a budget of 0 under the drafter of its first method: the streams ride on, nothing is drafted.
+
+    Args:
+        applications: folders of the trained sets that methods name.
+
+    Raises:
+        ConfigError: a trained set that cannot be read, or methods whose options make an application answer differently.
+    """
     own = [m for m in methods if m.engine == OWN]
-    covered = {m.dtype for m in own if is_plain(m)}
-    missing = [d for d in dict.fromkeys(m.dtype for m in own) if d not in covered]
-    if not own:
-        missing = [methods[0].dtype] if methods else ["auto"]
-    taken = any(m.name == PLAIN for m in methods) or len(missing) > 1
-    added = [Method(name=f"{PLAIN} dtype={d}" if taken else PLAIN, drafter=NONE, dtype=d) for d in missing]
-    return [*added, *methods]
+    covered = {(m.dtype, m.application) for m in own if is_plain(m)}
+    firsts: dict[tuple[str, str | None], Method] = {}
+    for method in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")]:
+        firsts.setdefault((method.dtype, method.application), method)
+    missing = [method for key, method in firsts.items() if key not in covered]
+    for name in dict.fromkeys(m.application for m in own if m.application is not None):
+        _refuse_other_answers([m for m in own if m.application == name])
+    taken = any(m.name == PLAIN for m in methods)
+    dtypes = len({m.dtype for m in missing}) > 1 or (taken and any(m.application is None for m in missing))
+    named = taken or len({m.application for m in missing}) > 1
+    return [*(_plain_for(method, dtypes, named, applications or {}) for method in missing), *methods]
+
+
+def _plain_for(method: Method, dtypes: bool, named: bool, applications: Mapping[str, str]) -> Method:
+    """Plain decoding that a method can be held against; its name says the dtype and the application where asked to."""
+    parts = [PLAIN, *([f"dtype={method.dtype}"] if dtypes else [])]
+    parts += [f"application={method.application}"] if named and method.application is not None else []
+    plain = Method(name=" ".join(parts), dtype=method.dtype, application=method.application)
+    if method.application is None:
+        return plain
+    kept = {key: method.settings[key] for key in _OF_TARGET if key in method.settings}
+    if not read_config(Path(resolve_folder(_folder_of(method.application, applications)))).gamma:
+        return replace(plain, settings=kept)
+    return replace(plain, drafter=method.drafter, round=method.round, settings={**kept, "budget": 0})
+
+
+def _folder_of(application: str, applications: Mapping[str, str]) -> str:
+    if application not in applications:
+        known = ", ".join(applications) or "none"
+        raise ConfigError(
+            f"application {application!r}", f"no folder is given for it (known: {known})", "--application NAME=FOLDER"
+        )
+    return applications[application]
+
+
+def _refuse_other_answers(methods: Sequence[Method]) -> None:
+    """Methods of one application must answer alike, so that one plain decoding serves them all."""
+    limits = {getattr(drafter_config(m), "attention_limit", None) for m in methods if m.drafter not in PLAIN_MODES}
+    if len(limits) > 1:
+        raise ConfigError(
+            f"methods of application {methods[0].application!r} with attention_limit {sorted(map(str, limits))}",
+            "what its streams attend to changes its answers, so these cannot be held against one plain decoding",
+            "measure them in runs of their own",
+        )
 
 
 def expand(methods: Sequence[Method], sweeps: Sequence[Sweep]) -> list[Method]:

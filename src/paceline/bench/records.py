@@ -17,6 +17,7 @@ from typing import Any
 
 SCHEMA = 1  # of the JSON report; raised when a reader of an older one would go wrong
 PLAIN = "plain"  # name of the method that every speed-up is over
+PLAIN_MODES = ("none", PLAIN)  # `Method.drafter` of decoding without speculation, ours and the peers'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,20 @@ class Method:
     name: str  # unique in a report, shown everywhere
     engine: str = "paceline"  # or a peer: "transformers", "llama.cpp", "vllm"
     drafter: str = "none"  # as the registry reads it; of a peer: the name of its mode
-    round: str = "serial"
+    round: str = "auto"  # by the drafter
     settings: dict[str, Any] = field(default_factory=dict)  # options of LLM beyond drafter and round; a peer's own
     dtype: str = "auto"
     synthetic: bool = False  # accepts at a stated rate instead of guessing: measures the engine, not a drafter
+    application: str | None = None  # whose adapters answer; None: the base model
+
+    @property
+    def plain(self) -> bool:
+        """Whether it decodes without speculation.
+
+        An application whose answers depend on its streams decodes plainly with a budget of 0 under the drafter that
+        brings the streams: they still ride on every generated row, and nothing is drafted.
+        """
+        return self.drafter in PLAIN_MODES or (self.application is not None and self.settings.get("budget") == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,7 @@ class Cell:
     context: int | None = None  # prompts are cut (or filled) to this many tokens; None: as they are
     max_new_tokens: int = 64
     ignore_eos: bool = False  # True where the same number of tokens must come out of every engine
+    top_k: int = 0  # likeliest tokens that sampling chooses from; 0: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +91,9 @@ class Trial:
     host_ms: float = 0.0
     steps: int = 0  # engine steps: target passes over the whole group
     bytes_read: int = 0  # weights and K/V that the target passes must read, from their shapes
+    row_layers: int = 0  # of those passes: rows times the layers that each went through (see `core.stats`)
+    upper_row_layers: int = 0  # those in the layers that streams go through
+    pruned: int = 0  # proposed nodes that were pruned in mid-pass
     peak_bytes: int | None = None  # peak memory of the method: what it holds and what the trial added
     budget: dict[str, Any] | None = None  # what the draft budget chose, and why
     error: str | None = None  # why the trial failed; then there are no outputs

@@ -34,13 +34,14 @@ from .. import __version__, zoo
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
+from ..target.applications import identity
 from ..target.loader import resolve_folder
 from . import lossless, machine, workloads
 from .journal import NAME as JOURNAL_NAME
 from .journal import Journal, holds_trials
 from .lossless import Asked
 from .measure import Builder, EngineRunner, Group, Limits, model_facts
-from .methods import OWN, is_plain, records_answers
+from .methods import OWN, drafter_config, is_plain, records_answers
 from .models import materialised
 from .peers import PEERS, Peer, PeerError
 from .peers import available as peer_available
@@ -59,6 +60,7 @@ PREPARE_TOGETHER = 8  # conversations whose earlier turns are answered at once
 NAMES = {
     "batches": "batch",
     "temperatures": "temperature",
+    "top_ks": "top_k",
     "contexts": "context",
     "max_new_tokens": "max_new_tokens",
 }
@@ -75,6 +77,7 @@ class BenchConfig:
     prompts: int = 10  # of each workload
     batches: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)
+    top_ks: tuple[int, ...] = (0,)  # of sampling; 0: all tokens
     contexts: tuple[int | None, ...] = (None,)
     max_new_tokens: tuple[int | None, ...] = (None,)  # None: the workload's own
     prompt_tokens: int = 64  # of a random prompt
@@ -86,6 +89,7 @@ class BenchConfig:
     check: bool = True  # compare ids with plain decoding's
     time_limit_s: float | None = None  # no trial is begun after that long
     title: str = ""
+    applications: Mapping[str, str] = field(default_factory=dict)  # folders of the trained sets that methods name
 
     def __post_init__(self) -> None:
         for name in ("prompts", "repeats", "prompt_tokens"):
@@ -96,6 +100,8 @@ class BenchConfig:
                     _at_least_one(NAMES[name], value)
         for value in self.temperatures:
             SamplingParams(temperature=value)
+        for value in self.top_ks:
+            SamplingParams(top_k=value)
         for name in NAMES:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -107,6 +113,13 @@ class BenchConfig:
                 f"workload {self.workloads[0]} with model {self.model}",
                 "a random model has no tokenizer, so its prompts are random ids",
                 "leave the workload out",
+            )
+        unknown = next((m for m in self.methods if m.application and m.application not in self.applications), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"method {unknown.name} of application {unknown.application!r}",
+                "no folder is given for it",
+                f"add --application {unknown.application}=FOLDER",
             )
         for name in self.workloads:
             if self.workloads.count(name) > 1:
@@ -183,17 +196,18 @@ class Runner(Protocol):
 
 def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
     """Every cell; those of one sweep point are next to each other."""
-    points = product(config.temperatures, config.contexts, config.max_new_tokens, config.batches)
+    points = product(config.temperatures, config.top_ks, config.contexts, config.max_new_tokens, config.batches)
     return [
         Cell(
             workload=workload.name,
             batch=batch,
             temperature=temperature,
+            top_k=top_k,
             context=context,
             max_new_tokens=new or workload.max_new_tokens,
             ignore_eos=config.ignores_eos,
         )
-        for temperature, context, new, batch in points
+        for temperature, top_k, context, new, batch in points
         for workload in loaded
     ]
 
@@ -218,7 +232,7 @@ def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group
 
 def point_of(cell: Cell) -> tuple[Any, ...]:
     """What cells of one sweep point have in common. (New tokens may be a workload's own.)"""
-    return cell.temperature, cell.context, cell.batch
+    return cell.temperature, cell.top_k, cell.context, cell.batch
 
 
 def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[list[tuple[Group, int]]]:
@@ -360,7 +374,8 @@ class _Asker:
         names = {p.id: f"{workload.name}/{encoded.context}/{p.id}" for p in going_on}
         missing = [p.id for p in going_on if len(answers.get(names[p.id], [])) < turn]
         params = SamplingParams(temperature=0, max_tokens=max_new_tokens)
-        outputs = llm.generate([{"prompt_token_ids": latest[name]} for name in missing], params)
+        going = [{"prompt_token_ids": latest[name]} for name in missing]
+        outputs = llm.generate(going, params, application=self._plain.application)
         for name, output in zip(missing, outputs, strict=True):
             self._journal.add_answer(names[name], output.outputs[0].token_ids)
         found = []
@@ -495,7 +510,7 @@ class Run:
         with ExitStack() as stack:
             self.watcher.stage(f"loading {self.config.model}")
             folder = stack.enter_context(materialised(self.config.model))
-            builder = Builder(folder, self.config.device, self.config.threads)
+            builder = Builder(folder, self.config.device, self.config.threads, self.config.applications)
             methods = [m for m in self.config.methods if m.engine == OWN]
             target = builder.llm(next(m for m in methods if is_plain(m)))
             if target.tokenizer is None and not self.config.random:
@@ -544,6 +559,7 @@ class Run:
             "cells": [asdict(c) for c in cells],
             "prompts": {w.name: w.fingerprint for w in loaded},
             "prompt_tokens": config.prompt_tokens if config.random else None,
+            "applications": {name: identity(resolve_folder(at)) for name, at in config.applications.items()},
             "repeats": config.repeats,
             "seed": config.seed,
             "device": config.device,
@@ -584,6 +600,8 @@ class Run:
                 **{name: settings[name] for name in kept},
                 "batches": list(config.batches),
                 "temperatures": list(config.temperatures),
+                **({"top_ks": list(config.top_ks)} if config.top_ks != (0,) else {}),
+                **({"applications": dict(config.applications)} if config.applications else {}),
                 "contexts": list(config.contexts),
                 "prompts_per_workload": config.prompts,
                 "ignore_eos": config.ignores_eos,
@@ -681,9 +699,11 @@ class _Measuring:
         """A file of what the target says to the cell's prompts, asked in the cell's own batches."""
         from ..drafters.synthetic import write_answers
 
-        plain = next(m for m in self._config.methods if m.engine == OWN and is_plain(m) and m.dtype == method.dtype)
+        kind = (method.dtype, method.application)
+        own = [m for m in self._config.methods if m.engine == OWN and is_plain(m)]
+        plain = next(m for m in own if (m.dtype, m.application) == kind)
         number = list(self._prepared.groups).index(cell)
-        path = self._answers / f"{method.dtype}-{number}.jsonl"
+        path = self._answers / f"{method.dtype}-{own.index(plain)}-{number}.jsonl"
         if not path.exists():
             self._run.watcher.stage(f"recording the target's answers to {cell.workload}")
             pairs: list[tuple[tuple[int, ...], list[int]]] = []
@@ -770,7 +790,7 @@ def draft_folder(config: BenchConfig) -> Path | None:
     entry = next((e for e in zoo.available() if e.name == config.model), None)
     names = [entry.draft] if entry is not None and entry.draft else []
     for method in config.methods:
-        match = method.drafter.partition(":")[2].partition(",")[0].strip() if method.engine == OWN else ""
+        match = getattr(drafter_config(method), "model", None) if method.engine == OWN else None
         names += [match] if match else []
     return Path(resolve_folder(names[0])) if names else None
 

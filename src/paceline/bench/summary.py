@@ -27,7 +27,6 @@ from .records import PLAIN, Cell, Exactness, Method, Report, Trial
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 NEVER_SLOWER = 0.97  # a method is called slower than plain where its lower bound is below this
-PLAIN_MODES = ("none", PLAIN)  # `Method.drafter` of decoding without speculation, ours and the peers'
 TARGET_SETTINGS = ("exact", "kernels", "attention", "threads", "device")  # how the target runs, drafter apart
 SEED = 20  # of the bootstrap
 
@@ -92,6 +91,10 @@ class Figures:
     wall_ms: float
     speed: Spread | None
     accepted_length: float | None  # 1 + accepted / passes
+    call_reduction: float | None  # passes of plain decoding for the same tokens, over those taken
+    row_layers: float | None  # a pass: rows times the layers that each went through
+    upper_row_layers: float | None  # a pass: those in the layers that streams go through; None where none does
+    pruned: float | None  # proposed nodes a pass that were pruned in mid-pass; None where none was
     acceptance: tuple[float, ...]  # [d-1] share accepted at depth d, of the passes that had a node there
     offered: tuple[int, ...]  # [d-1] those passes
     shares: TimeShares | None
@@ -133,10 +136,12 @@ class Section:
     context: int | None
     ignore_eos: bool
     max_new_tokens: int | None  # only where one workload was run with several
+    top_k: int = 0
 
     def label(self) -> str:
         """For headings."""
         parts = [f"batch {self.batch}", f"temperature {self.temperature:g}" if self.temperature else "greedy"]
+        parts += [f"top {self.top_k}"] if self.top_k else []
         parts.append(self.dtype)
         parts += [f"context {self.context}"] if self.context is not None else []
         parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens is not None else []
@@ -242,6 +247,7 @@ class Index:
             context=cell.context,
             ignore_eos=cell.ignore_eos,
             max_new_tokens=cell.max_new_tokens if cell in self._many_lengths else None,
+            top_k=cell.top_k,
         )
 
     def in_section(self, section: Section) -> list[tuple[Cell, Method, list[Trial]]]:
@@ -252,14 +258,16 @@ class Index:
         return [(cell, self.methods[name], self.trials[cell, name]) for cell, name in keys]
 
     def reference(self, method: Method) -> str | None:
-        """The plain decoding of the same engine and dtype; None where there is none.
+        """The plain decoding of the same engine, dtype and application; None where there is none.
 
         Of several the one counts that runs the target most alike, then the one called `PLAIN`.
         """
         same = [
             m
             for m in self.methods.values()
-            if m.engine == method.engine and m.drafter in PLAIN_MODES and self.dtype(m) == self.dtype(method)
+            if (m.engine, m.application) == (method.engine, method.application)
+            and m.plain
+            and self.dtype(m) == self.dtype(method)
         ]
         shared = {m.name: sum(method.settings.get(k) == m.settings.get(k) for k in TARGET_SETTINGS) for m in same}
         found = min(same, key=lambda m: (m.name != method.name, -shared[m.name], m.name != PLAIN), default=None)
@@ -276,12 +284,12 @@ class Index:
 
 def _order(section: Section) -> tuple[float, ...]:
     context, length = section.context or 0, section.max_new_tokens or 0
-    return (section.temperature, context, length, section.ignore_eos, section.batch)
+    return (section.temperature, section.top_k, context, length, section.ignore_eos, section.batch)
 
 
 def is_plain(method: Method) -> bool:
     """Whether the method decodes without speculation."""
-    return method.drafter in PLAIN_MODES
+    return method.plain
 
 
 def _is_own(report: Report, name: str) -> bool:
@@ -464,6 +472,10 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
         wall_ms=sum(t.wall_ms for t in good),
         speed=_spread(speeds(good).values()),
         accepted_length=1 + accepted / passes if passes else None,
+        call_reduction=sum(t.tokens for t in good) / passes if passes else None,
+        row_layers=_a_pass(good, "row_layers", passes),
+        upper_row_layers=_a_pass(good, "upper_row_layers", passes),
+        pruned=_a_pass(good, "pruned", passes),
         acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
         offered=tuple(offered),
         shares=_shares(good),
@@ -474,6 +486,12 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
         floor_tokens_per_s=floor,
         off_reason=next((t.off_reason for t in good if t.off_reason), None),
     )
+
+
+def _a_pass(trials: Sequence[Trial], name: str, passes: int) -> float | None:
+    """A count of trials over their passes; None where nothing was counted."""
+    total: int = sum(getattr(t, name) for t in trials)
+    return total / passes if passes and total else None
 
 
 def _spread(values: Iterable[float]) -> Spread | None:

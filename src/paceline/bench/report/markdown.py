@@ -10,6 +10,7 @@ from ..summary import Index, Row, Section, Summary, against, batch_curve, is_pla
 from . import wording as say
 
 SPEEDS = ("method", "tokens/s", "p10 to p90", "speed-up", "accepted length", "floor", "exact")
+WORK = ("method", "call reduction", "row-layers a pass", "upper row-layers a pass", "nodes pruned a pass")
 TIMES = (
     "method",
     "first token, ms",
@@ -76,7 +77,19 @@ def _section(summary: Summary, index: Index, section: Section) -> list[str]:
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
-    return [table(SPEEDS, map(_speed_cells, rows)), table(TIMES, map(_time_cells, rows))]
+    found = [table(SPEEDS, map(_speed_cells, rows)), table(TIMES, map(_time_cells, rows))]
+    if any(row.figures.row_layers for row in rows):  # reports of older versions have none
+        found.append(table(WORK, map(_work_cells, rows)))
+    return found
+
+
+def _work_cells(row: Row) -> list[str]:
+    figures = row.figures
+    return [
+        text(say.method_name(row.method)),
+        say.length(figures.call_reduction),
+        *map(say.number, (figures.row_layers, figures.upper_row_layers, figures.pruned)),
+    ]
 
 
 def _speed_cells(row: Row) -> list[str]:

@@ -366,6 +366,11 @@ def _exact(row: Row) -> Cell:
 
 SPEED = (Column("tokens/s", _speed), Column("p10 to p90", _spread), Column("speed-up", _speedup))
 LENGTH = Column("accepted length", _of(lambda row: row.figures.accepted_length, say.length))
+WORK = (
+    Column("call reduction", _of(lambda row: row.figures.call_reduction, say.length)),
+    Column("row-layers a pass", _of(lambda row: row.figures.row_layers, say.number)),
+    Column("upper ones", _of(lambda row: row.figures.upper_row_layers, say.number)),
+)
 FLOOR = Column("of the floor", _of(lambda row: row.figures.floor_share, say.share))
 EXACT = Column("exact", _exact)
 TIMES = (
@@ -380,7 +385,7 @@ TIMES = (
     Column("peak memory", _of(lambda row: row.figures.peak_bytes, say.size)),
     Column("tokens", _of(lambda row: float(row.figures.tokens), lambda value: f"{value or 0:,.0f}")),
 )
-COLUMNS = (*SPEED, LENGTH, FLOOR, EXACT, *TIMES)
+COLUMNS = (*SPEED, LENGTH, FLOOR, EXACT, *WORK, *TIMES)
 BEST = (*SPEED, LENGTH, EXACT)
 
 

@@ -116,6 +116,9 @@ WIDE_COLUMNS = (
     Column("verify", _part(lambda shares: shares.verify)),
     Column("host", _part(lambda shares: shares.host)),
     Column("memory", lambda row: say.size(row.figures.peak_bytes)),
+    Column("calls ÷", lambda row: say.length(row.figures.call_reduction)),
+    Column("rows×layers", lambda row: say.number(row.figures.row_layers)),
+    Column("upper", lambda row: say.number(row.figures.upper_row_layers)),
 )
 
 
@@ -183,6 +186,10 @@ def _foot(summary: Summary) -> RenderableType:
         "length: 1 + accepted / passes; TTFT: median ms to the first token; p90: of the waits between arrivals, ms; "
         "floor: time that the reads alone take, of the wall time",
     ]
+    if any(row.figures.upper_row_layers for row in summary.rows):
+        lines.append(
+            "calls ÷: call reduction, tokens a pass; rows×layers: row-layers a pass; upper: those above the pruning"
+        )
     if any(row.exact and row.exact.explained for row in summary.rows):
         lines.append("yes*: first differences are near ties within the stated tolerance")
     if say.has_synthetic(summary.report.methods):

@@ -44,6 +44,17 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
         "Mean accepted length: 1 + accepted drafted tokens / target passes. Plain decoding has 1.",
     ),
     (
+        "call reduction",
+        "Passes that plain decoding takes for the same tokens over the passes taken: new tokens a target pass, passes "
+        "and tokens summed over trials (Speculative Streaming, appendix E).",
+    ),
+    (
+        "row-layers",
+        "Rows of a target pass times the layers that each row goes through, roots, drafted nodes and streams alike, a "
+        "pass of one sequence; prompt rows before the last are left out. Upper ones are those in the layers that "
+        "streams go through, above the one before which trees are pruned.",
+    ),
+    (
         "acceptance by position",
         "Of the passes that accepted d - 1 drafted tokens and had a node at depth d, the share that accepted it.",
     ),
@@ -149,6 +160,7 @@ def method_detail(method: Method) -> str:
     """What the name stands for."""
     parts = [method.engine, method.drafter, f"round {method.round}" if method.engine == "paceline" else ""]
     parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
+    parts += [f"application {method.application}" if method.application else ""]
     parts += [f"dtype {method.dtype}" if method.dtype != "auto" else "", SYNTHETIC if method.synthetic else ""]
     return ", ".join(filter(None, parts))
 
@@ -164,6 +176,7 @@ def cell_label(cell: Cell) -> str:
     """One cell in words."""
     parts = [cell.workload, f"batch {cell.batch}"]
     parts.append(f"temperature {cell.temperature:g}" if cell.temperature else "greedy")
+    parts += [f"top {cell.top_k}"] if cell.top_k else []
     return ", ".join(parts + ([f"context {cell.context}"] if cell.context is not None else []))
 
 
