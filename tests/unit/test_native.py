@@ -23,7 +23,7 @@ from paceline.kv.pool import KVPool, SequenceCache
 from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
 from paceline.target.loader import load_model
-from paceline.target.native import Chain, NativeLinear, Stack, unsupported
+from paceline.target.native import Chain, NativeLinear, Stack, top, unsupported
 from paceline.target.packing import RowPacker
 from paceline.target.rope import RopeConfig
 
@@ -736,3 +736,20 @@ def script(path: Path, body: str) -> Path:
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
     return path
+
+
+@pytest.mark.parametrize(("shape", "k"), [((4, 8192), 3), ((3, 50), 50), ((2, 17), 64), ((1, 8192), 64), ((5, 33), 1)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_is_the_likeliest_tokens_of_each_row(shape: tuple[int, int], k: int, ties: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(shape, generator=generator) * 5
+    if ties:
+        logits = logits.round()
+    logits[0, 3] = -torch.inf
+    tokens, log_q = top(logits, k)
+    order = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    assert tokens == order.tolist()  # of equals the first
+    torch.testing.assert_close(torch.tensor(log_q), logits.log_softmax(dim=1).gather(1, order))
+    wide, wide_q = top(logits.double(), k)  # by torch
+    torch.testing.assert_close(torch.tensor(wide_q), torch.tensor(log_q))
+    assert all(logits[r, a] == logits[r, b] for r in range(shape[0]) for a, b in zip(tokens[r], wide[r], strict=True))

@@ -399,6 +399,20 @@ def test_check_finds_each_broken_invariant():
             tree.check()
 
 
+def test_what_a_constructor_knows_is_what_the_tensors_say():
+    made = TokenTree.from_parents([7, 8], [[0, 0, 1, 3], [0]], [[1, 2, 3, 4], [5]], [[0, 1, 1, 0], [2]])
+    plain = replace(made)
+    assert made.checked and not plain.checked and plain.known is None and plain.known_depths is None
+    plain.check()
+    assert made.lists().tokens == made.tokens.tolist() == plain.lists().tokens
+    assert made.lists().parents == plain.lists().parents and made.lists().counts == plain.lists().counts
+    assert made.lists().sources == plain.lists().sources
+    assert made.depth_lists() == plain.depth_lists() == plain.depths().tolist() == made.depths().tolist()
+    nan = TokenTree.from_parents([7], [[0]], [[1]], log_score=[[float("nan")]])
+    with pytest.raises(ConfigError, match="NaN"):
+        nan.check()
+
+
 def test_constructors_refuse_what_is_not_a_tree():
     with pytest.raises(ConfigError, match="must come before its child"):
         TokenTree.from_parents([1], [[1]], [[5]])

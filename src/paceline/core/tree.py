@@ -9,9 +9,10 @@ and `from_chain` do neither, because both would wait for the device (`check` and
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -77,6 +78,16 @@ class SparseQ:
         return replace(self, ids=ids, probs=self.probs[batch, order])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeLists:
+    """A batch of trees as plain lists, padding included."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    sources: list[list[int]]
+    counts: list[int]  # real nodes of each, the root included
+
+
 @dataclass(slots=True, eq=False)
 class TokenTree:
     """B requests with one tree of candidate tokens each, padded to N nodes.
@@ -97,6 +108,10 @@ class TokenTree:
     chain: bool | None = None  # whether every node is the child of the one before; None: not known yet
     dense: bool = False  # whether it is known that no request has padding
     depth_bound: int | None = None  # no node is deeper; None: N - 1
+    # What a constructor knows of its own tree. `replace` makes a tree of which nothing is known.
+    checked: bool = field(default=False, init=False)  # whether `check` would find nothing
+    known: TreeLists | None = field(default=None, init=False, repr=False)
+    known_depths: list[list[int]] | None = field(default=None, init=False, repr=False)  # like `depths`
 
     # ---- constructors
 
@@ -171,18 +186,29 @@ class TokenTree:
         width = max(counts, default=1)
         depths = [_depths(row) for row in parents]
         marks = [[source] * len(row) for row in tokens] if isinstance(source, int) else source
+        lists = TreeLists(
+            tokens=_padded(tokens, roots.tolist(), width, 0),
+            parents=_padded(parents, PADDING, width, PADDING),
+            sources=_padded(marks, source if isinstance(source, int) else 0, width, 0),
+            counts=counts,
+        )
+        ids = _padded([range(1, n) for n in counts], 0, width, PADDING)
+        scores = None if log_score is None else _padded(log_score, 0.0, width, float("-inf"))
+        num_nodes = torch.tensor(counts)
         tree = TokenTree(
-            tokens=_padded(tokens, roots.tolist(), width, 0, torch.int64),
-            parents=_padded(parents, PADDING, width, PADDING, torch.int32),
-            num_nodes=torch.tensor(counts),
-            node_id=_padded([range(1, n) for n in counts], 0, width, PADDING, torch.int64),
-            source=_padded(marks, source if isinstance(source, int) else 0, width, 0, torch.uint8),
-            log_score=None if log_score is None else _padded(log_score, 0.0, width, float("-inf"), torch.float64),
-            next_id=torch.tensor(counts),
+            tokens=_tensor(lists.tokens, torch.int64),
+            parents=_tensor(lists.parents, torch.int32),
+            num_nodes=num_nodes,
+            node_id=_tensor(ids, torch.int64),
+            source=_tensor(lists.sources, torch.uint8),
+            log_score=None if scores is None else _tensor(scores, torch.float64),
+            next_id=num_nodes,
             chain=all(depth == list(range(1, len(depth) + 1)) for depth in depths),
             dense=min(counts, default=1) == width,
             depth_bound=max((max(depth, default=0) for depth in depths), default=0),
         )
+        tree.known, tree.known_depths = lists, _padded(depths, 0, width, PADDING)
+        tree.checked = scores is None or all(score == score for row in scores for score in row)  # no NaN
         return tree if roots.device.type == "cpu" else tree.to(roots.device)
 
     @staticmethod
@@ -447,6 +473,10 @@ class TokenTree:
             return index.expand(self.tokens.shape)
         return torch.where(index < self.num_nodes[:, None], index, PADDING)
 
+    def depth_lists(self) -> list[list[int]]:
+        """`depths` on the host (waits for the device)."""
+        return self.depths().tolist() if self.known_depths is None else self.known_depths
+
     def ancestor_mask(self) -> Tensor:
         """[B, N, N] bool: [b, i, j] says that j is i itself or one of its ancestors; False at padding.
 
@@ -493,13 +523,20 @@ class TokenTree:
         tokens = self.tokens[b].tolist()
         return [[tokens[node] for node in path] for path in self.leaf_paths(b)]
 
+    def lists(self) -> TreeLists:
+        """The tree on the host, made once (waits for the device)."""
+        if self.known is None:
+            columns = (self.tokens, self.parents, self.source, self.num_nodes)
+            self.known = TreeLists(*(column.tolist() for column in columns))
+        return self.known
+
     def check(self) -> None:
         """Test every invariant of the type (waits for the device).
 
         Raises:
             ConfigError: the first one that is broken.
         """
-        for b, problem in self._problems():
+        for b, problem in () if self.checked else self._problems():
             raise ConfigError(f"tree of request {b}", problem, "build trees with the constructors of TokenTree")
 
     # ---- the parts that the operations are made of
@@ -510,6 +547,8 @@ class TokenTree:
         return self.tokens.device.type == "cpu" and self.tokens.numel() <= _FEW_NODES
 
     def _host_depths(self) -> Tensor:
+        if self.known_depths is not None:
+            return _tensor(self.known_depths, torch.int64)
         rows = []
         for parents, count in zip(self.parents.tolist(), self.num_nodes.tolist(), strict=True):
             depths = [0] * count + [PADDING] * (len(parents) - count)
@@ -522,7 +561,8 @@ class TokenTree:
         batch, width = self.tokens.shape
         mask = torch.zeros(batch, width, width, dtype=torch.bool)
         host = mask.numpy()
-        for rows, parents, count in zip(host, self.parents.tolist(), self.num_nodes.tolist(), strict=True):
+        lists = self.lists()
+        for rows, parents, count in zip(host, lists.parents, lists.counts, strict=True):
             for node in range(count):
                 if node:
                     rows[node] = rows[parents[node]]
@@ -742,11 +782,21 @@ def _filled(row: list, width: int, value: int | bool) -> list:
     return row + [value] * (width - len(row))
 
 
-def _padded(rows: Sequence[Sequence], first: object, width: int, value: float, dtype: torch.dtype) -> Tensor:
-    """[B, width]: ``first`` (one for all or one a row), the row, then padding."""
+def _padded(rows: Sequence[Sequence], first: object, width: int, value: float) -> list[list]:
+    """[B][width]: ``first`` (one for all or one a row), the row, then padding."""
     heads = first if isinstance(first, list) else [first] * len(rows)
-    padded = [[head, *row, *([value] * (width - 1 - len(row)))] for head, row in zip(heads, rows, strict=True)]
-    return torch.tensor(padded, dtype=dtype)
+    return [[head, *row, *([value] * (width - 1 - len(row)))] for head, row in zip(heads, rows, strict=True)]
+
+
+_CODES = {torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.float64: "d"}  # of `array`
+
+
+def _tensor(rows: list[list], dtype: torch.dtype) -> Tensor:
+    """Rows of equal length as a tensor, in half the time that `torch.tensor` takes for a few numbers."""
+    if not rows or not rows[0]:
+        return torch.tensor(rows, dtype=dtype)
+    flat = rows[0] if len(rows) == 1 else chain.from_iterable(rows)
+    return torch.frombuffer(array(_CODES[dtype], flat), dtype=dtype).view(len(rows), len(rows[0]))
 
 
 def _check_lists(batch: int, parents: Sequence, tokens: Sequence, source: object, log_score: Sequence | None) -> None:

@@ -194,10 +194,8 @@ def _match_lists(tree: TokenTree, chosen: Tensor) -> VerifyOutcome:
     paths: list[list[int]] = []
     next_tokens: list[int] = []
     frontiers: list[int] = []
-    counts = tree.num_nodes.tolist()
-    for tokens, parents, wants, count in zip(
-        tree.tokens.tolist(), tree.parents.tolist(), chosen.tolist(), counts, strict=True
-    ):
+    lists = tree.lists()
+    for tokens, parents, wants, count in zip(lists.tokens, lists.parents, chosen.tolist(), lists.counts, strict=True):
         frontier = 0
         want = wants[0]
         path = []

@@ -185,6 +185,8 @@ def _open(path: Path) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64),
         *(ctypes.POINTER(Chain), ctypes.c_int64),
     ]
+    found.pl_top.restype = None
+    found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
     found.pl_logits.restype = None
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),

@@ -1378,6 +1378,33 @@ void best(const float* logits, int64_t n, int64_t* token, float* log_q) {
   *log_q = -std::log(total);
 }
 
+// The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
+void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+  int64_t found = 0;
+  float least = -INFINITY;  // of those found, once there are k
+  auto offer = [&](int64_t i) {
+    const float x = logits[i];
+    if (found == k && !(x > least)) return;
+    int64_t at = found < k ? found++ : k - 1;
+    for (; at > 0 && log_q[at - 1] < x; at--) log_q[at] = log_q[at - 1], tokens[at] = tokens[at - 1];
+    log_q[at] = x, tokens[at] = i;
+    if (found == k) least = log_q[k - 1];
+  };
+  int64_t i = 0;
+  for (; i < k; i++) offer(i);
+  for (; i + 16 <= n; i += 16)
+    if (max16(load(logits + i)) > least)
+      for (int64_t j = i; j < i + 16; j++) offer(j);
+  for (; i < n; i++) offer(i);
+  const float most = log_q[0];
+  v16 sums = {};
+  for (i = 0; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(most));
+  float total = sum16(sums);
+  for (; i < n; i++) total += std::exp(logits[i] - most);
+  const float floor = most + std::log(total);
+  for (int64_t j = 0; j < k; j++) log_q[j] -= floor;
+}
+
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
   const int64_t blocks = up(n, LANES) / LANES;
 #pragma omp parallel for
@@ -1501,6 +1528,11 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
       score[live[a]] += log_q[a];
     }
   }
+}
+
+// Of each row of logits [rows, n] the k best tokens and their log-probabilities, [rows, k] each.
+void pl_top(const float* logits, int64_t rows, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+  for (int64_t r = 0; r < rows; r++) top(logits + r * n, n, k, tokens + r * k, log_q + r * k);
 }
 
 // logits [rows, vocab] float32 of hidden [rows, d_model].

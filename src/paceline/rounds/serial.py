@@ -125,16 +125,17 @@ class SerialRound:
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree | None:
         """Cut what is over budget or too deep; refuse what is no tree over these roots."""
         tree.check()
-        counts = tree.num_nodes.tolist()
+        lists = tree.lists()
+        counts = lists.counts
         if len(counts) != len(want.sequences):
             raise ValueError(f"{tree.tokens.shape[0]} trees proposed for {len(want.sequences)} sequences")
-        if tree.tokens[:, 0].tolist() != [s.tokens[-1] for s in want.sequences]:
+        if [row[0] for row in lists.tokens] != [s.tokens[-1] for s in want.sequences]:
             raise ValueError("a tree's root is not its sequence's last token")
         if max(counts) == 1:
             return None
-        low, high = tree.tokens.aminmax()
-        if int(low) < 0 or int(high) >= self.target.config.vocab_size:
-            raise ValueError(f"a drafted token lies outside the vocabulary: {int(low)} .. {int(high)}")
+        low, high = min(map(min, lists.tokens)), max(map(max, lists.tokens))
+        if low < 0 or high >= self.target.config.vocab_size:
+            raise ValueError(f"a drafted token lies outside the vocabulary: {low} .. {high}")
         over = any(n - 1 > budget for n, budget in zip(counts, want.budgets, strict=True))
         if over or any(n - 1 > depth for n, depth in zip(counts, want.max_depths, strict=True)):
             # Parents come before children, so the first nodes of a tree are a tree.
@@ -161,9 +162,9 @@ class SerialRound:
     def _pack(self, works: Sequence[Work], spans: Sequence[Span], tree: TokenTree | None) -> Batch:
         """Rows of all sequences, one after the other: pending tokens, then drafted nodes."""
         packer = RowPacker(self.target, self.target.device)
-        tokens = tree.tokens.tolist() if tree is not None else []
+        tokens = tree.lists().tokens if tree is not None else []
         branches = tree is not None and not tree.is_chain
-        depths = tree.depths().tolist() if tree is not None and branches else []
+        depths = tree.depth_lists() if tree is not None and branches else []
         masks = tree.ancestor_mask() if tree is not None and branches else None
         for work, span in zip(works, spans, strict=True):
             cache = work.sequence.cache
@@ -253,7 +254,7 @@ class SerialRound:
         if treed and tree is not None:
             rows = logits if not plain else torch.cat([logits[begins[i] : begins[i] + _nodes(spans[i])] for i in treed])
             outcome = self.verifier.verify([works[i].sequence.view for i in treed], tree, rows)
-            nodes = tree.tokens.tolist()
+            nodes = tree.lists().tokens
             for b, (i, path, token) in enumerate(
                 zip(treed, outcome.path.tolist(), outcome.next_token.tolist(), strict=True)
             ):
@@ -325,8 +326,9 @@ class SerialRound:
             stats.record_pass(drafted=0, accepted=0, emitted=emitted)
             return
         accepted = path[:emitted]
-        parents = tree.parents[span.tree_index, 1:nodes].tolist()
-        marks = tree.source[span.tree_index, :nodes].tolist()
+        lists = tree.lists()
+        parents = lists.parents[span.tree_index][1:nodes]
+        marks = lists.sources[span.tree_index][:nodes]
         frontier = path[-1] if path else 0
         refused = emitted > len(path) and frontier in parents  # all of the path came out, and the next guess was wrong
         stats.record_pass(
@@ -375,7 +377,7 @@ class SerialRound:
 
 def _layout(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> list[Span]:
     """Row ranges of every work; drafting works come in the order of the tree's batch."""
-    counts = tree.num_nodes.tolist() if tree is not None else []
+    counts = tree.lists().counts if tree is not None else []
     index = {id(work): b for b, work in enumerate(drafting)}
     spans = []
     start = 0

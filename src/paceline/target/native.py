@@ -374,6 +374,21 @@ class Stack:
         return found
 
 
+def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Of each row of logits [rows, V] the k likeliest tokens, best first, and their log-probabilities."""
+    rows, width = logits.shape
+    k = min(k, width)
+    library = native.library() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
+    if library is None:
+        best = logits.log_softmax(dim=1).topk(k, dim=1)
+        return best.indices.tolist(), best.values.tolist()
+    logits = logits.contiguous()
+    tokens, log_q = (ctypes.c_int64 * (rows * k))(), (ctypes.c_float * (rows * k))()
+    library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q)
+    starts = range(0, rows * k, k)
+    return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
+
+
 def _hold(tensor: Tensor, held: list[Tensor]) -> int:
     held.append(tensor.contiguous())
     return held[-1].data_ptr()

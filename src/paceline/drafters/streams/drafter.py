@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.tree import SparseQ, TokenTree
+from ...target.native import top
 from ...target.streams import StreamConfig, StreamSet, fingerprint, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
@@ -207,10 +208,9 @@ class StreamsDrafter:
         """For each sequence the best tokens of each stream and their log q, best first."""
         if not parts:
             return []
-        scores = torch.cat([self._scores(s, part) for s, part in zip(sequences, parts, strict=True)])  # [levels, V]
-        best = scores.log_softmax(dim=1).topk(min(children, scores.shape[1]), dim=1)
-        log_q = best.values.tolist()
-        tokens = best.indices.tolist()
+        rows = [self._scores(s, part) for s, part in zip(sequences, parts, strict=True)]
+        scores = rows[0] if len(rows) == 1 else torch.cat(rows)  # [levels, V]
+        tokens, log_q = top(scores, children)
         found = []
         start = 0
         for part in parts:
