@@ -341,7 +341,7 @@ def assemble(
         decoder.dtype,
         decoder.device,
         block_size,
-        scratch_slots=_streams(drafter, applications) * max_batch_rows,
+        scratch_slots=_scratch(drafter, applications, max_batch_rows, max_sequences),
     )
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), max_sequences, pool.num_tokens, decoder.device)
@@ -358,10 +358,12 @@ def assemble(
     )
 
 
-def _streams(drafter: Drafter | None, applications: Sequence[Application]) -> int:
-    """Most streams that a row may carry."""
-    own = [a.streams.config.gamma for a in applications if a.streams is not None]
-    return max([drafter.spec.streams.gamma, *own]) if drafter is not None and drafter.spec.streams is not None else 0
+def _scratch(drafter: Drafter | None, applications: Sequence[Application], rows: int, sequences: int) -> int:
+    """Slots for streams, as few as an `LLM` takes."""
+    if drafter is None or drafter.spec.streams is None:
+        return 0
+    shared = max((a.streams.config.gamma for a in applications if a.streams is not None), default=0)
+    return drafter.spec.streams.scratch_slots(shared, rows, sequences)
 
 
 def run(

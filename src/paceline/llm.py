@@ -597,7 +597,8 @@ def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool
 def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     decoder = target.decoder
     applications = _load_applications(config, target)
-    drafter = _build_drafter(config, target)
+    streams = _most_streams(applications)
+    drafter = _build_drafter(config, target, streams)
     if config.exact and config.verifier in VERIFIERS and VERIFIERS[config.verifier].ids_depend_on_drafter:
         raise CapabilityError(
             f"exact=True with verifier={config.verifier!r}",
@@ -606,7 +607,7 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
         )
     max_model_len = _max_model_len(config, decoder)
     scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
-    pool = _make_pool(config, decoder, max_model_len, _streams(drafter, applications))
+    pool = _make_pool(config, decoder, max_model_len, _scratch_slots(config, drafter, streams))
     if drafter is not None:
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
@@ -631,7 +632,7 @@ def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Appl
     return load_applications(folders, target.decoder, target.name, target.folder)
 
 
-def _build_drafter(config: LLMConfig, target: LoadedModel) -> Drafter | None:
+def _build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Drafter | None:
     chosen = registry.parse(config.drafter)
     if chosen is None:
         return None
@@ -649,6 +650,7 @@ def _build_drafter(config: LLMConfig, target: LoadedModel) -> Drafter | None:
         find=lambda name: resolve_folder(name, offline=config.offline),
         target=target.name,
         target_folder=target.folder,
+        streams=streams,
     )
     return registry.build(chosen, context)
 
@@ -710,15 +712,18 @@ def _max_model_len(config: LLMConfig, decoder: Decoder) -> int:
     return wanted
 
 
-def _streams(drafter: Drafter | None, applications: Mapping[str, Application]) -> int:
-    """Most streams that a row may carry."""
+def _most_streams(applications: Mapping[str, Application]) -> int:
+    """Most streams that a row of an application carries; 0: none has any."""
+    return max((a.streams.config.gamma for a in applications.values() if a.streams is not None), default=0)
+
+
+def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> int:
+    """K/V slots that the streams of one pass need; ``streams``: most of a row of an application."""
     rules = drafter.spec.streams if drafter is not None else None
-    if rules is None:
-        return 0
-    return max([rules.gamma, *(a.streams.config.gamma for a in applications.values() if a.streams is not None)])
+    return 0 if rules is None else rules.scratch_slots(streams, config.max_batch_rows, config.max_sequences)
 
 
-def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, streams: int = 0) -> KVPool:
+def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
     shape = decoder.config
     per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
     # One sequence alone must always fit, with its last token's row.
@@ -734,7 +739,7 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, streams:
                 f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
                 f"give {least * per_token} bytes or more, or a smaller max_model_len",
             )
-    wanted = (tokens + streams * config.max_batch_rows) * per_token
+    wanted = (tokens + scratch) * per_token
     free = _free_bytes(decoder.device)
     if free is not None and wanted > free:
         raise _too_little_memory(config, max_model_len, per_token, wanted, f"{free / 2**30:.1f} GiB are free")
@@ -746,7 +751,7 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, streams:
             tokens,
             decoder.dtype,
             decoder.device,
-            scratch_slots=streams * config.max_batch_rows,  # every row of the widest pass may carry its streams
+            scratch_slots=scratch,
         )
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -172,6 +173,10 @@ def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: 
         (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--grow", "0"], "Give --init FOLDER"),
         (["target", "--data", "{data}", "--out", "{out}", *SMALL, "--learning-rate", "3"], "not between 0 and 1"),
         (["draft_model", "--target", "{target}", "--data", "{data}", "--out", "{out}"], "vocab_size = 300"),
+        (
+            ["streams", "--target", "{target}", "--data", "{data}", "--out", "{out}", "--prompt-weight", "0.5"],
+            "streams with prompt_weight=0.5: prompt tokens carry no streams",
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -326,6 +331,36 @@ def test_answers_are_the_targets_own_and_train_a_draft(
     assert (facts["source"], facts["temperature"], facts["piece"], facts["seed"]) == ("boxes.jsonl", 0.0, 40, 0)
     done = run("draft_model", "--target", target, "--data", out, "--out", tmp_path / "draft", *SMALL, *RUN)
     assert done.exit_code == 0, done.output
+
+
+def test_answers_of_another_model_are_noted(
+    run: Callable[..., Result], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """What learns to say what the target says is told; a compressed file is known by the same sidecar."""
+    other = write_target(tmp_path / "other", data, seed=5)
+    own, strange = tmp_path / "own.jsonl", tmp_path / "strange.jsonl"
+    for who, out in ((target, own), (other, strange)):
+        made = run("answers", "--target", who, "--data", data, "--out", out, "--limit", "6", *SHORT)
+        assert made.exit_code == 0, made.output
+    squeezed = tmp_path / "strange.jsonl.gz"
+    squeezed.write_bytes(gzip.compress(strange.read_bytes()))
+    small = ["--gamma", 2, "--layers", 1, "--rank", 2, *RUN]
+    kinds = {
+        "draft_model": [*SMALL, *RUN],
+        "streams": small,
+        "streams --mode shared": ["--mode", "shared", *small],
+    }
+    for name, options in kinds.items():
+        asked = [name.split()[0], "--target", target, "--data", own, "--data", data, *options, "--stop-after", 1]
+        plain = run(*asked, "--out", tmp_path / name / "a")
+        mixed = run(*asked, "--data", squeezed, "--data", strange, "--out", tmp_path / name / "b")
+        assert plain.exit_code == mixed.exit_code == 0, plain.output + mixed.output
+        words = "holds the answers of another model"
+        assert words not in said(plain)
+        told = said(mixed).replace(" ", "")  # a long path is broken over lines
+        for file in (squeezed, strange):
+            assert (f"{file}{words}".replace(" ", "") in told) == ("shared" not in name), name
+        assert f"{own}{words}".replace(" ", "") not in told
 
 
 def test_drawn_answers_have_a_seed_of_their_own(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,7 @@ def test_distillation_is_the_divergence_from_the_main_row_ahead() -> None:
 def test_adapters_alone_are_plain_fine_tuning() -> None:
     """gamma = 0: the next-token loss of a network whose weights have the adapters merged in."""
     network, batch = make_network(), make_batch()
-    recipe = make_recipe(network, mode="shared", gamma=0, prune_rank=0)
+    recipe = make_recipe(network, mode="shared", gamma=0, layers=4, prune_rank=0)
     loss, figures = recipe.loss(batch, context())
     adapters = recipe.module.adapters
     assert adapters is not None
@@ -273,7 +274,7 @@ def test_parameters_follow_the_papers_formula() -> None:
     network = make_network()
     d, gamma, r = network.config.d_model, 4, 8
     with_streams = make_recipe(network, mode="shared", gamma=gamma, prune_rank=r).module
-    alone = make_recipe(network, mode="shared", gamma=0, prune_rank=0).module
+    alone = make_recipe(network, mode="shared", gamma=0, layers=4, prune_rank=0).module
     count = {m: sum(p.numel() for p in m.parameters()) for m in (with_streams, alone)}
     assert count[with_streams] - count[alone] == gamma * d + 2 * r * d
     rotated = make_recipe(network, identity="rotation").module
@@ -282,7 +283,7 @@ def test_parameters_follow_the_papers_formula() -> None:
 
 
 def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
-    recipe = make_recipe(make_network(torch.float32), application="sql")
+    recipe = make_recipe(make_network(torch.float32), mode="shared", application="sql")
     recipe.export(tmp_path, {"steps": 3})
     loaded = StreamSet.load(tmp_path)
     assert loaded.config == recipe.module.config
@@ -291,6 +292,9 @@ def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "training.json").read_text("utf-8"))
     assert (facts["steps"], facts["application"]) == (3, "sql")
     assert facts["parameters"] == recipe.module.parameters_by_part()
+
+
+ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "alpha_j": 0.5, "segment": 64}
 
 
 @pytest.mark.parametrize(
@@ -307,11 +311,24 @@ def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
         ({"alpha_j": -1.0}, "0 or more"),
         ({"gamma": 0, "mode": "shared", "start_rank": 2}, "no streams to start"),
         ({"rotation_step": 0.1}, "trained embeddings"),
+        ({"application": "sql"}, "a lossless set is for no application. Leave it out"),
+        *(
+            ({"gamma": 0, "mode": "shared"} | {name: value}, f"{name}=.*there are no streams")
+            for name, value in ADAPTERS_ALONE.items()
+        ),
+        ({"gamma": 0, "positions": 0.5}, "positions=.*there are no streams"),
+        ({"gamma": 0, "mode": "shared", "identity": "rotation", "rotation_step": 0.1}, "identity=.*no streams"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
         StreamOptions(**options)
+
+
+def test_adapters_alone_may_say_what_they_are() -> None:
+    said = StreamOptions(mode="shared", gamma=0, layers=4, prune_rank=0, alpha_0=0.5, application="sql")
+    assert said.config(make_network()).prune_rank == 0
+    StreamOptions(mode="shared", **ADAPTERS_ALONE)  # with streams all of it means something
 
 
 @pytest.mark.parametrize(("options", "wrong"), [({"layers": 4}, "msa_layers"), ({"gamma": 0}, "gamma")])
@@ -444,6 +461,12 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its gamma is 2, this run's 3"):
         wider = StreamOptions(gamma=3, layers=1, rank=4)
         StreamsKind().build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
+    for chosen in (options, StreamOptions(mode="shared", alpha_0=0.0, gamma=2, layers=1, rank=4)):
+        weighed = replace(build_context(tmp_path / "toy", network), prompt_weight=0.5)
+        with pytest.raises(ConfigError, match=r"prompt_weight=0.5.*main rows have no loss.*Leave prompt_weight out"):
+            StreamsKind().build(chosen, weighed)
+    shared = StreamOptions(mode="shared", gamma=2, layers=1, rank=4)
+    StreamsKind().build(shared, replace(build_context(tmp_path / "toy", network), prompt_weight=0.5))
     with pytest.raises(ConfigError, match="no target"):
         StreamsKind().build(options, build_context(tmp_path, None))
 

@@ -146,6 +146,20 @@ def test_what_was_logged_after_the_checkpoint_is_logged_once(tmp_path: Path) -> 
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+def test_of_several_processes_the_first_alone_trims_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(tmp_path).run(stop_after=3)
+    log = tmp_path / "log.jsonl"
+    left = log.read_text("utf-8") + '{"step": 4}\n{"ste'
+    log.write_text(left, encoding="utf-8")
+    second = trainer(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(second.accelerator), "is_main_process", False)
+        assert second.resume()
+        assert log.read_text("utf-8") == left
+    assert trainer(tmp_path).resume()
+    assert log.read_text("utf-8") == left[: left.index('{"step": 4}')]
+
+
 def test_a_stop_ends_the_run_after_the_step_under_way(tmp_path: Path) -> None:
     run = trainer(tmp_path)
 

@@ -21,6 +21,7 @@ from paceline.cli import app
 from paceline.cli.chat import Conversation
 from paceline.cli.session import default_drafter
 from paceline.drafters.ngram import NgramConfig
+from paceline.engine.auto import AutoBudget
 from paceline.target.adapters import linear_shapes
 from paceline.target.applications import Application, adapter_ranges, identity, load_applications
 from paceline.target.decoder import Decoder
@@ -292,6 +293,16 @@ def test_streams_of_an_application_draft_for_it(options: dict[str, Any], folders
     assert fast_ids == plain_ids != sql_ids  # the streams of "fast" came without adapters
 
 
+def test_the_drafter_fits_the_streams_of_the_applications(fast: str, llm: LLM) -> None:
+    """Two streams: the budget is theirs, every row has room for them, and more of them cannot be had."""
+    asked: dict[str, Any] = {"share": llm, "applications": {"fast": fast}, "exact": True, **SMALL}
+    made = LLM(MODEL, drafter="streams,k=2", **asked)
+    assert isinstance(made.engine.budget, AutoBudget) and made.engine.budget.cap == 2 + 4
+    assert made.engine.pool.scratch_slots == 2 * made.config.max_batch_rows
+    with pytest.raises(CapabilityError, match=r"gamma=3.*more than the 2 streams.*[Ll]eave gamma out, give 2 or less"):
+        LLM(MODEL, drafter="streams,k=2,gamma=3", **asked)
+
+
 def test_streams_need_their_round(folders: dict[str, str], fast: str, llm: LLM) -> None:
     with pytest.raises(CapabilityError, match="'fast' in round 'serial'.*drafter='streams'"):
         LLM(MODEL, share=llm, applications={**folders, "fast": fast}, drafter="ngram", exact=True, **SMALL)
@@ -341,6 +352,21 @@ def test_an_application_with_streams_brings_its_drafter(
     assert result.exit_code == 0, result.output
     row = json.loads(next(line for line in result.output.splitlines() if line.startswith("{")))
     assert row["application"] == "fast" and row["stats"]["row_layers"] > row["stats"]["passes"] * 12
+
+
+def test_quality_of_an_application_with_streams_is_scored_with_them(
+    cli: Callable[..., Any], folders: dict[str, str], fast: str, tmp_path: Path
+) -> None:
+    out, text = tmp_path / "quality.json", tmp_path / "words.txt"
+    text.write_text("Some words to be read.", encoding="utf-8")
+    small = ("--limit", "1", "--max-new-tokens", "4", "--max-model-len", "256", "--threads", "1")
+    for folder, drafter in ((fast, "streams"), (folders["sql"], None)):
+        asked = ("--tasks", "sql", "--loss", str(text), "--application", f"one={folder}", "--out", str(out))
+        result = cli("bench", "quality", MODEL, *asked, *small)
+        assert result.exit_code == 0, result.output
+        report = json.loads(out.read_text("utf-8"))
+        assert report["options"].get("drafter") == drafter
+        assert report["tasks"][0]["application"] == report["losses"][0]["application"] == "one"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
+from tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
@@ -19,11 +19,12 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import lossy_stream_rejection
 from paceline.drafters import registry
+from paceline.drafters.base import StreamRules
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.drafters.streams.drafter import best_nodes
-from paceline.rounds import default_round, make_round
+from paceline.rounds import default_round, fused, make_round
 from paceline.rounds.fused import surviving
 from paceline.rounds.verification import VERIFIERS, make_verifier
 from paceline.target.adapters import AdapterConfig
@@ -172,6 +173,70 @@ def test_a_set_that_cannot_prune() -> None:
     app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")
     with pytest.raises(CapabilityError, match="no early-exit map"):
         assemble(streams(prune_count=3), decoder=decoder, applications=[app])
+
+
+def test_more_streams_than_an_application_has() -> None:
+    """Each application counts, whether the drafter has a set of its own or not."""
+    decoder = tiny_decoder()
+    apps = [tiny_application(f"of {n}", decoder, tiny_streams(mode="shared", gamma=n)) for n in (5, 3)]
+    for drafter in (StreamsConfig(gamma=4, k=2), streams(trained=tiny_streams(gamma=4), gamma=4, k=2)):
+        with pytest.raises(CapabilityError, match=r"gamma=4.*more than the 3 streams that were trained"):
+            assemble(drafter, decoder=decoder, applications=apps)
+        assemble(drafter, decoder=decoder, applications=apps[:1])
+    assemble(StreamsConfig(gamma=3, k=2), decoder=decoder, applications=apps)
+
+
+@pytest.mark.parametrize(
+    ("options", "applied", "nodes"), [({}, 3, 14), ({}, 5, 62), ({"gamma": 2}, 3, 6), ({}, 0, 30), ({"nodes": 9}, 5, 9)]
+)
+def test_the_default_tree_follows_the_applications(options: dict[str, Any], applied: int, nodes: int) -> None:
+    drafter = StreamsConfig(k=2, **options).build(DrafterContext(streams=applied))
+    assert drafter.spec.default_budget == nodes
+
+
+# ---- room for streams
+
+
+@pytest.mark.parametrize(
+    ("rules", "shared", "slots"),
+    [
+        ({"gamma": 4, "at": "frontier"}, 0, 4 * 8),
+        ({"gamma": 4, "at": "nodes"}, 0, 4 * 100),
+        ({"gamma": 4, "at": "frontier"}, 2, 2 * 100),
+        ({"gamma": 30, "at": "frontier"}, 2, 30 * 8),
+        ({"gamma": 4, "at": "nodes"}, 6, 6 * 100),
+        ({"gamma": 0, "at": "frontier"}, 3, 3 * 100),
+        ({"gamma": 0, "at": "nodes"}, 0, 0),
+    ],
+)
+def test_slots_for_streams(rules: dict[str, Any], shared: int, slots: int) -> None:
+    assert StreamRules(**rules).scratch_slots(shared, rows=100, sequences=8) == slots
+    assert StreamRules(gamma=4, at="frontier").scratch_slots(0, rows=3, sequences=8) == 12  # one row a sequence
+
+
+def test_on_the_frontier_each_sequence_has_room_for_its_streams_and_no_more() -> None:
+    engine = assemble(streams(k=2), max_sequences=4)
+    pool, taken = engine.pool, []
+    scratch = pool.scratch
+    pool.scratch = lambda count: (taken.append(count), scratch(count))[1]  # type: ignore[method-assign]
+    outputs = run(engine, [([*PROMPT, 30 + i], GREEDY) for i in range(6)])
+    assert engine.round.failure is None and all(o.stats.drafted for o in outputs)
+    assert max(taken) == pool.scratch_slots == 3 * 4
+
+
+def test_masks_of_many_streams_are_not_kept() -> None:
+    """They grow with the square of the rows: a few hundred of them would fill the memory."""
+    for make in (fused._siblings, fused._owned):
+        fused._kept_mask.cache_clear()
+        small, large = ([make(n, 4, torch.device("cpu")) for _ in range(2)] for n in (3, fused.KEPT_MASK))
+        assert small[0] is small[1] and large[0] is not large[1]
+        assert fused._kept_mask.cache_info().currsize == 1
+    most = fused.KEPT_MASK // 4
+    for n in (2, most, most + 1):
+        rows = torch.arange(n * 4)
+        same = rows[:, None] // 4 == rows // 4
+        assert torch.equal(fused._siblings(n, 4, torch.device("cpu")), same & (rows[:, None] >= rows))
+        assert torch.equal(fused._owned(n, 4, torch.device("cpu")), torch.arange(n)[:, None] == rows // 4)
 
 
 def test_a_set_of_another_target() -> None:
@@ -374,6 +439,16 @@ def test_a_set_drafts_by_its_folder_alone(folder: Path, options: dict[str, Any])
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
     assert drafting.engine.round.name == "fused" and drafting.engine.round.failure is None
     assert sum(o.stats.drafted for o in found) or "budget" not in options
+
+
+@pytest.mark.parametrize(("at", "slots"), [("frontier", 4 * 2), ("nodes", 4 * 64)])
+def test_the_pool_has_room_for_the_streams_of_the_widest_pass(folder: Path, at: str, slots: int) -> None:
+    options: dict[str, Any] = {"max_model_len": 128, "max_sequences": 2, "max_batch_rows": 64}
+    llm = LLM("paceline-small", drafter=f"streams:{folder},nodes=12,at={at}", budget=12, **options)
+    assert llm.engine.pool.scratch_slots == slots
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    assert all(o.stats.drafted for o in llm.generate(["Once upon a time", "SELECT name FROM"], params))
+    assert llm.engine.round.failure is None
 
 
 def test_a_lossy_verifier_is_never_exact(folder: Path) -> None:

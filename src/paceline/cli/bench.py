@@ -16,7 +16,7 @@ from ..llm import LLM, LLMConfig
 from . import bench_run, bench_streams
 from .console import stdout, waiting
 from .options import takes
-from .session import DEFAULT_MODEL, application_named, counting, steps
+from .session import DEFAULT_MODEL, application_named, counting, needed_drafter, steps
 
 if TYPE_CHECKING:  # torch is loaded when a command runs, not when its help is shown
     from ..bench.decode import DecodeRate
@@ -224,7 +224,7 @@ def decode(
 
 
 @app.command()
-@takes(llm=LLMConfig, without={"model"})
+@takes(llm=LLMConfig, without={"model"}, shown={"drafter": "the applications' streams, else none"})
 def quality(
     model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
     tasks: Annotated[str, typer.Option(metavar="NAME,..", help="Of sql, e2e, gsm8k and dialogsum.")] = "sql,e2e,gsm8k",
@@ -252,6 +252,8 @@ def quality(
 
     named = [name.strip() for name in tasks.split(",") if name.strip()]
     application = application_named(as_, llm["applications"] or {})
+    if llm["drafter"] is None:
+        llm["drafter"] = needed_drafter(llm["applications"] or {}, llm["offline"])
     _positive("--limit", limit)
     _check_out(out)
     with waiting(f"loading {model}"):

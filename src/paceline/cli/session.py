@@ -38,9 +38,13 @@ def default_drafter(model: str, applications: Mapping[str, str], offline: bool) 
 
     Applications with streams cannot do without them: their answers depend on them.
     """
-    if any(read_config(resolve_folder(where, offline=offline)).gamma for where in applications.values()):
-        return "streams"
-    return zoo.default_drafter(model)
+    return needed_drafter(applications, offline) or zoo.default_drafter(model)
+
+
+def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:
+    """The drafter without which the applications cannot answer; None: they need none."""
+    found = any(read_config(resolve_folder(where, offline=offline)).gamma for where in applications.values())
+    return "streams" if found else None
 
 
 def application_named(asked: str | None, loaded: Collection[str]) -> str | None:

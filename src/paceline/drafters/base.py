@@ -37,7 +37,8 @@ class CacheSpec:
 class StreamRules:
     """How streams ride on the target's own pass, for drafters that draft with them (the fused round)."""
 
-    gamma: int  # most streams a row
+    gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
+    wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
     at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
     prune_threshold: float | None = None  # nodes with a transition probability below it go before the upper layers
     prune_count: int | None = None  # so many drafted nodes stay
@@ -48,6 +49,18 @@ class StreamRules:
     def prunes(self) -> bool:
         """Whether any tree may be pruned."""
         return self.prune_threshold is not None or self.prune_count is not None
+
+    def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
+        """Slots that the streams of the widest pass need.
+
+        Args:
+            shared: most streams a row of an application; 0: none has any.
+            rows: of a target pass.
+            sequences: that run at once.
+        """
+        everywhere = max(shared, self.gamma if self.at == "nodes" else 0)  # any row may carry them
+        # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left.
+        return max(everywhere * rows, self.gamma * min(sequences, rows))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,10 @@ class DraftModelKind:
     takes_init = True
     taps: ClassVar[tuple[int, ...]] = (-1,)
 
+    def imitates(self, options: DraftModelOptions) -> bool:
+        """A draft is right where it says what the target says."""
+        return True
+
     def build(self, options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
         """A fresh draft, or one that goes on from ``context.init``.
 

@@ -50,6 +50,7 @@ class DrafterContext:
     find: Callable[[str], Any] | None = None  # name of an embedded, local or hub folder -> its path
     target: str = ""  # name of the target
     target_folder: Any = None  # where its checkpoint lies; None: in memory alone
+    streams: int = 0  # most streams a row of the applications beside it; 0: none has any
 
 
 def option(default: Any = MISSING, *, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:

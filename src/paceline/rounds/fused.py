@@ -13,7 +13,7 @@ Source: Speculative Streaming, sections 2.1 to 2.3 and appendix G.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -35,6 +35,8 @@ from ..target.streams import StreamLimit, StreamRows, StreamSet
 from .base import StepResult, Work
 from .serial import SerialRound, Span, _layout
 from .verification import DEFAULT_VERIFIER
+
+KEPT_MASK = 256  # streams of a mask that is kept for later passes: 64 KiB
 
 
 @dataclass(slots=True, eq=False)
@@ -134,8 +136,16 @@ class FusedRound(SerialRound):
         """Check that an application's set can run by the drafter's rules.
 
         Raises:
-            CapabilityError: it cannot be pruned, or rotates values in layers that cannot.
+            CapabilityError: it has fewer streams than are wanted, cannot be pruned, or rotates values in layers that
+                cannot.
         """
+        wanted, trained = self.rules.wanted, streams.config.gamma
+        if wanted is not None and trained < wanted:
+            raise CapabilityError(
+                f"gamma={wanted} with the streams of an application",
+                f"it is more than the {trained} streams that were trained",
+                f"leave gamma out, give {trained} or less, or train the application with gamma={wanted}",
+            )
         if self.rules.prunes and streams.prune_map is None:
             raise CapabilityError(
                 "pruning with a set that has no early-exit map",
@@ -561,16 +571,37 @@ def _indices(slots: slice | Tensor, device: torch.device) -> Tensor:
     return torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
 
 
-@lru_cache(maxsize=256)
 def _siblings(carriers: int, gamma: int, device: torch.device) -> Tensor:
     """[carriers * gamma, same] bool: stream j of a row sees streams 1 .. j of the same row (eq. 2)."""
+    return _mask(_make_siblings, carriers, gamma, device)
+
+
+def _owned(carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """[carriers, carriers * gamma] bool: a main row's own streams (eq. 3)."""
+    return _mask(_make_owned, carriers, gamma, device)
+
+
+MakeMask = Callable[[int, int, torch.device], Tensor]
+
+
+def _mask(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """Steps ask for the same few small masks again and again; those of long prompts would fill the memory."""
+    if carriers * gamma > KEPT_MASK:
+        return make(carriers, gamma, device)
+    return _kept_mask(make, carriers, gamma, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_mask(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
+    return make(carriers, gamma, device)
+
+
+def _make_siblings(carriers: int, gamma: int, device: torch.device) -> Tensor:
     lower = torch.ones(gamma, gamma, dtype=torch.bool, device=device).tril()
     return torch.block_diag(*[lower] * carriers)
 
 
-@lru_cache(maxsize=256)
-def _owned(carriers: int, gamma: int, device: torch.device) -> Tensor:
-    """[carriers, carriers * gamma] bool: a main row's own streams (eq. 3)."""
+def _make_owned(carriers: int, gamma: int, device: torch.device) -> Tensor:
     return torch.eye(carriers, dtype=torch.bool, device=device).repeat_interleave(gamma, 1)
 
 

@@ -119,6 +119,16 @@ def sidecar(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
+def answered_by(path: Path) -> str | None:
+    """Fingerprint of the target whose answers a file holds, compressed or not; None: nothing says that it holds any."""
+    try:
+        found = json.loads(sidecar(path.with_name(path.name.removesuffix(".gz"))).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    mark = found.get("target") if isinstance(found, dict) else None
+    return mark if isinstance(mark, str) else None
+
+
 def _same_making(path: Path, own: Mapping[str, Any]) -> None:
     """Write down what makes the file, or check that the same made it so far."""
     beside = sidecar(path)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
 from ..target.streams import fingerprint
+from .answers import answered_by
 from .data import STDLIB, Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, python_version, sha256
 from .features import CacheDtype, FeatureCache, open_cache
 from .network import Network
@@ -77,7 +78,7 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
     Args:
         job: the run.
         watchers: told after every step.
-        say: told about what takes long before.
+        say: told about what takes long before, and about data that suit the target badly.
 
     Raises:
         ConfigError: data, options or a checkpoint in ``out`` that do not fit.
@@ -109,9 +110,12 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         held_out={spec.name: held_out(load_source(spec, encoder), longest) for spec in job.held_out},
         device=state.device,
         seed=job.config.seed,
+        prompt_weight=job.prompt_weight,
         init=job.init,
     )
     facts = _facts(job, options)
+    if made.imitates(options):
+        _name_strangers(job.sources, facts["target"], say)
     if job.cache is not None:
         with state.main_process_first():
             context.features = _cache(job, made.taps, facts, context, mixture, say)
@@ -131,6 +135,13 @@ def _check(job: Job, made: RecipeKind) -> None:
         raise ConfigError(name, "it learns from no states that a cache could hold", "leave --cache out")
     if not job.sources:
         raise ConfigError(name, "there is no data", "give --data FILE")
+
+
+def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Callable[[str], None]) -> None:
+    """Tell which files hold the answers of another model than the one that is learned from."""
+    for spec in sources:
+        if answered_by(Path(spec.file)) not in (None, target):
+            say(f"{spec.file} holds the answers of another model than this target; its own are better data for drafts")
 
 
 def _cache(

@@ -41,6 +41,7 @@ class BuildContext:
     held_out: Mapping[str, Sequence[TokenBatch]] = field(default_factory=dict)  # by domain
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
+    prompt_weight: float = 0.0  # of prompt tokens in the loss
     init: Path | None = None  # folder whose weights the run starts from
     features: Features | None = None  # the target's states from a cache; None: made with each batch
 
@@ -53,6 +54,10 @@ class RecipeKind(Protocol):
     takes_init: bool  # it can start from a folder of its own kind of weights: `BuildContext.init`
     taps: ClassVar[tuple[int, ...]]  # target layers whose states it learns from, and a cache can hold
     Options: ClassVar[type[Any]]  # frozen, keyword-only, its fields have help texts
+
+    def imitates(self, options: Any) -> bool:
+        """Whether it learns to say what the target says, so that the target's own answers are its best data."""
+        ...
 
     def build(self, options: Any, context: BuildContext) -> Recipe:
         """The recipe, ready to train.

@@ -172,6 +172,10 @@ class TargetKind:
     takes_init = True
     taps: ClassVar[tuple[int, ...]] = ()
 
+    def imitates(self, options: TargetOptions) -> bool:
+        """There is no target."""
+        return False
+
     def build(self, options: TargetOptions, context: BuildContext) -> TargetRecipe:
         """A network from random weights, from the checkpoint ``context.init``, or grown from it.
 

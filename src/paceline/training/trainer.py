@@ -420,7 +420,7 @@ class Trainer:
     def _trim_log(self) -> None:
         """Drop the log's lines after the checkpoint: their steps are repeated."""
         log = self.out / LOG
-        if log.is_file():
+        if self.accelerator.is_main_process and log.is_file():
             lines = [line for line in log.read_text("utf-8").splitlines() if _step_of(line) <= self.step]
             log.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 

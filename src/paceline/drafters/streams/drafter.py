@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...target.base import TargetInfo
 
 MAX_NODES = 1024
-USUAL_GAMMA = 4  # where only applications bring streams, and no gamma is given: decides the default tree alone
+USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is given: decides the default tree alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class StreamsConfig(DrafterConfig):
     def build(self, context: DrafterContext) -> StreamsDrafter:
         """Load the trained set, where one is named."""
         if not self.path:
-            return StreamsDrafter(self)
+            return StreamsDrafter(self, applied=context.streams)
         folder = Path(self.path) if context.find is None else Path(context.find(self.path))
         _check_set(f"drafter={self.kind}:{self.path}", read_config(folder), context)
         return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
@@ -112,16 +112,18 @@ class StreamsDrafter:
     Args:
         config: shape and kind of the drafts.
         streams: the general lossless set; None: only requests whose application has streams get drafts.
+        applied: most streams of such an application; 0: not known. Decides the default tree alone.
 
     Raises:
         ConfigError: more streams than were trained, or a set in shared mode.
         CapabilityError: pruning with a set that cannot prune.
     """
 
-    def __init__(self, config: StreamsConfig, streams: StreamSet | None = None) -> None:
+    def __init__(self, config: StreamsConfig, streams: StreamSet | None = None, applied: int = 0) -> None:
         self.config = config
         self.streams = None if streams is None else _fitted(config, streams)
-        self.gamma = self.streams.config.gamma if self.streams is not None else config.gamma or USUAL_GAMMA
+        own = 0 if self.streams is None else self.streams.config.gamma
+        self.gamma = own or config.gamma or applied or USUAL_GAMMA
         rotation = None if streams is None else streams.config.value_rotation
         self.spec = DrafterSpec(
             name=config.kind,
@@ -130,7 +132,8 @@ class StreamsDrafter:
             default_budget=config.num_nodes(self.gamma),
             tree=not config.is_chain,
             streams=StreamRules(
-                gamma=0 if self.streams is None else self.gamma,
+                gamma=own,
+                wanted=config.gamma,
                 at=config.at,
                 prune_threshold=config.prune_threshold,
                 prune_count=config.prune_count,

@@ -42,6 +42,7 @@ _EVALUATED_LOGITS = 2**21  # elements held at a time
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 ALPHA_PER_RANK = 4.0
 _ALPHAS = {"lossless": (0.0, 1.0), "shared": (1.0, 0.1)}  # alpha_0, alpha_j (section 2.4, appendix M)
+_OF_STREAMS = ("layers", "identity", "prune_rank", "alpha_j", "segment", "positions")  # of no meaning to adapters alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,18 @@ class StreamOptions:
         _require("rotation_step", self.rotation_step, turns, "trained embeddings rotate nothing (identity='rotation')")
         trainable = self.gamma > 0 or not self.start_rank
         _require("start_rank", self.start_rank, trainable, "there are no streams to start")
+        general = shared or not self.application
+        _require("application", self.application, general, "a lossless set is for no application", "leave it out")
+        if not self.gamma:
+            self._require_unset()
+
+    def _require_unset(self) -> None:
+        """Refuse options of streams where none are trained; prune_rank=0 says what is the case."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in _OF_STREAMS:
+            value = getattr(self, name)
+            unset = value == defaults[name] or (name == "prune_rank" and not value)
+            _require(name, value, unset, "there are no streams (gamma=0)", "leave it out, or give gamma=4")
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -128,9 +141,9 @@ class StreamOptions:
         )
 
 
-def _require(name: str, value: Any, holds: bool, rule: str) -> None:
+def _require(name: str, value: Any, holds: bool, rule: str, remedy: str = "") -> None:
     if not holds:
-        raise ConfigError(f"streams with {name}={value!r}", rule, f"choose another {name}")
+        raise ConfigError(f"streams with {name}={value!r}", rule, remedy or f"choose another {name}")
 
 
 class StreamRecipe:
@@ -511,14 +524,25 @@ class StreamsKind:
     taps: ClassVar[tuple[int, ...]] = ()  # streams attend in the target's own layers: no state alone would do
     Options: ClassVar[type[StreamOptions]] = StreamOptions
 
+    def imitates(self, options: StreamOptions) -> bool:
+        """Lossless streams say what the target says; an application has answers of its own."""
+        return options.mode == "lossless"
+
     def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
         """A fresh set over the context's target, or the one in ``context.init``.
 
         Raises:
-            ConfigError: no target, options that do not fit it, or a set of another shape.
+            ConfigError: no target, options that do not fit it, a set of another shape, or prompt tokens that weigh
+                something and have no loss.
         """
         if context.target is None or context.target_folder is None:
             raise ConfigError("training streams", "there is no target to train them for", "give --target")
+        if context.prompt_weight and not options.factors[0]:
+            raise ConfigError(
+                f"streams with prompt_weight={context.prompt_weight}",
+                "prompt tokens carry no streams, and main rows have no loss (alpha_0=0)",
+                "leave prompt_weight out, or train in shared mode with alpha_0 above 0",
+            )
         folder = Path(context.target_folder)
         config = options.config(context.target, folder.name, fingerprint(folder))
         if context.init is None:
