@@ -34,7 +34,7 @@ from .engine.tokens import Prompt, chat_ids, decode_steps, encode
 from .kv.pool import KVPool
 from .rounds import make_round
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
-from .target.applications import Application, load_applications
+from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
@@ -621,14 +621,7 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
 
 def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Application]:
     """The trained sets that requests may name."""
-    named = config.applications or {}
-    folders = {}
-    for name, where in named.items():
-        try:
-            folders[name] = resolve_folder(where, offline=config.offline)
-        except ConfigError as error:
-            asked = f"application {name!r}: {where}"
-            raise ConfigError(asked, "no such trained set", f"check the folder ({error})") from error
+    folders = locate(config.applications or {}, config.offline)
     return load_applications(folders, target.decoder, target.name, target.folder)
 
 

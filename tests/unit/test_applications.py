@@ -342,6 +342,11 @@ def test_the_only_application_answers_where_none_is_named(
     assert expected in result.output and "sql | " in result.output
 
 
+def test_an_application_without_a_folder_is_named_in_the_error(cli: Callable[..., Any]) -> None:
+    result = cli("generate", "--offline", "--application", "sql=not/there", "-p", PROMPT)
+    assert result.exit_code and "application 'sql': not/there: no such trained set" in result.output.replace("\n", " ")
+
+
 def test_an_application_with_streams_brings_its_drafter(
     cli: Callable[..., Any], folders: dict[str, str], fast: str
 ) -> None:

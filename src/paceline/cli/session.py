@@ -12,8 +12,7 @@ from .. import zoo
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..llm import LLM
-from ..target.applications import BASE
-from ..target.loader import resolve_folder
+from ..target.applications import BASE, locate
 from ..target.streams import read_config
 from .console import stderr, waiting
 
@@ -43,7 +42,7 @@ def default_drafter(model: str, applications: Mapping[str, str], offline: bool) 
 
 def needed_drafter(applications: Mapping[str, str], offline: bool) -> str | None:
     """The drafter without which the applications cannot answer; None: they need none."""
-    found = any(read_config(resolve_folder(where, offline=offline)).gamma for where in applications.values())
+    found = any(read_config(folder).gamma for folder in locate(applications, offline).values())
     return "streams" if found else None
 
 

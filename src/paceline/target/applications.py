@@ -17,6 +17,7 @@ from ..core.errors import CapabilityError, ConfigError
 from .adapters import AdapterRange, LowRank, linear_shapes
 from .decoder import Decoder
 from .families import DecoderConfig
+from .loader import resolve_folder
 from .streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, StreamSet, fingerprint, read_config
 
 BASE = "base"  # what the base model is called where a word is needed, so no application may be
@@ -30,6 +31,22 @@ class Application:
     identity: str  # sha256 of the set's files: K/V is shared among requests with the same one
     adapter: LowRank | None  # of main and stream rows; None: the set has streams alone
     streams: StreamSet | None = None  # where main rows attend to their streams; None: adapters alone
+
+
+def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
+    """The folder of every application's trained set.
+
+    Raises:
+        ConfigError: there is none; it says of which application.
+    """
+    folders = {}
+    for name, where in named.items():
+        try:
+            folders[name] = resolve_folder(where, offline=offline)
+        except ConfigError as error:
+            asked = f"application {name!r}: {where}"
+            raise ConfigError(asked, "no such trained set", f"check the folder ({error})") from error
+    return folders
 
 
 def load_applications(
