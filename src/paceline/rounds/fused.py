@@ -27,7 +27,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
 from ..drafters.base import Drafter, StreamingDrafter, StreamRules
 from ..kv.pool import KVPool
-from ..target.adapters import AdapterRange, LowRank
+from ..target.adapters import AdapterRange, joined
 from ..target.applications import adapter_ranges
 from ..target.base import ForwardState
 from ..target.decoder import Decoder
@@ -236,7 +236,7 @@ class FusedRound(SerialRound):
         state.attn = self.target.plan([*fused.segments, *streams], state.positions)
         state.adapters = (
             *_main_ranges(fused.works, fused.spans),
-            *_stream_ranges([(g.start, g.stop, rider.streams.adapters) for rider, g in fused.riding]),
+            *joined([(g.start, g.stop, rider.streams.adapters) for rider, g in fused.riding]),
         )
         state.rope.clear()
         state.special = self._special(fused)
@@ -457,7 +457,7 @@ class FusedRound(SerialRound):
         plan = self.target.plan(segments, positions)
         state = ForwardState(torch.cat(begun), positions, zeros, zeros, scratch, plan, stream=stream)
         parts = [*zip(riders, segments, strict=True)]
-        state.adapters = _stream_ranges([(g.start, g.stop, rider.streams.adapters) for rider, g in parts])
+        state.adapters = joined([(g.start, g.stop, rider.streams.adapters) for rider, g in parts])
         turn = _turn(parts, stream, state.hidden)
         state.special = None if turn is None else StreamRows(0, turn)
         return self.target.run_layers(state, layer, self.target.num_layers, self.pool).hidden
@@ -534,18 +534,6 @@ def _wants_streams(work: Work) -> bool:
 
 def _main_ranges(works: Sequence[Work], spans: Sequence[Span]) -> tuple[AdapterRange, ...]:
     return adapter_ranges([w.sequence.application for w in works], [(s.start, s.stop) for s in spans])
-
-
-def _stream_ranges(parts: Sequence[tuple[int, int, LowRank | None]]) -> tuple[AdapterRange, ...]:
-    """Ranges of stream rows; neighbours with the same adapters are one."""
-    ranges: list[AdapterRange] = []
-    for start, stop, adapter in parts:
-        if adapter is None or start == stop:
-            continue
-        if ranges and ranges[-1].stop == start and ranges[-1].adapter is adapter:
-            start = ranges.pop().start
-        ranges.append(AdapterRange(start, stop, adapter))
-    return tuple(ranges)
 
 
 def _thinned(segment: Segment, rows: Sequence[int], device: torch.device) -> Segment:

@@ -5,7 +5,7 @@ Source: Hu et al. 2021 (LoRA); Speculative Streaming, section 2.1 (stream adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -170,6 +170,22 @@ class AdapterRange:
     start: int
     stop: int
     adapter: LowRank
+
+
+def joined(parts: Iterable[tuple[int, int, LowRank | None]]) -> tuple[AdapterRange, ...]:
+    """(start, stop, adapter) as disjoint ranges; neighbours with the same adapters are one.
+
+    Args:
+        parts: ascending; those without rows or adapters are left out.
+    """
+    ranges: list[AdapterRange] = []
+    for start, stop, adapter in parts:
+        if adapter is None or start == stop:
+            continue
+        if ranges and ranges[-1].stop == start and ranges[-1].adapter is adapter:
+            start = ranges.pop().start
+        ranges.append(AdapterRange(start, stop, adapter))
+    return tuple(ranges)
 
 
 def not_loaded(what: str) -> ConfigError:

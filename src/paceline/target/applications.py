@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CapabilityError, ConfigError
-from .adapters import AdapterRange, LowRank, linear_shapes
+from .adapters import AdapterRange, LowRank, joined, linear_shapes
 from .decoder import Decoder
 from .families import DecoderConfig
 from .loader import resolve_folder
@@ -150,12 +150,5 @@ def adapter_ranges(
         Disjoint ranges in ascending order. Neighbours with the same adapters are one range; rows of the base
         model are in none.
     """
-    ranges: list[AdapterRange] = []
-    for application, (start, stop) in zip(applications, rows, strict=True):
-        adapter = application.adapter if application is not None else None
-        if adapter is None or start == stop:
-            continue
-        if ranges and ranges[-1].stop == start and ranges[-1].adapter is adapter:
-            start = ranges.pop().start
-        ranges.append(AdapterRange(start, stop, adapter))
-    return tuple(ranges)
+    adapters = [None if application is None else application.adapter for application in applications]
+    return joined((start, stop, adapter) for adapter, (start, stop) in zip(adapters, rows, strict=True))
