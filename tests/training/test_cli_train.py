@@ -466,7 +466,7 @@ def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
 ) -> None:
     """A real process, stopped in mid-work: whole lines, and in the end those of a run that was not stopped."""
     many = tmp_path / "many.jsonl"
-    lines = [{"prompt": f"Is box {i} {c}?", "completion": "Yes."} for i in range(500) for c in COLOURS]
+    lines = [{"prompt": f"Is box {i} {c}?", "completion": "Yes."} for i in range(5000) for c in COLOURS]
     many.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     out = tmp_path / "a.jsonl"
     args = ["answers", "--target", target, "--data", many, "--length", "60", "--text-prompt", "16", "--batch", "4"]
@@ -477,7 +477,7 @@ def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on(
     assert work.returncode == 130, errors
     assert f"are kept, go on: paceline train answers --target {target}" in " ".join(errors.split())
     kept = records(out)
-    assert 0 < len(kept) < 2000
+    assert 0 < len(kept) < len(lines)
     whole = [str(len(kept) + 3)]
     assert run(*args, "--out", out, "--limit", *whole).exit_code == 0
     assert run(*args, "--out", tmp_path / "b.jsonl", "--limit", *whole).exit_code == 0
