@@ -385,7 +385,11 @@ CASES = [
     for batch in (1, 3)
     if facts.max_batch is None or batch <= facts.max_batch
 ]
-CHATS = ("What is 2+2?", "Name three colours.", "The cat sat on the mat. The cat sat on the mat. The cat")
+CHATS = (
+    "What is 2+2?",
+    "CREATE TABLE players (name, team, number)\nQuestion: Who wears number 7?\nSQL:",  # whose answer ends early
+    "The cat sat on the mat. The cat sat on the mat. The cat",
+)
 
 
 @pytest.fixture(scope="module")
