@@ -57,7 +57,7 @@ def save_set(folder: Path, *, mode: str = "lossless", gamma: int = 2, layers: in
     trained = StreamSet.fresh(config, linear_shapes(shape), generator)
     assert trained.adapters is not None
     for up in trained.adapters.up.values():
-        up.data.copy_(0.02 * torch.randn(up.shape, generator=generator))
+        up.data.copy_(0.1 * torch.randn(up.shape, generator=generator))
     trained.save(folder)
     return str(folder)
 
@@ -190,6 +190,16 @@ def test_the_ablation_has_every_component_wherever_streams_ride(sets: dict[str, 
     assert all(entry.method.application == "set" for entry in shared.entries)
     unpruned = plans.ablation(TrainedSet.read(sets["unpruned"]))
     assert "pruned" not in {entry.series for entry in unpruned.entries}
+
+
+def test_the_ablations_tree_can_be_chosen(sets: dict[str, str], run: Any, tmp_path: Path) -> None:
+    wide = plans.ablation(TrainedSet.read(sets["lossless"]), k=6, nodes=20)
+    methods = {entry.method.name: entry.method for entry in wide.entries}
+    assert methods["tree"].settings["budget"] == 20 and "k=6,nodes=20" in str(methods["tree"].drafter)
+    assert {"count 16", "best 16"} <= {*methods} and not {"count 32", "best 32"} & {*methods}
+    assert "k=6, gamma=2, 20 nodes" in wide.title
+    refused = run("streams", "--set", sets["lossless"], "--sweep", "k", "--k", "4", "--out", str(tmp_path))
+    assert refused.exit_code and "a sweep has its own" in refused.output.replace("\n", " ")
 
 
 def test_budgets_let_whole_trees_through(sets: dict[str, str]) -> None:

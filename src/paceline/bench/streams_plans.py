@@ -24,10 +24,11 @@ from .run import BenchConfig
 
 FULL_TREE = 128  # most drafted nodes of a tree that is verified whole
 THRESHOLDS = (0.001, 0.003, 0.01, 0.03, 0.1)
-COUNTS = (8, 16, 32)
+COUNTS = (8, 16, 32, 64)
 SWEPT_THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 SWEPT_TOP_KS = (1, 5, 10, 20, 50, 0)
 SWEPT_BATCHES = (1, 2, 4, 8, 16)
+USUAL = 32  # most nodes, where the engine chooses the budget
 CUT = 16  # nodes of the tree that stands for a usual setting
 PRUNED_AT = 0.01  # the threshold that stands for a usual setting
 FRONTIER = " at frontier"  # what a setting is called whose streams ride on the last accepted node alone
@@ -131,15 +132,21 @@ def workload_of(task: str) -> str:
 # -- the ablation (fig. 13)
 
 
-def ablation(trained: TrainedSet, k: int = 3) -> Plan:
-    """Chain, whole tree, tree pruned in mid-pass, tree cut by its own scores; each wherever streams can ride."""
-    tree = trained.tree(k)
+def ablation(trained: TrainedSet, k: int = 3, nodes: int | None = None) -> Plan:
+    """Chain, whole tree, tree pruned in mid-pass, tree cut by its own scores; each wherever streams can ride.
+
+    Args:
+        k: children of a node.
+        nodes: most of a tree, the best by the streams' own scores; None: the full tree of as many streams as fit.
+    """
+    tree: dict[str, Any] = dict(trained.tree(k)) if nodes is None else {"k": k, "nodes": nodes}
+    gamma = tree.get("gamma", trained.config.gamma)
     shapes: list[tuple[str, str, dict[str, Any]]] = [("chain", "chain", {"chain": True}), ("tree", "tree", tree)]
     shapes += [("pruned", f"threshold {_written(t)}", {**tree, "prune_threshold": t}) for t in THRESHOLDS]
-    size = StreamsConfig(k=tree["k"], gamma=tree["gamma"]).num_nodes(tree["gamma"])
+    size = StreamsConfig(**tree).num_nodes(gamma)
     counts = [count for count in COUNTS if count < size]
     shapes += [("pruned", f"count {count}", {**tree, "prune_count": count}) for count in counts]
-    shapes += [("cut", f"best {count}", {"k": k, "nodes": count}) for count in COUNTS]
+    shapes += [("cut", f"best {count}", {"k": k, "nodes": count}) for count in COUNTS if count < size]
     if not trained.config.prune_rank:
         shapes = [shape for shape in shapes if shape[0] != "pruned"]
     entries = [
@@ -147,11 +154,11 @@ def ablation(trained: TrainedSet, k: int = 3) -> Plan:
         for at in trained.places
         for family, label, options in shapes
     ]
-    usual = trained.method("auto budget", budget="auto", at=trained.places[-1], k=k, nodes=COUNTS[-1])
+    usual = trained.method("auto budget", budget="auto", at=trained.places[-1], k=k, nodes=USUAL)
     return Plan(
         name="ablation",
         title=f"Speculative streams: what each component is worth ({trained.config.mode} set, tree of k={k}, "
-        f"gamma={tree['gamma']}, of {trained.config.gamma} trained)",
+        f"gamma={gamma}{'' if nodes is None else f', {size} nodes'}, of {trained.config.gamma} trained)",
         entries=(*entries, Entry(method=usual, series="auto")),
         sets=(trained,),
     )
@@ -227,7 +234,7 @@ def by_batch(trained: TrainedSet) -> Plan:
     entries = [
         Entry(method=_usual(trained, "best path", chain=True), series="best path"),
         Entry(method=_usual(trained, "tree", k=3, nodes=CUT, best_path_batch=10**6), series=f"best {CUT} nodes"),
-        Entry(method=_usual(trained, "auto", k=3, nodes=COUNTS[-1], budget="auto"), series="auto budget"),
+        Entry(method=_usual(trained, "auto", k=3, nodes=USUAL, budget="auto"), series="auto budget"),
     ]
     plan = _plan(trained, "batch", "Requests at once", "batch size", entries)
     swept = {"batches": SWEPT_BATCHES}

@@ -54,6 +54,11 @@ def streams(
         list[str] | None,
         typer.Option(metavar="LAYERS=FOLDER", help="Sets with streams through so many layers; repeat it."),
     ] = None,
+    k: Annotated[int, typer.Option("--k", metavar="N", min=1, help="Children of a node, of the ablation's tree.")] = 3,
+    nodes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most nodes of the ablation's tree, best first; default: the full tree."),
+    ] = None,
     model: Model = DEFAULT_MODEL,
     tasks: Tasks = "sql,e2e",
     data: Data = None,
@@ -75,7 +80,7 @@ def streams(
     from ..bench.streams_plans import workload_of
 
     require_matplotlib()
-    plans = _plans(folder, sweep or [], named_folders("--sets", sets or []))
+    plans = _plans(folder, sweep or [], named_folders("--sets", sets or []), k, nodes)
     values = {
         "model": model,
         "workloads": tuple(workload_of(task) for task in _names("--tasks", tasks)),
@@ -212,7 +217,7 @@ def _names(flag: str, text: str) -> list[str]:
     return names
 
 
-def _plans(folder: str | None, sweeps: Sequence[str], sets: Mapping[str, str]) -> list[Plan]:
+def _plans(folder: str | None, sweeps: Sequence[str], sets: Mapping[str, str], k: int, nodes: int | None) -> list[Plan]:
     from ..bench.streams_plans import SET_SWEEPS, SWEEPS, TrainedSet, ablation, read_sets, sweep_plan
 
     trained = TrainedSet.read(folder) if folder is not None else None
@@ -222,7 +227,9 @@ def _plans(folder: str | None, sweeps: Sequence[str], sets: Mapping[str, str]) -
             raise ConfigError("bench streams", "no trained set is named", "add --set FOLDER")
         if several:
             raise ConfigError("--sets", "the ablation is of one set", "add --sweep layers or --sweep pruning-layer")
-        return [ablation(trained)]
+        return [ablation(trained, k, nodes)]
+    if (k, nodes) != (3, None):
+        raise ConfigError("--k or --nodes", "they shape the ablation's tree, a sweep has its own", "leave them out")
     names = _every(sweeps, trained, several, SWEEPS, SET_SWEEPS) if "all" in sweeps else list(dict.fromkeys(sweeps))
     return [sweep_plan(name, trained, several) for name in names]
 
