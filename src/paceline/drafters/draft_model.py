@@ -85,7 +85,7 @@ class DraftModelConfig(DrafterConfig):
         if not self.branching:
             return (1,) * self.depth
         parts = self.branching.strip("<>").replace(",", "x").split("x")
-        if not all(p.strip().isdigit() and int(p) > 0 for p in parts):
+        if not all(p.strip().isascii() and p.strip().isdigit() and int(p) > 0 for p in parts):
             raise ConfigError(f"branching={self.branching!r}", "factors are whole numbers above 0", "write 1x1x3x1")
         return tuple(int(p) for p in parts)
 
@@ -114,6 +114,7 @@ class _State:
     parents: list[int] = field(default_factory=list)  # of nodes 1, 2, ..; 0 is the root
     tokens: list[int] = field(default_factory=list)
     forwarded: int = 0  # the first so many nodes have K/V
+    read: int = 0  # leading tokens of the text that the draft has an embedding for
 
 
 @dataclass(slots=True)
@@ -286,13 +287,28 @@ class DraftModel:
         state = self._states.get(sequence.key)
         if state is None:
             state = self._states[sequence.key] = _State(self._open(sequence))
-        else:
-            self._settle(state, sequence.tokens)
+        if not self._reads(state, sequence.tokens):
+            state.cache.release()  # of no use any more: the text will keep that token
+            return _Growth(sequence, state, 0, 0)
+        self._settle(state, sequence.tokens)
         growth = _Growth(sequence, state, budget, self._depth(sequence, max_depth))
         if budget > 0 and growth.max_depth > 0 and self._reserve(growth):
             return growth
         growth.budget = 0  # the target goes on alone for this sequence
         return growth
+
+    def _reads(self, state: _State, tokens: Sequence[int]) -> bool:
+        """Whether the draft has an embedding for all of a text, which only grows: each token is looked at once.
+
+        Heads of one family often differ in how far they are padded. A target whose head is the wider one may be
+        given, and may say, ids that the draft lacks.
+        """
+        known = self.decoder.config.vocab_size
+        if known >= self._vocab:
+            return True
+        while state.read < len(tokens) and tokens[state.read] < known:
+            state.read += 1
+        return state.read == len(tokens)
 
     def _depth(self, sequence: SequenceView, max_depth: int) -> int:
         """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""

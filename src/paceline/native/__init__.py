@@ -4,6 +4,19 @@ The library is compiled once, for the processor at hand, by whatever C++ compile
 (``CXX``, else ``c++``), in a few seconds; it is kept in the user's cache folder. It is called through
 `ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Where there is no
 compiler, everything runs on torch's own kernels, and `unavailable` says why.
+
+A kept library is code that will run, so before it is opened
+
+- it must be whole: its name carries the sha256 of its content, and it gets that name in one step, once its bytes
+  are on the disk. A power cut or a full disk leaves no file under such a name, or one that fails the check and is
+  compiled anew; several processes that compile at once each put a whole file there. One name cannot go without the
+  other, as a file and a checksum beside it could.
+- it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
+  write to them. Otherwise torch's kernels are used, and a warning says what to change.
+
+Between the check and the opening only somebody who may write to that folder could change the file: by the second
+rule that is the user. (Who may write to a folder above it could put another folder in its place; that one would
+belong to somebody else, and be refused.)
 """
 
 from __future__ import annotations
@@ -15,6 +28,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -158,12 +172,22 @@ def _load() -> tuple[Any, str | None]:
 
 
 def _open(path: Path) -> Any:
-    found: Any = ctypes.CDLL(str(path))
+    """The library with its functions declared.
+
+    Raises:
+        RuntimeError: it lacks one.
+    """
+    try:
+        return _declared(ctypes.CDLL(str(path)))
+    except AttributeError as error:
+        raise RuntimeError(f"{path} is no library of these kernels ({error}); remove it") from error
+
+
+def _declared(found: Any) -> Any:
     found.pl_packed_size.restype = ctypes.c_int64
     found.pl_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     found.pl_pack.restype = None
     found.pl_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
-    found.pl_linear.restype = None
     found.pl_linear.argtypes = [
         ctypes.POINTER(Linear),
         ctypes.c_void_p,
@@ -172,7 +196,6 @@ def _open(path: Path) -> Any:
         ctypes.c_int,
     ]
     found.pl_run_layers.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_int, ctypes.c_int]
-    found.pl_best.restype = None
     found.pl_best.argtypes = [
         ctypes.POINTER(Model),
         ctypes.c_void_p,
@@ -185,9 +208,7 @@ def _open(path: Path) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64),
         *(ctypes.POINTER(Chain), ctypes.c_int64),
     ]
-    found.pl_top.restype = None
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
-    found.pl_logits.restype = None
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),
         ctypes.c_void_p,
@@ -205,19 +226,65 @@ def _built(generic: bool) -> Path:
     version = _output([*compiler, "--version"], 60)[1]
     command = " ".join([*compiler, *flags])
     parts = (SOURCE.read_text("utf-8"), version, command, _processor(), str(torch.__version__))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    stem = f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
     folder = _cache_folder()
-    path = folder / f"kernels-{key}.so"
-    if not path.is_file():
+    kept = _kept(folder, stem)
+    if kept is None:
         _make_folder(folder)
         log.info("compiling kernels for this processor (once)")
-        _compile(compiler, flags, path)
-    return path
+        kept = _compile(compiler, flags, folder, stem)
+    return kept
+
+
+def _kept(folder: Path, stem: str) -> Path | None:
+    """A library that was compiled before and can be trusted; None: there is none.
+
+    Raises:
+        RuntimeError: the folder is not the user's own.
+    """
+    if not folder.is_dir():
+        return None
+    _require_own(folder)
+    found = [path for path in sorted(folder.glob(f"{stem}-*.so")) if path.is_file()]
+    for path in found:
+        _require_own(path)
+        if _sha256(path) == path.stem.rpartition("-")[2]:
+            return path
+    if found:
+        log.warning("the compiled kernels in %s are broken: they are compiled anew", folder)
+    return None
+
+
+def _require_own(path: Path) -> None:
+    """Refuse what another user owns or may change.
+
+    Raises:
+        RuntimeError: in words, with what to do.
+    """
+    facts, user = path.stat(), os.geteuid()
+    if facts.st_uid != user:
+        raise RuntimeError(
+            f"{path} belongs to user {facts.st_uid}, not to user {user} who runs this, and its code is not run; "
+            "remove it, or name a folder of your own in XDG_CACHE_HOME"
+        )
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RuntimeError(
+            f"others than its owner may write to {path}, and its code is not run; "
+            f"empty the folder and take that right away: chmod go-w {shlex.quote(str(path))}"
+        )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _compiler() -> list[str]:
     """The C++ compiler, and whatever stands before or behind it in CXX ("ccache g++")."""
-    words = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    asked = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(asked) or ["c++"]
+    except ValueError as error:
+        raise RuntimeError(f"CXX={asked!r} is no command ({error}); correct it, or unset it") from error
     found = shutil.which(words[0])
     if found is None:
         raise RuntimeError(f"no C++ compiler {words[0]!r} was found; install g++, or name yours in CXX")
@@ -225,8 +292,15 @@ def _compiler() -> list[str]:
 
 
 def _make_folder(folder: Path) -> None:
+    """Make sure of a folder that only the user may write to.
+
+    Raises:
+        RuntimeError: it cannot be made or written to, or it is not the user's own.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _require_own(folder)
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
@@ -242,13 +316,13 @@ def _output(command: list[str], seconds: int) -> tuple[int, str]:
     return done.returncode, done.stderr + done.stdout
 
 
-def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
+def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str) -> Path:
     """Compile, then put the result in place in one step: several processes may do this at once.
 
     The OpenMP runtime is not linked: its functions are found in the one that torch has loaded. Two
     runtimes would keep two teams of threads, each waiting in the other's way.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         obj, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         link = [*compiler, "-shared", str(obj), "-o", str(made)]
         for command in ([*compiler, *flags, "-c", str(SOURCE), "-o", str(obj)], link):
@@ -256,12 +330,37 @@ def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
             if status:
                 first = " | ".join(said.strip().splitlines()[:3]) or f"exit status {status}"
                 raise RuntimeError(f"{shlex.join(compiler)} failed: {first}")
-        made.replace(path)
+        return _published(made, folder / f"{stem}-{_sha256(made)}.so")
+
+
+def _published(made: Path, path: Path) -> Path:
+    """Move a finished file to its place, where it is whole or not at all whenever the machine stops."""
+    made.chmod(0o700)  # whatever the umask
+    _flush(made)
+    made.replace(path)
+    _flush(path.parent)
+    return path
+
+
+def _flush(path: Path) -> None:
+    """Have a file's bytes, or a folder's entries, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "paceline" / "native"
+    """Where compiled kernels are kept.
+
+    Raises:
+        RuntimeError: there is no home, or a relative path, which would mean another folder wherever one starts.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not base.is_absolute():
+        raise RuntimeError(f"the cache folder {str(base)!r} is relative; name an absolute one in XDG_CACHE_HOME")
+    return base / "paceline" / "native"
 
 
 def _processor() -> str:

@@ -24,6 +24,9 @@
 #include <vector>
 
 #include <omp.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -191,6 +194,23 @@ inline v16 exp16(v16 x) {
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+// Where an address sanitizer watches, memory that is grown has no room to spare, and the parts of a buffer lie apart with
+// poisoned bytes between: a step beyond an end is seen then.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t SPARE = 1, FENCE = 64;
+inline void watch(const char* p, int64_t bytes) { __asan_poison_memory_region(p, bytes); }
+inline void unwatch(const char* p, int64_t bytes) { __asan_unpoison_memory_region(p, bytes); }
+#else
+constexpr int64_t SPARE = 2, FENCE = 0;
+inline void watch(const char*, int64_t) {}
+inline void unwatch(const char*, int64_t) {}
+#endif
+
+// At least n elements; what was there may be lost.
+template <class T> inline void grow(std::vector<T>& v, int64_t n) {
+  if ((int64_t)v.size() < n) v.resize(n * SPARE);
+}
+
 }  // namespace
 
 extern "C" {
@@ -253,7 +273,7 @@ struct Pass {
   int64_t num_positions;     // rows of that table
   void* const* k_cache;      // [layers] of [kv_heads, slots, head_dim]
   void* const* v_cache;
-  int64_t head_stride;       // elements between two heads of a cache
+  int64_t head_stride;       // elements between two heads of a cache: slots * head_dim
   const Segment* segments;
   int64_t num_segments;
   int64_t threads;
@@ -262,9 +282,99 @@ struct Pass {
   int64_t num_adapters;
 };
 
+struct Chain {             // one sequence's draft: its pending tokens, then a token a step
+  const int64_t* pending;  // tokens whose K and V are still to be computed; one or more
+  int64_t num_pending;
+  int64_t position;        // of the first of them
+  int64_t steps;           // tokens wanted, one or more
+  int64_t base;            // as in Segment; slots of every position up to the last but one token's
+  const int64_t* keys;
+  float floor;             // a chain ends once its cumulative log-probability is below this
+  int64_t* tokens;         // [steps] out
+  float* log_q;            // [steps] out, of each token alone
+  int64_t made;            // out: tokens written, each the fruit of one pass
+};
+
 }  // extern "C"
 
 namespace {
+
+// ---------------------------------------------------------------------------------------------- refusals
+
+// What an entry point returns; where it is not DONE, nothing was done. Ids, positions and slots come from elsewhere:
+// all of them are held against what they index, once a row and once a key, before the first is used.
+enum Refusal : int { DONE = 0, BAD_POSITION = 1, BAD_TOKEN = 2, BAD_SLOT = 3, BAD_SEGMENT = 4, BAD_ADAPTERS = 5, BAD_COUNT = 6 };
+
+// Whether first .. first + count - 1 lie in 0 .. end - 1.
+inline bool within(int64_t first, int64_t count, int64_t end) {
+  return first >= 0 && count >= 0 && count <= end && first <= end - count;
+}
+
+// Whether all of x lie in least .. end - 1: what is below `least` wraps round to a large number.
+inline bool all_within(const int64_t* x, int64_t n, int64_t least, int64_t end) {
+  uint64_t worst = 0;
+  for (int64_t i = 0; i < n; i++) worst = std::max(worst, (uint64_t)x[i] - (uint64_t)least);
+  return n == 0 || (end > least && worst < (uint64_t)end - (uint64_t)least);
+}
+
+// Keys 0 .. n - 1 of a sequence, contiguous from `base` on or listed; places among them are 32 bits wide.
+inline bool keys_within(int64_t base, const int64_t* keys, int64_t n, int64_t slots) {
+  if (n < 0 || n > INT32_MAX) return false;
+  return base >= 0 ? within(base, n, slots) : keys && all_within(keys, n, 0, slots);
+}
+
+inline int64_t cache_slots(const Model& m, const Pass& p) { return p.head_stride / m.head_dim; }
+
+Refusal check_segments(const Model& m, const Pass& p) {
+  int64_t row = 0;
+  for (int64_t i = 0; i < p.num_segments; i++) {
+    const Segment& s = p.segments[i];
+    if (s.start != row || s.stop < row || s.stop > p.rows) return BAD_SEGMENT;  // every row in one of them, in order
+    if (s.prefix < 0 || s.prefix > s.num_keys || s.stop - s.start > s.num_keys) return BAD_SEGMENT;
+    if (!keys_within(s.base, s.keys, s.num_keys, cache_slots(m, p))) return BAD_SLOT;
+    row = s.stop;
+  }
+  return row == p.rows ? DONE : BAD_SEGMENT;
+}
+
+Refusal check_adapters(const Pass& p) {
+  int64_t row = 0;
+  for (int64_t i = 0; i < p.num_adapters; i++) {
+    const AdapterRange& a = p.adapters[i];
+    if (a.start < row || a.stop <= a.start || a.stop > p.rows || a.rank < 1 || !a.adapter) return BAD_ADAPTERS;
+    row = a.stop;
+  }
+  return DONE;
+}
+
+Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
+  const int64_t slots = cache_slots(m, p);
+  if (p.rows < 0 || p.threads < 1 || start < 0 || stop > p.layers) return BAD_COUNT;
+  if (!all_within(p.positions, p.rows, 0, m.rotated ? p.num_positions : INT64_MAX)) return BAD_POSITION;
+  if (p.slots ? !all_within(p.slots, p.rows, -1, slots) : !within(p.slot_base, p.rows, slots)) return BAD_SLOT;
+  const Refusal found = check_segments(m, p);
+  return found != DONE ? found : check_adapters(p);
+}
+
+Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
+  const int64_t slots = cache_slots(m, p);
+  if (c.num_pending < 1 || c.steps < 1) return BAD_COUNT;
+  if (c.position < 0) return BAD_POSITION;
+  if (c.position > slots || c.num_pending > slots || c.steps > slots) return BAD_SLOT;  // so that the sum is a number
+  const int64_t keys = c.position + c.num_pending + c.steps - 1;
+  if (m.rotated && keys > p.num_positions) return BAD_POSITION;
+  if (!all_within(c.pending, c.num_pending, 0, m.vocab)) return BAD_TOKEN;
+  return keys_within(c.base, c.keys, keys, slots) ? DONE : BAD_SLOT;
+}
+
+Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* chains, int64_t count) {
+  if (p.threads < 1 || count < 0 || limit < 1 || limit > m.vocab) return BAD_COUNT;
+  for (int64_t i = 0; i < count; i++) {
+    const Refusal found = check_chain(m, p, chains[i]);
+    if (found != DONE) return found;
+  }
+  return DONE;
+}
 
 // ---------------------------------------------------------------------------------------------- products
 
@@ -713,8 +823,8 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
             const A* query, int64_t query_stride, const A* keys, const A* values, A* out, int64_t out_stride) {
   Scratch& t = t_scratch;
   const int64_t d = m.head_dim, room = up(s.num_keys, 16);
-  if ((int64_t)t.scores.size() < VECTORS * room) t.scores.resize(VECTORS * room * 2);
-  if ((int64_t)t.out.size() < VECTORS * d) t.out.resize(VECTORS * d);
+  grow(t.scores, VECTORS * room);
+  grow(t.out, VECTORS * d);
   const View view = look(s, window, positions, r0, count, t.tail);
   auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
   auto key_at = [&](int64_t j) { return keys + slot(j) * d; };
@@ -929,9 +1039,9 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
                   const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
   Scratch& t = t_scratch;
   const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS) + TILE_KEYS;
-  if ((int64_t)t.scores.size() < TILE_ROWS * room) t.scores.resize(TILE_ROWS * room * 2);
-  if ((int64_t)t.weights.size() < TILE_ROWS * room) t.weights.resize(TILE_ROWS * room * 2);
-  if ((int64_t)t.out.size() < TILE_ROWS * d) t.out.resize(TILE_ROWS * d);
+  grow(t.scores, TILE_ROWS * room);
+  grow(t.weights, TILE_ROWS * room);
+  grow(t.out, TILE_ROWS * d);
   const View view = look(s, window, positions, r0, count, t.tail);
   auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
   int rows = 1;
@@ -960,7 +1070,7 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
   const bool jointly = any && join(view, shared, count, t);
   if (jointly) {
     const int64_t all = (int64_t)t.several.size(), wide_as = up(all, 16);
-    if ((int64_t)t.found.size() < TILE_ROWS * wide_as) t.found.resize(TILE_ROWS * wide_as * 2);
+    grow(t.found, TILE_ROWS * wide_as);
     float* found[TILE_ROWS];
     for (int i = 0; i < count; i++) found[i] = t.found.data() + i * wide_as;
     for (int64_t j = 0; j < all; j += 16)
@@ -1058,9 +1168,17 @@ inline void cut(const Pass& p, Pieces& pieces) {
 struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to whole tiles
   std::vector<char> memory;
   char* at = nullptr;
+  template <class A> static int64_t room(int64_t n) { return up(n * (int64_t)sizeof(A), 64) + FENCE; }  // bytes of `take`
+  // So many bytes, of which parts are then taken; earlier parts are gone.
+  void open(int64_t bytes) {
+    unwatch(memory.data(), (int64_t)memory.size());
+    if ((int64_t)memory.size() < bytes + 64) memory.resize(bytes + 64);
+    at = (char*)up((int64_t)memory.data(), 64);
+  }
   template <class A> A* take(int64_t n) {
     A* p = (A*)at;
-    at += up(n * (int64_t)sizeof(A), 64);
+    at += room<A>(n);
+    watch((char*)(p + n), at - (char*)(p + n));
     return p;
   }
 };
@@ -1085,11 +1203,10 @@ template <class A> struct Runner {
     const int64_t copies = alone ? p.threads : 1;
     const int64_t sizes[] = {copies * padded_rows * d, rows * m.heads * m.head_dim, padded_rows * attended_width,
                              rows * m.d_model, padded_rows * ff};
-    int64_t bytes = 64;
-    for (int64_t n : sizes) bytes += up(n * (int64_t)sizeof(A), 64);
+    int64_t bytes = 0;
+    for (int64_t n : sizes) bytes += Buffers::room<A>(n);
     Buffers& b = t_buffers;
-    if ((int64_t)b.memory.size() < bytes) b.memory.resize(bytes);
-    b.at = (char*)up((int64_t)b.memory.data(), 64);
+    b.open(bytes);
     normed = b.take<A>(sizes[0]);
     query = b.take<A>(sizes[1]);
     attended = b.take<A>(sizes[2]);
@@ -1119,8 +1236,7 @@ template <class A> struct Runner {
   // is a block or two of outputs more, which costs less than a barrier.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
-    std::vector<float>& buffer = t_scratch.low;
-    if ((int64_t)buffer.size() < padded_rows * low_width) buffer.resize(padded_rows * low_width);
+    grow(t_scratch.low, padded_rows * low_width);
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
       for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
         const Piece& piece = pieces.all[i];
@@ -1171,7 +1287,7 @@ template <class A> struct Runner {
     const int64_t hd = m.head_dim, per_head = hd / LANES, all = m.heads + 2 * m.kv_heads;
     const Share s = share(all, t, T);
     std::vector<float>& buffer = t_scratch.out;
-    if ((int64_t)buffer.size() < ROWS * hd) buffer.resize(ROWS * hd);
+    grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     lower(index, QKV, x, d);
     for (int64_t h = s.begin; h < s.end; h++)
@@ -1341,9 +1457,8 @@ void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y,
 template <class A>
 const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, float eps) {
   Buffers& b = t_buffers;
-  const int64_t stride = up(k, K_STEP), bytes = up(rows, ROWS) * stride * (int64_t)sizeof(A) + 128;
-  if ((int64_t)b.memory.size() < bytes) b.memory.resize(bytes);
-  b.at = (char*)up((int64_t)b.memory.data(), 64);
+  const int64_t stride = up(k, K_STEP);
+  b.open(Buffers::room<A>(up(rows, ROWS) * stride));
   A* y = b.take<A>(up(rows, ROWS) * stride);
   for (int64_t r = 0; r < rows; r++) {
     if (weight) { rms(x + r * k, weight, k, eps, y + r * stride, stride); continue; }
@@ -1445,53 +1560,40 @@ void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
 }
 
 // y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.
-void pl_linear(const Linear* l, const void* x, int64_t rows, float* y, int threads) {
+int pl_linear(const Linear* l, const void* x, int64_t rows, float* y, int threads) {
+  if (rows < 0 || threads < 1) return BAD_COUNT;
   if (l->kind == F32) linear(*l, (const float*)x, l->k, rows, y, threads);
   else linear(*l, prepared((const bf16*)x, rows, l->k, nullptr, 0), up(l->k, K_STEP), rows, y, threads);
+  return DONE;
 }
 
-// Layers start .. stop - 1. Returns 0, or 1 where a position lies beyond the rotation table: nothing is done then.
+// Layers start .. stop - 1. Returns a `Refusal`.
 int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
-  if (p->rows == 0 || start >= stop) return 0;
-  if (m->rotated)
-    for (int64_t r = 0; r < p->rows; r++)
-      if (p->positions[r] < 0 || p->positions[r] >= p->num_positions) return 1;
+  if (p->rows == 0 || start >= stop) return DONE;
+  const Refusal found = check_pass(*m, *p, start, stop);
+  if (found != DONE) return found;
   if (m->wide_activations) run<float>(*m, *p, start, stop);
   else run<bf16>(*m, *p, start, stop);
-  return 0;
+  return DONE;
 }
 
-struct Chain {             // one sequence's draft: its pending tokens, then a token a step
-  const int64_t* pending;  // tokens whose K and V are still to be computed; one or more
-  int64_t num_pending;
-  int64_t position;        // of the first of them
-  int64_t steps;           // tokens wanted, one or more
-  int64_t base;            // as in Segment; slots of every position up to the last but one token's
-  const int64_t* keys;
-  float floor;             // a chain ends once its cumulative log-probability is below this
-  int64_t* tokens;         // [steps] out
-  float* log_q;            // [steps] out, of each token alone
-  int64_t made;            // out: tokens written, each the fruit of one pass
-};
-
-// The likeliest token of each row and its log-probability, among the first `limit`.
-void pl_best(const Model* m, const void* hidden, int64_t rows, int64_t limit, int64_t* tokens, float* log_q, int threads) {
+// The likeliest token of each row and its log-probability, among the first `limit`. Returns a `Refusal`.
+int pl_best(const Model* m, const void* hidden, int64_t rows, int64_t limit, int64_t* tokens, float* log_q, int threads) {
+  if (rows < 0 || threads < 1 || limit < 1 || limit > m->vocab) return BAD_COUNT;
   std::vector<float>& logits = t_logits;
   if ((int64_t)logits.size() < rows * m->vocab) logits.resize(rows * m->vocab);
   head(*m, hidden, rows, logits.data(), threads);
   for (int64_t r = 0; r < rows; r++) best(logits.data() + r * m->vocab, limit, tokens + r, log_q + r);
+  return DONE;
 }
 
-// Greedy drafting of several sequences at once. `p` carries the rotation table, caches and threads. Returns as
-// `pl_run_layers` does, before anything is done.
+// Greedy drafting of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
+// `vocab` rows, as the head does. Returns a `Refusal`.
 int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
+  const Refusal refusal = check_chains(*m, *p, limit, chains, count);
+  if (refusal != DONE) return refusal;
   int64_t most = count;
-  for (int64_t i = 0; i < count; i++) {
-    Chain& c = chains[i];
-    if (m->rotated && c.position + c.num_pending + c.steps - 1 > p->num_positions) return 1;
-    c.made = 0;
-    most += c.num_pending;
-  }
+  for (int64_t i = 0; i < count; i++) chains[i].made = 0, most += chains[i].num_pending;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
   std::vector<char> hidden(most * bytes);
   std::vector<int64_t> positions(most), slots(most), live(count), found(count);
@@ -1512,7 +1614,7 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
         std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
       }
     }
-    if (active == 0) return 0;
+    if (active == 0) return DONE;
     p->rows = rows, p->hidden_in = p->hidden_out = hidden.data(), p->positions = positions.data(), p->slots = slots.data();
     p->segments = segments.data(), p->num_segments = active;
     const int layers = (int)p->layers;
@@ -1530,14 +1632,18 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
   }
 }
 
-// Of each row of logits [rows, n] the k best tokens and their log-probabilities, [rows, k] each.
-void pl_top(const float* logits, int64_t rows, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+// Of each row of logits [rows, n] the k best tokens and their log-probabilities, [rows, k] each. Returns a `Refusal`.
+int pl_top(const float* logits, int64_t rows, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+  if (rows < 0 || k < 1 || k > n) return BAD_COUNT;
   for (int64_t r = 0; r < rows; r++) top(logits + r * n, n, k, tokens + r * k, log_q + r * k);
+  return DONE;
 }
 
-// logits [rows, vocab] float32 of hidden [rows, d_model].
-void pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, int threads) {
+// logits [rows, vocab] float32 of hidden [rows, d_model]. Returns a `Refusal`.
+int pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, int threads) {
+  if (rows < 0 || threads < 1) return BAD_COUNT;
   head(*m, hidden, rows, logits, threads);
+  return DONE;
 }
 
 }  // extern "C"

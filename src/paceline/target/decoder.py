@@ -141,6 +141,14 @@ class Decoder(nn.Module):
         """The compiled layers, where they run this network."""
         return self._stack
 
+    def expect(self, position: int) -> None:
+        """Say that rows may have positions up to ``position``; those of the context need no such call.
+
+        Streams lie beyond their row: those of the context's last rows have positions that no main row has.
+        """
+        if self._rope is not None:
+            self._rope.expect(position)
+
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
         if self._stack is not None:

@@ -8,6 +8,7 @@ keys it sees alone, so what ``exact`` asks for holds here at no cost (int8 weigh
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,22 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
-from .rope import RopeTable
+from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
 
 HEAD_STEP = 16  # a head's width is a multiple of it
+# `Refusal` in the source. Compiled code has done nothing then.
+_BAD_POSITION = 1
+_REFUSALS = {
+    _BAD_POSITION: "a position that is negative or beyond the rotation table",
+    2: "a token id without a row in the embedding",
+    3: "a slot outside the cache",
+    4: "segments that do not cover the rows in order, or have fewer keys than rows",
+    5: "adapters for rows that are out of order or not there",
+    6: "a count, limit or range of layers that cannot be",
+}
 
 
 def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -41,6 +52,7 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
         (not c.learned_positions and c.rope is not None, f"{c.family} has learned positions"),
         (c.head_dim % HEAD_STEP == 0, f"heads of {c.head_dim} are no multiple of {HEAD_STEP}"),
         (c.d_ff % HEAD_STEP == 0, f"a feed-forward width of {c.d_ff} is no multiple of {HEAD_STEP}"),
+        (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
 
@@ -72,11 +84,11 @@ class NativeLinear:
         """[rows, in] -> [rows, out]."""
         library = native.library()
         assert library is not None
-        if x.dtype != self.dtype or x.shape[-1] != self.struct.k:
+        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
-        library.pl_linear(self.struct, rows.data_ptr(), rows.shape[0], y.data_ptr(), torch.get_num_threads())
+        _require(library.pl_linear(self.struct, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()))
         return y.to(self.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -185,8 +197,10 @@ class Stack:
             head=self.head.struct,
         )
         self._reference = ctypes.byref(self._model)
+        # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
+        self._packing = threading.Lock()
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
@@ -218,19 +232,24 @@ class Stack:
         return [*self.linears, self.head]
 
     def plan(self, segments: Sequence[Segment]) -> NativePlan:
-        """Addresses instead of tensors."""
+        """Addresses instead of tensors.
+
+        Raises:
+            ValueError: keys, masks or positions of another shape or dtype than the segment says.
+        """
         table = (native.Segment * len(segments))()
         held: list[Tensor] = []
         for row, s in zip(table, segments, strict=True):
             row.start, row.stop, row.prefix, row.num_keys = s.start, s.stop, s.prefix, s.num_keys
+            block = s.num_keys - s.prefix
             if isinstance(s.keys, slice):
                 row.base = s.keys.start
             else:
-                row.base, row.keys = -1, _hold(s.keys, held)
+                row.base, row.keys = -1, _hold(s.keys, (s.num_keys,), held)
             if s.visible is not None:
-                row.visible = _hold(s.visible, held)
+                row.visible = _hold(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
-                row.block_positions = _hold(s.positions, held)
+                row.block_positions = _hold(s.positions, (block,), held)
         return NativePlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
@@ -241,46 +260,60 @@ class Stack:
 
         Raises:
             ConfigError: adapters that are not for this model; see `NativeAdapters`.
-            ValueError: ranges of adapters that overlap, are out of order or beyond the rows.
+            ValueError: a cache, states or a plan of other shapes; slots, keys or positions that are not there; ranges
+                of adapters that overlap, are out of order or beyond the rows.
         """
-        hidden, plan = state.hidden.contiguous(), state.attn
+        hidden, plan = self._states(state.hidden), state.attn
         out = torch.empty_like(hidden)
         k, v, stride = self._addresses(cache)
-        positions = state.positions.contiguous()
+        held: list[Tensor] = []
         run = native.Pass(
             rows=hidden.shape[0],
             hidden_in=hidden.data_ptr(),
             hidden_out=out.data_ptr(),
-            positions=positions.data_ptr(),
+            positions=_hold(state.positions, hidden.shape[:1], held),
             k_cache=ctypes.addressof(k),
             v_cache=ctypes.addressof(v),
             head_stride=stride,
             segments=ctypes.addressof(plan.table),
             num_segments=len(plan.table),
             threads=torch.get_num_threads(),
+            layers=self._num_layers,
         )
         slots = state.slots
         if isinstance(slots, slice):
             run.slot_base = slots.start
         else:
-            slots = slots.contiguous()
-            run.slots = slots.data_ptr()
+            run.slots = _hold(slots, hidden.shape[:1], held)
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
-        self._rotation(run)
-        if self._run_layers(self._reference, run, start, stop):
-            self._rope.reach(int(positions.max()))
-            self._rotation(run)
-            if self._run_layers(self._reference, run, start, stop):
-                raise ValueError(f"negative position {int(positions.min())}")
+        self._rotate(run, self._rope.now)
+        refused = self._run_layers(self._reference, run, start, stop)
+        if refused == _BAD_POSITION:
+            lowest, highest = state.positions.aminmax()
+            if lowest < 0:
+                raise ValueError(f"negative position {int(lowest)}")
+            self._rotate(run, self._rope.reach(int(highest)))
+            refused = self._run_layers(self._reference, run, start, stop)
+        _require(refused)
         return out
 
+    def _states(self, hidden: Tensor) -> Tensor:
+        """Hidden states [rows, d_model] in one piece."""
+        if hidden.dim() != 2 or hidden.shape[1] != self._model.d_model or hidden.dtype != self._dtype:
+            wanted = f"[rows, {self._model.d_model}] of {self._dtype}"
+            raise ValueError(f"hidden states {list(hidden.shape)} of {hidden.dtype}, not {wanted}")
+        return hidden.contiguous()
+
     def adapters(self, adapter: LowRank) -> NativeAdapters:
-        """One set of adapters in the form that the compiled layers use, made once."""
+        """One set of adapters in the form that the compiled layers use, made once, whoever asks."""
         found = self._adapters.get(adapter)
         if found is None:
-            found = self._adapters[adapter] = NativeAdapters(adapter, self.linears)
+            with self._packing:  # a second one would replace the first while another thread's pass reads that
+                found = self._adapters.get(adapter)
+                if found is None:
+                    found = self._adapters[adapter] = NativeAdapters(adapter, self.linears)
         return found
 
     def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:
@@ -297,18 +330,22 @@ class Stack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32: final norm and head."""
-        hidden = hidden.contiguous()
-        out = torch.empty(hidden.shape[0], self._model.vocab)
-        self._logits(self._reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr(), torch.get_num_threads())
+        hidden = self._states(hidden)
+        rows, threads = hidden.shape[0], torch.get_num_threads()
+        out = torch.empty(rows, self._model.vocab)
+        _require(self._logits(self._reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
         return out
 
     def best(self, hidden: Tensor, limit: int) -> tuple[list[int], list[float]]:
-        """Of each row of [rows, d_model] the likeliest of the first ``limit`` tokens, and its log-probability."""
-        hidden = hidden.contiguous()
-        rows = hidden.shape[0]
+        """Of each row of [rows, d_model] the likeliest of the first ``limit`` tokens, and its log-probability.
+
+        Raises:
+            ValueError: states of another shape, or a limit below 1.
+        """
+        hidden = self._states(hidden)
+        rows, threads, limit = hidden.shape[0], torch.get_num_threads(), min(limit, self._model.vocab)
         tokens, log_q = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
-        threads = torch.get_num_threads()
-        self._best(self._reference, hidden.data_ptr(), rows, min(limit, self._model.vocab), tokens, log_q, threads)
+        _require(self._best(self._reference, hidden.data_ptr(), rows, limit, tokens, log_q, threads))
         return list(tokens), list(log_q)
 
     def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
@@ -321,6 +358,10 @@ class Stack:
 
         Returns:
             For each chain its tokens and their log-probabilities.
+
+        Raises:
+            ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
+                below 1; nothing was computed.
         """
         table = (native.Chain * len(chains))()
         held: list[Any] = []
@@ -337,7 +378,8 @@ class Stack:
             if isinstance(chain.keys, slice):
                 row.base = chain.keys.start
             else:
-                row.base, row.keys = -1, _hold(chain.keys, held)
+                wanted = chain.position + count + steps - 1
+                row.base, row.keys = -1, _hold(chain.keys[:wanted], (wanted,), held)
         k, v, stride = self._addresses(cache)
         run = native.Pass(
             k_cache=ctypes.addressof(k),
@@ -346,36 +388,48 @@ class Stack:
             threads=torch.get_num_threads(),
             layers=self._num_layers,
         )
-        self._rope.reach(max(chain.position + len(chain.pending) + chain.steps for chain in chains))
-        self._rotation(run)
+        last = max(chain.position + len(chain.pending) + chain.steps for chain in chains)
+        self._rotate(run, self._rope.reach(last))
         limit = min(limit, self._model.vocab)
-        if self._roll(self._reference, run, self._embedding.data_ptr(), limit, table, len(chains)):
-            raise ValueError("a chain runs beyond the rotation table")
+        _require(self._roll(self._reference, run, self._embedding.data_ptr(), limit, table, len(chains)))
         return [
             [*zip(tokens[: row.made], log_q[: row.made], strict=True)]
             for row, (tokens, log_q) in zip(table, outs, strict=True)
         ]
 
-    def _rotation(self, run: native.Pass) -> None:
-        cos, sin = run.held = self._rope.halves()  # held: another thread may grow the table and drop this one
+    @staticmethod
+    def _rotate(run: native.Pass, rotation: Rotation) -> None:
+        cos, sin = run.held = rotation.halves  # held: another thread may grow the table and drop this one
         run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
 
     def _addresses(self, cache: KVCache) -> tuple[Any, Any, int]:
         """Pointers to every layer's K and V, and the distance between two heads, in elements."""
         found = self._caches.get(cache)
         if found is None:
-            strides = (cache.k[0].stride(0), self._model.head_dim, 1)
-            for layer in (*cache.k, *cache.v):
-                if layer.dtype != self._dtype or layer.stride() != strides:
-                    raise ValueError(f"a cache of {layer.dtype} {layer.stride()} under a model of {self._dtype}")
+            self._check_cache(cache)
             pointers = [(ctypes.c_void_p * len(part))(*(t.data_ptr() for t in part)) for part in (cache.k, cache.v)]
             found = pointers[0], pointers[1], cache.k[0].stride(0)
             self._caches[cache] = found
         return found
 
+    def _check_cache(self, cache: KVCache) -> None:
+        """Refuse what would be read or written beyond its end: compiled code knows a cache by its strides."""
+        m, slots = self._model, cache.k[0].shape[1]
+        shape, strides = (m.kv_heads, slots, m.head_dim), (slots * m.head_dim, m.head_dim, 1)
+        if len(cache.k) != self._num_layers or len(cache.v) != self._num_layers:
+            raise ValueError(f"a cache of {len(cache.k)} and {len(cache.v)} layers for {self._num_layers}")
+        for layer in (*cache.k, *cache.v):
+            if layer.dtype != self._dtype or layer.shape != shape or layer.stride() != strides:
+                found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
+                raise ValueError(f"a cache of {found} under a model of {self._dtype} {list(shape)}")
+
 
 def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Of each row of logits [rows, V] the k likeliest tokens, best first, and their log-probabilities."""
+    """Of each row of logits [rows, V] the k likeliest tokens, best first, and their log-probabilities.
+
+    Raises:
+        ValueError: k below 1.
+    """
     rows, width = logits.shape
     k = min(k, width)
     library = native.library() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
@@ -384,14 +438,27 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
         return best.indices.tolist(), best.values.tolist()
     logits = logits.contiguous()
     tokens, log_q = (ctypes.c_int64 * (rows * k))(), (ctypes.c_float * (rows * k))()
-    library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q)
+    _require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
     starts = range(0, rows * k, k)
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
 
 
-def _hold(tensor: Tensor, held: list[Tensor]) -> int:
+def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
+    """The address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
     held.append(tensor.contiguous())
     return held[-1].data_ptr()
+
+
+def _require(refused: int) -> None:
+    """Raise what compiled code refused.
+
+    Raises:
+        ValueError: what was wrong.
+    """
+    if refused:
+        raise ValueError(f"the compiled layers were given {_REFUSALS[refused]}")
 
 
 def _address(tensor: Tensor | None) -> int | None:

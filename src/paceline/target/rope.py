@@ -7,7 +7,9 @@ checkpoints expect: ``x * cos + swap_halves(x) * (-sin, sin)``.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -87,47 +89,88 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """cos and sin of positions 0, 1, ..: what a `RopeTable` holds at one moment. Never changed once it is there."""
+
+    cos: Tensor  # [positions, 1, dim]
+    sin: Tensor  # [positions, 1, dim], first half negated
+
+    def __len__(self) -> int:
+        return len(self.cos)
+
+    @cached_property  # threads that ask at once may each make it, the same numbers: all hold a whole pair
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [positions, dim/2], unsigned, contiguous: what rotates both halves of a head."""
+        half = self.cos.shape[-1] // 2
+        return self.cos[:, 0, half:].contiguous(), self.sin[:, 0, half:].contiguous()
+
+
 class RopeTable:
-    """cos and signed sin by position, grown on demand: two look-ups a forward pass.
+    """cos and signed sin by position: two look-ups a forward pass. Threads may share it.
 
     A table, and not cos() of each pass's positions, since a vectorised cos may round a lane and a tail
     differently, and bits must not depend on how many rows a pass has.
+
+    Args:
+        rope: the rotation.
+        max_position: positions of the model's context.
+        dtype, device: of the table.
+        fixed: it holds the context from the start, and `rows` never makes it grow: positions beyond the context are
+            announced by `expect`. None: so on every device but the CPU, where asking for a pass's largest position
+            would stall the queue.
     """
 
-    def __init__(self, rope: RopeConfig, max_position: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        rope: RopeConfig,
+        max_position: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: bool | None = None,
+    ) -> None:
         self._rope, self._dtype, self._device = rope, dtype, device
         self._wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._inverse = inverse_frequencies(rope, self._wide)
-        self._cos = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)  # [positions, 1, dim]
-        self._sin = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)  # first half negated
-        self._halves: tuple[Tensor, Tensor] | None = None
-        if device.type != "cpu":  # there, asking for the largest position would stall the queue
-            self._grow(max_position)
+        self._fixed = device.type != "cpu" if fixed is None else fixed
+        self._growing = threading.Lock()
+        empty = torch.empty(0, 1, rope.dim, dtype=dtype, device=device)
+        self._now = Rotation(empty, empty)  # replaced as a whole: a reader takes one of them and keeps to it
+        if self._fixed:
+            self.reach(max_position - 1)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [rows, 1, dim] of ``positions`` [rows]."""
-        if self._device.type == "cpu" and positions.numel():
-            highest = int(positions.max())
-            self.reach(highest)
-        return self._cos[positions], self._sin[positions]
+        """cos and signed sin [rows, 1, dim] of ``positions`` [rows].
 
-    def reach(self, position: int) -> None:
-        """Grow the table until it holds ``position``."""
-        if position >= len(self._cos):
-            self._grow(position + 1)
+        Raises:
+            IndexError: a fixed table on the CPU that does not hold one of them (on other devices the look-up fails
+                as the device does).
+        """
+        now = self._now if self._fixed or not positions.numel() else self.reach(int(positions.max()))
+        return now.cos[positions], now.sin[positions]
 
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions so far, dim/2], unsigned, contiguous: what rotates both halves of a head."""
-        if self._halves is None or len(self._halves[0]) != len(self._cos):
-            half = self._rope.dim // 2
-            self._halves = self._cos[:, 0, half:].contiguous(), self._sin[:, 0, half:].contiguous()
-        return self._halves
+    def expect(self, position: int) -> None:
+        """Say that positions up to ``position`` will come: a fixed table grows now, any other when they do."""
+        if self._fixed:
+            self.reach(position)
+
+    def reach(self, position: int) -> Rotation:
+        """The table, grown until it holds ``position``."""
+        if position >= len(self._now):
+            with self._growing:
+                self._grow(position + 1)
+        return self._now
+
+    @property
+    def now(self) -> Rotation:
+        """The table as it is."""
+        return self._now
 
     def _grow(self, positions: int) -> None:
-        blocks = range(len(self._cos), positions, _TABLE_BLOCK)
-        cos, sin = zip(*(self._block(start) for start in blocks), strict=True)
-        self._cos = torch.cat((self._cos, *cos))
-        self._sin = torch.cat((self._sin, *sin))
+        blocks = range(len(self._now), positions, _TABLE_BLOCK)
+        if blocks:  # else another thread was faster
+            cos, sin = zip(*(self._block(start) for start in blocks), strict=True)
+            self._now = Rotation(torch.cat((self._now.cos, *cos)), torch.cat((self._now.sin, *sin)))
 
     def _block(self, start: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, start + _TABLE_BLOCK).to(self._wide)

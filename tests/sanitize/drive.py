@@ -1,0 +1,355 @@
+"""Drives the compiled layers over odd shapes, in a process that `sanitizers.py` has put under sanitizers.
+
+Every cache layer, state, mask, list of keys and product is an allocation of its own, and each pass runs in a
+thread of its own, whose scratch memory starts empty: whatever is read or written beyond an end is beyond an
+allocation. What the sanitizers cannot see is looked for here: slots that no key names hold NaN, which shows
+in whatever is computed from them and is gone where something was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tiny import tiny_config, tiny_decoder
+from torch import Tensor
+
+from paceline import native
+from paceline.attention.base import Segment
+from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.target.base import ForwardState
+from paceline.target.decoder import Decoder
+from paceline.target.native import Chain, NativeLinear, top
+from paceline.target.rope import RopeConfig
+
+KINDS = ("float32", "bfloat16", "int8", "int8 exact")
+EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 33)
+SHAPES: list[dict[str, Any]] = [
+    {"d_model": 72, "d_ff": 112, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vocab_size": 203},
+    {"d_model": 33, "d_ff": 16, "num_heads": 5, "num_kv_heads": 1, "head_dim": 16, "vocab_size": 17},
+    {"d_model": 40, "d_ff": 48, "num_heads": 3, "num_kv_heads": 3, "head_dim": 48, "vocab_size": 1},
+    {"d_model": 64, "d_ff": 80, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "vocab_size": 16, "tied": True},
+    {"d_model": 7, "d_ff": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 80, "vocab_size": 65, "qkv_bias": True},
+    {"d_model": 97, "d_ff": 176, "num_heads": 6, "num_kv_heads": 2, "head_dim": 96, "vocab_size": 50, "qk_norm": True},
+    {"d_model": 31, "d_ff": 64, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "vocab_size": 129},
+    {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "head_dim": 256, "vocab_size": 37},
+    {"d_model": 8, "d_ff": 16, "num_heads": 3, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 31, "mlp_bias": True},
+]
+PRODUCTS = [(1, 1), (16, 32), (17, 7), (5, 8), (64, 9), (37, 50), (65, 257), (130, 688)]  # outputs, inputs
+
+
+class Cache(SimpleNamespace):
+    """K and V whose layers are allocations of their own; NaN where nothing was put."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def __init__(self, decoder: Decoder, slots: int) -> None:
+        c = decoder.config
+        shape = (c.num_kv_heads, slots, c.head_dim)
+        layers = [torch.full(shape, torch.nan, dtype=decoder.dtype) for _ in range(2 * c.num_layers)]
+        super().__init__(k=layers[: c.num_layers], v=layers[c.num_layers :], slots=slots)
+
+    def put(self, slots: Tensor) -> None:
+        """Numbers into some slots."""
+        for layer in (*self.k, *self.v):
+            layer[:, slots] = torch.randn(layer.shape[0], len(slots), layer.shape[2]).to(layer.dtype)
+
+    def check(self, named: Tensor) -> None:
+        """Nothing was written but to the slots named, and numbers are in those."""
+        free = torch.ones(self.slots, dtype=torch.bool).index_fill(0, named, False)
+        for layer in (*self.k, *self.v):
+            assert layer[:, free].isnan().all(), "a slot was written that no row has"
+            assert not layer[:, ~free].isnan().any(), "a key is no number"
+
+
+def alone(work: Callable[[], None]) -> None:
+    """Run in a new thread: scratch memory is a thread's own, and starts empty there."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.inference_mode():
+                work()
+        except BaseException as error:  # shown below: a thread's own would be lost
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ---- the shapes
+
+
+def networks(draw: random.Random, shapes: list[dict[str, Any]]) -> Iterator[Decoder]:
+    """Every shape in every kind of weights, with windows and rotations of all sorts."""
+    for shape in shapes:
+        for kind in KINDS:
+            dim = shape["head_dim"]
+            rotated = draw.choice([dim, dim - 2, 2])
+            windows = draw.choice([(None, 5), (1, None), (16, 33), (None, None)])
+            config = tiny_config(**shape, num_layers=2, windows=windows, rope=RopeConfig(dim=rotated))
+            yield tiny_decoder(
+                config,
+                dtype=torch.float32 if kind == "float32" else torch.bfloat16,
+                quant="int8" if kind.startswith("int8") else None,
+                exact=kind == "int8 exact",
+                compiled=True,
+            )
+
+
+def one_pass(decoder: Decoder, draw: random.Random, widths: list[int]) -> None:
+    """A packed pass of several sequences: chains and trees, contiguous and gathered, with and without adapters."""
+    cache = Cache(decoder, sum(widths) + len(widths) * 3 + sum(draw.choice(EDGES) for _ in widths))
+    segments, slots, positions = [], [], []
+    free, start = torch.randperm(cache.slots), 0
+    for index, rows in enumerate(widths):
+        room = len(free) - sum(widths[index + 1 :])
+        count = min(room, rows + draw.choice((0, *EDGES)))
+        keys, free = free[:count], free[count:]
+        if len(widths) == 1 and draw.random() < 0.5:  # contiguous, up to the last slot
+            keys = torch.arange(cache.slots - count, cache.slots)
+        segments.append(segment(draw, start, rows, keys, len(widths) == 1))
+        slots.append(keys[count - rows :])
+        positions.append(row_positions(segments[-1], rows, count))
+        start += rows
+    named = torch.cat([key_slots(s) for s in segments])
+    cache.put(named)
+    state = ForwardState(
+        torch.randn(start, decoder.config.d_model).to(decoder.dtype),
+        *(torch.cat(positions), torch.zeros(start, dtype=torch.int64), torch.zeros(start, dtype=torch.int64)),
+        placed(draw, torch.cat(slots)),
+        None,
+    )
+    state.attn = decoder.plan(segments, state.positions)
+    state.adapters = adapters(decoder, draw, start)
+    cut = draw.choice([1, 2])
+    for begin, end in ((0, cut), (cut, 2)):
+        state = decoder.run_layers(state, begin, end, cache)
+    assert not state.hidden.isnan().any(), "a row is no number"
+    assert not decoder.logits(state).isnan().any()
+    cache.check(named)
+
+
+def segment(draw: random.Random, start: int, rows: int, keys: Tensor, alone: bool) -> Segment:
+    """A chain or a tree of ``rows`` rows at the end of ``keys``."""
+    count = len(keys)
+    listed: slice | Tensor = keys.clone()
+    if alone and count and bool((keys[1:] == keys[:-1] + 1).all()):
+        listed = slice(int(keys[0]), int(keys[0]) + count)
+    if draw.random() < 0.4:
+        return Segment(start, start + rows, listed, count, count - rows, None, None)
+    split = draw.randint(0, count - rows)  # committed keys in the block
+    block = rows + split
+    visible = torch.rand(rows, block) < draw.choice([0.05, 0.5, 0.95])
+    visible[torch.arange(rows), split + torch.arange(rows)] = True
+    visible = visible.tril(split)
+    places = torch.arange(count - block, count) if draw.random() < 0.7 else None
+    return Segment(start, start + rows, listed, count, count - block, visible, places)
+
+
+def row_positions(s: Segment, rows: int, count: int) -> Tensor:
+    return torch.arange(count - rows, count)
+
+
+def key_slots(s: Segment) -> Tensor:
+    return torch.arange(s.keys.start, s.keys.stop) if isinstance(s.keys, slice) else s.keys
+
+
+def placed(draw: random.Random, slots: Tensor) -> slice | Tensor:
+    """Where rows' K and V go: a slice where it can be one, or a list in which some rows have no place."""
+    if bool((slots[1:] == slots[:-1] + 1).all()) and draw.random() < 0.5:
+        return slice(int(slots[0]), int(slots[0]) + len(slots))
+    kept = slots.clone()
+    if draw.random() < 0.3:
+        kept[torch.rand(len(kept)) < 0.3] = -1
+    return kept
+
+
+def adapters(decoder: Decoder, draw: random.Random, rows: int) -> list[AdapterRange]:
+    """Ranges of rows with adapters of odd ranks, in some of the linear layers."""
+    ranges, at = [], 0
+    while draw.random() < 0.6 and at < rows:
+        begin = draw.randint(at, rows - 1)
+        at = draw.randint(begin + 1, rows)
+        linears = tuple(x for x in LINEARS if draw.random() < 0.7) or ("out",)
+        config = AdapterConfig(rank=draw.choice(RANKS), layers=draw.choice([(0,), (1,), (0, 1)]), linears=linears)
+        made = LowRank(config, linear_shapes(decoder.config), dtype=decoder.dtype).start()
+        for up in made.up.values():
+            up.data.normal_(std=0.1)
+        ranges.append(AdapterRange(begin, at, made))
+    return ranges
+
+
+def one_roll(decoder: Decoder, draw: random.Random) -> None:
+    """Several chains at once, the last one up to the cache's end."""
+    stack: Any = decoder.stack
+    vocab = decoder.config.vocab_size
+    sizes = [(draw.choice([0, 1, 15, 16, 40]), draw.choice([1, 2, 16, 33]), draw.choice([1, 2, 5])) for _ in range(3)]
+    totals = [position + pending + steps - 1 for position, pending, steps in sizes]
+    cache, chains, at = Cache(decoder, sum(totals)), [], 0
+    order = torch.randperm(sum(totals))
+    contiguous = draw.random() < 0.5
+    for (position, count, steps), total in zip(sizes, totals, strict=True):
+        keys: slice | Tensor = slice(at, at + total) if contiguous else order[at : at + total].clone()
+        at += total
+        cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
+        pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
+        chains.append(Chain(pending, position, steps, keys, draw.choice([-torch.inf, -0.5])))
+    limit = draw.choice([1, vocab, max(1, vocab - 1)])
+    for chain, found in zip(chains, stack.roll(chains, cache, limit), strict=True):
+        assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
+
+
+def reads(decoder: Decoder, draw: random.Random, rows: int) -> None:
+    """Logits, the best of them, and the k best."""
+    stack: Any = decoder.stack
+    vocab = decoder.config.vocab_size
+    hidden = torch.randn(rows, decoder.config.d_model).to(decoder.dtype)
+    logits = stack.logits(hidden)
+    limit = draw.choice([1, vocab, max(1, vocab - 1), vocab + 5])
+    tokens, _ = stack.best(hidden, limit)
+    assert len(tokens) == rows and all(token < min(limit, vocab) for token in tokens)
+    for k in {1, min(3, vocab), max(1, vocab - 1), vocab}:
+        best, _ = top(logits.clone(), k)
+        assert [len({*row}) for row in best] == [k] * rows
+
+
+def refusals(decoder: Decoder) -> None:
+    """What cannot be is refused before anything is read."""
+    stack: Any = decoder.stack
+    vocab = decoder.config.vocab_size
+    cache = Cache(decoder, 8)
+    bad = [Chain([vocab], 0, 2, slice(0, 8), 0.0), Chain([-1], 0, 2, slice(0, 8), 0.0)]
+    bad += [Chain([0], 0, 2, slice(7, 15), 0.0), Chain([0], 0, 9, slice(0, 8), 0.0)]
+    bad += [Chain([0], 0, 2, torch.tensor([0, 8]), 0.0), Chain([0], 7, 3, slice(0, 8), 0.0)]
+    for chain in bad:
+        try:
+            stack.roll([chain], cache, vocab)
+        except ValueError:
+            continue
+        raise AssertionError(f"{chain} was not refused")
+    cache.check(torch.arange(0))
+
+
+def products(draw: random.Random) -> int:
+    """One product at a time; its number."""
+    count = 0
+    for outputs, inputs in PRODUCTS:
+        for kind in KINDS:
+            dtype = torch.float32 if kind == "float32" else torch.bfloat16
+            linear = NativeLinear(
+                torch.randn(outputs, inputs).to(dtype),
+                torch.ones(outputs),
+                kind.startswith("int8"),
+                kind == "int8 exact",
+            )
+            for rows in (0, 1, 2, 3, 4, 5, 15, 16, 17, 33):
+                x = torch.randn(rows, inputs).to(dtype)
+                alone(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
+                count += 1
+    return count
+
+
+# ---- faults that are put there, to see whether they are seen
+
+
+def plant(name: str) -> None:
+    """One step beyond an end; the process should not live to tell."""
+    torch.set_num_threads(1)  # else it is a matter of chance which step comes first
+    decoder = tiny_decoder(tiny_config(**SHAPES[0], num_layers=2), dtype=torch.float32, compiled=True)
+    stack: Any = decoder.stack
+    library: Any = native.library()
+    linear = NativeLinear(torch.randn(37, 50), None, False)
+    x, y = torch.randn(3, 50), torch.empty(3, 37)
+    short = {"input": torch.randn(2, 50), "output": torch.empty(3 * 37 - 1), "weight": linear.packed[:-1].clone()}
+    if name == "input":
+        library.pl_linear(linear.struct, short[name].data_ptr(), 3, y.data_ptr(), 1)
+    elif name == "output":
+        library.pl_linear(linear.struct, x.data_ptr(), 3, short[name].data_ptr(), 1)
+    elif name == "weight":
+        linear.struct.weight = short[name].data_ptr()
+        library.pl_linear(linear.struct, x.data_ptr(), 3, y.data_ptr(), 1)
+    elif name == "keys":
+        cache, keys = Cache(decoder, 16), torch.zeros(2 * 16 * 32 - 1)
+        stack._addresses(cache)[0][0] = keys.data_ptr()  # K of the first layer
+        one_chain(decoder, cache, 16)
+    elif name == "scratch":
+        adapter = LowRank(AdapterConfig(rank=40, layers=(0, 1)), linear_shapes(decoder.config)).start()
+        stack.adapters(adapter).rank = 1  # less than its weights have
+        one_chain(decoder, Cache(decoder, 16), 16, [AdapterRange(0, 16, adapter)])
+    elif name == "buffer":
+        stack._model.layers[0].out.k += 32  # reads behind the last of 16 rows, within one allocation
+        one_chain(decoder, Cache(decoder, 16), 16)
+    else:
+        library.pl_packed_size(2**63 - 1, 8, 0)  # an overflow, without touching memory
+
+
+def one_chain(decoder: Decoder, cache: Cache, rows: int, ranges: list[AdapterRange] | None = None) -> None:
+    """The only sequence of a pass, from its first token on."""
+    places = torch.arange(rows)
+    hidden = torch.randn(rows, decoder.config.d_model).to(decoder.dtype)
+    state = ForwardState(hidden, places, places * 0, places * 0, slice(0, rows), None, adapters=ranges or ())
+    state.attn = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
+    decoder.run_layers(state, 0, decoder.num_layers, cache)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--plant")
+    chosen = parser.parse_args()
+    why = native.unavailable()
+    assert why is None, why
+    assert hasattr(ctypes.CDLL(None), "__asan_init"), "start this by sanitizers.py"
+    torch.manual_seed(0)
+    if chosen.plant:
+        plant(chosen.plant)
+        return
+    print(sweep(random.Random(0), chosen.quick))
+
+
+def sweep(draw: random.Random, quick: bool) -> str:
+    """All shapes; what was done."""
+    library: Any = native.library()
+    counts = {"networks": 0, "passes": 0, "rolls": 0, "products": 0}
+    for level in sorted({library.isa, min(library.isa, 1)}):
+        library.pl_init(level)
+        torch.set_num_threads(2)
+        counts["products"] += products(draw)
+        for decoder in networks(draw, SHAPES[:2] if quick else SHAPES):
+            counts["networks"] += 1
+            first = counts["networks"] <= len(KINDS)  # every width, in the first shape
+            widths = [
+                [rows]
+                for rows in (range(1, 71) if first and not quick else draw.sample(range(1, 71), 6 if quick else 15))
+            ]
+            several = range(6 if quick else 20)
+            widths += [[draw.choice([1, 3, 7, 16, 18]) for _ in range(draw.randint(2, 4))] for _ in several]
+            for each in widths:
+                torch.set_num_threads(draw.choice([1, 1, 3]))
+                alone(lambda decoder=decoder, each=each: one_pass(decoder, draw, each))  # type: ignore[misc]
+            for rows in (0, 1, 4, 5, 17):
+                alone(lambda decoder=decoder, rows=rows: reads(decoder, draw, rows))  # type: ignore[misc]
+            for _ in range(4 if quick else 10):
+                alone(lambda decoder=decoder: one_roll(decoder, draw))  # type: ignore[misc]
+            alone(lambda decoder=decoder: refusals(decoder))  # type: ignore[misc]
+            counts["passes"] += len(widths)
+            counts["rolls"] += 4 if quick else 10
+    done = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"nothing was found in {done} on {native.describe()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The kept library of compiled kernels: whole or compiled anew, the user's own or not run."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline import native
+
+pytestmark = pytest.mark.skipif(
+    native._output(["sh", "-c", "command -v c++"], 60)[0] != 0, reason="there is no C++ compiler"
+)
+SYMBOLS = sorted(set(re.findall(r"found\.(pl_\w+)", inspect.getsource(native))))
+# Compiled in a moment, and long enough that a half of it lacks pages that the loader reads.
+STAND_IN = "\n".join(
+    [
+        "#include <cstdint>",
+        *(f'extern "C" int64_t {name}() {{ return 0; }}' for name in SYMBOLS),
+        'extern "C" char padding[1 << 20] = {1};',
+    ]
+)
+PROBE = """
+import sys
+from pathlib import Path
+from paceline import native
+native.SOURCE = Path(sys.argv[1])
+print(native.describe())
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that a stand-in for the kernels is compiled into."""
+    source = tmp_path / "kernels.cpp"
+    source.write_text(STAND_IN)
+    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CXX", native.SWITCH):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache" / "paceline" / "native"
+
+
+def library_in(folder: Path) -> Path:
+    (found,) = folder.glob("*.so")
+    return found
+
+
+def load() -> tuple[object, str | None]:
+    """What a new process would find: the library, or why there is none."""
+    found, why = native._load.__wrapped__()
+    return found, why
+
+
+def _halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _other(path: Path) -> None:
+    path.write_bytes(b"\x7fELF" + bytes(path.stat().st_size - 4))
+
+
+def test_the_symbols_are_known():
+    assert {"pl_init", "pl_run_layers", "pl_logits"} <= set(SYMBOLS)
+
+
+def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    first = native._built(generic=True)
+    assert first == library_in(cache) and hashlib.sha256(first.read_bytes()).hexdigest() in first.name
+    assert first.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
+
+    def never(*_: object) -> Path:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(native, "_compile", never)
+    assert native._built(generic=True) == first
+
+
+@pytest.mark.parametrize("damage", [_halve, _flip, _empty, _other], ids=lambda damage: damage.__name__)
+def test_a_broken_library_is_compiled_anew(
+    cache: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+):
+    whole = native._built(generic=True).read_bytes()
+    damage(library_in(cache))
+    assert library_in(cache).read_bytes() != whole
+    with caplog.at_level(logging.WARNING):
+        assert native._built(generic=True).read_bytes() == whole
+    assert "broken: they are compiled anew" in caplog.text
+    assert library_in(cache).read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [_halve, _empty], ids=lambda damage: damage.__name__)
+def test_a_process_that_finds_a_broken_library_runs(cache: Path, damage: Callable[[Path], None]):
+    """Opening half a file ends a process by a signal, and an empty one would keep torch's kernels for ever."""
+    command = [sys.executable, "-c", PROBE, str(native.SOURCE)]
+    env = {**os.environ, native.SWITCH: "generic"}
+    native._built(generic=True)
+    damage(library_in(cache))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "portable"), done.stderr
+
+
+@pytest.mark.parametrize("step", ["_flush", "_sha256"])
+def test_a_crash_on_the_way_leaves_nothing_that_is_taken_for_a_library(
+    cache: Path, step: str, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(native, step, fail)
+        found, why = load()
+        assert found is None and "No space left" in str(why)
+        assert not list(cache.glob("*.so"))
+    assert load()[1] is None and library_in(cache)
+
+
+def test_bytes_are_on_the_disk_before_the_name_is(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file is flushed under its scratch name, the folder once the file has its own."""
+    seen = []
+    flush = native._flush
+
+    def watch(path: Path) -> None:
+        seen.append((path.name, len(list(cache.glob("*.so")))))
+        flush(path)
+
+    monkeypatch.setattr(native, "_flush", watch)
+    native._built(generic=True)
+    assert seen == [("kernels.so", 0), (cache.name, 1)]
+
+
+def _folder(mode: int) -> Callable[[Path], None]:
+    return lambda cache: cache.chmod(mode)
+
+
+def _file(mode: int) -> Callable[[Path], None]:
+    return lambda cache: library_in(cache).chmod(mode)
+
+
+@pytest.mark.parametrize("change", [_folder(0o770), _folder(0o707), _folder(0o1777), _file(0o720), _file(0o702)])
+def test_what_others_may_write_to_is_not_run(
+    cache: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+):
+    assert load()[1] is None
+    change(cache)
+    with caplog.at_level(logging.WARNING):
+        found, why = load()
+    assert found is None and "others than its owner may write to" in str(why) and "chmod go-w" in str(why)
+    assert "torch's are used: others than its owner" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_another_user_owns_is_not_run(cache: Path, what: str, monkeypatch: pytest.MonkeyPatch):
+    """Root's files are another user's, too, unless root runs this."""
+    assert load()[1] is None
+    owner, watched = cache.stat().st_uid, cache if what == "folder" else library_in(cache)
+    stat = Path.stat
+
+    def foreign(path: Path, **options: bool) -> os.stat_result:
+        facts = stat(path, **options)
+        return os.stat_result([*facts[:4], owner + 1, *facts[5:]]) if path == watched else facts
+
+    with monkeypatch.context() as another:
+        another.setattr(Path, "stat", foreign)
+        found, why = load()
+        assert found is None and f"belongs to user {owner + 1}, not to user {owner}" in str(why)
+    assert load()[1] is None
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert f"belongs to user {owner}, not to user {owner + 1}" in str(load()[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_that_was_given_away_is_not_run(cache: Path):
+    assert load()[1] is None
+    os.chown(library_in(cache), 12345, 12345)
+    assert "belongs to user 12345, not to user 0" in str(load()[1])
+    os.chown(library_in(cache), 0, 0)
+    os.chown(cache, 12345, 12345)
+    assert "belongs to user 12345, not to user 0" in str(load()[1])
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"CXX": 'g++ "'}, "is no command .No closing quotation."),
+        ({"CXX": "g++ \\"}, "is no command .No escaped character."),
+        ({"CXX": "no-such-compiler"}, "no C.. compiler 'no-such-compiler' was found"),
+        ({"CXX": "/"}, "no C.. compiler '/' was found"),
+        ({"XDG_CACHE_HOME": "somewhere/else"}, "'somewhere/else' is relative; name an absolute one"),
+        ({"XDG_CACHE_HOME": "~/cache"}, "'~/cache' is relative"),
+        ({"XDG_CACHE_HOME": "{source}"}, "cannot be kept in .*name a folder that can be written to"),
+        ({"XDG_CACHE_HOME": "", "HOME": "somewhere"}, "'somewhere/.cache' is relative"),
+    ],
+)
+def test_variables_that_cannot_be_leave_torch(
+    cache: Path,
+    variables: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(source=native.SOURCE))
+    with caplog.at_level(logging.WARNING):
+        found, why = load()
+    assert found is None and re.search(words, str(why))
+    assert "torch's are used" in caplog.text
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_home_at_all_leaves_torch(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", staticmethod(homeless))
+    assert load() == (None, "Could not determine home directory.")
+
+
+def test_a_library_of_something_else_leaves_torch(cache: Path):
+    native.SOURCE.write_text('extern "C" int nothing() { return 0; }')
+    found, why = load()
+    assert found is None and "is no library of these kernels" in str(why)

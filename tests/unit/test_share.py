@@ -1,0 +1,181 @@
+"""One target under several engines, each in a thread of its own: `LLM(share=...)`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_native import needs_kernels
+from tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
+
+from paceline import LLM, SamplingParams
+from paceline.engine.engine import Engine
+from paceline.target import native as compiled_layers
+from paceline.target.adapters import AdapterConfig, LowRank, linear_shapes
+from paceline.target.decoder import Decoder
+from paceline.target.native import NativeAdapters
+from paceline.target.rope import RopeConfig, RopeTable
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CONFIG = tiny_config(head_dim=16, max_position=4096)
+# Several growths of the table, which holds blocks of 1,024 positions; the middle one ends just behind a block.
+LENGTHS = (1100, 2046, 3300)
+KERNELS = [pytest.param(True, marks=needs_kernels, id="compiled"), pytest.param(False, id="torch")]
+
+
+def together(*works: Callable[[], Any]) -> list[Any]:
+    """What each of them returns; they run at once, in threads that start together."""
+    gate = threading.Barrier(len(works))
+    found: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            gate.wait()
+            found[index] = works[index]()
+        except BaseException as error:  # shown by the caller: a thread's own would be lost
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+@pytest.fixture
+def slow_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of the table takes a while: threads that grow it at once do so in each other's middle."""
+    block = RopeTable._block
+
+    def slow(table: RopeTable, start: int) -> Any:
+        time.sleep(0.02)
+        return block(table, start)
+
+    monkeypatch.setattr(RopeTable, "_block", slow)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 80, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def new_decoder(compiled: bool) -> Decoder:
+    return tiny_decoder(CONFIG, dtype=torch.float32, compiled=compiled)
+
+
+def new_engine(decoder: Decoder, named: Sequence[Any] = ()) -> Engine:
+    return assemble(decoder=decoder, kv_tokens=8192, max_model_len=4096, applications=named)
+
+
+def answers(engine: Engine, seed: int, names: Sequence[str | None] | None = None) -> list[list[int]]:
+    """Of one prompt of each length, one after the other."""
+    return [
+        run(engine, [(prompt(length, seed + i), GREEDY)], names)[0].outputs[0].token_ids
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+# ---- the table of angles
+
+
+@pytest.mark.usefixtures("slow_growth")
+def test_a_table_that_grows_under_many_threads_holds_the_angles_of_one() -> None:
+    rope = RopeConfig(dim=8)
+
+    def fresh() -> RopeTable:
+        return RopeTable(rope, 4096, torch.float32, torch.device("cpu"))
+
+    alone = fresh()
+    places = [torch.arange(0, 5000, 7), torch.arange(900, 1100), torch.arange(4000, 4100), torch.tensor([2047, 2048])]
+    wanted = [alone.rows(p) for p in places]
+    halves = alone.now.halves
+    for _ in range(3):
+        shared = fresh()
+        found = together(*(partial(shared.rows, p) for p in places * 2))
+        for pair, oracle in zip(found, wanted * 2, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(pair, oracle, strict=True))
+        assert len(shared.now) == len(alone.now), "no block twice"
+        assert all(torch.equal(a, b) for a, b in zip(shared.now.halves, halves, strict=True))
+
+
+def test_what_a_reader_took_stays_as_it_was() -> None:
+    """Cosines and sines come from one moment, however the table grows meanwhile."""
+    table = RopeTable(RopeConfig(dim=8), 4096, torch.float32, torch.device("cpu"))
+    first = table.reach(10)
+    kept = first.cos.clone(), first.sin.clone()
+    second = table.reach(3000)
+    assert second is table.now is table.reach(20) and second is not first
+    assert torch.equal(first.cos, kept[0]) and torch.equal(first.sin, kept[1])
+    assert torch.equal(second.cos[: len(first)], kept[0]) and len(first.halves[0]) == len(first)
+
+
+# ---- engines
+
+
+@pytest.mark.usefixtures("slow_growth")
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_engines_over_one_target_answer_as_one_alone(compiled: bool) -> None:
+    wanted = [answers(new_engine(new_decoder(compiled)), seed) for seed in (10, 20)]
+    assert wanted[0] != wanted[1]
+    for _ in range(2):
+        decoder = new_decoder(compiled)  # its table starts empty
+        engines = [new_engine(decoder) for _ in range(2)]
+        found = together(*(partial(answers, e, s) for e, s in zip(engines, (10, 20), strict=True)))
+        assert found == wanted
+        assert [answers(e, s) for e, s in zip(engines, (10, 20), strict=True)] == wanted, "nothing is left behind"
+
+
+@pytest.mark.usefixtures("slow_growth")
+@pytest.mark.parametrize("compiled", KERNELS)
+def test_applications_over_one_target_answer_as_one_alone(compiled: bool) -> None:
+    """Both engines have the same application, whose adapters the stack packs when they first come."""
+    decoder = new_decoder(compiled)
+    application = tiny_application("app", decoder, tiny_adapters(CONFIG, dtype=torch.float32))
+    wanted = [answers(new_engine(new_decoder(compiled), [application]), seed, ["app"]) for seed in (10, 20)]
+    plain = answers(new_engine(new_decoder(compiled)), 10)
+    assert plain != wanted[0], "the adapters change the answer"
+    engines = [new_engine(decoder, [application]) for _ in range(2)]
+    found = together(*(partial(answers, e, s, ["app"]) for e, s in zip(engines, (10, 20), strict=True)))
+    assert found == wanted
+
+
+@needs_kernels
+def test_adapters_are_packed_once_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second set in place of the first would free what another thread's pass reads."""
+
+    class Slow(NativeAdapters):
+        def __init__(self, *args: Any) -> None:
+            time.sleep(0.05)
+            super().__init__(*args)
+
+    monkeypatch.setattr(compiled_layers, "NativeAdapters", Slow)
+    decoder = new_decoder(True)
+    stack: Any = decoder.stack
+    adapter = LowRank(AdapterConfig(layers=(0, 1)), linear_shapes(CONFIG)).start()
+    found = together(*[lambda: stack.adapters(adapter)] * 4)
+    assert all(packed is found[0] for packed in found) and stack.adapters(adapter) is found[0]
+
+
+@pytest.mark.usefixtures("slow_growth")
+def test_two_llms_that_share_a_target() -> None:
+    """Through the front door, one of them with a drafter, over text that needs a second block of the table."""
+    options: dict[str, Any] = {"max_sequences": 2, "max_model_len": 1400}
+    first = LLM("paceline-small-draft", **options)
+    texts = [prompt(1100, 1), prompt(1200, 2)]
+
+    def answer(llm: LLM, ids: list[int]) -> list[int]:
+        return llm.generate([{"prompt_token_ids": ids}], GREEDY)[0].outputs[0].token_ids
+
+    wanted = [answer(LLM("paceline-small-draft", **options), ids) for ids in texts]
+    second = LLM("paceline-small-draft", share=first, drafter="ngram", budget=4, **options)
+    assert second.decoder is first.decoder
+    found = together(lambda: answer(first, texts[0]), lambda: answer(second, texts[1]))
+    assert found == wanted
