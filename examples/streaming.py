@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline import LLM, SamplingParams
-from paceline.llm import Chunk
+from paceline import LLM, Chunk, SamplingParams
 
 
 def show(chunks: Iterator[Chunk]) -> str:
@@ -16,7 +15,7 @@ def show(chunks: Iterator[Chunk]) -> str:
         accepted = sum(origin == "drafted" for origin in chunk.origins)
         print(f"{chunk.text!r} {accepted} of {len(chunk.token_ids)} drafted", flush=True)
         text += chunk.text
-        if chunk.finished:
+        if chunk.output is not None:  # the last chunk brings the whole answer
             print(chunk.output.stats.summary())
     return text
 
@@ -32,8 +31,10 @@ def main() -> None:
     messages.append({"role": "assistant", "content": show(llm.chat(messages, greedy, stream=True))})
 
     # Leaving the loop early ends the request: its memory is free again.
+    seen = 0
     for chunk in llm.stream("Once upon a time", SamplingParams(max_tokens=1000)):
-        if len(chunk.output.outputs[0].token_ids) >= 8:
+        seen += len(chunk.token_ids)
+        if seen >= 8:
             break
     assert not llm.engine.busy
 

@@ -6,7 +6,7 @@ loop, and a test on them tests nothing. The draft is a noised copy of the target
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -287,16 +287,36 @@ def holds_back(token: int) -> bool:
     return token % 11 == 5
 
 
-def toy_decode(prompt_ids: Sequence[int], skip_special_tokens: bool) -> Callable[[int], str]:
-    """The engine's ``make_decoder``: from one token to its new text."""
-    held = [""]
+class ToyText:
+    """The text of an answer, from `piece`."""
 
-    def step(token: int) -> str:
-        text = held[0] + piece(token)
-        held[0] = text if holds_back(token) else ""
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        text = self._held + piece(token)
+        self._held = text if holds_back(token) else ""
         return "" if holds_back(token) else text
 
-    return step
+    def end(self) -> str:
+        return ""
+
+
+class ToyTexts:
+    """The engine's ``texts``: ids have the text of `piece`."""
+
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> ToyText:
+        return ToyText()
+
+    def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(map(piece, ids))
+
+    @staticmethod
+    def token(token: int) -> str:
+        return piece(token)
+
+
+TOY_TEXTS = ToyTexts()
 
 
 def assemble(
@@ -314,7 +334,7 @@ def assemble(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     decoder: Decoder | None = None,
-    make_decoder: Any = toy_decode,
+    texts: Any = TOY_TEXTS,
     applications: Sequence[Application] = (),
 ) -> Engine:
     """An engine over a tiny target.
@@ -324,7 +344,7 @@ def assemble(
         budget: drafted nodes a step; default: the drafter's own size.
         kv_tokens: slots of the target's pool.
         decoder: the target; default: `tiny_decoder` with ``dtype``, ``device`` and ``exact``.
-        make_decoder: see `Engine`; None for a model without a tokenizer.
+        texts: see `Engine`; None for a model without a tokenizer.
         applications: over ``decoder``.
     """
     decoder = decoder or tiny_decoder(dtype=dtype, device=device, exact=exact)
@@ -353,7 +373,7 @@ def assemble(
         limits,
         SchedulerConfig(max_sequences=max_sequences, max_batch_rows=max_batch_rows),
         FixedBudget(size=size, why="no drafter was named" if drafter is None else "budget=0"),
-        make_decoder,
+        texts,
         {application.name: application for application in applications},
     )
 

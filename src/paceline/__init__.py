@@ -13,23 +13,27 @@ if TYPE_CHECKING:
     from .core.errors import CapabilityError as CapabilityError
     from .core.errors import ConfigError as ConfigError
     from .core.errors import PacelineError as PacelineError
+    from .core.errors import RequestError as RequestError
     from .core.request import CompletionOutput as CompletionOutput
     from .core.request import RequestOutput as RequestOutput
     from .core.sampling import SamplingParams as SamplingParams
     from .llm import LLM as LLM
     from .llm import AsyncLLM as AsyncLLM
+    from .llm import Chunk as Chunk
 
 __version__ = "0.1.0"
 
 _HOME = {  # public name -> module that defines it
     "LLM": ".llm",
     "AsyncLLM": ".llm",
+    "Chunk": ".llm",
     "SamplingParams": ".core.sampling",
     "RequestOutput": ".core.request",
     "CompletionOutput": ".core.request",
     "PacelineError": ".core.errors",
     "ConfigError": ".core.errors",
     "CapabilityError": ".core.errors",
+    "RequestError": ".core.errors",
 }
 
 __all__ = ["__version__", *_HOME]

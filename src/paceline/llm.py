@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
+import os
 import queue
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from . import native
-from .attention import make_backend
-from .core.errors import CapabilityError, ConfigError
-from .core.request import Origin, RequestOutput
+from .attention import BACKENDS, make_backend
+from .core.errors import CapabilityError, ConfigError, RequestError
+from .core.options import HIGHEST, check_fields, shown
+from .core.request import FinishReason, Logprob, Origin, RequestOutput, SequenceState
 from .core.sampling import SamplingParams
 from .drafters import registry
 from .drafters.base import Drafter
@@ -30,14 +33,25 @@ from .engine.calibration import Fingerprint
 from .engine.costs import draft_guess
 from .engine.engine import Engine, EngineLimits, LiveRequest
 from .engine.scheduler import SchedulerConfig
-from .engine.tokens import Prompt, chat_ids, decode_steps, encode
+from .engine.tokens import Prompt, chat_ids, encode, texts_of
 from .kv.pool import KVPool
-from .rounds import make_round
+from .rounds import AUTO as AUTO_ROUND
+from .rounds import ROUNDS, make_round
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
-from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
+from .target.files import free_bytes as _free_bytes
+from .target.files import is_file
+from .target.loader import (
+    check_dtype,
+    load_model,
+    load_tokenizer,
+    parse_device,
+    parse_dtype,
+    read_config,
+    resolve_folder,
+)
 from .target.native import unsupported
 from .target.streams import CONFIG_FILE
 
@@ -46,6 +60,9 @@ log = logging.getLogger(__name__)
 Message = Mapping[str, str]  # {"role": .., "content": ..}
 KERNELS = ("auto", "native", "torch")
 DEFAULT_KV_BYTES = 512 * 2**20
+MAX_SEQUENCES, MAX_BATCH_ROWS = 2**16, 2**20
+# Far beyond use, and below the point where an OpenMP runtime ends the process for want of threads.
+MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -59,62 +76,95 @@ class LLMConfig:
 
     model: str = field(metadata={"help": "embedded model, folder or hub name"})
     drafter: str | DrafterConfig | None = _option(None, "who guesses: name, name:model, or name:model,option=value")
-    round: str = _option("auto", "when guessing and checking happen: serial, fused (streams), or auto: the drafter's")
+    round: str = _option(
+        AUTO_ROUND,
+        "when guessing and checking happen: serial, fused (streams), or auto: the drafter's",
+        choices=(AUTO_ROUND, *ROUNDS),
+    )
     verifier: str = _option(
         DEFAULT_VERIFIER,
         "sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",
+        choices=VERIFIERS,
     )
-    budget: int | str | Mapping[int, int] | None = _option(
+    budget: int | str | Mapping[int | str, int] | None = _option(
         None, "drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default"
     )
     dtype: str = _option("auto", "auto (the checkpoint's), bfloat16, float32, float64 or int8")
     device: str = _option("cpu", "cpu or cuda")
     exact: bool = _option(False, "ids never depend on batch, chunking, prefix hits, preemption or the drafter")
-    kernels: str = _option("auto", "auto, native (compiled for this processor; CPU only) or torch")
-    attention: str = _option("auto", "where torch's kernels run: auto, sdpa or reference")
+    kernels: str = _option(
+        "auto",
+        "auto, native (compiled for this processor; CPU only) or torch",
+        choices=KERNELS,
+        unknown="there are no such kernels",
+    )
+    attention: str = _option(
+        "auto",
+        "where torch's kernels run: auto, sdpa or reference",
+        choices=("auto", *BACKENDS),
+        unknown="there is no such attention backend",
+    )
     kv_memory: str | int | None = _option(None, "bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
     max_model_len: int | None = _option(None, "most tokens of prompt and output; default: the model's context")
-    max_sequences: int = _option(64, "sequences that run at once")
-    max_batch_rows: int = _option(512, "rows of one target pass; longer prompts are computed in chunks")
+    max_sequences: int = _option(64, "sequences that run at once", minimum=1, maximum=MAX_SEQUENCES)
+    max_batch_rows: int = _option(
+        512, "rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
+    )
     threads: int | None = _option(None, "CPU threads; default: torch's choice")
     applications: dict[str, str] | None = _option(
         None,
         "a trained set that requests may name; repeat it for several",
         flag="--application",
         metavar="NAME=FOLDER",
+        takes='applications are folders by name, such as {"sql": "path/to/folder"}',
     )
     revision: str | None = _option(None, "branch, tag or commit on the hub")
     offline: bool = _option(False, "fetch nothing from the hub")
     trust_remote_code: bool = _option(False, "refused: Paceline never runs a checkpoint's code", cli=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, get_type_hints(LLMConfig))
+        self._refuse_remote_code()
+        self._check_threads()
+        check_dtype(self.dtype)
+        parse_device(self.device)
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory)
+        registry.parse(self.drafter)
+        self._check_budget()
+        self._check_exact()
+
+    def _refuse_remote_code(self) -> None:
         if self.trust_remote_code:
             raise ConfigError(
                 "trust_remote_code=True",
                 "Paceline never runs code that comes with a checkpoint",
                 "leave it out; the supported families need none",
             )
+
+    def _check_threads(self) -> None:
+        asked, remedy = f"threads={self.threads}", "leave it out for the default"
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(
-                f"threads={self.threads}", "at least one thread is needed", "leave it out for the default"
-            )
-        if self.applications is not None and not _is_named(self.applications):
-            raise ConfigError(
-                f"applications={self.applications!r}",
-                "applications are folders by name",
-                'give a dictionary: {"sql": "path/to/folder"}',
-            )
+            raise ConfigError(asked, "at least one thread is needed", remedy)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            cores = f"{os.cpu_count()} processors"
+            raise ConfigError(asked, f"{MAX_THREADS} threads are the most on these {cores}", remedy)
+
+    def _check_budget(self) -> None:
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:
-            raise ConfigError(f"budget={self.budget} without a drafter", "nobody drafts", "name one: drafter='ngram'")
+            raise ConfigError(
+                f"budget={shown(self.budget)} without a drafter", "nobody drafts", "name one: drafter='ngram'"
+            )
 
-
-def _is_named(applications: Any) -> bool:
-    """Whether this is folders by name."""
-    return isinstance(applications, Mapping) and all(
-        isinstance(name, str) and isinstance(where, str | Path) for name, where in applications.items()
-    )
+    def _check_exact(self) -> None:
+        if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
+            raise CapabilityError(
+                f"exact=True with verifier={self.verifier!r}",
+                "its ids depend on the drafter by design",
+                f"use verifier={DEFAULT_VERIFIER!r}",
+            )
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
@@ -140,9 +190,10 @@ class _Job:
     params: SamplingParams
     application: str | None
 
-    def submit(self, engine: Engine) -> str:
-        """Queue it; the request's id."""
-        return engine.submit(self.ids, self.params, prompt=self.text, application=self.application)
+    def submit(self, engine: Engine, on_end: Callable[[LiveRequest], None] | None = None) -> LiveRequest:
+        """Queue it."""
+        request_id = engine.submit(self.ids, self.params, prompt=self.text, application=self.application, on_end=on_end)
+        return engine.live[request_id]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +204,16 @@ class Chunk:
     text: str
     token_ids: list[int]
     origins: list[Origin]  # of each new token: drafted or target
-    finished: bool  # of this sample
-    output: RequestOutput  # all there is so far
+    logprobs: list[dict[int, Logprob]] | None  # of each new token; None unless asked for
+    finish_reason: FinishReason | None  # of this sample; None: it goes on
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    output: RequestOutput | None  # the whole answer, with the last chunk of all; None before
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the sample's last chunk."""
+        return self.finish_reason is not None
 
 
 def parse_bytes(value: str | int) -> int:
@@ -163,16 +222,25 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value.lower())
-    if match is None:
-        raise ConfigError(f"kv_memory={value!r}", "not a size", "write bytes, or a number with MiB or GiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    remedy = "write bytes, or a number with MiB or GiB"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"kv_memory={shown(value)}", "not a size", remedy)
+    size = value if isinstance(value, int) else _bytes_of(value)
+    if size is None or not 0 <= size <= HIGHEST:
+        raise ConfigError(f"kv_memory={shown(value)}", "not a size", remedy)
+    return int(size)
+
+
+def _bytes_of(text: str) -> float | None:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    return None if match is None else float(match[1]) * _UNITS[match[2] or ""]
 
 
 class LLM:
     """A model ready to answer.
+
+    Every method may be called from any thread, and from what `generate` calls: requests of all threads share the
+    engine's batches, and each step is done by whichever thread's turn it is.
 
     Args:
         model: an embedded model's name, a local Hugging Face folder, or a hub name.
@@ -223,6 +291,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts, together where there is room.
 
+        A request whose own sampling rules, text or stop rules fail on the way ends alone, with
+        ``finish_reason="error"``; see `RequestOutput.error`.
+
         Args:
             prompts: one or many; text, or ``{"prompt_token_ids": [...]}``.
             params: one for all, or one a prompt; default: `SamplingParams()`.
@@ -261,12 +332,18 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
     ) -> Iterator[Chunk]:
-        """Answer one prompt piece by piece. Leaving the iterator early ends the request."""
+        """Answer one prompt piece by piece. Leaving the iterator early ends the request.
+
+        Raises:
+            ConfigError: the prompt, the parameters or the application cannot be used.
+            RequestError: behind the last chunk, where its own rules failed on the way.
+        """
         return self._stream(_Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request that is in flight; what it has so far, or None if there is no such request."""
-        return self.engine.abort(request_id)
+        with self.engine.lock:
+            return self.engine.abort(request_id)
 
     def _check_names(self, application: str | Sequence[str | None] | None, count: int) -> list[str | None]:
         """The application of each prompt, each one known."""
@@ -282,81 +359,119 @@ class LLM:
         return names
 
     def _run(self, jobs: Sequence[_Job], progress: Callable[[int], None] | None) -> list[RequestOutput]:
-        order: list[str] = []
-        done: dict[str, RequestOutput] = {}
+        engine = self.engine
+        lives: list[LiveRequest] = []
+        ended: dict[str, LiveRequest] = {}
+        told = 0
         try:
             for job in jobs:
-                order.append(job.submit(self.engine))
-            while len(done) < len(order):
-                for live in self.engine.step():
-                    if live.finished and live.request.id in order:
-                        done[live.request.id] = self.engine.output(live)
-                        if progress:
-                            progress(len(done))
+                with engine.lock:
+                    lives.append(job.submit(engine, lambda live: ended.update({live.request.id: live})))
+            while told < len(lives):
+                with engine.lock:
+                    if len(ended) < len(lives):  # another thread's steps, or an abort, may have ended the last one
+                        engine.step()
+                while told < len(ended):
+                    told += 1
+                    if progress:
+                        progress(told)
+            with engine.lock:
+                return [engine.output(live) for live in lives]
         except BaseException:
-            for request_id in order:
-                self.engine.abort(request_id)
+            engine.lock.free_mine()
+            self._give_up(lives)
             raise
-        return [done[request_id] for request_id in order]
+
+    def _give_up(self, lives: Sequence[LiveRequest]) -> None:
+        """End requests; from wherever, a garbage collector in the middle of a step included."""
+        for live in lives:
+            self.engine.cancel(live.request.id)
+        if self.engine.lock.take_if_free():  # else whoever holds it will see to it
+            try:
+                self.engine.settle()
+            finally:
+                self.engine.lock.__exit__()
 
     def _stream(self, job: _Job) -> Iterator[Chunk]:
-        request_id = job.submit(self.engine)
-        live = self.engine.live[request_id]
+        engine = self.engine
+        with engine.lock:
+            live = job.submit(engine)
         sent = _Sent(job.params.n)
 
         def chunks() -> Iterator[Any]:
             try:
                 yield None  # taken below: a generator that was never entered would not run its end
-                while not live.finished:
-                    if live in self.engine.step():
-                        yield from sent.news(self.engine, live)
-                # Another call's steps, or an abort, may have ended it since the last chunk.
-                yield from sent.news(self.engine, live)
+                while live.ended is None:
+                    with engine.lock:
+                        if live.ended is None:  # another thread's steps, or an abort, may have ended it
+                            engine.step()
+                        news = sent.news(engine, live)
+                    yield from news
+                with engine.lock:
+                    news = sent.news(engine, live)
+                yield from news
+                _raise_failed(sent.output)
+            except (
+                Exception,
+                KeyboardInterrupt,
+            ):  # not where the generator is closed, which a collector may do in a step
+                engine.lock.free_mine()
+                raise
             finally:
-                self.engine.abort(request_id)
+                self._give_up([live])
 
         answer = chunks()
         next(answer)
         return answer
 
 
+def _raise_failed(output: RequestOutput | None) -> None:
+    """Raises RequestError where a sample was ended by an error."""
+    if output is not None and output.error is not None:
+        raise RequestError(output.request_id, output.error, output)
+
+
 class _Sent:
     """What of each sample was streamed already."""
 
     def __init__(self, samples: int) -> None:
+        self.output: RequestOutput | None = None  # once all was sent
         self._tokens = [0] * samples
         self._chars = [0] * samples
-        self._done = [False] * samples
+        self._open = set(range(samples))
 
     def news(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
-        """One chunk for every sample with something new."""
-        output = engine.output(live)
-        chunks = []
-        for i, completion in enumerate(output.outputs):
-            ended = completion.finish_reason is not None
-            fresh = completion.token_ids[self._tokens[i] :]
-            if self._done[i] or not (fresh or ended):
-                continue
-            chunks.append(
-                Chunk(
-                    index=i,
-                    text=completion.text[self._chars[i] :],
-                    token_ids=fresh,
-                    origins=completion.origins[self._tokens[i] :],
-                    finished=ended,
-                    output=output,
-                )
-            )
-            self._tokens[i], self._chars[i] = len(completion.token_ids), len(completion.text)
-            self._done[i] = ended
-        return chunks
+        """One chunk for every sample with something new; what a chunk costs does not depend on what came before it."""
+        fresh = [(i, live.sequences[i].state) for i in sorted(self._open)]
+        fresh = [(i, state) for i, state in fresh if state.finished or len(state.token_ids) > self._tokens[i]]
+        self._open -= {i for i, state in fresh if state.finished}
+        if fresh and not self._open:
+            self.output = engine.output(live)
+        last = len(fresh) - 1
+        return [self._chunk(live, i, state, self.output if at == last else None) for at, (i, state) in enumerate(fresh)]
+
+    def _chunk(self, live: LiveRequest, index: int, state: SequenceState, output: RequestOutput | None) -> Chunk:
+        tokens, chars = self._tokens[index], self._chars[index]
+        text = state.checker.stable_text(chars)
+        self._tokens[index], self._chars[index] = len(state.token_ids), chars + len(text)
+        return Chunk(
+            index=index,
+            text=text if tokens else live.text_prefix + text,
+            token_ids=state.token_ids[tokens:],
+            origins=state.origins[tokens:],
+            logprobs=state.logprobs[tokens:] if live.request.params.logprobs is not None else None,
+            finish_reason=state.checker.finish_reason,
+            request_id=live.request.id,
+            prompt_token_ids=live.request.prompt_ids,
+            output=output,
+        )
 
 
 class AsyncLLM:
     """`LLM` for event loops: requests of many tasks share the engine's batches.
 
-    The engine runs in a thread of its own, which sleeps while nothing is in flight. Call `close` (or use
-    ``async with``) when done.
+    The engine runs in a thread of its own, which sleeps while nothing is in flight; requests may come from the event
+    loops of any threads. Call `close` (or use ``async with``) when done; the end of the program does it, too.
 
     Args:
         model, options: as for `LLM`.
@@ -368,8 +483,10 @@ class AsyncLLM:
         self._listeners: dict[str, Callable[[LiveRequest | Exception], None]] = {}
         self._closed = False
         self._gate = threading.Lock()  # nothing is ordered behind the order to stop
+        # A daemon, since the interpreter would wait for another kind before it runs what is registered to close it.
         self._thread = threading.Thread(target=self._loop, name="paceline-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread in compiled code while the interpreter goes away would end in a crash
 
     @property
     def tokenizer(self) -> Any:
@@ -384,7 +501,12 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
     ) -> RequestOutput:
-        """The whole answer to one prompt."""
+        """The whole answer to one prompt.
+
+        Raises:
+            ConfigError: the prompt, the parameters or the application cannot be used.
+            RequestError: its own rules failed on the way.
+        """
         output: RequestOutput | None = None
         async for chunk in self.stream(prompt, params, application):
             output = chunk.output
@@ -399,6 +521,7 @@ class AsyncLLM:
         Raises:
             ConfigError: the prompt cannot be used, or there is no such application, or (on the first ``await``)
                 the parameters cannot be used.
+            RequestError: behind the last chunk, where its own rules failed on the way.
         """
         self._llm.engine.check_application(application)
         return self._stream(_Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application))
@@ -426,7 +549,7 @@ class AsyncLLM:
 
         def submit() -> None:  # in the engine's thread
             try:
-                request_id = job.submit(self._llm.engine)
+                request_id = job.submit(self._llm.engine).request.id
             except Exception as error:
                 post(error)
                 return
@@ -451,6 +574,7 @@ class AsyncLLM:
                 for chunk in item:
                     open_samples -= chunk.finished
                     yield chunk
+            _raise_failed(sent.output)
         finally:
             self._orders.put(abort)
 
@@ -496,6 +620,7 @@ class AsyncLLM:
                 self._orders.put(None)
             self._closed = True
         self._thread.join()
+        atexit.unregister(self.close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -512,8 +637,19 @@ def _config(model: str, options: dict[str, Any]) -> LLMConfig:
     for name in options:
         if name not in known:
             near = ", ".join(sorted(known))
-            raise ConfigError(f"LLM(..., {name}=...)", "there is no such option", f"known options: {near}")
-    return LLMConfig(model=str(model), **options)
+            raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", f"known options: {near}")
+    return LLMConfig(model=_in_text(model), **{name: _in_text(value) for name, value in options.items()})
+
+
+def _in_text(value: Any) -> Any:
+    """Paths and torch's own words for a dtype or device, as the options spell them."""
+    if isinstance(value, Path | torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {name: str(part) if isinstance(part, Path) else part for name, part in value.items()}
+    return value
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -525,10 +661,16 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
 
 
 def _load_target(config: LLMConfig) -> LoadedModel:
-    return _load(config, config.model, config.dtype, config.exact)
+    """The target. Whatever can be known to be wrong without its weights is said before they are read."""
+    source = _open(config, config.model, config.dtype)
+    _pool_tokens(config, source.shape, source.dtype, _max_model_len(config, source.shape))
+    locate(config.applications or {}, config.offline)
+    return _load(config, source, config.exact)
 
 
 def _shared(config: LLMConfig, other: LLM) -> LoadedModel:
+    if not isinstance(other, LLM):
+        raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
     for name in TARGET_OPTIONS:
         mine, theirs = getattr(config, name), getattr(other.config, name)
         if mine != theirs:
@@ -540,10 +682,21 @@ def _shared(config: LLMConfig, other: LLM) -> LoadedModel:
     return other._target
 
 
-def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint whose configuration was read, and nothing else."""
+
+    name: str
+    folder: Path
+    shape: DecoderConfig
+    dtype: torch.dtype  # of the activations
+    quantised: bool
+
+
+def _open(config: LLMConfig, name: str, dtype: str) -> _Source:
     revision = config.revision if name == config.model else None
     folder = resolve_folder(name, revision=revision, offline=config.offline)
-    if (folder / CONFIG_FILE).is_file():
+    if is_file(folder / CONFIG_FILE):
         raise ConfigError(
             f"model {name!r}",
             "it is a set that was trained for a model, not a model",
@@ -551,7 +704,12 @@ def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
         )
     shape = read_config(folder)
     kind, quant = parse_dtype(dtype, shape)
-    compiled = _native(config, shape, kind)
+    return _Source(name, folder, shape, kind, quant is not None)
+
+
+def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
+    folder, kind = source.folder, source.dtype
+    compiled = _native(config, source.shape, kind)
     backend = config.attention
     if backend == "auto":
         backend = "reference" if kind == torch.float64 else "sdpa"
@@ -561,24 +719,21 @@ def _load(config: LLMConfig, name: str, dtype: str, exact: bool) -> LoadedModel:
             "the dense reference does not keep a row's order of summation",
             "use attention='sdpa'",
         )
-    attention = make_backend(backend, kind, exact=exact)
+    files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
+    tokenizer = load_tokenizer(folder) if any(map(is_file, files)) else None
     decoder = load_model(
         folder,
-        attention=attention,
-        dtype="int8" if quant else kind,
+        attention=make_backend(backend, kind, exact=exact),
+        dtype="int8" if source.quantised else kind,
         device=config.device,
         exact=exact,
         native=compiled,
     )
-    files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
-    tokenizer = load_tokenizer(folder) if any(f.is_file() for f in files) else None
-    return LoadedModel(name, decoder, tokenizer, folder)
+    return LoadedModel(source.name, decoder, tokenizer, folder)
 
 
 def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
     """Whether the compiled layers run this model."""
-    if config.kernels not in KERNELS:
-        raise ConfigError(f"kernels={config.kernels!r}", "there are no such kernels", f"use {', '.join(KERNELS)}")
     asked_for_torch = config.kernels == "torch" or config.attention != "auto"
     if config.kernels == "native" and config.attention != "auto":
         raise ConfigError(
@@ -599,13 +754,7 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     applications = _load_applications(config, target)
     streams = _most_streams(applications)
     drafter = _build_drafter(config, target, streams)
-    if config.exact and config.verifier in VERIFIERS and VERIFIERS[config.verifier].ids_depend_on_drafter:
-        raise CapabilityError(
-            f"exact=True with verifier={config.verifier!r}",
-            "its ids depend on the drafter by design",
-            f"use verifier={DEFAULT_VERIFIER!r}",
-        )
-    max_model_len = _max_model_len(config, decoder)
+    max_model_len = _max_model_len(config, decoder.config)
     scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
     pool = _make_pool(config, decoder, max_model_len, _scratch_slots(config, drafter, streams))
     if drafter is not None:
@@ -616,7 +765,7 @@ def _build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
     )
-    return Engine(round_, pool, limits, scheduler, budget, decode_steps(target.tokenizer), applications)
+    return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications)
 
 
 def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Application]:
@@ -632,7 +781,7 @@ def _build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Draf
 
     def load(name: str, dtype: str) -> LoadedModel:
         wanted = str(target.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        return _load(config, name, wanted, exact=False)
+        return _load(config, _open(config, name, wanted), exact=False)
 
     context = DrafterContext(
         load_model=load,
@@ -690,15 +839,15 @@ def draft_key(name: str, dtype: str) -> str:
     return f"{name},dtype={dtype}"
 
 
-def _max_model_len(config: LLMConfig, decoder: Decoder) -> int:
-    context = decoder.config.max_position
+def _max_model_len(config: LLMConfig, shape: DecoderConfig) -> int:
+    context = shape.max_position
     wanted = config.max_model_len
     if wanted is None:
         return context
     if wanted < 2:
         raise ConfigError(f"max_model_len={wanted}", "a prompt and an answer take two tokens", "give 2 or more")
     if wanted > context:
-        note = f" ({decoder.config.max_position_note})" if decoder.config.max_position_note else ""
+        note = f" ({shape.max_position_note})" if shape.max_position_note else ""
         raise ConfigError(
             f"max_model_len={wanted}", f"{config.model} has {context} positions{note}", f"give {context} or less"
         )
@@ -716,9 +865,11 @@ def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> 
     return 0 if rules is None else rules.scratch_slots(streams, config.max_batch_rows, config.max_sequences)
 
 
-def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
-    shape = decoder.config
-    per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
+def _pool_tokens(
+    config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype, max_model_len: int, scratch: int = 0
+) -> int:
+    """Tokens that the K/V pool is to hold, once it is known that there is memory for them."""
+    per_token = _token_bytes(shape, dtype)
     # One sequence alone must always fit, with its last token's row.
     least = max_model_len + 1
     if config.kv_memory is None:
@@ -732,10 +883,19 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch:
                 f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
                 f"give {least * per_token} bytes or more, or a smaller max_model_len",
             )
-    wanted = (tokens + scratch) * per_token
-    free = _free_bytes(decoder.device)
+    wanted, free = (tokens + scratch) * per_token, _free_bytes(parse_device(config.device))
     if free is not None and wanted > free:
         raise _too_little_memory(config, max_model_len, per_token, wanted, f"{free / 2**30:.1f} GiB are free")
+    return tokens
+
+
+def _token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
+    return KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+
+
+def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
+    shape = decoder.config
+    tokens = _pool_tokens(config, shape, decoder.dtype, max_model_len, scratch)
     try:
         return KVPool(
             shape.num_layers,
@@ -747,6 +907,8 @@ def _make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch:
             scratch_slots=scratch,
         )
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
+        per_token = _token_bytes(shape, decoder.dtype)
+        wanted = (tokens + scratch) * per_token
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
 
 
@@ -758,16 +920,3 @@ def _too_little_memory(config: LLMConfig, max_model_len: int, per_token: int, wa
         f"give max_model_len (now {max_model_len:,}; one request of 4,096 tokens takes "
         f"{4096 * per_token / 2**30:.2f} GiB) or a smaller kv_memory",
     )
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on a device; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:  # no Linux: the allocator has the last word
-        return None
-    return None

@@ -100,7 +100,7 @@ def _read(card: Path) -> ZooEntry:
             drafter=_text(facts, "drafter"),
             target=_text(facts, "target"),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             str(card), f"not a readable zoo card ({error!r})", "restore it or remove its folder"
         ) from error

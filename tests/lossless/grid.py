@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from tiny import EOS, assemble, draft_model, full_logits, hybrid, run, streams, tiny_config, tiny_decoder, toy_decode
+from tiny import EOS, ToyText, assemble, draft_model, full_logits, hybrid, run, streams, tiny_config, tiny_decoder
 from torch import Tensor
 
 from paceline.core.request import RequestOutput
@@ -69,7 +69,7 @@ def plain(prompt: Sequence[int], params: SamplingParams, index: int = 0, beyond:
     """
     assert params.seed is not None and params.max_tokens is not None
     sampler = SequenceSampler(params, prompt, seed=params.seed, sample_index=index, vocab_size=VOCAB, eos_ids=EOS_IDS)
-    answer, tokens, decode = Answer(), list(prompt), toy_decode((), True)
+    answer, tokens, decode = Answer(), list(prompt), ToyText().push
     while not answer.finish_reason or len(answer.beyond) < beyond:
         logits = full_logits(target(), tokens)[-1:]
         token = int(sampler.choose(logits, None, [len(tokens)]))

@@ -277,7 +277,7 @@ SETTINGS: dict[str, tuple[Callable[[str, str], Any], dict[str, Any]]] = {
 def _answers(name: str, dtype: str, setting: str, params: Sequence[SamplingParams]) -> list[list[RequestOutput]]:
     """Two rounds of every prompt with every params; the second finds the first one's K/V."""
     make, options = SETTINGS[setting]
-    engine = assemble(make(name, dtype), decoder=model(name, dtype), make_decoder=None, **options)
+    engine = assemble(make(name, dtype), decoder=model(name, dtype), texts=None, **options)
     requests = [(prompt, p) for prompt in prompts(name) for p in params]
     return [run(engine, requests), run(engine, requests)]
 
@@ -288,7 +288,7 @@ def _reference(name: str, dtype: str) -> list[list[int]]:
     alone = []
     for prompt in prompts(name):
         for params in PARAMS:
-            output = run(assemble(decoder=model(name, dtype), make_decoder=None), [(prompt, params)])
+            output = run(assemble(decoder=model(name, dtype), texts=None), [(prompt, params)])
             alone.append(output[0].outputs[0].token_ids)
     return alone
 

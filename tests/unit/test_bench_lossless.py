@@ -29,7 +29,7 @@ class TinyLLM:
 
     def __init__(self, decoder: Decoder, drafter: Any = None, exact: bool = False) -> None:
         self.decoder = decoder
-        self.engine = assemble(drafter, decoder=decoder, make_decoder=None)
+        self.engine = assemble(drafter, decoder=decoder, texts=None)
         self.tokenizer = None
         self.config = SimpleNamespace(exact=exact)
 

@@ -286,6 +286,17 @@ class TestCommands:
         assert result.stderr.startswith("error: ") and str(folder) in result.stderr
         assert len(result.stderr.splitlines()) == 1
 
+    def test_json_holds_only_what_json_has(self, run: Any) -> None:
+        args = ("--logprobs", "4", "--logprobs-mode", "processed", "--top-k", "2", "--temperature", "1", "--json")
+        line = run("generate", "--prompt", "It was", "--max-tokens", "3", "--seed", "1", *args).stdout
+
+        def refuse(word: str) -> None:
+            raise AssertionError(f"{word} is no JSON")
+
+        (sample,) = json.loads(line, parse_constant=refuse)["outputs"]
+        values = [entry["logprob"] for row in sample["logprobs"] for entry in row.values()]
+        assert None in values and any(value is not None for value in values)  # the impossible ones are null
+
     def test_generate_drafts_with_the_drafter_of_the_zoo(self, run: Any) -> None:
         record = json.loads(run("generate", "--prompt", "It was a dark", "--max-tokens", "24", "--json").stdout)
         assert len(record["outputs"][0]["token_ids"]) == 24

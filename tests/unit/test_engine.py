@@ -235,7 +235,7 @@ def test_a_request_that_can_never_fit_the_pool_is_refused(target: Decoder):
 
 
 def test_stop_strings_need_text(target: Decoder):
-    engine = assemble(decoder=target, make_decoder=None)
+    engine = assemble(decoder=target, texts=None)
     with pytest.raises(ConfigError, match="stop strings are found in text"):
         engine.submit([5], replace(GREEDY, stop="a"))
     assert not engine.busy

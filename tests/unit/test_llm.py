@@ -120,7 +120,7 @@ def test_a_stream_is_the_answer_in_pieces(llm: LLM, params: SamplingParams):
         own = [chunk for chunk in chunks if chunk.index == sample.index]
         assert "".join(chunk.text for chunk in own) == sample.text
         assert [t for chunk in own for t in chunk.token_ids] == sample.token_ids
-        assert [o for chunk in own for o in chunk.origins] == own[-1].output.outputs[sample.index].origins
+        assert [o for chunk in own for o in chunk.origins] == chunks[-1].output.outputs[sample.index].origins
         assert [chunk.finished for chunk in own] == [False] * (len(own) - 1) + [True]
     assert chunks[-1].output.finished and chunks[-1].output.stats.emitted == 16 * params.n
 
@@ -151,12 +151,12 @@ def test_generate_amid_a_stream_takes_nothing_from_it(llm: LLM):
 def test_an_abort_ends_a_stream_with_a_last_chunk(llm: LLM):
     stream = llm.stream(PROMPT, replace(GREEDY, max_tokens=200))
     first = next(stream)
-    aborted = llm.abort(first.output.request_id)
+    aborted = llm.abort(first.request_id)
     assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
     rest = list(stream)
     assert [chunk.finished for chunk in rest] == [True]
     assert rest[0].output.outputs[0].finish_reason == "abort"
-    assert llm.abort(first.output.request_id) is None
+    assert llm.abort(first.request_id) is None
 
 
 def test_stop_strings_cut_the_text_and_are_held_back(llm: LLM):
@@ -487,3 +487,60 @@ class TestMemory:
         with pytest.raises(ConfigError, match="the default kv_memory.*give max_model_len|Give max_model_len"):
             LLM("paceline-small")
         assert LLM("paceline-small", max_model_len=64, max_sequences=2).engine.pool.num_tokens >= 65
+
+
+# -- what is asked for
+
+
+def test_echo_of_ids_is_their_text(llm: LLM):
+    prompt = llm.tokenizer.encode(PROMPT)
+    (plain,) = llm.generate({"prompt_token_ids": prompt}, GREEDY)
+    (echoed,) = llm.generate({"prompt_token_ids": prompt}, replace(GREEDY, echo=True))
+    assert echoed.outputs[0].text == PROMPT + plain.outputs[0].text
+    chunks = [*llm.stream({"prompt_token_ids": prompt}, replace(GREEDY, echo=True, n=2))]
+    assert ["".join(c.text for c in chunks if c.index == i) for i in (0, 1)] == [echoed.outputs[0].text] * 2
+    (raw,) = llm.generate({"prompt_token_ids": prompt}, replace(GREEDY, echo=True, skip_special_tokens=False))
+    assert raw.outputs[0].text.startswith("<|bos|>" + PROMPT)
+
+
+def test_log_probabilities_carry_the_text_of_their_tokens(llm: LLM):
+    (output,) = llm.generate(PROMPT, replace(GREEDY, logprobs=3, prompt_logprobs=1))
+    (sample,) = output.outputs
+    assert sample.logprobs is not None and output.prompt_logprobs is not None
+    for token, row in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert row[token].decoded == llm.tokenizer.decode([token])
+        assert all(entry.decoded for entry in row.values())
+    prompt = output.prompt_token_ids
+    pieces = [row[token].decoded or "" for token, row in zip(prompt, output.prompt_logprobs, strict=True) if row]
+    assert "".join(pieces) == PROMPT
+    chunks = [*llm.stream(PROMPT, replace(GREEDY, logprobs=3))]
+    assert [row for chunk in chunks for row in chunk.logprobs or ()] == sample.logprobs
+
+
+def test_the_end_of_a_prompt_is_no_part_of_its_answer(llm: LLM):
+    whole = llm.tokenizer.encode("Look: 🙂")
+    prompt = {"prompt_token_ids": whole[:-1]}
+    assert llm.tokenizer.decode(whole[:-1]).endswith("\ufffd")
+    (output,) = llm.generate(prompt, replace(GREEDY, stop=["Look", ": \ufffd", "ook:"]))
+    assert output.outputs[0].finish_reason == "length"  # the stop strings stand in the prompt alone
+    assert "Look" not in output.outputs[0].text
+    free = llm.tokenizer.decode([*whole[:-1], *output.outputs[0].token_ids])
+    assert free.endswith(output.outputs[0].text)
+
+
+def test_a_stream_copies_nothing_that_it_has_sent(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    from paceline.core.request import GrowingText, SequenceState
+
+    copies: list[str] = []
+    for owner, name in ((SequenceState, "output"), (GrowingText, "whole")):
+        original = getattr(owner, name)
+
+        def counted(self: Any, name: str = name, original: Any = original) -> Any:
+            copies.append(name)
+            return original(self)
+
+        monkeypatch.setattr(owner, name, counted)
+    chunks = [*llm.stream(PROMPT, replace(GREEDY, max_tokens=100, stop="never said"))]
+    assert len(chunks) > 20 and sum(len(chunk.token_ids) for chunk in chunks) == 100
+    assert copies.count("output") == 1 and copies.count("whole") <= 1  # for the last chunk
+    assert [chunk.output is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]

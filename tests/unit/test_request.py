@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.request import (
     CompletionOutput,
+    GrowingText,
     Logprob,
     Request,
     RequestOutput,
@@ -20,33 +23,39 @@ from paceline.core.request import (
 )
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.stats import SpecStats
+from paceline.engine.tokens import Texts
 
 EOS = 0
 ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
 
 
-def byte_decoder(pieces):
+class ByteText:
     """A detokenizer over bytes: token i is ``pieces[i]``; text comes out when its characters are whole."""
-    pending = bytearray()
 
-    def step(token):
-        pending.extend(pieces[token])
-        for size in range(len(pending), -1, -1):
+    def __init__(self, pieces):
+        self.pieces = pieces
+        self.pending = b""
+
+    def push(self, token):
+        self.pending += self.pieces[token]
+        for size in range(len(self.pending), -1, -1):
             try:
-                text = pending[:size].decode("utf-8")
+                text = self.pending[:size].decode("utf-8")
             except UnicodeDecodeError:
                 continue
-            del pending[:size]
+            self.pending = self.pending[size:]
             return text
         raise AssertionError("the empty prefix decodes")
 
-    return step
+    def end(self):
+        left, self.pending = self.pending, b""
+        return left.decode("utf-8", "replace")
 
 
 def checker(pieces=(), max_tokens=100, eos=(EOS,), **params):
     """A checker over tokens whose texts are ``pieces``, from id 1 on; id 0 is EOS."""
     texts = [b"<eos>", *(p.encode() if isinstance(p, str) else p for p in pieces)]
-    return StopChecker(SamplingParams(max_tokens=None, **params), eos, max_tokens, byte_decoder(texts))
+    return StopChecker(SamplingParams(max_tokens=None, **params), eos, max_tokens, ByteText(texts))
 
 
 class TestIds:
@@ -99,7 +108,7 @@ class TestIds:
     def test_abort(self):
         c = checker(["a"])
         c.feed([1])
-        c.abort()
+        c.end("abort")
         assert (c.finish_reason, c.finished, c.text) == ("abort", True, "a")
 
 
@@ -151,7 +160,7 @@ class TestStrings:
         assert c.text == ""
 
     def test_the_text_of_an_eos_cannot_complete_one(self):
-        c = StopChecker(SamplingParams(stop="s>"), (EOS,), 9, byte_decoder([b"<eos>"]))
+        c = StopChecker(SamplingParams(stop="s>"), (EOS,), 9, ByteText([b"<eos>"]))
         assert c.feed([EOS]) == (1, "stop", None)
         assert c.text == ""
 
@@ -193,7 +202,8 @@ class TestStreaming:
             c.feed([token])
             shown.append(c.stable_text())
         assert shown == ["one ", "one ", "one <ex", "one <ex"]
-        assert c.stable_text(finished=True) == "one <ex<end"
+        c.end("abort")
+        assert c.stable_text() == "one <ex<end"
 
     def test_the_longest_beginning_counts(self):
         c = checker(["abab"], stop=["ababc", "abd"])
@@ -223,17 +233,14 @@ class TestStreaming:
 
     @pytest.mark.skipif(not (ZOO_MODEL / "tokenizer.json").exists(), reason="the embedded model is not here")
     def test_with_the_embedded_models_tokenizer(self):
-        from tokenizers import Tokenizer
-        from tokenizers.decoders import DecodeStream
+        from transformers import AutoTokenizer
 
-        tokenizer = Tokenizer.from_file(str(ZOO_MODEL / "tokenizer.json"))
-        stream = DecodeStream(skip_special_tokens=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(ZOO_MODEL))
+        stream = Texts(tokenizer).stream((), True)
         text = "The café is open 🙂 until midnight. Then it closes."
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) > 10
-        c = StopChecker(
-            SamplingParams(max_tokens=None, stop="midnight."), (), 1000, lambda t: stream.step(tokenizer, t) or ""
-        )
+        c = StopChecker(SamplingParams(max_tokens=None, stop="midnight."), (), 1000, stream)
         kept, reason, stop = c.feed(ids)
         assert (c.text, reason, stop) == ("The café is open 🙂 until ", "stop", "midnight.")
         assert tokenizer.decode(ids[:kept]).startswith("The café is open 🙂 until midnight.")
@@ -281,7 +288,7 @@ def sequence(**params):
     sampling = SamplingParams(**{"max_tokens": 6} | params)
     request = Request(id="r", prompt_ids=(3, 4), params=sampling, arrival=0, seed=11, prompt="hi")
     sampler = SequenceSampler(sampling, request.prompt_ids, seed=11, sample_index=1, vocab_size=9, eos_ids=(EOS,))
-    return SequenceState(request, 1, sampler, StopChecker(sampling, (EOS,), 6, byte_decoder([b"", b"a", b"b", b"c"])))
+    return SequenceState(request, 1, sampler, StopChecker(sampling, (EOS,), 6, ByteText([b"", b"a", b"b", b"c"])))
 
 
 class TestSequenceState:
@@ -321,7 +328,7 @@ class TestSequenceState:
         s = sequence(stop="bc")
         s.accept([1, 2], 1)
         assert (s.output().text, s.output().finish_reason) == ("a", None)
-        s.checker.abort()
+        s.checker.end("abort")
         assert (s.output().text, s.output().finish_reason) == ("ab", "abort")
 
     def test_outputs_are_detached(self):
@@ -349,3 +356,38 @@ def test_request_is_frozen():
     request = sequence().request
     with pytest.raises(dataclasses.FrozenInstanceError):
         request.arrival = 3
+
+
+MANY_LOGPROBS = """
+import resource, torch
+from paceline.core.request import token_logprobs
+
+logits = torch.randn(9, 8192, generator=torch.Generator().manual_seed(0))
+token_logprobs(logits, torch.zeros(9, dtype=torch.int64), 8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = token_logprobs(logits, torch.zeros(9, dtype=torch.int64), 8192)
+assert [len(row) for row in rows] == [8192] * 9
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+"""
+
+
+def test_many_log_probabilities_take_memory_of_their_number():
+    done = subprocess.run([sys.executable, "-c", MANY_LOGPROBS], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 100  # MiB; a comparison of all with all took 1,200 and more
+
+
+def test_text_that_grows():
+    text, whole = GrowingText(), ""
+    draw = random.Random(3)
+    for _ in range(300):
+        piece = "xyzé"[: draw.randrange(4)] * draw.randrange(3)
+        text.append(piece)
+        whole += piece
+        start, stop = draw.randrange(len(whole) + 1), draw.randrange(len(whole) + 1)
+        assert text.length == len(whole) and text.slice(start, stop) == whole[start : max(start, stop)]
+        if draw.random() < 0.1:
+            text.cut(stop)
+            whole = whole[:stop]
+        if draw.random() < 0.1:
+            assert text.whole() == whole
+    assert text.whole() == whole

@@ -38,7 +38,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.request import StopChecker
 from ..core.sampling import SamplingParams, SequenceSampler
-from ..engine.tokens import decode_steps
+from ..engine.tokens import texts_of
 from ..kv.pool import KVPool
 from ..llm import LLM
 from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
@@ -213,7 +213,7 @@ class Judge:
         self.tolerance = tolerance
         self._llm = llm
         self._finish = finish
-        self._make_decoder = decode_steps(llm.tokenizer)
+        self._texts = texts_of(llm.tokenizer)
 
     def look(self, asked: Asked, reference: Said, other: Said, at: int) -> Finding:
         """Judge an output that parts from the reference at position ``at``, where both have a token."""
@@ -291,8 +291,8 @@ class Judge:
         room = limits.max_model_len - len(asked.prompt_ids)
         most = room if asked.params.max_tokens is None else min(asked.params.max_tokens, room)
         skip = asked.params.skip_special_tokens
-        step = self._make_decoder(asked.prompt_ids, skip) if self._make_decoder else None
-        kept, finish, _ = StopChecker(asked.params, limits.eos_ids, most, step).feed(said.ids)
+        stream = self._texts.stream(asked.prompt_ids, skip) if self._texts else None
+        kept, finish, _ = StopChecker(asked.params, limits.eos_ids, most, stream).feed(said.ids)
         if kept < len(said.ids):
             return _count(len(said.ids) - kept, "long: the stop rules end it before")
         if finish is None:

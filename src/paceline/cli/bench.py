@@ -437,7 +437,7 @@ def _decode_table(rates: Sequence[DecodeRate], ratios: Mapping[tuple[str, str, i
 
 def _numbers(flag: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(f"{flag} {text}", "not whole numbers above 0, with commas between", f"write {flag} 1,8")
     return [int(part) for part in parts]
 

@@ -6,13 +6,13 @@ conversation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, RequestError
 from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
 from .console import Painter, coloured, legend, note, stderr, stdout
@@ -108,7 +108,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": question})
         try:
             text = self._stream()
-        except ConfigError as error:
+        except (ConfigError, RequestError) as error:
             self.messages.pop()
             stderr().print(f"error: {error}", style="red", markup=False)
             return
@@ -120,11 +120,11 @@ class Conversation:
         text = ""
         try:
             for chunk in first_wait(chunks, "reading"):
-                painter = painter or self._painter(chunk.output.prompt_token_ids)
+                painter = painter or self._painter(chunk.prompt_token_ids)
                 painter.feed(chunk.token_ids, chunk.origins)
                 self.console.print(painter.take(chunk.text), end="")
                 text += chunk.text
-                if chunk.finished and self.show_figures:
+                if chunk.output is not None and self.show_figures:
                     note("\n" + figures(chunk.output))
         except KeyboardInterrupt:
             chunks.close()  # the engine drops the request
@@ -132,7 +132,7 @@ class Conversation:
         self.console.print()
         return text
 
-    def _painter(self, prompt_ids: list[int]) -> Painter:
+    def _painter(self, prompt_ids: Sequence[int]) -> Painter:
         return Painter(self.model.tokenizer, prompt_ids, self.params.skip_special_tokens)
 
     def _read(self) -> str | None:

@@ -58,20 +58,19 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
-        from ..engine.tokens import decode_steps  # here: listing the commands must not load the engine
+        from ..engine.tokens import texts_of  # here: listing the commands must not load the engine
 
-        decoder = decode_steps(tokenizer)
-        step = decoder(prompt_ids, skip_special_tokens) if decoder else None
-        if step is None:
+        texts = texts_of(tokenizer)
+        if texts is None:
             raise ConfigError("coloured text", "the model has no tokenizer", "use --json")
-        self._step = step
+        self._stream = texts.stream(prompt_ids, skip_special_tokens)
         self._pieces: deque[tuple[int, str]] = deque()  # characters still to show, their origin
         self._last = "target"
 
     def feed(self, token_ids: Sequence[int], origins: Sequence[str]) -> None:
         """Queue new tokens. A character of several tokens belongs to the one that completes it."""
         for token, origin in zip(token_ids, origins, strict=True):
-            piece = self._step(token)
+            piece = self._stream.push(token)
             if piece:
                 self._pieces.append((len(piece), origin))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, RequestError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM, LLMConfig
@@ -66,11 +67,15 @@ def generate(
     if len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json:
         _stream(model, prompts[0], sampling, chat, names[0], console)
         return
-    for output in _answer(model, prompts, sampling, chat, names):
+    outputs = _answer(model, prompts, sampling, chat, names)
+    for output in outputs:
         if as_json:
-            typer.echo(json.dumps(_record(output)))
+            typer.echo(json.dumps(_record(output), allow_nan=False))
         else:
             _show(model, output, sampling, console)
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError(output.request_id, output.error, output)
 
 
 def _prompts(prompts: list[str] | None, files: list[str] | None) -> list[str]:
@@ -117,10 +122,10 @@ def _stream(
     if coloured(console):
         console.print(legend())
     for chunk in first_wait(iter(chunks), "reading the prompt"):
-        painter = painter or Painter(model.tokenizer, chunk.output.prompt_token_ids, params.skip_special_tokens)
+        painter = painter or Painter(model.tokenizer, chunk.prompt_token_ids, params.skip_special_tokens)
         painter.feed(chunk.token_ids, chunk.origins)
         console.print(painter.take(chunk.text), end="")
-        if chunk.finished:
+        if chunk.output is not None:
             console.print()
             note(figures(chunk.output))
 
@@ -154,4 +159,13 @@ def _show(model: LLM, output: RequestOutput, params: SamplingParams, console: Co
 
 def _record(output: RequestOutput) -> dict[str, Any]:
     """What ``--json`` prints for one prompt."""
-    return {**dataclasses.asdict(output), "stats": output.stats.as_dict()}
+    return {**_finite(dataclasses.asdict(output)), "stats": output.stats.as_dict()}
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for infinite numbers, which JSON does not have: an impossible token's log-probability."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

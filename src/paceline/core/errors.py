@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""
@@ -31,6 +33,25 @@ class ConfigError(PacelineError, ValueError):
 
 class CapabilityError(ConfigError):
     """Parts that exist but do not fit together (a drafter and a round, a tokenizer and its draft)."""
+
+
+class RequestError(PacelineError):
+    """A request that ended in its middle, since its own sampling rules, text or stop rules failed.
+
+    Args:
+        request_id: which one.
+        why: the error that ended it.
+        output: what there is of its answer, a `RequestOutput`.
+    """
+
+    def __init__(self, request_id: str, why: str, output: Any) -> None:
+        super().__init__(f"{request_id} ended with an error: {why}")
+        self.request_id = request_id
+        self.why = why
+        self.output = output
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str, Any]]:
+        return type(self), (self.request_id, self.why, self.output)
 
 
 class PoolFullError(PacelineError):

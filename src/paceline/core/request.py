@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,40 @@ from .errors import ConfigError
 from .sampling import SamplingParams, SequenceSampler
 from .stats import SpecStats
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]  # "error": see `CompletionOutput.error`
 StopReason = int | str | None  # the stop id or the stop string; None for EOS and "length"
 Origin = Literal["drafted", "target"]
-DecodeStep = Callable[[int], str]  # appends one token; the new text, "" while a character is incomplete
+DecodeToken = Callable[[int], str]  # the text of one token by itself
+
+
+class TextStream(Protocol):
+    """Turns the tokens of one output into text."""
+
+    def push(self, token: int) -> str:
+        """The text that the next token brings; "" while a character is incomplete."""
+        ...
+
+    def end(self) -> str:
+        """The text of what is left where nothing follows: U+FFFD for an incomplete character."""
+        ...
+
+
+class Texts(Protocol):
+    """What an engine knows of a tokenizer."""
+
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
+        """What turns the tokens of an answer to this prompt into text."""
+        ...
+
+    def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of a prompt that was given as ids."""
+        ...
+
+    @property
+    def token(self) -> DecodeToken:
+        """The text of one token as it stands in running text."""
+        ...
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stop rules
@@ -74,6 +104,41 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class GrowingText:
+    """Text that grows at its end: what a piece costs does not depend on how much there is."""
+
+    __slots__ = ("_pieces", "length")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.length = 0  # characters
+
+    def append(self, piece: str) -> None:
+        """Put a piece behind what is there."""
+        if piece:
+            self._pieces.append(piece)
+            self.length += len(piece)
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` characters."""
+        self._pieces = [self.whole()[:length]]
+        self.length = len(self._pieces[0])
+
+    def whole(self) -> str:
+        """All of it."""
+        if len(self._pieces) != 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def slice(self, start: int, stop: int) -> str:
+        """Characters start .. stop - 1; cheap near the end."""
+        at, last = self.length, len(self._pieces)
+        while last and at > start:
+            last -= 1
+            at -= len(self._pieces[last])
+        return "".join(self._pieces[last:])[max(0, start - at) : max(0, stop - at)]
+
+
 class StopChecker:
     """Walks the tokens of one output in order and says where it ends.
 
@@ -85,10 +150,10 @@ class StopChecker:
         params: the request's parameters.
         eos_ids: the model's end tokens.
         max_tokens: most tokens of output, at least 1.
-        decode_step: turns the next token into text; None where no text is wanted.
+        stream: turns tokens into text; None where no text is wanted.
 
     Raises:
-        ConfigError: stop strings without a ``decode_step``.
+        ConfigError: stop strings without a ``stream``.
     """
 
     def __init__(
@@ -96,17 +161,18 @@ class StopChecker:
         params: SamplingParams,
         eos_ids: Sequence[int],
         max_tokens: int,
-        decode_step: DecodeStep | None,
+        stream: TextStream | None,
     ) -> None:
-        if params.stop_strings and decode_step is None:
+        if params.stop_strings and stream is None:
             asked = f"stop={params.stop!r} without a tokenizer"
             raise ConfigError(asked, "stop strings are found in text", "use stop_token_ids, or load a tokenizer")
         self.rules = StopRules.of(params, eos_ids, max_tokens)
-        self.text = ""
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason = None
-        self._decode_step = decode_step
+        self._text = GrowingText()
+        self._stream = stream
+        self._longest = max(map(len, self.rules.stop_strings), default=0)
 
     @property
     def finished(self) -> bool:
@@ -117,8 +183,28 @@ class StopChecker:
         """Tokens that ``max_tokens`` still allows."""
         return self.rules.max_tokens - self.num_tokens
 
+    @property
+    def text(self) -> str:
+        """All text so far, the possible beginning of a stop string included."""
+        return self._text.whole()
+
+    @property
+    def stable_length(self) -> int:
+        """Characters that will not change any more: all but the possible beginning of a stop string."""
+        if self.finished or not self._longest:
+            return self._text.length
+        end = self._text.slice(self._text.length - self._longest, self._text.length)
+        return self._text.length - self.rules.held_back(end)
+
+    def stable_text(self, start: int = 0) -> str:
+        """The text from character ``start`` on that will not change any more."""
+        return self._text.slice(start, self.stable_length)
+
     def feed(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None, StopReason]:
         """Take newly accepted tokens in order, up to the first that ends the output.
+
+        Where the text of a token cannot be made, that token is not taken and the error goes on; `num_tokens` says
+        how many were.
 
         Returns:
             How many of them belong to the output, why it ended (None: it goes on), and the stop id or
@@ -135,37 +221,34 @@ class StopChecker:
                 return kept, self.finish_reason, self.stop_reason
         return len(tokens), None, None
 
-    def stable_text(self, finished: bool = False) -> str:
-        """The text that will not change any more: all but the possible beginning of a stop string."""
-        if finished or self.finished:
-            return self.text
-        return self.text[: len(self.text) - self.rules.held_back(self.text)]
-
-    def abort(self) -> None:
-        """End the output from outside."""
-        self._finish("abort", None)
+    def end(self, reason: Literal["abort", "error"]) -> None:
+        """End the output from outside; its text stays as it is."""
+        self.finish_reason, self.stop_reason = reason, None
 
     def _take(self, token: int) -> None:
         armed = self.num_tokens >= self.rules.min_tokens
+        if armed and (token in self.rules.eos_ids or token in self.rules.stop_ids):
+            self._finish("stop", None if token in self.rules.eos_ids else token)
+        else:
+            self._append_text(token, armed)
+            if not self.finished and self.num_tokens + 1 >= self.rules.max_tokens:
+                self._finish("length", None)
         self.num_tokens += 1
-        if armed and token in self.rules.eos_ids:
-            return self._finish("stop", None)
-        if armed and token in self.rules.stop_ids:
-            return self._finish("stop", token)
-        self._append_text(token, armed)
-        if not self.finished and self.num_tokens >= self.rules.max_tokens:
-            self._finish("length", None)
 
     def _append_text(self, token: int, armed: bool) -> None:
-        piece = self._decode_step(token) if self._decode_step else ""
-        self.text += piece
-        found = self.rules.find_stop(self.text, len(piece)) if piece and armed else None
+        piece = self._stream.push(token) if self._stream else ""
+        self._text.append(piece)
+        if not (piece and armed and self._longest):
+            return
+        begin = max(0, self._text.length - len(piece) - self._longest)
+        found = self.rules.find_stop(self._text.slice(begin, self._text.length), len(piece))
         if found:
             start, stop = found
-            self.text = self.text[: start + len(stop) if self.rules.keep_stop_string else start]
-            self._finish("stop", stop)
+            self._text.cut(begin + start + (len(stop) if self.rules.keep_stop_string else 0))
+            self.finish_reason, self.stop_reason = "stop", stop
 
     def _finish(self, reason: FinishReason, stop_reason: StopReason) -> None:
+        self._text.append(self._stream.end() if self._stream else "")
         self.finish_reason, self.stop_reason = reason, stop_reason
 
 
@@ -183,7 +266,7 @@ class Logprob:
 
 
 def token_logprobs(
-    logits: Tensor, chosen: Tensor, k: int, decode: Callable[[int], str] | None = None
+    logits: Tensor, chosen: Tensor, k: int, decode: DecodeToken | None = None
 ) -> list[dict[int, Logprob]]:
     """Log-probabilities of the chosen token and of the k likeliest, row by row.
 
@@ -200,18 +283,19 @@ def token_logprobs(
     logprobs = wide.log_softmax(dim=-1)
     chosen = chosen.to(logprobs.device)
     of_chosen = logprobs.gather(-1, chosen[:, None])  # [n, 1]
-    top = logprobs.topk(k, dim=-1)
+    top = logprobs.topk(k, dim=-1)  # descending
     ids = torch.cat([chosen[:, None], top.indices], dim=-1)  # [n, 1 + k]
     values = torch.cat([of_chosen, top.values], dim=-1)
     above_chosen = (logprobs > of_chosen).sum(dim=-1, keepdim=True)
-    above_top = (top.values[:, None, :] > top.values[:, :, None]).sum(dim=-1)  # whatever is above them is among them
+    # Whatever is above one of them is among them, so the first of its equals stands at its rank.
+    above_top = torch.searchsorted(-top.values, -top.values)
     above = torch.cat([above_chosen, above_top], dim=-1)  # [n, 1 + k]
     rows = zip(ids.tolist(), values.tolist(), above.tolist(), strict=True)
     return [_as_logprobs(*row, decode) for row in rows]
 
 
 def _as_logprobs(
-    ids: list[int], values: list[float], above: list[int], decode: Callable[[int], str] | None
+    ids: list[int], values: list[float], above: list[int], decode: DecodeToken | None
 ) -> dict[int, Logprob]:
     row: dict[int, Logprob] = {}
     for token, value, higher in zip(ids, values, above, strict=True):
@@ -249,6 +333,8 @@ class SequenceState:
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # empty unless asked for
     stats: SpecStats = field(default_factory=SpecStats)
+    error: str | None = None  # what ended it, where its own sampling rules, text or stop rules failed
+    token_text: DecodeToken | None = None  # for `Logprob.decoded`; None for a model without a tokenizer
 
     @property
     def finished(self) -> bool:
@@ -269,12 +355,21 @@ class SequenceState:
         Returns:
             How many of the tokens belong to the output.
         """
-        kept, _, _ = self.checker.feed(tokens)
-        self.token_ids.extend(tokens[:kept])
-        self.origins.extend("drafted" if i < num_drafted else "target" for i in range(kept))
-        self.logprobs.extend((logprobs or ())[:kept])
-        self.sampler.commit(tokens[:kept])
+        before = self.checker.num_tokens
+        try:
+            self.checker.feed(tokens)
+        finally:  # tokens before one whose text cannot be made are out
+            kept = self.checker.num_tokens - before
+            self.logprobs.extend((logprobs or ())[:kept])
+            self.origins.extend("drafted" if i < num_drafted else "target" for i in range(kept))
+            self.token_ids.extend(tokens[:kept])
+            self.sampler.commit(tokens[:kept])
         return kept
+
+    def fail(self, error: Exception) -> None:
+        """End the output with an error; the tokens so far stay."""
+        self.error = f"{type(error).__name__}: {error}"
+        self.checker.end("error")
 
     def output(self) -> CompletionOutput:
         """The answer so far; its text is what is safe to show."""
@@ -290,6 +385,7 @@ class SequenceState:
             cumulative_logprob=sum(row[token].logprob for row, token in chosen) if wanted else None,
             origins=list(self.origins),
             seed=self.request.seed,
+            error=self.error,
         )
 
 
@@ -306,6 +402,7 @@ class CompletionOutput:
     cumulative_logprob: float | None  # of the chosen tokens; None unless asked for
     origins: list[Origin]  # one a token: drafted and accepted, or the target's own choice
     seed: int  # with it, the same request gives the same tokens
+    error: str | None = None  # what ended it, where finish_reason is "error"
 
 
 @dataclass(slots=True)
@@ -320,3 +417,8 @@ class RequestOutput:
     stats: SpecStats
     finished: bool
     application: str | None = None  # whose adapter answered; None: the base model
+
+    @property
+    def error(self) -> str | None:
+        """What ended a sample in its middle; None where nothing did."""
+        return next((sample.error for sample in self.outputs if sample.error is not None), None)

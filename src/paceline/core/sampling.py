@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from .errors import CapabilityError, ConfigError
+from .options import shown
 
 MaskFn = Callable[[Sequence[int]], Tensor]  # output ids so far -> [V] bool, True where a token is allowed
+
+# Logits are float32. Within these bounds no rule overflows there, in whatever order they meet: the largest bias over
+# the lowest temperature is 1e34.
+COOLEST, HOTTEST = 1e-4, 1e6  # temperature
+MOST_PENALTY = 1e6  # of repetition; the least is its inverse
+MOST_BIAS = 1e30
+MOST_SAMPLES = 1024  # of one request
+LARGEST_COUNT = 2**63 - 1  # counts are compared with int64
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters
@@ -42,16 +51,18 @@ class SamplingParams:
         ConfigError: a value of the wrong type or out of range.
     """
 
-    temperature: float = _help(1.0, "0: greedy (argmax); 1: the model's own distribution; at least 1e-4 otherwise")
+    temperature: float = _help(1.0, "0: greedy (argmax); 1: the model's own distribution; else from 1e-4 to 1e6")
     top_p: float = _help(1.0, "keep the likeliest tokens up to this cumulative probability, in (0, 1]")
     top_k: int = _help(0, "keep the k likeliest tokens; 0 or -1: all")
     min_p: float = _help(0.0, "drop tokens below this fraction of the likeliest token's probability, in [0, 1]")
-    repetition_penalty: float = _help(1.0, "divide (negative logits: multiply) tokens of prompt and output; above 0")
+    repetition_penalty: float = _help(
+        1.0, "divide (negative logits: multiply) tokens of prompt and output; 1e-6 to 1e6"
+    )
     presence_penalty: float = _help(0.0, "subtract once from tokens in the output, in [-2, 2]")
     frequency_penalty: float = _help(0.0, "subtract per occurrence in the output, in [-2, 2]")
-    logit_bias: dict[int, float] | None = _help(None, "token id -> number added to its logit")
+    logit_bias: dict[int, float] | None = _help(None, "token id -> number added to its logit, in [-1e30, 1e30]")
     seed: int | None = _help(None, "any integer; without one a seed is drawn and returned with the output")
-    n: int = _help(1, "samples per prompt")
+    n: int = _help(1, f"samples per prompt, at most {MOST_SAMPLES:,}")
     stop: str | list[str] | None = _help(None, "strings that end the output; their text is left out")
     stop_token_ids: list[int] | None = _help(None, "token ids that end the output, beside EOS")
     min_tokens: int = _help(0, "EOS, stop ids and stop strings are not considered before this many tokens")
@@ -87,34 +98,44 @@ class SamplingParams:
 
 
 def _refuse(name: str, value: object, wrong: str, remedy: str) -> None:
-    raise ConfigError(f"{name}={value!r}", wrong, remedy)
+    raise ConfigError(f"{name}={shown(value)}", wrong, remedy)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite number that a float can hold; an int may be too large for one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _check_number(params: SamplingParams, name: str, low: float, high: float, remedy: str, *, open_low: bool) -> None:
     value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not _is_number(value):
         _refuse(name, value, f"{name} must be a finite number", remedy)
     if not (low < value if open_low else low <= value) or value > high:
         left = "(" if open_low else "["
-        right = f"{high:g}]" if math.isfinite(high) else "inf)"
-        _refuse(name, value, f"{name} must be in {left}{low:g}, {right}", remedy)
+        _refuse(name, value, f"{name} must be in {left}{low:g}, {high:g}]", remedy)
 
 
-def _check_integer(name: str, value: object, low: int | None, remedy: str) -> None:
+def _check_integer(name: str, value: object, low: int | None, remedy: str, high: int | None = LARGEST_COUNT) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(name, value, f"{name} must be an integer", remedy)
     elif low is not None and value < low:
         _refuse(name, value, f"{name} must be {low} or more", remedy)
+    elif high is not None and value > high:
+        _refuse(name, value, f"{name} must be {high} or less", remedy)
 
 
 def _check_distribution(params: SamplingParams) -> None:
-    inf = math.inf
-    _check_number(params, "temperature", 0, inf, "use 0 for greedy decoding", open_low=False)
-    if 0 < params.temperature < 1e-4:
+    _check_number(params, "temperature", 0, HOTTEST, "use 0 for greedy decoding", open_low=False)
+    if 0 < params.temperature < COOLEST:
         _refuse("temperature", params.temperature, "so close to 0 the logits overflow", "use 0, or 1e-4 and more")
     _check_number(params, "top_p", 0, 1, "use 1 to keep every token", open_low=True)
     _check_number(params, "min_p", 0, 1, "use 0 to keep every token", open_low=False)
-    _check_number(params, "repetition_penalty", 0, inf, "use 1 for none", open_low=True)
+    _check_number(params, "repetition_penalty", 1 / MOST_PENALTY, MOST_PENALTY, "use 1 for none", open_low=False)
     _check_number(params, "presence_penalty", -2, 2, "use 0 for none", open_low=False)
     _check_number(params, "frequency_penalty", -2, 2, "use 0 for none", open_low=False)
     _check_integer("top_k", params.top_k, -1, "use 0 to keep every token")
@@ -125,22 +146,23 @@ def _check_distribution(params: SamplingParams) -> None:
 def _check_logit_bias(bias: object) -> None:
     remedy = "pass a dict of token id to finite number, such as {42: -100.0}"
     if not isinstance(bias, dict):
-        raise ConfigError(f"logit_bias={bias!r}", "it must be a dict", remedy)
+        raise ConfigError(f"logit_bias={shown(bias)}", "it must be a dict", remedy)
     for token, value in bias.items():
         _check_integer("logit_bias token id", token, 0, remedy)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            _refuse(f"logit_bias[{token}]", value, "a bias must be a finite number", remedy)
+        if not _is_number(value) or abs(value) > MOST_BIAS:
+            wrong = f"a bias must be a number in [{-MOST_BIAS:g}, {MOST_BIAS:g}]"
+            _refuse(f"logit_bias[{shown(token)}]", value, wrong, remedy)
 
 
 def _check_counts(params: SamplingParams) -> None:
     if params.seed is not None:
-        _check_integer("seed", params.seed, None, "use any integer, or None for a fresh seed")
-    _check_integer("n", params.n, 1, "use 1 for one sample")
+        _check_integer("seed", params.seed, None, "use any integer, or None for a fresh seed", high=None)
+    _check_integer("n", params.n, 1, "use 1 for one sample, and several requests for more", high=MOST_SAMPLES)
     _check_integer("min_tokens", params.min_tokens, 0, "use 0 for no minimum")
     if params.max_tokens is not None:
         _check_integer("max_tokens", params.max_tokens, 1, "use None for as many as the context allows")
         if params.min_tokens > params.max_tokens:
-            wrong = f"min_tokens is above max_tokens={params.max_tokens}"
+            wrong = f"min_tokens is above max_tokens={shown(params.max_tokens)}"
             _refuse("min_tokens", params.min_tokens, wrong, "lower min_tokens or raise max_tokens")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
@@ -380,7 +402,9 @@ class SequenceSampler:
         eos_ids: tuple[int, ...] = (),
         mask_fn: MaskFn | None = None,
     ) -> None:
+        enders = {i for i in eos_ids if i < vocab_size} | set(params.stop_token_ids or ())
         _check_against_vocabulary(params, prompt_ids, vocab_size)
+        _check_something_left(params, len(enders), vocab_size)
         self.params = params
         self.seed = seed
         self.sample_index = sample_index
@@ -389,11 +413,11 @@ class SequenceSampler:
         self._prompt_ids = prompt_ids
         self._output: list[int] = []
         self._mask_fn = mask_fn
-        enders = {i for i in eos_ids if i < vocab_size} | set(params.stop_token_ids or ())
         self._enders = sorted(enders)
         self._tallies: dict[torch.device, _Tally] = {}
         self._noise_rows: dict[tuple[torch.device, int], Tensor] = {}
         self._steps = self._active_steps()
+        self.fault: Exception | None = None  # what a rule of the request raised
 
     # -- state
 
@@ -437,8 +461,12 @@ class SequenceSampler:
             return wide
         result = wide.clone(memory_format=torch.contiguous_format) if wide is logits else wide
         paths = None if paths is None else paths.to(result.device)
-        for step in self._steps:
-            step(result, paths)
+        try:
+            for step in self._steps:
+                step(result, paths)
+        except Exception as error:  # noted: whoever asked, a drafter for one, is not to blame
+            self.fault = error
+            raise
         return result
 
     def scores(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
@@ -597,10 +625,11 @@ class SequenceSampler:
         below = [[] for _ in logits] if paths is None else [[t for t in row if t >= 0] for row in paths.tolist()]
         for row, path in zip(logits, below, strict=True):
             allowed = self._mask_fn([*self._output, *path])
-            if not bool(allowed.any()):
-                asked = f"a grammar mask after {len(self._output) + len(path)} tokens"
-                raise ConfigError(asked, "it allows no token at all", "let the grammar allow EOS where it ends")
             row.masked_fill_(~allowed.to(row.device), -math.inf)
+            if not bool((row > -math.inf).any()):
+                asked = f"a grammar mask after {len(self._output) + len(path)} tokens"
+                wrong = "it allows no token at all, or only those that min_tokens rules out"
+                raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
 
 
 _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
@@ -608,6 +637,13 @@ _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes t
 
 def _divide(logits: Tensor, temperature: float) -> None:
     logits.div_(temperature)
+
+
+def _check_something_left(params: SamplingParams, enders: int, vocab_size: int) -> None:
+    """Refuse rules that leave no token to choose from."""
+    if params.min_tokens > 0 and enders == vocab_size:
+        wrong = f"EOS and the stop ids, which it rules out, are all {vocab_size} tokens of the vocabulary"
+        _refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")
 
 
 def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:

@@ -91,6 +91,7 @@ class SequenceView:
     sampler: SequenceSampler  # the sequence's sampling rules and noise (for coupled and sampled drafts)
     max_len: int | None = None  # prompt and output together cannot grow beyond this
     application: Application | None = None  # whose adapters its rows have; None: the base model
+    fault: Exception | None = None  # its own sampling rules, text or stop rules failed: the step ends it with this
 
 
 @dataclass(slots=True)

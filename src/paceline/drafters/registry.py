@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from importlib import import_module, metadata
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.options import MOST_TEXT, SHOWN, alternatives, check_value, shown, type_name
 
 if TYPE_CHECKING:
     from .base import Drafter
@@ -83,7 +84,8 @@ class DrafterConfig:
     def require(self, name: str, holds: bool, rule: str) -> None:
         """Refuse option ``name`` with the sentence ``rule`` unless the condition holds."""
         if not holds:
-            raise ConfigError(f"{self.kind},{name}={getattr(self, name)}", f"{name} {rule}", _help_of(type(self), name))
+            asked = f"{self.kind},{name}={str(getattr(self, name))[:SHOWN]}"
+            raise ConfigError(asked, f"{name} {rule}", _help_of(type(self), name))
 
     def build(self, context: DrafterContext) -> Drafter:
         """Make the drafter. Weights and caches come later, in its `bind`."""
@@ -160,7 +162,11 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
         return spec
     if not isinstance(spec, str):
         raise ConfigError(
-            f"drafter={spec!r}", "neither a name nor a config object", "write drafter='ngram' or NgramConfig(...)"
+            f"drafter={shown(spec)}", "neither a name nor a config object", "write drafter='ngram' or NgramConfig(...)"
+        )
+    if len(spec) > MOST_TEXT:
+        raise ConfigError(
+            f"drafter={shown(spec)}", f"it has {len(spec):,} characters, {MOST_TEXT:,} are the most", "shorten it"
         )
     match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?::([^,]*))?(?:,(.*))?", spec, re.DOTALL)
     if match is None:
@@ -231,7 +237,7 @@ def _option_rows(config_class: type[DrafterConfig]) -> Iterator[OptionRow]:
     for spec in fields(config_class):
         default = "required" if _is_required(spec) else _show(_default(spec))
         yield OptionRow(
-            name=spec.name, type=_type_name(hints[spec.name]), default=default, help=_help_of(config_class, spec.name)
+            name=spec.name, type=type_name(hints[spec.name]), default=default, help=_help_of(config_class, spec.name)
         )
 
 
@@ -336,12 +342,12 @@ _FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 def _convert(text: str, hint: Any, asked: str, name: str, config_class: type[DrafterConfig]) -> Any:
     """A value as written -> the type of its field."""
-    for kind in _alternatives(hint):
+    for kind in alternatives(hint):
         try:
             return _read_as(text, kind)
         except ValueError:
             continue
-    wanted = f"{name} takes {_type_name(hint)}, not {text!r}"
+    wanted = f"{name} takes {type_name(hint)}, not {shown(text)}"
     raise ConfigError(asked, wanted, _help_of(config_class, name))
 
 
@@ -365,35 +371,11 @@ def _one_of(text: str, table: dict[str, Any]) -> Any:
     return table[text]
 
 
-def _alternatives(hint: Any) -> list[Any]:
-    """The members of a union, None first and text last, since text takes anything."""
-    if get_origin(hint) not in (Union, UnionType):
-        return [hint]
-    return sorted(get_args(hint), key=lambda kind: 0 if kind is NoneType else 2 if kind is str else 1)
-
-
 def _check_value(config: DrafterConfig, spec: Field[Any], hint: Any) -> None:
     """Configs made in Python get the checks that text gets."""
     value = getattr(config, spec.name)
-    asked = f"{config.kind},{spec.name}={value!r}"
-    help_text = _help_of(type(config), spec.name)
-    if not any(_fits(value, kind) for kind in _alternatives(hint)):
-        raise ConfigError(asked, f"{spec.name} takes {_type_name(hint)}", help_text)
-    lowest, highest = spec.metadata.get("minimum"), spec.metadata.get("maximum")
-    if isinstance(value, int | float) and lowest is not None and not value >= lowest:  # not >=: refuses NaN too
-        raise ConfigError(asked, f"{spec.name} must be {lowest} or more", help_text)
-    if isinstance(value, int | float) and highest is not None and not value <= highest:
-        raise ConfigError(asked, f"{spec.name} must be {highest} or less", help_text)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
-    if kind in (int, float):
-        return not isinstance(value, bool) and isinstance(value, (int, float) if kind is float else int)
-    return isinstance(value, kind)
+    rules = {**spec.metadata, "help": _help_of(type(config), spec.name)}
+    check_value(f"{config.kind},{spec.name}={shown(value)}", spec.name, value, hint, rules)
 
 
 def _hints(config_class: type[DrafterConfig]) -> dict[str, Any]:
@@ -401,9 +383,9 @@ def _hints(config_class: type[DrafterConfig]) -> dict[str, Any]:
     hints = get_type_hints(config_class)
     options = {f.name: hints[f.name] for f in fields(config_class)}
     for name, hint in options.items():
-        if not all(_is_spellable(kind) for kind in _alternatives(hint)):
+        if not all(_is_spellable(kind) for kind in alternatives(hint)):
             raise ConfigError(
-                f"{config_class.__name__}.{name}: {_type_name(hint)}",
+                f"{config_class.__name__}.{name}: {type_name(hint)}",
                 "an option of this type cannot be written in a drafter's name",
                 "use int, float, bool, str, Literal, tuple[..., ...] or a union of these with None",
             )
@@ -429,22 +411,6 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return f"<{','.join(map(str, value))}>" if isinstance(value, tuple) else str(value)
-
-
-def _type_name(hint: Any) -> str:
-    return " or ".join(_plain_name(kind) for kind in reversed(_alternatives(hint)))
-
-
-def _plain_name(kind: Any) -> str:
-    if kind is NoneType:
-        return "none"
-    if kind is bool:
-        return "true or false"
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"<{_plain_name(get_args(kind)[0])},...>"
-    return {int: "integer", float: "number", str: "text"}.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def _help_of(config_class: type[DrafterConfig], name: str) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from ..core.errors import ConfigError
+from ..core.options import MOST_TEXT, shown
 from ..rounds.base import RunningSequence
 
 MAX_BUDGET = 1024  # nodes a tree; beyond this a mask alone outweighs the model
@@ -94,7 +95,7 @@ class FixedBudget(StaticBudget):
     why: str | None = None  # said where size is 0
 
     def __post_init__(self) -> None:
-        _check_size(self.size, f"budget={self.size}")
+        _check_size(self.size, f"budget={shown(self.size)}")
 
     @property
     def never_drafts(self) -> bool:
@@ -125,7 +126,7 @@ class TableBudget(StaticBudget):
     entries: tuple[tuple[int, int], ...]  # (batch size, nodes), ascending, from batch size 1 on
 
     def __post_init__(self) -> None:
-        asked = f"budget={self}"
+        asked = f"budget={shown(dict(self.entries))}"
         if not self.entries or self.entries[0][0] != 1:
             raise ConfigError(asked, "a table begins at batch size 1", "write it like 1:8,4:4,16:0")
         if any(later <= earlier for (earlier, _), (later, _) in pairwise(self.entries)):
@@ -163,7 +164,7 @@ class TableBudget(StaticBudget):
         return {"kind": "table", "table": dict(self.entries), "why": self.reason() or f"by batch size: {self}"}
 
 
-def parse_budget(value: int | str | Mapping[int, int] | None) -> FixedBudget | TableBudget | Literal["auto"]:
+def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | TableBudget | Literal["auto"]:
     """What a user asked for: a number, a table, or ``auto`` (also None).
 
     Raises:
@@ -172,12 +173,14 @@ def parse_budget(value: int | str | Mapping[int, int] | None) -> FixedBudget | T
     if value is None:
         return AUTO
     if isinstance(value, bool) or not isinstance(value, int | str | Mapping):
-        raise ConfigError(f"budget={value!r}", "not a draft budget", FORMS)
+        raise ConfigError(f"budget={shown(value)}", "not a draft budget", FORMS)
     if isinstance(value, int):
-        return FixedBudget(size=value, why=f"budget={value}")
+        return FixedBudget(size=value, why=f"budget={shown(value)}")
     if isinstance(value, Mapping):
         return TableBudget(entries=tuple(sorted((_whole(b, value), _whole(n, value)) for b, n in value.items())))
     text = value.strip().lower()
+    if len(text) > MOST_TEXT:
+        raise ConfigError(f"budget={shown(value)}", f"it has {len(text):,} characters", FORMS)
     if text == AUTO:
         return AUTO
     if ":" not in text:
@@ -185,7 +188,7 @@ def parse_budget(value: int | str | Mapping[int, int] | None) -> FixedBudget | T
         return FixedBudget(size=size, why=f"budget={size}")
     pairs = [entry.split(":") for entry in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
-        raise ConfigError(f"budget={value!r}", "an entry is not of the form BATCH:NODES", FORMS)
+        raise ConfigError(f"budget={shown(value)}", "an entry is not of the form BATCH:NODES", FORMS)
     return TableBudget(entries=tuple((_whole(batch, value), _whole(size, value)) for batch, size in pairs))
 
 
@@ -195,7 +198,7 @@ def _whole(part: Any, whole: Any) -> int:
             raise ValueError
         return int(part)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"budget={whole!r}", f"{part!r} is not a whole number", FORMS) from error
+        raise ConfigError(f"budget={shown(whole)}", f"{shown(part)} is not a whole number", FORMS) from error
 
 
 def _check_size(size: int, asked: str) -> None:

@@ -132,9 +132,12 @@ class Calibration:
 # -- files
 
 
-def places(folder: Path) -> tuple[Path, Path]:
-    """Where a model's calibration may lie: beside it, or in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+def places(folder: Path) -> tuple[Path, ...]:
+    """Where a model's calibration may lie: beside it, or in the user's cache folder, where there is one."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError:  # the user has no home
+        return (folder / FILE,)
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
     return folder / FILE, Path(base) / "paceline" / "costs" / f"{name}.json"
 
@@ -188,7 +191,7 @@ def _read(path: Path) -> list[Calibration]:
         if values["schema"] != SCHEMA:
             raise ValueError(f"schema {values['schema']!r}, this version reads {SCHEMA}")
         entries = list(values["entries"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(str(path), f"not readable ({error!r})", "run paceline bench calibrate again") from error
     source = f"{path.parent.name}/{path.name}"  # goes into reports, which name no place on a machine
     return [Calibration.from_dict(entry, source) for entry in entries]

@@ -1,14 +1,20 @@
-"""The loop: submit, step, collect, abort. It knows no drafter and no round by name."""
+"""The loop: submit, step, collect, abort. It knows no drafter and no round by name.
+
+An engine is driven by one thread at a time: who calls it from several holds `Engine.lock` meanwhile (`LLM` does).
+Whatever ends a call in its middle, Ctrl-C for one, the next call mends: see `Engine._mend`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.request import CompletionOutput, Request, RequestOutput, SequenceState, StopChecker
+from ..core.request import CompletionOutput, Request, RequestOutput, SequenceState, StopChecker, Texts
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.stats import SpecStats
 from ..drafters.base import SequenceView
@@ -16,9 +22,8 @@ from ..kv.pool import KVPool
 from ..rounds.base import Round, RunningSequence, StepResult, StreamingRound, Work
 from ..target.applications import Application
 from .budget import DraftBudget, StepRecord
+from .lock import FairLock
 from .scheduler import Scheduler, SchedulerConfig
-
-DecodeStepFactory = Callable[[Sequence[int], bool], Callable[[int], str] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ class LiveRequest:
     first_token: float | None = None
     ended: float | None = None
     text_prefix: str = ""  # the prompt's text, where it is to be echoed
-    announced: dict[int, int] = field(default_factory=dict)
+    on_end: Callable[[LiveRequest], None] | None = None  # called when its last sample has ended; twice after Ctrl-C
 
     @property
     def finished(self) -> bool:
@@ -57,8 +62,7 @@ class Engine:
         limits: what requests must fit into.
         scheduler: limits of a step.
         budget: how many nodes to draft.
-        make_decoder: prompt ids and skip_special_tokens -> a function from one token to its text; None for a
-            model without a tokenizer.
+        texts: what turns tokens into text; None for a model without a tokenizer.
         applications: what requests may name, by name.
     """
 
@@ -69,7 +73,7 @@ class Engine:
         limits: EngineLimits,
         scheduler: SchedulerConfig,
         budget: DraftBudget,
-        make_decoder: DecodeStepFactory | None = None,
+        texts: Texts | None = None,
         applications: Mapping[str, Application] | None = None,
     ) -> None:
         _check_streams(round_, applications or {})
@@ -80,7 +84,11 @@ class Engine:
         self.applications = dict(applications or {})
         self.scheduler = Scheduler(pool, scheduler, budget)
         self.live: dict[str, LiveRequest] = {}
-        self._make_decoder = make_decoder
+        self.lock = FairLock()
+        self._texts = texts
+        self._torn = False  # whether a call is under way, or ended in its middle
+        self._cancelled: deque[str] = deque()  # requests that are to be aborted
+        self._untold: list[LiveRequest] = []  # may have got tokens in a step that ended in its middle
         self._keys = count()
         self._arrivals = count()
 
@@ -93,6 +101,7 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         application: str | None = None,
+        on_end: Callable[[LiveRequest], None] | None = None,
     ) -> str:
         """Check a request and queue it.
 
@@ -101,6 +110,7 @@ class Engine:
             request_id: to know it by; None: one is made up.
             prompt: its text, where text was given.
             application: whose adapters answer; None: the base model.
+            on_end: called when it has ended, in whichever thread drives the engine then; must not call the engine.
 
         Returns:
             Its id.
@@ -113,6 +123,7 @@ class Engine:
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         self._check(prompt_ids, request_id)
+        prefix = self._echo(prompt_ids, prompt, params)
         seed = params.seed if params.seed is not None else derive_seed()
         request = Request(
             id=request_id,
@@ -125,11 +136,19 @@ class Engine:
         )
         sequences = [self._sequence(request, index) for index in range(params.n)]
         self._check_pool(sequences[0])
-        echo = prompt if params.echo and prompt is not None else ""
-        self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=echo)
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        with self._whole():
+            self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
+            for sequence in sequences:
+                self.scheduler.add(sequence)
         return request_id
+
+    def _echo(self, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
+        """What the text of the answer begins with."""
+        if not params.echo or prompt is not None:
+            return prompt or "" if params.echo else ""
+        if self._texts is None:
+            raise ConfigError("echo=True with token ids", "this model has no tokenizer", "leave echo out")
+        return self._texts.prompt(prompt_ids, params.skip_special_tokens)
 
     def check_application(self, name: str | None) -> None:
         """Raises ConfigError where a request cannot name this application."""
@@ -183,10 +202,12 @@ class Engine:
             vocab_size=limits.vocab_size,
             eos_ids=limits.eos_ids,
         )
-        decode = self._make_decoder(request.prompt_ids, params.skip_special_tokens) if self._make_decoder else None
-        checker = StopChecker(params, limits.eos_ids, max_tokens, decode)
+        texts = self._texts
+        stream = None if texts is None else texts.stream(request.prompt_ids, params.skip_special_tokens)
+        checker = StopChecker(params, limits.eos_ids, max_tokens, stream)
         stats = SpecStats(prompt_tokens=len(request.prompt_ids) if index == 0 else 0, off_reason=self.budget.reason())
         state = SequenceState(request, index, sampler, checker, stats=stats)
+        state.token_text = None if texts is None else texts.token
         max_len = len(request.prompt_ids) + max_tokens
         application = None if request.application is None else self.applications[request.application]
         ids = request.prompt_ids
@@ -195,15 +216,39 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now. Returns what it has so far; None if it is not in flight."""
-        live = self.live.pop(request_id, None)
+        live = self.live.get(request_id)
         if live is None:
             return None
+        with self._whole():
+            self._abort(live)
+        return self.output(live)
+
+    def cancel(self, request_id: str) -> None:
+        """Have a request aborted by the next call that changes anything.
+
+        Safe from anywhere: another thread, or a garbage collector in the middle of a step.
+        """
+        self._cancelled.append(request_id)
+
+    def settle(self) -> None:
+        """Abort what was cancelled, now."""
+        if self._cancelled:
+            with self._whole():
+                pass
+
+    def _abort(self, live: LiveRequest) -> None:
         open_ones = [s for s in live.sequences if not s.finished]
         for sequence in open_ones:
-            sequence.state.checker.abort()
+            sequence.state.checker.end("abort")
         self._drop(open_ones)
-        live.ended = perf_counter()
-        return self.output(live)
+        self._leave(live)
+
+    def _leave(self, live: LiveRequest) -> None:
+        """Its last sample has ended."""
+        live.ended = live.ended or perf_counter()
+        if live.on_end is not None:
+            live.on_end(live)
+        self.live.pop(live.request.id, None)
 
     @property
     def busy(self) -> bool:
@@ -213,14 +258,27 @@ class Engine:
     # -- the loop
 
     def step(self) -> list[LiveRequest]:
-        """One step of all running sequences. Returns the requests that got tokens; finished ones leave."""
+        """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
+        with self._whole():
+            touched = self._step()
+            for live in self._untold:
+                touched[live.request.id] = live
+            for live in touched.values():
+                if live.finished:
+                    self._leave(live)
+            self._untold = []
+        if not self.live:
+            self.pool.check_idle()
+        return list(touched.values())
+
+    def _step(self) -> dict[str, LiveRequest]:
         began = perf_counter()
         works = self.scheduler.schedule()
         if self.scheduler.preempted:
             self.round.release(self.scheduler.preempted)
             self.scheduler.preempted.clear()
         if not works:
-            return []
+            return {}
         learns = self.budget.learns
         before = _counts(works) if learns else []
         scheduled = perf_counter()
@@ -229,31 +287,71 @@ class Engine:
         if learns:
             pure = all(w.rows == 1 for w in works)
             self.budget.observe(_record(before, pure, result, (now - began) * 1e3))
-        host_ms = result.host_ms + (scheduled - began) * 1e3
-        share = 1 / len(works)
-        for work in works:
-            stats = work.sequence.state.stats
-            stats.draft_ms += result.draft_ms * share
-            stats.verify_ms += result.verify_ms * share
-            stats.host_ms += host_ms * share
+        _share_times(works, result, result.host_ms + (scheduled - began) * 1e3)
         touched: dict[str, LiveRequest] = {}
         ended = []
-        for sequence, _ in result.emitted:
+        for sequence, tokens in result.emitted:
             live = self.live[sequence.state.request.id]
-            live.first_token = live.first_token or now
+            if tokens:
+                live.first_token = live.first_token or now
             touched[live.request.id] = live
             if sequence.finished:
                 stats = sequence.state.stats
                 stats.off_reason = stats.off_reason or self.budget.rested(sequence)
                 ended.append(sequence)
         self._drop(ended)
-        for live in touched.values():
-            if live.finished:
-                live.ended = now
-                del self.live[live.request.id]
-        if not self.live:
-            self.pool.check_idle()
-        return list(touched.values())
+        return touched
+
+    # -- calls that end in their middle
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A change that must happen whole: what an earlier one left half done is mended first."""
+        if self._torn:
+            self._mend()
+        self._torn = True
+        while self._cancelled:
+            live = self.live.get(self._cancelled[0])
+            if live is not None:
+                self._abort(live)
+            self._cancelled.popleft()
+        yield
+        self._torn = False  # not reached where the change ended in its middle
+
+    def _mend(self) -> None:
+        """Put every request in flight back to the tokens that are surely out, and let all of them wait again.
+
+        What is out, with its seed, says all: the rest is computed anew and comes out the same. So nothing that a
+        step, an abort or a submission left half done (caches, queues, texts) is looked at any more.
+        """
+        old = [s for live in self.live.values() for s in live.sequences]
+        self.round.release([*old, *self.scheduler.running])
+        self.budget.forget(old)
+        self.pool.reset()
+        for live in self.live.values():
+            live.sequences = [self._anew(sequence) for sequence in live.sequences]
+        waiting = [s for live in self.live.values() for s in live.sequences if not s.finished]
+        self.scheduler.reset(waiting)
+        self._untold = list(self.live.values())
+
+    def _anew(self, old: RunningSequence) -> RunningSequence:
+        """A sequence that says what an old one has said; one that was ended from outside stays as it is."""
+        state = old.state
+        old.cache = None
+        if state.checker.finish_reason in ("abort", "error"):
+            return old
+        fresh = self._sequence(state.request, state.index)
+        fresh.state.stats, fresh.prompt_logprobs = state.stats, old.prompt_logprobs
+        counts = [len(state.token_ids), len(state.origins)]
+        if state.request.params.logprobs is not None:
+            counts.append(len(state.logprobs))
+        count = min(counts)
+        if count:
+            fresh.emit(state.token_ids[:count], 0, state.logprobs[:count])
+            fresh.state.origins[:] = state.origins[: len(fresh.state.token_ids)]
+        if fresh.view.fault is not None:
+            fresh.fail()
+        return fresh
 
     def _drop(self, sequences: Sequence[RunningSequence]) -> None:
         self.scheduler.remove(sequences)
@@ -313,6 +411,16 @@ def _counts(works: Sequence[Work]) -> list[Counts]:
     """Of the sequences that will get tokens; to be asked before the step, which changes what is pending."""
     stats = [(w, w.sequence.state.stats) for w in works if w.generates]
     return [(w, s.drafted, s.accepted) for w, s in stats]
+
+
+def _share_times(works: Sequence[Work], result: StepResult, host_ms: float) -> None:
+    """Give each sequence its part of a step's time."""
+    share = 1 / len(works)
+    for work in works:
+        stats = work.sequence.state.stats
+        stats.draft_ms += result.draft_ms * share
+        stats.verify_ms += result.verify_ms * share
+        stats.host_ms += host_ms * share
 
 
 def _record(before: Sequence[Counts], pure: bool, result: StepResult, total_ms: float) -> StepRecord:

@@ -64,6 +64,12 @@ class Scheduler:
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
+    def reset(self, sequences: Iterable[RunningSequence]) -> None:
+        """Start over with these sequences waiting, in this order; none of them may hold a cache."""
+        self.waiting = deque(sequences)
+        self.running = []
+        self.preempted = []
+
     def schedule(self) -> list[Work]:
         """The rows of the next step. Every work's cache has its rows reserved."""
         rows: dict[int, int] = {}

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.request import TextStream
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": ids}
-CONTEXT_IDS = 8  # prompt tokens that a decode stream is told, so that a leading space is not lost
+CONTEXT_IDS = 8  # tokens in front of the next one that its text may depend on
+_BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
+_MOST_PARTS = 3  # tokens of a character that is incomplete: one of four bytes lacks its last
+_LONGEST = 7  # tokens behind the last complete character that are decoded anew for each
+_ANCHOR = "a"  # stands before a token whose own text is wanted
+_KEPT_TEXTS = 65_536
 
 
 def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
@@ -18,13 +25,9 @@ def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
         ConfigError: neither text nor ids, or text without a tokenizer.
     """
     if isinstance(prompt, Mapping):
-        ids = prompt.get("prompt_token_ids")
         text = prompt.get("prompt")
-        if ids is not None:
-            bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]
-            if bad:
-                raise ConfigError(f"prompt_token_ids with {bad[0]!r}", "token ids are integers", "give a list of int")
-            return list(ids), text
+        if prompt.get("prompt_token_ids") is not None:
+            return _ids(prompt["prompt_token_ids"]), None if text is None else _checked_text(text)
         prompt = text if text is not None else prompt
     if not isinstance(prompt, str):
         shown = type(prompt).__name__
@@ -33,7 +36,37 @@ def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
         )
     if tokenizer is None:
         raise ConfigError("a text prompt", "this model has no tokenizer", 'give {"prompt_token_ids": [...]}')
-    return list(tokenizer.encode(prompt)), prompt
+    return _encode(tokenizer, _checked_text(prompt)), prompt
+
+
+def _ids(ids: object) -> list[int]:
+    remedy = "give a list of int"
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise ConfigError(f"prompt_token_ids of type {type(ids).__name__}", "not a list of token ids", remedy)
+    bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]
+    if bad:
+        raise ConfigError(f"prompt_token_ids with {bad[0]!r}", "token ids are integers", remedy)
+    return list(ids)
+
+
+def _checked_text(text: object) -> str:
+    """Text that can be written down: a lone surrogate is half of a character."""
+    if not isinstance(text, str):
+        raise ConfigError(f"a prompt of type {type(text).__name__}", "a prompt is text or ids", 'give "..."')
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        wrong = f"character {error.start} ({text[error.start]!r}) is a lone surrogate, which no text holds"
+        raise ConfigError("a text prompt", wrong, "decode the text with errors='replace'") from error
+    return text
+
+
+def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, **options))
+    except Exception as error:  # tokenizers raise many kinds, plain Exception among them
+        wrong = f"the tokenizer cannot encode it ({type(error).__name__}: {error})"
+        raise ConfigError("a text prompt", wrong, "give other text, or token ids") from error
 
 
 def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) -> tuple[list[int], str]:
@@ -57,44 +90,143 @@ def chat_ids(messages: Sequence[Mapping[str, str]], tokenizer: Any, model: str) 
         raise ConfigError(
             "these chat messages", f"the model's template refuses them ({error})", "check roles"
         ) from error
-    return list(tokenizer.encode(text, add_special_tokens=False)), text
+    return _encode(tokenizer, _checked_text(text), add_special_tokens=False), text
 
 
-def decode_steps(tokenizer: Any) -> Callable[[Sequence[int], bool], Callable[[int], str] | None] | None:
-    """What makes, for each sequence, a function from its next token to the new text ("" while incomplete)."""
-    if tokenizer is None:
-        return None
-    backend = getattr(tokenizer, "_tokenizer", None)
-    if backend is None:
-        return lambda ids, skip: _DecodeByDifference(tokenizer, ids, skip)
+class Texts:
+    """The text of prompts, answers and single tokens, by one tokenizer."""
 
-    def stream(prompt_ids: Sequence[int], skip_special_tokens: bool) -> Callable[[int], str]:
-        from tokenizers.decoders import DecodeStream
-
-        decoder = DecodeStream(ids=list(prompt_ids[-CONTEXT_IDS:]), skip_special_tokens=skip_special_tokens)
-        return lambda token: decoder.step(backend, token) or ""
-
-    return stream
-
-
-class _DecodeByDifference:
-    """For tokenizers without a fast backend: decode a window twice, and take what is new."""
-
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-CONTEXT_IDS:])
-        self._text = self._decode()
+        anchor = list(tokenizer.encode(_ANCHOR, add_special_tokens=False))[-1:]
+        self.token = lru_cache(maxsize=_KEPT_TEXTS)(partial(_alone, self._decoder(False), anchor))
+        """The text of one token as it stands in running text, a leading space included."""
 
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip))
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
+        """What turns the tokens of an answer to this prompt into text."""
+        return AnswerText(self._decoder(skip_special_tokens), prompt_ids)
 
-    def __call__(self, token: int) -> str:
+    def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of a prompt that was given as ids."""
+        return self._decoder(skip_special_tokens)(ids)
+
+    def _decoder(self, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+        """Ids to text, as the tokenizer has it."""
+        backend = getattr(self._tokenizer, "_tokenizer", None)
+        if backend is None:
+            decode = self._tokenizer.decode
+            return lambda ids: str(decode(list(ids), skip_special_tokens=skip_special_tokens))
+        fast: Callable[..., str] = backend.decode
+        return partial(fast, skip_special_tokens=skip_special_tokens)
+
+
+def texts_of(tokenizer: Any) -> Texts | None:
+    """The texts of a tokenizer; None for a model without one."""
+    return None if tokenizer is None else Texts(tokenizer)
+
+
+def _alone(decode: Callable[[Sequence[int]], str], anchor: list[int], token: int) -> str:
+    """The text of a token behind ``anchor``, since tokenizers drop what leads a text."""
+    before, both = decode(anchor), decode([*anchor, token])
+    return both[len(before) :] if both.startswith(before) else decode([token])
+
+
+class AnswerText:
+    """The text of an answer, token by token; no text of the prompt is part of it.
+
+    A token's text depends on its neighbours (a leading space, the bytes of one character), so a window of a few
+    tokens is decoded anew for each. What has come out of it stays; U+FFFD at its end waits, since the next token may
+    make a character of it. Where later tokens change what the tokenizer makes of those before (a run of byte tokens
+    turns out to be no UTF-8), what follows the last complete character is decoded by itself.
+
+    Args:
+        decode: ids to text.
+        prompt_ids: what stands before the answer. A character that it begins and the answer completes is the answer's.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
+        before = _context(decode, prompt_ids)
+        whole = len(before) - _torn(decode, before)
+        self._decode = decode
+        self._foreign = 0  # U+FFFD that waits and is the prompt's
+        self._begin(before[:whole])
+        for token in before[whole:]:
+            self.push(token)
+        self._foreign = len(decode(self._ids)) - len(self._shown)
+
+    def push(self, token: int) -> str:
+        """The text that the next token brings; "" while a character is incomplete."""
         self._ids.append(token)
-        text = self._decode()
-        if text.endswith("�"):
-            return ""
-        piece = text[len(self._text) :]
-        self._ids = self._ids[-CONTEXT_IDS:]
-        self._text = self._decode()
-        return piece
+        text = self._text()
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        new = self._advance(text, max(len(self._shown), len(text) - min(broken, _MOST_PARTS)))
+        if not broken:
+            self._settle(text)
+        elif len(self._ids) - self._whole > _LONGEST:
+            self._shorten(text)
+        return new
+
+    def end(self) -> str:
+        """The text of what is left where nothing follows: U+FFFD for an incomplete character."""
+        text = self._text()
+        return self._advance(text, len(text))
+
+    def _begin(self, ids: list[int]) -> None:
+        """Go on behind these tokens, whose text is out."""
+        self._ids = ids  # the window
+        self._whole = len(ids)  # of these, the ones behind which no character is open
+        self._shown = self._settled = self._decode(ids)  # the window's text that is out; that of its whole tokens
+
+    def _text(self) -> str:
+        """The window's text, which begins with what is out."""
+        text = self._decode(self._ids)
+        if text.startswith(self._shown):
+            return text
+        rest, out = self._ids[self._whole :], len(self._shown) - len(self._settled)
+        while out > 0 and rest:  # U+FFFD, one a token
+            out -= len(self._decode(rest[:1]))
+            rest = rest[1:]
+        self._ids, self._whole = rest, 0
+        self._shown = self._settled = ""
+        return self._decode(rest)
+
+    def _advance(self, text: str, stop: int) -> str:
+        """Let the window's text out up to ``stop``; what of it is new and the answer's."""
+        new, self._shown = text[len(self._shown) : stop], text[:stop]
+        mine = new.lstrip(_BROKEN)
+        foreign = min(self._foreign, len(new) - len(mine))
+        self._foreign = 0 if mine else self._foreign - foreign
+        return new[foreign:]
+
+    def _settle(self, text: str) -> None:
+        """No character is open: forget what nothing depends on any more."""
+        if text == self._settled:  # tokens without text
+            del self._ids[self._whole :]
+        elif len(self._ids) > CONTEXT_IDS:
+            self._begin(self._ids[self._whole :])
+        else:
+            self._whole, self._settled = len(self._ids), text
+
+    def _shorten(self, text: str) -> None:
+        """Broken characters without end: forget all but the last tokens, where they have a text of their own."""
+        for parts in range(1, _MOST_PARTS + 1):
+            rest = self._ids[-parts:]
+            first = self._decode(self._ids[:-parts])
+            if len(first) <= len(self._shown) and first + self._decode(rest) == text:
+                self._ids, self._whole = rest, 0
+                self._shown, self._settled = self._shown[len(first) :], ""
+                return
+
+
+def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
+    """The last ids of a prompt, from where a character begins."""
+    for more in range(_MOST_PARTS + 1):
+        found = list(ids[-CONTEXT_IDS - more :])
+        if not decode(found).startswith(_BROKEN):
+            return found
+    return list(ids[-CONTEXT_IDS:])
+
+
+def _torn(decode: Callable[[Sequence[int]], str], ids: list[int]) -> int:
+    """With how many tokens of an incomplete character some ids end."""
+    return next(n for n in range(len(ids) + 1) if not decode(ids[: len(ids) - n]).endswith(_BROKEN))

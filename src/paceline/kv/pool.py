@@ -208,6 +208,13 @@ class KVPool:
         """Forget the K/V of ended sequences: no later prompt finds any of it."""
         self.allocator.forget()
 
+    def reset(self) -> None:
+        """Empty the pool, whatever state it is in: every sequence's view of it ends, and nothing is found again."""
+        self.allocator = BlockAllocator(self.allocator.num_blocks)
+        for sequence in self.sequences:
+            sequence.detach()
+        self.sequences = set()
+
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
         assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"
@@ -355,6 +362,11 @@ class SequenceCache:
                 self.blocks[self._published], self._content, tokens[start : start + size]
             )
             self._published += 1
+
+    def detach(self) -> None:
+        """Hold nothing any more, without giving anything back: for a pool that starts anew."""
+        self.blocks = []
+        self.committed = self.reserved = 0
 
     def release(self) -> None:
         """Give all blocks back. Published ones can be found again until they are evicted."""

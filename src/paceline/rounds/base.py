@@ -68,11 +68,22 @@ class RunningSequence:
             logprobs: one a token, where the request asked for them.
 
         Returns:
-            How many tokens were kept; the rest was never said.
+            How many tokens were kept; the rest was never said. Where text or stop rules fail at one, those before
+            it are kept, and the view notes the fault.
         """
-        kept = self.state.accept(tokens, drafted, logprobs)
+        before = len(self.state.token_ids)
+        try:
+            self.state.accept(tokens, drafted, logprobs)
+        except Exception as error:  # its own text or stop rules
+            self.view.fault = error
+        kept = len(self.state.token_ids) - before
         self.view.tokens.extend(tokens[:kept])
         return kept
+
+    def fail(self) -> None:
+        """End it with the fault that its view notes."""
+        assert self.view.fault is not None
+        self.state.fail(self.view.fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class Work:
 class StepResult:
     """What came out of one step."""
 
-    emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many
+    emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many; 0: ended by a fault
     draft_ms: float
     verify_ms: float
     host_ms: float

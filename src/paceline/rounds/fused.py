@@ -33,7 +33,7 @@ from ..target.base import ForwardState
 from ..target.decoder import Decoder
 from ..target.streams import StreamLimit, StreamRows, StreamSet
 from .base import StepResult, Work
-from .serial import SerialRound, Span, _layout
+from .serial import SerialRound, Span, _layout, _said
 from .verification import DEFAULT_VERIFIER
 
 KEPT_MASK = 256  # streams of a mask that is kept for later passes: 64 KiB
@@ -131,6 +131,7 @@ class FusedRound(SerialRound):
             raise _needs_torch("streams that rotate values", "they rotate no values")
         if target.stack is not None and self.rules.attention_limit is not None:
             raise _needs_torch(f"attention_limit={self.rules.attention_limit}", "they do not show attention weights")
+        self._make_room(self.rules.gamma)
 
     def admit(self, streams: StreamSet) -> None:
         """Check that an application's set can run by the drafter's rules.
@@ -154,6 +155,11 @@ class FusedRound(SerialRound):
             )
         if streams.config.value_rotation is not None and self.target.stack is not None:
             raise _needs_torch("a set that rotates values", "they rotate no values")
+        self._make_room(trained)
+
+    def _make_room(self, gamma: int) -> None:
+        """Rows of the context's last positions carry streams, too: stream j of position t has position t + j."""
+        self.target.expect(self.target.config.max_position - 1 + gamma)
 
     @torch.inference_mode()
     def step(self, works: Sequence[Work]) -> StepResult:
@@ -177,7 +183,7 @@ class FusedRound(SerialRound):
         ended = perf_counter()
         draft, verify = drafted - began + read - kept, checked - drafted
         times = (draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3)
-        return StepResult([(w.sequence, n) for w, n in zip(works, emitted, strict=True) if n], *times)
+        return StepResult(_said(works, emitted), *times)
 
     # -- the pass
 

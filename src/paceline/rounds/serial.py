@@ -86,7 +86,7 @@ class SerialRound:
         self._observe(works, spans, emitted, paths, taps)
         ended = perf_counter()
         times = ((drafted - began) * 1e3, (checked - drafted) * 1e3, (ended - checked) * 1e3)
-        return StepResult([(w.sequence, n) for w, n in zip(works, emitted, strict=True) if n], *times)
+        return StepResult(_said(works, emitted), *times)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter forget ended or preempted sequences."""
@@ -119,7 +119,12 @@ class SerialRound:
             tree = self.drafter.propose(want)
             return self._fit(tree, want)
         except Exception as error:
-            self._put_aside(error)
+            if any(view.sampler.fault is not None for view in want.sequences):
+                # A request's own rules failed while they were asked what to draft: its verdict will end it. What the
+                # drafter had begun for these sequences is dropped.
+                self.release([w.sequence for w in drafting])
+            else:
+                self._put_aside(error)
             return None
 
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree | None:
@@ -198,7 +203,10 @@ class SerialRound:
         """[nodes of all generating sequences, V]; prompt log-probabilities are taken on the way."""
         for work, span in zip(works, spans, strict=True):
             if work.sequence.params.prompt_logprobs is not None:
-                self._record_prompt(work, span, state)
+                try:
+                    self._record_prompt(work, span, state)
+                except Exception as error:
+                    work.sequence.view.fault = error
         rows = [r for w, s in zip(works, spans, strict=True) if w.generates for r in range(s.root, s.stop)]
         if not rows:
             return state.hidden.new_empty((0, self.target.config.vocab_size))
@@ -224,7 +232,8 @@ class SerialRound:
         if sequence.params.logprobs_mode == "processed":
             logits = sequence.view.sampler.process(logits)
         actual = torch.tensor(sequence.view.tokens[begin + 1 : end + 1], device=logits.device)
-        sequence.prompt_logprobs += token_logprobs(logits, actual, sequence.params.prompt_logprobs or 0)
+        wanted = sequence.params.prompt_logprobs or 0
+        sequence.prompt_logprobs += token_logprobs(logits, actual, wanted, sequence.state.token_text)
 
     # -- the verdict
 
@@ -272,20 +281,44 @@ class SerialRound:
         tokens: dict[int, list[int]],
         paths: dict[int, list[int]],
     ) -> list[int]:
-        """Apply the stop rules and count; ``paths`` are cut to what came out. Returns tokens emitted by each work."""
+        """Apply the stop rules and count; ``paths`` are cut to what came out. Returns tokens emitted by each work.
+
+        A sequence whose own rules fail, here or in the verdict, ends with that error; the others go on.
+        """
         emitted = [0] * len(works)
         begin = 0
         for i in generating:
             sequence, span = works[i].sequence, spans[i]
-            logprobs = None
-            if sequence.params.logprobs is not None:
-                logprobs = self._logprobs(
-                    sequence, logits[begin : begin + _nodes(span)], paths[i], tokens[i], tree, span
-                )
-            emitted[i] = sequence.emit(tokens[i], len(paths[i]), logprobs)
-            self._count(sequence, tree, span, paths[i], emitted[i])
+            if sequence.view.fault is None:
+                rows = slice(begin, begin + _nodes(span))
+                try:
+                    emitted[i] = self._say(sequence, span, tree, logits, rows, tokens[i], paths[i])
+                except Exception as error:
+                    sequence.view.fault = error
             paths[i] = paths[i][: emitted[i]]
             begin += _nodes(span)
+        for work in works:
+            if work.sequence.view.fault is not None:
+                work.sequence.fail()
+        return emitted
+
+    def _say(
+        self,
+        sequence: RunningSequence,
+        span: Span,
+        tree: TokenTree | None,
+        logits: Tensor,
+        rows: slice,  # of ``logits``: the sequence's nodes
+        tokens: Sequence[int],
+        path: Sequence[int],
+    ) -> int:
+        """Emit the tokens of one sequence and count them; how many came out."""
+        logprobs = None
+        if sequence.params.logprobs is not None:
+            logprobs = self._logprobs(sequence, logits[rows], path, tokens, tree, span)
+        emitted = sequence.emit(tokens, len(path), logprobs)
+        if emitted:
+            self._count(sequence, tree, span, path, emitted)
         return emitted
 
     def _keep(self, works: Sequence[Work], paths: dict[int, list[int]]) -> None:
@@ -313,7 +346,8 @@ class SerialRound:
         if sequence.params.logprobs_mode == "processed":
             paths = tree.path_tokens()[span.tree_index, nodes] if tree is not None and span.tree_index >= 0 else None
             rows = sequence.view.sampler.process(rows, paths)
-        return token_logprobs(rows, torch.tensor(tokens), sequence.params.logprobs or 0)
+        wanted = sequence.params.logprobs or 0
+        return token_logprobs(rows, torch.tensor(tokens), wanted, sequence.state.token_text)
 
     def _count(
         self, sequence: RunningSequence, tree: TokenTree | None, span: Span, path: Sequence[int], emitted: int
@@ -388,6 +422,12 @@ def _layout(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | N
         spans.append(Span(start, stop, start + work.rows - 1, b))
         start = stop
     return spans
+
+
+def _said(works: Sequence[Work], emitted: Sequence[int]) -> list[tuple[RunningSequence, int]]:
+    """Sequences that got tokens or were ended by a fault, and how many tokens they got."""
+    rows = zip(works, emitted, strict=True)
+    return [(w.sequence, n) for w, n in rows if n or w.sequence.view.fault is not None]
 
 
 def _nodes(span: Span) -> int:

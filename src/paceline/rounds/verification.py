@@ -35,7 +35,7 @@ def choose_packed(
     if all(s.sampler.plain for s in sequences):
         return _likeliest(logits)
     if tree is None:
-        parts = [s.sampler.choose(logits[i : i + 1], None, [len(s.tokens)]) for i, s in enumerate(sequences)]
+        parts = [_chosen(s, logits[i : i + 1], None, [len(s.tokens)]) for i, s in enumerate(sequences)]
         return torch.cat(parts)
     depths = tree.depth_lists()
     paths = tree.path_tokens()
@@ -44,9 +44,18 @@ def choose_packed(
     for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         rows = logits[start : start + count]
         positions = [len(sequence.tokens) + depth for depth in depths[index][:count]]
-        parts.append(sequence.sampler.choose(rows, paths[index, :count], positions))
+        parts.append(_chosen(sequence, rows, paths[index, :count], positions))
         start += count
     return torch.cat(parts)
+
+
+def _chosen(sequence: SequenceView, logits: Tensor, paths: Tensor | None, positions: Sequence[int]) -> Tensor:
+    """[n] int64: the sequence's choice after each row. Where its rules fail, that is noted, and the rest goes on."""
+    try:
+        return sequence.sampler.choose(logits, paths, positions)
+    except Exception as error:
+        sequence.fault = error
+        return _likeliest(logits)  # to fill the places: none of them comes out
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -87,7 +96,11 @@ def _against_q(rule: Callable[..., VerifyOutcome]) -> Verifier:
         uniform = torch.ones(tree.tokens.shape, dtype=torch.float64)  # [B, N]
         start = 0
         for b, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            p[b, :count] = sequence.sampler.probs(logits[start : start + count], paths[b, :count])
+            try:
+                p[b, :count] = sequence.sampler.probs(logits[start : start + count], paths[b, :count])
+            except Exception as error:
+                sequence.fault = error
+                p[b, :count, 0] = 1  # any distribution: nothing that is drawn from it comes out
             places = [len(sequence.tokens) - 1 + depth for depth in depths[b][:count]]
             uniform[b, :count] = sequence.sampler.accept_uniform(places, list(range(count)))
             start += count

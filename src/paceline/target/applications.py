@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
 from .adapters import AdapterRange, LowRank, joined, linear_shapes
 from .decoder import Decoder
 from .families import DecoderConfig
@@ -37,14 +38,15 @@ def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
     """The folder of every application's trained set.
 
     Raises:
-        ConfigError: there is none; it says of which application.
+        ConfigError: there is none, or a name that cannot be; it says of which application.
     """
     folders = {}
     for name, where in named.items():
+        _check_name(f"application {shown(name)} ({shown(str(where))})", name)
         try:
             folders[name] = resolve_folder(where, offline=offline)
         except ConfigError as error:
-            asked = f"application {name!r}: {where}"
+            asked = f"application {shown(name)}: {str(where)[:300]}"
             raise ConfigError(asked, "no such trained set", f"check the folder ({error})") from error
     return folders
 
@@ -71,8 +73,7 @@ def load_applications(
 
 def _load(name: str, folder: Path, decoder: Decoder, target: str, known: str) -> Application:
     asked = f"application {name!r} ({folder})"
-    if not name or name == BASE or name != name.strip():
-        raise ConfigError(asked, f"{name!r} cannot name an application", f"choose another; {BASE!r} is the base model")
+    _check_name(asked, name)
     config = read_config(folder)
     if config.mode != "shared":
         raise ConfigError(
@@ -83,6 +84,13 @@ def _load(name: str, folder: Path, decoder: Decoder, target: str, known: str) ->
     _check_target(asked, config, decoder.config, target, known)
     made = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
     return make_application(name, made, decoder, identity(folder))
+
+
+def _check_name(asked: str, name: str) -> None:
+    if not name or name == BASE or name != name.strip():
+        raise ConfigError(
+            asked, f"{shown(name)} cannot name an application", f"choose another; {BASE!r} is the base model"
+        )
 
 
 def make_application(name: str, trained: StreamSet, decoder: Decoder, identity: str) -> Application:

@@ -2,20 +2,26 @@
 
 A family is one function from a config dictionary to a `DecoderConfig`; the network itself knows no
 family by name. Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and
-``rope_parameters`` (transformers 5).
+``rope_parameters`` (transformers 5). A file may have both; what is said twice must agree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
 from .rope import RopeConfig, RopeKind, yarn_attention_factor
 
 Json = dict[str, Any]
+
+MAX_INTEGER = 2**31 - 1  # of any size: products of several still fit a float
+MAX_LAYERS = 10_000
+MAX_HEAD_DIM = 2**16
+NUMBERS = (1e-30, 1e30)  # of any factor: float32 holds it, and its inverse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +62,14 @@ class Piece:
 
     source: str  # the checkpoint's name, without the leading "model."
     into: str  # the decoder's parameter
+    shape: tuple[int, ...]  # of the checkpoint's tensor
     at: int = 0  # first row of the parameter
     rows: int | None = None  # how many of its rows; None: all
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
 
 
 def decoder_config(config: Json) -> DecoderConfig:
@@ -70,14 +82,14 @@ def decoder_config(config: Json) -> DecoderConfig:
     if not isinstance(config, dict):
         raise ConfigError("config.json", f"it holds a {type(config).__name__}, not an object", "restore the file")
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         remote = " (the checkpoint brings its own code, which is never run)" if "auto_map" in config else ""
-        raise ConfigError(f"model_type {kind!r}", f"not a supported architecture{remote}", _supported())
+        raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
     if config.get("quantization_config"):
         method = _mapping(config, "quantization_config").get("quant_method", "unknown")
         raise CapabilityError(
-            f"a checkpoint quantised with {method!r}",
+            f"a checkpoint quantised with {shown(method)}",
             "only plain weights are read",
             "use the original, or dtype='int8'",
         )
@@ -90,7 +102,9 @@ def _supported() -> str:
 
 def _refuse_other_heads(config: Json) -> None:
     names = config.get("architectures") or []
-    if names and not any(str(n).endswith(("ForCausalLM", "Model")) for n in names):
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise _bad("architectures", names, "it must be a list of names")
+    if names and not any(n.endswith(("ForCausalLM", "Model")) for n in names):
         raise ConfigError(f"architecture {names[0]!r}", "not a language model", "use a ...ForCausalLM checkpoint")
 
 
@@ -100,11 +114,11 @@ class _Fields:
     def __init__(self, values: Json) -> None:
         self.values = values
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise _bad(name, value, f"it must be an integer of at least {minimum}")
-        return value
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        return _integer(name, self._get(name, default), minimum, maximum)
+
+    def layers(self) -> int:
+        return self.integer("num_hidden_layers", maximum=MAX_LAYERS)
 
     def number(self, name: str, default: float | None = None) -> float:
         return _number(name, self._get(name, default))
@@ -115,9 +129,15 @@ class _Fields:
             raise _bad(name, value, "it must be true or false")
         return value
 
-    def optional_integer(self, name: str, default: int | None) -> int | None:
+    def optional_integer(self, name: str, default: int | None, maximum: int = MAX_INTEGER) -> int | None:
         """An absent field takes the default; an explicit null stays null."""
-        return None if self.values.get(name, default) is None else self.integer(name, default)
+        return None if self.values.get(name, default) is None else self.integer(name, default, maximum=maximum)
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _bad(name, value, "it must be text")
+        return value
 
     def mapping(self, name: str) -> Json:
         return _mapping(self.values, name)
@@ -132,8 +152,13 @@ class _Fields:
 _RESTORE = "restore the file from where the checkpoint came"
 
 
-def _bad(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r}", rule, _RESTORE)
+def _bad(name: str, value: object, rule: str, file: str = "config.json") -> ConfigError:
+    return ConfigError(f"{file}: {name} = {shown(value)}", rule, _RESTORE)
+
+
+def _contradiction(name: str, values: Iterable[object]) -> ConfigError:
+    said = " and ".join(map(shown, values))
+    return ConfigError(f"config.json: {name}", f"it is said more than once, as {said}", "remove what is wrong")
 
 
 def _mapping(values: Json, name: str) -> Json:
@@ -143,9 +168,18 @@ def _mapping(values: Json, name: str) -> Json:
     return value or {}
 
 
+def _integer(name: str, value: object, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise _bad(name, value, f"it must be an integer of at least {minimum}")
+    if value > maximum:
+        raise _bad(name, value, f"it must be an integer of at most {maximum}")
+    return value
+
+
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise _bad(name, value, "it must be a positive number")
+    low, high = NUMBERS
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise _bad(name, value, f"it must be a positive number, {low:g} to {high:g}")
     return float(value)
 
 
@@ -159,7 +193,7 @@ def _llama(f: _Fields) -> DecoderConfig:
 
 def _mistral(f: _Fields) -> DecoderConfig:
     window = f.optional_integer("sliding_window", 4096)
-    return _rotary_family(f, windows=(window,) * f.integer("num_hidden_layers"))
+    return _rotary_family(f, windows=(window,) * f.layers())
 
 
 def _qwen2(f: _Fields) -> DecoderConfig:
@@ -169,13 +203,18 @@ def _qwen2(f: _Fields) -> DecoderConfig:
 def _qwen3(f: _Fields) -> DecoderConfig:
     bias = f.flag("attention_bias", False)
     return _rotary_family(
-        f, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_layered_windows(f), head_dim=f.integer("head_dim", 128)
+        f,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        windows=_layered_windows(f),
+        head_dim=f.integer("head_dim", 128, maximum=MAX_HEAD_DIM),
     )
 
 
 def _phi3(f: _Fields) -> DecoderConfig:
     window = f.optional_integer("sliding_window", None)
-    return _rotary_family(f, windows=(window,) * f.integer("num_hidden_layers"))
+    return _rotary_family(f, windows=(window,) * f.layers())
 
 
 def _opt(f: _Fields) -> DecoderConfig:
@@ -188,7 +227,7 @@ def _opt(f: _Fields) -> DecoderConfig:
         num_kv_heads=heads,
         head_dim=_head_dim(d_model, heads),
         max_position=positions,
-        windows=(None,) * f.integer("num_hidden_layers"),
+        windows=(None,) * f.layers(),
         norm="layer",
         norm_eps=1e-5,
         activation=_activation(f, "activation_function", "relu"),
@@ -219,9 +258,9 @@ def _rotary_family(
     kv_heads = f.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise _bad("num_key_value_heads", kv_heads, f"it must divide num_attention_heads = {heads}")
-    head_dim = head_dim or f.optional_integer("head_dim", None) or _head_dim(d_model, heads)
+    head_dim = head_dim or f.optional_integer("head_dim", None, MAX_HEAD_DIM) or _head_dim(d_model, heads)
     rope, limit, note = _rope(f, head_dim)
-    layers = f.integer("num_hidden_layers")
+    layers = f.layers()
     return DecoderConfig(
         **_common(f, d_model, heads, tied=False),
         d_ff=f.integer("intermediate_size"),
@@ -239,44 +278,59 @@ def _rotary_family(
 
 
 def _common(f: _Fields, d_model: int, heads: int, *, tied: bool) -> Json:
-    eos = f.values.get("eos_token_id")
-    dtype = f.values.get("dtype") or f.values.get("torch_dtype")
     return {
         "family": f.values["model_type"],
         "vocab_size": f.integer("vocab_size"),
         "d_model": d_model,
         "num_heads": heads,
-        "num_layers": f.integer("num_hidden_layers"),
+        "num_layers": f.layers(),
         "tied": f.flag("tie_word_embeddings", tied),
         "bos_id": next(iter(token_ids("bos_token_id", f.values.get("bos_token_id"))), None),
-        "eos_ids": token_ids("eos_token_id", eos),
-        "checkpoint_dtype": str(dtype).removeprefix("torch.") if dtype else None,
+        "eos_ids": token_ids("eos_token_id", f.values.get("eos_token_id")),
+        "checkpoint_dtype": _stored_dtype(f),
     }
 
 
-def token_ids(name: str, value: object) -> tuple[int, ...]:
-    """An id, a list of ids or null, as a tuple."""
+def _stored_dtype(f: _Fields) -> str | None:
+    """Transformers 5 calls it ``dtype``, transformers 4 ``torch_dtype``."""
+    named = {str(f.text(name)).removeprefix("torch.") for name in ("dtype", "torch_dtype") if f.text(name)}
+    if len(named) > 1:
+        raise _contradiction("dtype (or torch_dtype)", sorted(named))
+    return next(iter(named), None)
+
+
+def token_ids(name: str, value: object, file: str = "config.json") -> tuple[int, ...]:
+    """An id, a list of ids or null, as a tuple; those below 0 stand for none.
+
+    Args:
+        name: of the field.
+        value: what it holds.
+        file: where it stands, for messages.
+
+    Raises:
+        ConfigError: something else, or an id that no vocabulary could have.
+    """
     ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise _bad(name, value, "it must be a token id or a list of them")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_INTEGER for i in ids):
+        raise _bad(name, value, "it must be a token id or a list of them", file)
     return tuple(i for i in ids if i >= 0)
 
 
 def _head_dim(d_model: int, heads: int) -> int:
     if d_model % heads:
         raise _bad("hidden_size", d_model, f"it must be a multiple of num_attention_heads = {heads}")
-    return d_model // heads
+    return _integer("hidden_size / num_attention_heads", d_model // heads, maximum=MAX_HEAD_DIM)
 
 
 def _activation(f: _Fields, name: str, default: str) -> Literal["silu", "relu", "gelu"]:
-    value = f.values.get(name) or default
+    value = f._get(name, default)
     if value in ("silu", "swish"):
         return "silu"
     if value == "relu":
         return "relu"
     if value == "gelu":
         return "gelu"
-    raise CapabilityError(f"{name} = {value!r}", "the decoder has silu, relu and gelu", "use another checkpoint")
+    raise CapabilityError(f"{name} = {shown(value)}", "the decoder has silu, relu and gelu", "use another checkpoint")
 
 
 def _refuse_opt_variants(f: _Fields, d_model: int) -> None:
@@ -290,13 +344,15 @@ def _refuse_opt_variants(f: _Fields, d_model: int) -> None:
         given = f.values.get(name)
         if given is not None and given != value:
             raise CapabilityError(
-                f"OPT with {name} = {given!r}", f"the decoder has {value!r} only", "use another size (350m differs)"
+                f"OPT with {name} = {shown(given)}",
+                f"the decoder has {value!r} only",
+                "use another size (350m differs)",
             )
 
 
 def _layered_windows(f: _Fields) -> tuple[int | None, ...]:
     """Qwen's rule: which layers slide is listed, or it is those from ``max_window_layers`` on."""
-    layers = f.integer("num_hidden_layers")
+    layers = f.layers()
     window = f.optional_integer("sliding_window", 4096) if f.flag("use_sliding_window", False) else None
     kinds = f.values.get("layer_types")
     if kinds is None:
@@ -306,33 +362,72 @@ def _layered_windows(f: _Fields) -> tuple[int | None, ...]:
         raise _bad("layer_types", kinds, f"it must list all {layers} layers")
     unknown = [k for k in kinds if k not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise CapabilityError(f"layer type {unknown[0]!r}", "layers attend fully or slide", "use another checkpoint")
+        raise CapabilityError(
+            f"layer type {shown(unknown[0])}", "layers attend fully or slide", "use another checkpoint"
+        )
     return tuple(window if k == "sliding_attention" else None for k in kinds)
 
 
 # --- rotary parameters ----------------------------------------------------------------------------------------
 
 
-def _rope(f: _Fields, head_dim: int) -> tuple[RopeConfig, int, str]:
-    """The rotation, how many positions it is right for, and why these are fewer than the checkpoint says."""
-    values = f.mapping("rope_parameters") or f.mapping("rope_scaling")
+Rope = tuple[RopeConfig, int, str]  # the rotation, positions it is right for, why these are fewer than is said
+
+_SPELLINGS = ("rope_parameters", "rope_scaling")  # of transformers 5 and of transformers 4
+
+
+def _rope(f: _Fields, head_dim: int) -> Rope:
+    """The rotation that the file describes, in either spelling or, alike, in both."""
+    given = {name: f.mapping(name) for name in _SPELLINGS if f.mapping(name)}
+    places = [f.values, *given.values()]
+    share = _said("partial_rotary_factor", places, 1.0)
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise _bad("partial_rotary_factor", share, f"the rotated part of a head ({dim}) must be even")
+    base = RopeConfig(dim=dim, theta=_said("rope_theta", places, 10000.0))
+    found = [_read_rope(f, values, base) for values in given.values()] or [_read_rope(f, {}, base)]
+    if any(other != found[0] for other in found):
+        raise ConfigError(
+            f"config.json: {' and '.join(given)}",
+            "they describe two different rotations",
+            "remove the one that the model was not trained with",
+        )
+    return found[0]
+
+
+def _said(name: str, places: Iterable[Json], default: float) -> float:
+    """A number that may stand beside the rope parameters and among them."""
+    found = {_number(name, place[name]) for place in places if place.get(name) is not None}
+    if len(found) > 1:
+        raise _contradiction(name, sorted(found))
+    return next(iter(found), default)
+
+
+def _read_rope(f: _Fields, values: Json, base: RopeConfig) -> Rope:
+    """What one of the two spellings says."""
     if any(isinstance(v, dict) for v in values.values()):
         raise CapabilityError(
             "rope_parameters by layer type", "one rotation serves all layers", "use another checkpoint"
         )
-    context = f.integer("max_position_embeddings")
-    dim = int(head_dim * _value(values, "partial_rotary_factor", f.number("partial_rotary_factor", 1.0)))
-    if dim < 2 or dim % 2 or dim > head_dim:
-        raise _bad("partial_rotary_factor", dim / head_dim, f"the rotated part of a head ({dim}) must be even")
-    base = RopeConfig(dim=dim, theta=_value(values, "rope_theta", f.number("rope_theta", 10000.0)))
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if f.values["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # older Phi-3 checkpoints call LongRoPE so
+    kind = _rope_kind(f, values)
     if kind not in _ROPES:
         raise CapabilityError(
             f"rope type {kind!r}", "no such rotation here", f"use one of: {', '.join(sorted(_ROPES))}"
         )
-    return _ROPES[kind](f, values, base, context)
+    return _ROPES[kind](f, values, base, f.integer("max_position_embeddings"))
+
+
+def _rope_kind(f: _Fields, values: Json) -> str:
+    """The type's name; its field is called ``rope_type``, formerly ``type``, and many files have both."""
+    named = {name: value for name in ("rope_type", "type") if (value := values.get(name)) is not None}
+    for name, value in named.items():
+        if not isinstance(value, str):
+            raise _bad(name, value, "it must be the name of a rotation")
+        if f.values["model_type"] == "phi3" and value in ("su", "yarn"):
+            named[name] = "longrope"  # older Phi-3 checkpoints call LongRoPE so
+    if len({*named.values()}) > 1:
+        raise _contradiction("rope_type (or type)", named.values())
+    return next(iter(named.values()), "default")
 
 
 def _value(values: Json, name: str, default: float | None = None) -> float:
@@ -343,29 +438,29 @@ def _value(values: Json, name: str, default: float | None = None) -> float:
 
 
 def _original(f: _Fields, values: Json, context: int) -> int:
-    """Positions before the extension; a field beside the rope parameters goes before one among them."""
+    """Positions before the extension; the field may stand beside the rope parameters or among them."""
     name = "original_max_position_embeddings"
     # Phi-3's field stands beside the rope parameters, and has a default of its own.
-    fallback = 4096 if f.values["model_type"] == "phi3" else values.get(name) or context
-    value = f.values.get(name) or fallback
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _bad(name, value, "it must be a positive integer")
-    return value
+    beside = f.optional_integer(name, 4096 if f.values["model_type"] == "phi3" else None)
+    among = None if values.get(name) is None else _integer(name, values[name])
+    if None not in (beside, among) and beside != among:
+        raise _contradiction(name, (beside, among))
+    return beside or among or context
 
 
 def _replace(base: RopeConfig, kind: RopeKind, **options: Any) -> RopeConfig:
     return RopeConfig(dim=base.dim, theta=base.theta, kind=kind, **options)
 
 
-def _default_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+def _default_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     return base, context, ""
 
 
-def _linear_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+def _linear_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     return _replace(base, "linear", factor=_value(values, "factor")), context, ""
 
 
-def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     """Dynamic NTK turns every frequency once a sequence outgrows the context, keys already cached included.
 
     Up to there it is the plain rotation; beyond, a key would depend on tokens after it, which no cache can hold.
@@ -373,7 +468,7 @@ def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> t
     return base, context, "dynamic NTK changes the keys of earlier tokens beyond it"
 
 
-def _llama3_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+def _llama3_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     low, high = _value(values, "low_freq_factor"), _value(values, "high_freq_factor")
     if high <= low:
         raise _bad("high_freq_factor", high, f"it must be above low_freq_factor = {low}")
@@ -388,24 +483,30 @@ def _llama3_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tu
     return rope, context, ""
 
 
-def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
-    original = _original(f, values, context)
+def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
+    original, given = _original(f, values, context), {k: v for k, v in values.items() if v}
+    if base.theta <= 1:
+        raise _bad("rope_theta", base.theta, "yarn divides by its logarithm: it must be above 1")
+    fast, slow = _value(given, "beta_fast", 32.0), _value(given, "beta_slow", 1.0)
+    if fast < slow:
+        raise _bad("beta_fast", fast, f"it must be beta_slow = {slow} or more")
     factor = _value(values, "factor", context / original)
-    computed = yarn_attention_factor(factor, values.get("mscale"), values.get("mscale_all_dim"))
+    weights = [_value(given, name) if name in given else None for name in ("mscale", "mscale_all_dim")]
+    computed = yarn_attention_factor(factor, *weights)
     rope = _replace(
         base,
         "yarn",
         factor=factor,
         original_max_position=original,
-        beta_fast=_value({k: v for k, v in values.items() if v}, "beta_fast", 32.0),
-        beta_slow=_value({k: v for k, v in values.items() if v}, "beta_slow", 1.0),
-        truncate=bool(values.get("truncate", True)),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=_Fields(values).flag("truncate", True),
         attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
     )
     return rope, context, ""
 
 
-def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tuple[RopeConfig, int, str]:
+def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     """LongRoPE (Ding et al. 2024) has two sets of factors: short and long sequences.
 
     Which of the two rotates a key depends on the length of the whole sequence, so a sequence that grows
@@ -413,6 +514,8 @@ def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tupl
     right for; longer contexts are refused by ``max_position``.
     """
     original = _original(f, values, context)
+    if original == 1:
+        raise _bad("original_max_position_embeddings", 1, "longrope divides by its logarithm: it must be above 1")
     factors = values.get("short_factor")
     if not isinstance(factors, list) or len(factors) != base.dim // 2:
         raise _bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
@@ -429,7 +532,7 @@ def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> tupl
     return rope, limit, note
 
 
-_ROPES: dict[str, Callable[[_Fields, Json, RopeConfig, int], tuple[RopeConfig, int, str]]] = {
+_ROPES: dict[str, Callable[[_Fields, Json, RopeConfig, int], Rope]] = {
     "default": _default_rope,
     "linear": _linear_rope,
     "dynamic": _dynamic_rope,
@@ -451,64 +554,77 @@ def weight_map(config: DecoderConfig) -> list[Piece]:
     return pieces
 
 
-def _affine(source: str, into: str, bias: bool, at: int = 0, rows: int | None = None) -> Iterator[Piece]:
+def _affine(
+    source: str, into: str, outputs: int, inputs: int, bias: bool, at: int = 0, rows: int | None = None
+) -> Iterator[Piece]:
+    """Weight [outputs, inputs] and bias [outputs] of a linear layer, or some rows of one."""
+    yield Piece(source=f"{source}.weight", into=f"{into}.weight", shape=(outputs, inputs), at=at, rows=rows)
+    if bias:
+        yield Piece(source=f"{source}.bias", into=f"{into}.bias", shape=(outputs,), at=at, rows=rows)
+
+
+def _norm(source: str, into: str, width: int, bias: bool = False) -> Iterator[Piece]:
     for part in ("weight", "bias") if bias else ("weight",):
-        yield Piece(source=f"{source}.{part}", into=f"{into}.{part}", at=at, rows=rows)
+        yield Piece(source=f"{source}.{part}", into=f"{into}.{part}", shape=(width,))
+
+
+def _head(c: DecoderConfig) -> Iterator[Piece]:
+    if not c.tied:
+        yield Piece(source="lm_head.weight", into="head.weight", shape=(c.vocab_size, c.d_model))
 
 
 def _llama_top(c: DecoderConfig) -> Iterator[Piece]:
-    yield Piece(source="embed_tokens.weight", into="embedding")
-    yield from _affine("norm", "norm", bias=False)
-    if not c.tied:
-        yield Piece(source="lm_head.weight", into="head.weight")
+    yield Piece(source="embed_tokens.weight", into="embedding", shape=(c.vocab_size, c.d_model))
+    yield from _norm("norm", "norm", c.d_model)
+    yield from _head(c)
 
 
 def _opt_top(c: DecoderConfig) -> Iterator[Piece]:
-    yield Piece(source="decoder.embed_tokens.weight", into="embedding")
-    yield Piece(source="decoder.embed_positions.weight", into="position_embedding")
-    yield from _affine("decoder.final_layer_norm", "norm", bias=True)
-    if not c.tied:
-        yield Piece(source="lm_head.weight", into="head.weight")
+    places = (c.learned_positions, c.d_model)
+    yield Piece(source="decoder.embed_tokens.weight", into="embedding", shape=(c.vocab_size, c.d_model))
+    yield Piece(source="decoder.embed_positions.weight", into="position_embedding", shape=places)
+    yield from _norm("decoder.final_layer_norm", "norm", c.d_model, bias=True)
+    yield from _head(c)
 
 
 def _split_qkv(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     for name, at, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
-        yield from _affine(f"{source}.{name}", f"{into}.qkv", c.qkv_bias, at, rows)
+        yield from _affine(f"{source}.{name}", f"{into}.qkv", rows, c.d_model, c.qkv_bias, at, rows)
 
 
 def _llama_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    source, into = f"layers.{index}", f"layers.{index}"
-    yield from _norms(source, into)
-    yield from _split_qkv(c, f"{source}.self_attn", into)
-    yield from _affine(f"{source}.self_attn.o_proj", f"{into}.out", c.out_bias)
+    name, d = f"layers.{index}", c.d_model
+    yield from _norms(c, name)
+    yield from _split_qkv(c, f"{name}.self_attn", name)
+    yield from _affine(f"{name}.self_attn.o_proj", f"{name}.out", d, c.num_heads * c.head_dim, c.out_bias)
     if c.qk_norm:
-        yield Piece(source=f"{source}.self_attn.q_norm.weight", into=f"{into}.q_norm")
-        yield Piece(source=f"{source}.self_attn.k_norm.weight", into=f"{into}.k_norm")
-    yield from _affine(f"{source}.mlp.gate_proj", f"{into}.up", c.mlp_bias, 0, c.d_ff)
-    yield from _affine(f"{source}.mlp.up_proj", f"{into}.up", c.mlp_bias, c.d_ff, c.d_ff)
-    yield from _affine(f"{source}.mlp.down_proj", f"{into}.down", c.mlp_bias)
+        yield Piece(source=f"{name}.self_attn.q_norm.weight", into=f"{name}.q_norm", shape=(c.head_dim,))
+        yield Piece(source=f"{name}.self_attn.k_norm.weight", into=f"{name}.k_norm", shape=(c.head_dim,))
+    yield from _affine(f"{name}.mlp.gate_proj", f"{name}.up", c.d_ff, d, c.mlp_bias, 0, c.d_ff)
+    yield from _affine(f"{name}.mlp.up_proj", f"{name}.up", c.d_ff, d, c.mlp_bias, c.d_ff, c.d_ff)
+    yield from _affine(f"{name}.mlp.down_proj", f"{name}.down", d, c.d_ff, c.mlp_bias)
 
 
 def _phi3_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    source, into = f"layers.{index}", f"layers.{index}"
-    yield from _norms(source, into)
-    yield from _affine(f"{source}.self_attn.qkv_proj", f"{into}.qkv", bias=False)
-    yield from _affine(f"{source}.self_attn.o_proj", f"{into}.out", bias=False)
-    yield from _affine(f"{source}.mlp.gate_up_proj", f"{into}.up", bias=False)
-    yield from _affine(f"{source}.mlp.down_proj", f"{into}.down", bias=False)
+    name, d, heads = f"layers.{index}", c.d_model, c.num_heads * c.head_dim
+    yield from _norms(c, name)
+    yield from _affine(f"{name}.self_attn.qkv_proj", f"{name}.qkv", heads + 2 * c.num_kv_heads * c.head_dim, d, False)
+    yield from _affine(f"{name}.self_attn.o_proj", f"{name}.out", d, heads, False)
+    yield from _affine(f"{name}.mlp.gate_up_proj", f"{name}.up", 2 * c.d_ff, d, False)
+    yield from _affine(f"{name}.mlp.down_proj", f"{name}.down", d, c.d_ff, False)
 
 
-def _norms(source: str, into: str) -> Iterator[Piece]:
-    yield from _affine(f"{source}.input_layernorm", f"{into}.attention_norm", bias=False)
-    yield from _affine(f"{source}.post_attention_layernorm", f"{into}.mlp_norm", bias=False)
+def _norms(c: DecoderConfig, name: str) -> Iterator[Piece]:
+    yield from _norm(f"{name}.input_layernorm", f"{name}.attention_norm", c.d_model)
+    yield from _norm(f"{name}.post_attention_layernorm", f"{name}.mlp_norm", c.d_model)
 
 
 def _opt_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    source, into = f"decoder.layers.{index}", f"layers.{index}"
-    yield from _affine(f"{source}.self_attn_layer_norm", f"{into}.attention_norm", bias=True)
+    source, into, d = f"decoder.layers.{index}", f"layers.{index}", c.d_model
+    yield from _norm(f"{source}.self_attn_layer_norm", f"{into}.attention_norm", d, bias=True)
     yield from _split_qkv(c, f"{source}.self_attn", into)
-    yield from _affine(f"{source}.self_attn.out_proj", f"{into}.out", c.out_bias)
-    yield from _affine(f"{source}.final_layer_norm", f"{into}.mlp_norm", bias=True)
-    yield from _affine(f"{source}.fc1", f"{into}.up", c.mlp_bias)
-    yield from _affine(f"{source}.fc2", f"{into}.down", c.mlp_bias)
+    yield from _affine(f"{source}.self_attn.out_proj", f"{into}.out", d, c.num_heads * c.head_dim, c.out_bias)
+    yield from _norm(f"{source}.final_layer_norm", f"{into}.mlp_norm", d, bias=True)
+    yield from _affine(f"{source}.fc1", f"{into}.up", c.d_ff, d, c.mlp_bias)
+    yield from _affine(f"{source}.fc2", f"{into}.down", d, c.d_ff, c.mlp_bias)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..attention.base import AttentionBackend
 from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
 from .decoder import Decoder
 from .families import DecoderConfig, Piece, decoder_config, token_ids, weight_map
+from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .linear import Quant
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +31,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _RESTORE = "download or copy the checkpoint again"
+_FLOATS = ("BF16", "F16", "F32", "F64")  # what weights may be stored as
 
 
 def load_model(
@@ -42,6 +45,9 @@ def load_model(
 ) -> Decoder:
     """Load the checkpoint in a local folder.
 
+    The headers of the weight files are held against ``config.json``, and the memory that the weights need against
+    what is free, before anything is allocated.
+
     Args:
         path: a folder, as `resolve_folder` gives it.
         attention: computes attention over the cache.
@@ -51,16 +57,50 @@ def load_model(
         exact, native: see `Decoder`.
 
     Raises:
-        ConfigError: files that are missing, broken or do not fit the configuration.
+        ConfigError: files that are missing, broken or do not fit the configuration, or weights for which there is
+            too little memory.
         CapabilityError: a dtype, device or model option that is not available.
     """
     folder = Path(path)
     config = read_config(folder)
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
-    decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
-    load_weights(decoder, folder)
-    return decoder.finish()
+    layout = read_layout(folder, config)
+    with _memory_for(folder, layout, config, kind, place):
+        decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
+        _fill_all(decoder, layout)
+        return decoder.finish()
+
+
+@contextmanager
+def _memory_for(
+    folder: Path, layout: Layout, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
+    """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
+    count = sum(piece.numel for piece, _ in layout.pieces)
+    # One tensor more: weights are converted and packed one at a time.
+    wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
+        config, dtype, device
+    )
+    free = free_bytes(device)
+    asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
+    needs = f"its {count:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
+    remedy = "use a smaller dtype or model, or free some memory"
+    if free is not None and wanted > free:
+        raise ConfigError(asked, f"{needs}, and {free / 2**30:.1f} GiB are free", remedy)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(asked, f"{needs}, and there is not so much to give", remedy) from error
+
+
+def _table_bytes(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Of the rotation's table, which is there for every position from the start anywhere but on the CPU."""
+    if config.rope is None or device.type == "cpu":
+        return 0
+    return 2 * config.max_position * config.rope.dim * dtype.itemsize
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -68,25 +108,46 @@ def read_config(folder: Path) -> DecoderConfig:
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder}", "there is no such folder", "name a Hugging Face model folder")
     values = _read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if isinstance(values, dict) and generation.is_file():
-        given = _read_json(generation)
-        ends = given.get("eos_token_id") if isinstance(given, dict) else None
-        if ends is not None and token_ids("eos_token_id", ends):
-            values = {**values, "eos_token_id": ends}
-    return decoder_config(values)
+    ends = _generation_ends(folder / "generation_config.json")
+    if not ends or not isinstance(values, dict):
+        return decoder_config(values)
+    return replace(decoder_config({**values, "eos_token_id": None}), eos_ids=ends)
+
+
+def _generation_ends(file: Path) -> tuple[int, ...]:
+    """The end-of-text ids of ``generation_config.json``; none where there is no such file or it names none."""
+    if not is_file(file):
+        return ()
+    given = _read_json(file)
+    if not isinstance(given, dict):
+        raise ConfigError(str(file), f"it holds a {type(given).__name__}, not an object", "restore or remove the file")
+    return token_ids("eos_token_id", given.get("eos_token_id"), file.name)
 
 
 def parse_dtype(dtype: str | torch.dtype, config: DecoderConfig) -> tuple[torch.dtype, Quant | None]:
     """The dtype of the activations, and how the weights are quantised."""
-    name = str(dtype).removeprefix("torch.")
+    name = check_dtype(dtype)
     if name == "int8":
         return torch.bfloat16, "int8"
     if name == "auto":
-        name = config.checkpoint_dtype or "float32"
+        name = check_dtype(config.checkpoint_dtype or "float32", "config.json: dtype")
     if name not in DTYPES:
-        raise ConfigError(f"dtype={name!r}", "no such dtype", f"use one of: auto, int8, {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"config.json: dtype={name!r}", "no such dtype of weights", f"use one of: {', '.join(DTYPES)}"
+        )
     return DTYPES[name], None
+
+
+def check_dtype(dtype: str | torch.dtype, asked: str = "dtype") -> str:
+    """The name of a dtype that exists.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in (*DTYPES, "int8", "auto"):
+        raise ConfigError(f"{asked}={shown(name)}", "no such dtype", f"use one of: auto, int8, {', '.join(DTYPES)}")
+    return name
 
 
 def parse_device(device: str | torch.device) -> torch.device:
@@ -94,9 +155,11 @@ def parse_device(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device={device!r}", "no such device", "use 'cpu' or 'cuda'") from error
+        raise ConfigError(f"device={shown(device)}", "no such device", "use 'cpu' or 'cuda'") from error
     if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}", "the engine runs on cpu and cuda", "use 'cpu' or 'cuda'")
+        raise ConfigError(f"device={shown(device)}", "the engine runs on cpu and cuda", "use 'cpu' or 'cuda'")
+    if place.type == "cpu" and place.index:
+        raise ConfigError(f"device={shown(device)}", "the CPU is one device", "use 'cpu', and threads=... for cores")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         found = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
         raise CapabilityError(f"device={device!r}", found, "use device='cpu', or a CUDA build of torch and a GPU")
@@ -106,38 +169,87 @@ def parse_device(device: str | torch.device) -> torch.device:
 # --- weights --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where in a checkpoint's files every parameter is; see `read_layout`."""
+
+    pieces: list[tuple[Piece, StoredTensor]]
+    heads: list[StoredTensor]  # stored beside a tied embedding, of which they must be copies
+
+
+def read_layout(folder: Path, config: DecoderConfig) -> Layout:
+    """Find every parameter in the headers of the folder's safetensors files; no data is read.
+
+    Raises:
+        ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
+    """
+    wanted = {piece.source: piece for piece in weight_map(config)}
+    stored = _by_source(stored_tensors(_weight_files(folder), _RESTORE))
+    pieces = [(wanted[source], tensor) for source, tensor in stored.items() if source in wanted]
+    for piece, tensor in pieces:
+        _check_piece(piece, tensor)
+    heads = [tensor for source, tensor in stored.items() if source == "lm_head.weight" and source not in wanted]
+    _refuse(folder, "misses", sorted(wanted.keys() - stored.keys()))
+    _refuse(folder, "has unexpected", [stored[s].name for s in stored if s not in wanted and not _is_ignored(s)])
+    return Layout(pieces, heads)
+
+
+def _by_source(tensors: Iterable[StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Tensors by name, without the leading "model." that some checkpoints have."""
+    found: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        source = tensor.name.removeprefix("model.")
+        if source in found:
+            places = f"in {found[source].file.name} and in {tensor.file.name}"
+            raise ConfigError(f"tensor {source} in {tensor.file.parent}", f"it is there twice, {places}", _RESTORE)
+        found[source] = tensor
+    return found
+
+
+def _is_ignored(source: str) -> bool:
+    """A head beside a tied embedding, which is compared, and buffers of old checkpoints."""
+    return source == "lm_head.weight" or source.endswith((".rotary_emb.inv_freq", ".masked_bias"))
+
+
+def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
+    asked = f"tensor {piece.source} in {tensor.file}"
+    if tensor.dtype not in _FLOATS:
+        raise ConfigError(
+            asked, f"it is {tensor.dtype}, a quantised weight", "use the original checkpoint, or dtype='int8'"
+        )
+    if tensor.shape != piece.shape:
+        raise ConfigError(
+            asked,
+            f"its shape is {shown(list(tensor.shape))}, config.json asks for {list(piece.shape)}",
+            "use the config.json that belongs to these weights",
+        )
+
+
 def load_weights(decoder: Decoder, folder: Path) -> None:
     """Fill the decoder's parameters from the folder's safetensors files.
 
     Raises:
-        ConfigError: a file or tensor that is missing, broken, misshaped or left over.
+        ConfigError: as `read_layout`.
     """
-    files = _weight_files(folder)
-    wanted: dict[str, Piece] = {piece.source: piece for piece in weight_map(decoder.config)}
+    _fill_all(decoder, read_layout(folder, decoder.config))
+
+
+def _fill_all(decoder: Decoder, layout: Layout) -> None:
     parameters = {name: value.data for name, value in decoder.named_parameters()}
-    seen: set[str] = set()
-    left_over: list[str] = []
-    heads: list[tuple[Tensor, Path]] = []
-    for file in files:
-        for name, tensor in _tensors(file):
-            source = name.removeprefix("model.")
-            if source in wanted:
-                _fill(parameters[wanted[source].into], wanted[source], tensor, file)
-                seen.add(source)
-            elif source == "lm_head.weight":
-                heads.append((tensor, file))
-            elif not source.endswith((".rotary_emb.inv_freq", ".masked_bias")):  # buffers of old checkpoints
-                left_over.append(name)
-    _refuse(folder, "misses", sorted(set(wanted) - seen))
-    _refuse(folder, "has unexpected", left_over)
-    for head, file in heads:
-        _check_tied(decoder, head, file)
+    for file in dict.fromkeys(tensor.file for _, tensor in layout.pieces):
+        with opened(file, _RESTORE) as tensors:
+            for piece, tensor in layout.pieces:
+                if tensor.file == file:
+                    _fill(parameters[piece.into], piece, _get(tensors, tensor))
+    for head in layout.heads:
+        with opened(head.file, _RESTORE) as tensors:
+            _check_tied(decoder, _get(tensors, head), head.file)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
+    if is_file(folder / INDEX):
         return _shards(folder)
-    if (folder / WEIGHTS).is_file():
+    if is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise ConfigError(
@@ -156,51 +268,27 @@ def _shards(folder: Path) -> list[Path]:
     shards = sorted(set(names.values()))
     outside = [n for n in shards if Path(n).name != n]
     if outside:
-        raise ConfigError(str(folder / INDEX), f"shard {outside[0]!r} is not in the folder", _RESTORE)
-    missing = [n for n in shards if not (folder / n).is_file()]
+        raise ConfigError(str(folder / INDEX), f"shard {shown(outside[0])} is not in the folder", _RESTORE)
+    missing = [n for n in shards if not is_file(folder / n)]
     if missing:
-        raise ConfigError(f"model folder {folder}", f"shard {missing[0]} is missing", _RESTORE)
+        raise ConfigError(f"model folder {folder}", f"shard {missing[0][:200]} is missing", _RESTORE)
     return [folder / n for n in shards]
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with _open(file) as opened:
-        for name in opened.keys():  # noqa: SIM118  (the handle is no mapping)
-            yield name, _get(opened, name, file)
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def _get(tensors: Any, stored: StoredTensor) -> Tensor:
     try:
-        handle = safe_open(str(file), framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"weights {file}", f"truncated or not safetensors ({error})", _RESTORE) from error
-    with handle as opened:
-        yield opened
-
-
-def _get(opened: Any, name: str, file: Path) -> Tensor:
-    try:
-        tensor: Tensor = opened.get_tensor(name)
+        tensor: Tensor = tensors.get_tensor(stored.name)
         return tensor
     except (SafetensorError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"tensor {name} in {file}", f"it cannot be read ({error})", _RESTORE) from error
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(f"tensor {stored.name} in {stored.file}", f"it cannot be read ({error})", _RESTORE) from error
 
 
-def _fill(parameter: Tensor, piece: Piece, tensor: Tensor, file: Path) -> None:
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-        raise ConfigError(
-            f"tensor {piece.source} in {file}",
-            f"it is {tensor.dtype}, a quantised weight",
-            "use the original checkpoint, or dtype='int8'",
-        )
+def _fill(parameter: Tensor, piece: Piece, tensor: Tensor) -> None:
     rows = parameter if piece.rows is None else parameter[piece.at : piece.at + piece.rows]
-    if tensor.shape != rows.shape:
-        raise ConfigError(
-            f"tensor {piece.source} in {file}",
-            f"its shape is {list(tensor.shape)}, config.json asks for {list(rows.shape)}",
-            "use the config.json that belongs to these weights",
-        )
+    if tensor.shape != rows.shape:  # copy_ would repeat a smaller one
+        raise ConfigError(f"tensor {piece.source}", "its file was changed while it was read", "load the model again")
     rows.copy_(tensor)
 
 
@@ -225,12 +313,9 @@ def _refuse(folder: Path, verb: str, names: list[str]) -> None:
 
 
 def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"model folder {file.parent}", f"it has no {file.name}", _RESTORE) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(file), f"not readable as JSON ({error})", _RESTORE) from error
+    if not is_file(file):
+        raise ConfigError(f"model folder {file.parent}", f"it has no {file.name}", _RESTORE)
+    return read_json(file, _RESTORE)
 
 
 # --- names and tokenizers -------------------------------------------------------------------------------------
@@ -249,15 +334,36 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     """
     from .. import zoo
 
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or "\0" in str(name_or_path):
+        raise ConfigError(f"model {shown(name_or_path)}", "not a model's name", "name an embedded model or a folder")
     name = str(name_or_path)
-    found = zoo.find(name)
-    if found is None and Path(name).expanduser().is_dir():
-        found = Path(name).expanduser()
+    found = zoo.find(name) or _local(name)
     if found is None:
         return _from_hub(name, revision, offline or _env_offline())
     if revision is not None:
         raise ConfigError(f"revision={revision!r}", f"{name} is a local model", "leave revision out")
     return found
+
+
+def _local(name: str) -> Path | None:
+    """The local folder of this name, if there is one.
+
+    Raises:
+        ConfigError: a path that cannot be looked at: too long, no permission, of an unknown user.
+    """
+    try:
+        place = Path(name).expanduser()
+        return place if place.is_dir() else None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"model {shown(name)}", f"it cannot be looked at ({_first(error)})", "check the path"
+        ) from error
+
+
+def _first(error: BaseException) -> str:
+    """The first line of what a library says, cut short and printable whatever it quotes."""
+    said = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
+    return said.splitlines()[0][:300].encode("utf-8", "backslashreplace").decode()
 
 
 def _env_offline() -> bool:
@@ -269,21 +375,23 @@ def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model {name!r}", "there is no such folder", "check the path")
+        raise ConfigError(f"model {shown(name)}", "there is no such folder", "check the path")
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), local_files_only=offline)
         )
     except HFValidationError as error:
-        raise ConfigError(f"model {name!r}", f"neither a folder nor a hub name ({error})", "check the name") from error
+        wrong = f"neither a folder nor a hub name ({_first(error)})"
+        raise ConfigError(f"model {shown(name)}", wrong, "check the name") from error
     except LocalEntryNotFoundError as error:
         reason = "it is not in the local cache, and the hub is " + ("switched off" if offline else "out of reach")
         remedy = "download it once without offline" if offline else "check the network, or name a local folder"
-        raise ConfigError(f"model {name!r}", f"not a folder nor an embedded model, and {reason}", remedy) from error
-    except Exception as error:  # the client's transport library, and so its errors, differ by version
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model {name!r}", f"the hub does not give it ({first})", "check name, revision, access"
+            f"model {shown(name)}", f"not a folder nor an embedded model, and {reason}", remedy
+        ) from error
+    except Exception as error:  # the client's transport library, and so its errors, differ by version
+        raise ConfigError(
+            f"model {shown(name)}", f"the hub does not give it ({_first(error)})", "check name, revision, access"
         ) from error
 
 
@@ -296,7 +404,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        # Some settings of a file (truncation, padding) are taken back in the first use: not while threads use it.
+        tokenizer.encode("")
+        return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds, plain Exception among them
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({first})", _RESTORE) from error
+        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({_first(error)})", _RESTORE) from error

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
+from ..core.options import check_value, shown
 from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
+from .families import MAX_LAYERS
+from .files import free_bytes, is_file, read_json
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
 FORMAT = 1
 EMBEDDING_DEVIATION = 0.02
 _PIECES, _PIECE_BYTES = 16, 4096
+_HEADER_BYTES = 100_000_000  # the most that safetensors allows
+MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank
 
 Mode = Literal["lossless", "shared"]
 
@@ -52,10 +57,11 @@ class StreamConfig:
     def __post_init__(self) -> None:
         shared = self.mode == "shared"
         self._require("mode", self.mode in ("lossless", "shared"), "must be lossless or shared")
-        self._require("num_layers", self.num_layers >= 1, "must be 1 or more")
-        self._require("d_model", self.d_model >= 1, "must be 1 or more")
+        self._require("num_layers", 1 <= self.num_layers <= MAX_LAYERS, f"must be 1 to {MAX_LAYERS}")
+        self._require("d_model", 1 <= self.d_model <= MAX_WIDTH, f"must be 1 to {MAX_WIDTH}")
         self._require("vocab_size", self.vocab_size >= 1, "must be 1 or more")
         self._require("gamma", self.gamma >= (0 if shared else 1), "must be 1 or more (0 in shared mode: no streams)")
+        self._require("gamma", self.gamma <= MAX_STREAMS, f"must be {MAX_STREAMS} or less")
         low, high = (1 if self.gamma else 0), self.num_layers - 1
         rule = f"must be {low} to {high}: streams start above the first of the target's {self.num_layers} layers"
         self._require("msa_layers", low <= self.msa_layers <= high, rule)
@@ -64,9 +70,12 @@ class StreamConfig:
         angle = self.value_rotation
         self._require("value_rotation", angle is None or 0 < angle < 3.15, "must be above 0 and at most pi")
         self._require_adapter()
+        _check_types("streams", self)  # last: a number out of bounds has words of its own
 
     def _require_adapter(self) -> None:
         layers = self.adapter.layers if self.adapter else ()
+        if self.adapter is not None:
+            self._require("adapter", self.adapter.rank <= MAX_WIDTH, f"must have a rank of {MAX_WIDTH} or less")
         low = 0 if self.mode == "shared" else self.insertion
         inside = not layers or (layers[0] >= low and layers[-1] < self.num_layers)
         self._require("adapter", inside, f"must lie in layers {low} to {self.num_layers - 1}")
@@ -74,7 +83,7 @@ class StreamConfig:
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
-            raise ConfigError(f"streams with {name}={getattr(self, name)!r}", f"{name} {rule}", f"correct {name}")
+            raise ConfigError(f"streams with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
 
     @property
     def insertion(self) -> int:
@@ -97,15 +106,26 @@ class StreamConfig:
             raise ConfigError(where, f"not written in format {FORMAT}", "train it again, or update Paceline")
         unknown = sorted({*given} - {f.name for f in fields(StreamConfig)})
         if unknown:
-            raise ConfigError(where, f"unknown entries: {', '.join(unknown)}", "update Paceline, or train it again")
+            raise ConfigError(
+                where, f"unknown entries: {', '.join(unknown)[:200]}", "update Paceline, or train it again"
+            )
         try:
             if given.get("adapter") is not None:
                 lists = ("layers", "linears")
                 adapter: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in given["adapter"].items()}
                 given["adapter"] = AdapterConfig(**adapter)
+                _check_types("adapters", given["adapter"])
             return StreamConfig(**given)
         except (TypeError, AttributeError) as error:
             raise ConfigError(where, f"not a stream set's configuration ({error})", "restore the file") from error
+
+
+def _check_types(what: str, config: Any) -> None:
+    """Refuse values of other types than the fields have, such as a file may hold."""
+    hints = get_type_hints(type(config))
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        check_value(f"{what} with {spec.name}={shown(value)}", spec.name, value, hints[spec.name], spec.metadata)
 
 
 class LowRankMap(nn.Module):
@@ -238,9 +258,13 @@ class StreamSet(nn.Module):
         place = Path(folder)
         config = read_config(place)
         values = _read_tensors(place)
+        shapes = _shapes(values)
+        # Without memory first: the file may not hold what its configuration makes it out to.
+        _check_fit(StreamSet(config, shapes, device="meta").tensors(), values, place)
         kind = dtype or next((v.dtype for v in values.values()), torch.float32)
-        made = StreamSet(config, _shapes(values), dtype=kind, device=device)
-        _fill(made.tensors(), values, place)
+        made = StreamSet(config, shapes, dtype=kind, device=device)
+        for name, parameter in made.tensors().items():
+            parameter.data.copy_(values[name])
         made.assert_loaded()
         return made
 
@@ -353,13 +377,10 @@ def read_config(folder: str | Path) -> StreamConfig:
     """
     place = Path(folder)
     file = place / CONFIG_FILE
-    if not file.is_file():
+    if not is_file(file):
         wrong = f"it holds no {CONFIG_FILE}" if place.is_dir() else "there is no such folder"
         raise ConfigError(f"stream set {str(place)!r}", wrong, "name a folder that holds a trained set")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(str(file), f"not JSON ({error})", "restore the file") from error
+    values = read_json(file, "restore the file", "not JSON")
     if not isinstance(values, dict):
         raise ConfigError(str(file), "not a JSON object", "restore the file")
     return StreamConfig.from_json(values, str(file))
@@ -375,8 +396,8 @@ def fingerprint(folder: str | Path) -> str:
         ConfigError: no config or no weights there.
     """
     place = Path(folder)
-    files = sorted(place.glob("*.safetensors"))
-    if not files or not (place / "config.json").is_file():
+    files = sorted(file for file in place.glob("*.safetensors") if is_file(file))
+    if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
     digest = hashlib.sha256((place / "config.json").read_bytes())
     for file in files:
@@ -389,7 +410,7 @@ def _digest_file(digest: Any, file: Path) -> None:
     digest.update(f"{file.name} {size}".encode())
     with file.open("rb") as stream:
         length = stream.read(8)
-        digest.update(length + stream.read(min(int.from_bytes(length, "little"), size)))
+        digest.update(length + stream.read(min(int.from_bytes(length, "little"), size, _HEADER_BYTES)))
         for piece in range(_PIECES):
             stream.seek(piece * max(0, size - _PIECE_BYTES) // (_PIECES - 1))
             digest.update(stream.read(_PIECE_BYTES))
@@ -397,8 +418,12 @@ def _digest_file(digest: Any, file: Path) -> None:
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:
     file = place / WEIGHTS_FILE
-    if not file.is_file():
+    if not is_file(file):
         raise ConfigError(f"stream set {str(place)!r}", f"{WEIGHTS_FILE} is missing", "restore it, or train it again")
+    size, free = file.stat().st_size, free_bytes(torch.device("cpu"))
+    if free is not None and size > free:
+        wrong = f"it takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        raise ConfigError(str(file), wrong, "free some memory, or use a smaller set")
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
@@ -411,12 +436,13 @@ def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     for name, down in values.items():
         parts = name.split(".")
         up = values.get(f"{name.removesuffix('down')}up")
-        if len(parts) == 4 and parts[0] == "adapters" and parts[3] == "down" and up is not None and up.dim() == 2:
+        paired = up is not None and up.dim() == down.dim() == 2
+        if len(parts) == 4 and parts[0] == "adapters" and parts[3] == "down" and up is not None and paired:
             found.setdefault(parts[2], (down.shape[-1], up.shape[0]))
     return found
 
 
-def _fill(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place: Path) -> None:
+def _check_fit(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place: Path) -> None:
     if missing := sorted({*wanted} - {*values}):
         raise _misfit(place, f"{missing[0]} is missing")
     if left := sorted({*values} - {*wanted}):
@@ -424,7 +450,8 @@ def _fill(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place: Pat
     for name, parameter in wanted.items():
         if parameter.shape != values[name].shape:
             raise _misfit(place, f"{name} is {tuple(values[name].shape)}, wanted {tuple(parameter.shape)}")
-        parameter.data.copy_(values[name])
+        if not values[name].is_floating_point():
+            raise _misfit(place, f"{name} is {values[name].dtype}, no floating-point numbers")
 
 
 def _misfit(place: Path, wrong: str) -> ConfigError:

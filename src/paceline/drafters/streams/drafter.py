@@ -23,7 +23,7 @@ from torch import Tensor
 from ...core.errors import CapabilityError, ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...target.native import top
-from ...target.streams import StreamConfig, StreamSet, fingerprint, read_config
+from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, fingerprint, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -43,7 +43,9 @@ class StreamsConfig(DrafterConfig):
     subject: ClassVar[str] = "path"
 
     path: str = option("", help="trained set for lossless drafting; empty: only applications with streams draft")
-    gamma: int | None = option(None, help="streams to draft with; default: as many as were trained", minimum=1)
+    gamma: int | None = option(
+        None, help="streams to draft with; default: as many as were trained", minimum=1, maximum=MAX_STREAMS
+    )
     k: int = option(3, help="tokens taken from each stream: children of a node", minimum=1, maximum=64)
     nodes: int | None = option(
         None, help="most nodes of a draft, before pruning; default: the full tree", minimum=1, maximum=MAX_NODES

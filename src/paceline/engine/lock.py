@@ -1,0 +1,76 @@
+"""A lock that serves those who wait in their order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+
+class FairLock:
+    """A lock for threads that take it again and again: nobody who waits is passed over.
+
+    `threading.Lock` lets a thread that releases it take it again before another wakes up, so that a loop of steps
+    would shut everybody else out. Here a release hands the lock to whoever has waited longest.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._owner: int | None = None  # thread
+        self._waiting: deque[tuple[threading.Lock, int]] = deque()  # released when its turn has come; the thread
+
+    def __enter__(self) -> None:
+        """Wait for the lock.
+
+        Raises:
+            RuntimeError: this thread holds it: it would wait for itself.
+        """
+        turn, me = threading.Lock(), threading.get_ident()
+        with self._guard:
+            if self._owner is None:
+                self._owner = me
+                return
+            if self._owner == me:
+                raise RuntimeError("called from within a step of the same engine: call it once the step has returned")
+            turn.acquire()
+            self._waiting.append((turn, me))
+        try:
+            turn.acquire()
+        except BaseException:  # an interrupt
+            self._leave(turn, me)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            self._pass_on()
+
+    def take_if_free(self) -> bool:
+        """Take the lock if that needs no waiting of any kind, not even for this object's own book-keeping."""
+        if not self._guard.acquire(blocking=False):
+            return False
+        try:
+            free = self._owner is None
+            if free:
+                self._owner = threading.get_ident()
+            return free
+        finally:
+            self._guard.release()
+
+    def free_mine(self) -> None:
+        """Give the lock back if this thread holds it: for whoever was interrupted while taking it."""
+        with self._guard:
+            if self._owner == threading.get_ident():
+                self._pass_on()
+
+    def _leave(self, turn: threading.Lock, me: int) -> None:
+        """Stop waiting; pass the lock on where it has come meanwhile."""
+        with self._guard:
+            if (turn, me) in self._waiting:
+                self._waiting.remove((turn, me))
+            else:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._owner = None
+        if self._waiting:
+            turn, self._owner = self._waiting.popleft()
+            turn.release()

@@ -1,0 +1,133 @@
+"""Reading files that others wrote: JSON that may hold anything, and what safetensors say of their tensors.
+
+Nothing here trusts a size that a file states: JSON is bounded before it is read, and of weights the header alone
+is read, whose offsets and sizes the safetensors library holds against the file's true length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..core.errors import ConfigError
+from ..core.options import shown
+
+MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file, as its header tells."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' word: "BF16", "F32", "I8"
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a path that cannot be one (too long, a NUL in it) is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_json(file: Path, remedy: str, wrong: str = "not readable as JSON") -> Any:
+    """A JSON file's content.
+
+    Args:
+        file: an existing file.
+        remedy: what to do where it cannot be read.
+        wrong: how the message says so.
+
+    Raises:
+        ConfigError: not JSON, nested too deep, too large, or with an entry that is there twice and differs.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes, {MAX_JSON_BYTES:,} are the most")
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ConfigError(str(file), f"{wrong} (it is nested too deep)", remedy) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), f"{wrong} ({error})", remedy) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Python would keep the last of two entries of one name without a word."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found and found[name] != value:
+            raise ValueError(f"{shown(name)} is there twice, as {shown(found[name])} and {shown(value)}")
+        found[name] = value
+    return found
+
+
+@contextmanager
+def opened(file: Path, remedy: str) -> Iterator[Any]:
+    """A safetensors file, its header checked against its length.
+
+    Raises:
+        ConfigError: truncated, not safetensors, or with a header that does not fit the file.
+    """
+    try:
+        handle = safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"weights {file}", f"truncated or not safetensors ({error})", remedy) from error
+    except (MemoryError, RuntimeError) as error:  # torch's word for it: of addresses, as a file is mapped, not read
+        if not is_out_of_memory(error):
+            raise
+        size = f"its {file.stat().st_size / 2**30:.1f} GiB are more than this process may map"
+        raise ConfigError(f"weights {file}", size, "use a smaller model, or raise the limit (ulimit -v)") from error
+    with handle as tensors:
+        yield tensors
+
+
+def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
+    """What the headers of safetensors files tell; no data is read.
+
+    Raises:
+        ConfigError: as `opened`.
+    """
+    found = []
+    for file in files:
+        with opened(file, remedy) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (the handle is no mapping)
+                part = tensors.get_slice(name)
+                found.append(StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype()))
+    return found
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # no Linux: the allocator has the last word
+        return None
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch's allocator of the CPU raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in ("alloc", "out of memory", "mmap"))
+    )

@@ -1,0 +1,223 @@
+"""Options of `LLM` that are wrong in any way at all: a `ConfigError` that says so, before weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import NASTY, bounded, deep, start, write_checkpoint
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import paceline.llm
+from paceline import LLM, ConfigError
+from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.registry import parse
+from paceline.engine.budget import parse_budget
+from paceline.llm import MAX_THREADS, LLMConfig, parse_bytes
+
+shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+OBJECTS = [
+    object(),
+    b"x",
+    {1, 2},
+    1 + 2j,
+    LLM,
+    NgramConfig,
+    NgramConfig(),
+    Path("x"),
+    torch.float32,
+    torch.device("cpu"),
+]
+nasty = st.sampled_from([*NASTY, deep(), *OBJECTS, "cuda:99", "cuda:-1", "cpu:1", "CPU", "meta", "1:8,4:4", {1: 8}])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("options") / "model"))
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights may be read."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(paceline.llm, "load_model", never)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_memory": 1e9}, "kv_memory=1000000000.0: kv_memory takes text or integer or none"),
+        ({"kv_memory": "1e400GiB"}, "not a size"),
+        ({"kv_memory": "9" * 400 + "GiB"}, "not a size"),
+        ({"kv_memory": 10**400}, "kv_memory=about 2"),
+        ({"kv_memory": -5}, "not a size"),
+        ({"kv_memory": True}, "kv_memory takes"),
+        ({"kv_memory": "1000000GiB"}, "GiB are free"),
+        ({"kv_memory": 100}, "it holds"),
+        ({"threads": "2"}, "threads='2': threads takes integer or none"),
+        ({"threads": 10**9}, f"threads=1000000000: {MAX_THREADS} threads are the most"),
+        ({"threads": -1}, "at least one thread"),
+        ({"max_model_len": 10.5}, "max_model_len takes integer"),
+        ({"max_model_len": 65}, "has 64 positions"),
+        ({"max_model_len": 1}, "two tokens"),
+        ({"exact": "no"}, "exact='no': exact takes true or false"),
+        ({"exact": 1}, "exact takes true or false"),
+        ({"offline": "yes"}, "offline takes"),
+        ({"trust_remote_code": "no"}, "trust_remote_code takes"),
+        ({"max_sequences": 10**9}, "max_sequences must be 65536 or less"),
+        ({"max_sequences": "2"}, "max_sequences takes integer"),
+        ({"max_batch_rows": 10**9}, "max_batch_rows must be 1048576 or less"),
+        ({"max_batch_rows": 0}, "max_batch_rows must be 1 or more"),
+        ({"budget": [1]}, "budget takes"),
+        ({"budget": 1.5}, "budget takes"),
+        ({"budget": 10**5000}, "budget must be between"),
+        ({"budget": "9" * 5000}, "budget must be 4,096 characters or fewer"),
+        ({"budget": {1: 10**5000}}, "0 to 1024 nodes"),
+        ({"dtype": 32}, "dtype takes text"),
+        ({"dtype": "float12"}, "no such dtype"),
+        ({"dtype": torch.int32}, "dtype='int32': no such dtype"),
+        ({"device": 0}, "device takes text"),
+        ({"device": "cpu:1"}, "the CPU is one device"),
+        ({"device": "meta"}, "cpu and cuda"),
+        ({"kernels": None}, "kernels takes text"),
+        ({"kernels": "fast"}, "there are no such kernels. Use one of: auto, native, torch"),
+        ({"attention": "flash"}, "no such attention backend"),
+        ({"attention": []}, "attention takes text"),
+        ({"round": "mirror!"}, "there is no such round. Use one of: auto"),
+        ({"round": 3}, "round takes text"),
+        ({"verifier": "hope"}, "there is no such verifier"),
+        ({"verifier": {}}, "verifier takes text"),
+        ({"applications": ["x"]}, "folders by name"),
+        ({"applications": {1: "x"}}, "folders by name"),
+        ({"applications": {"sql": "a\0b"}}, "application 'sql'.*not a model's name"),
+        ({"applications": {"base": "."}}, "'base' cannot name an application"),
+        ({"applications": {"sql": "./nowhere"}}, "no such trained set"),
+        ({"revision": 3}, "revision takes text or none"),
+        ({"revision": "v1"}, "is a local model"),
+        ({"drafter": 3}, "drafter takes"),
+        ({"drafter": "ngram,depth=0"}, "depth must be 1 or more"),
+        ({"drafter": "x" * 5000}, "4,096 characters"),
+        ({"drafter": "suffix,max_tokens=" + "9" * 30}, "max_tokens must be between"),
+    ],
+)
+def test_options_are_refused_before_weights_are_read(
+    checkpoint: str, unread: None, options: dict[str, Any], words: str
+):
+    with pytest.raises(ConfigError, match=words):
+        LLM(checkpoint, **{"offline": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (None, "model=None: model takes text"),
+        (7, "model takes text"),
+        (["paceline-small"], "model takes text"),
+        ("", "not a model's name"),
+        ("  ", "not a model's name"),
+        ("a\0b", "without a NUL"),
+        ("x" * 5000, "4,096 characters"),
+        ("x" * 4000, "it cannot be looked at"),
+        ("~nobody-of-that-name/model", "it cannot be looked at|no such folder"),
+        ("\ud800", "neither a folder nor a hub name"),
+        ("/dev/null", "there is no such folder"),
+        (Path("nowhere/at/all"), "there is no such folder"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(model: Any, words: str):
+    error = start(model)
+    assert error is not None
+    with pytest.raises(ConfigError, match=words):
+        raise error
+
+
+def test_what_can_be_is_taken(checkpoint: str):
+    """The checks refuse nothing that is right, and take Python's own words for a path, a dtype or a device."""
+    words = {"dtype": torch.float64, "device": torch.device("cpu"), "kv_memory": "64 KiB", "budget": {"1": 0}}
+    llm = LLM(Path(checkpoint), drafter="ngram", **words)
+    assert (llm.config.model, llm.config.dtype, llm.config.device) == (checkpoint, "float64", "cpu")
+    assert LLMConfig(model="x", threads=MAX_THREADS, max_sequences=2**16, max_batch_rows=2**20).threads == MAX_THREADS
+    assert start(checkpoint, drafter="ngram", budget="1:8,4:4", kv_memory=10**6, revision=None) is None
+
+
+def test_only_an_llm_can_be_shared(checkpoint: str):
+    with pytest.raises(ConfigError, match="share=7.*it is no LLM"):
+        LLM(checkpoint, share=7)  # type: ignore[arg-type]
+
+
+NAMES = [f.name for f in fields(LLMConfig) if f.name != "model"]
+
+
+@settings(shared, max_examples=300)
+@given(options=st.dictionaries(st.sampled_from(NAMES), nasty, min_size=1, max_size=3))
+@example(options={"max_model_len": 2**63})
+def test_no_options_get_through(checkpoint: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]):
+    """Nothing but a `ConfigError` leaves the constructor, and nothing large is allocated on the way."""
+    threads = torch.get_num_threads()
+    try:
+        with bounded(monkeypatch):
+            start(checkpoint, **options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@settings(shared, max_examples=60)
+@given(model=nasty | st.text(max_size=30))
+def test_no_model_gets_through(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    start(model)
+
+
+WORDS = ["ngram", "suffix", "none", "draft_model", "hybrid", "synthetic", "streams", ":", ",", "=", "<", ">", " ", "\n"]
+OPTION_NAMES = [
+    *("max_ngram", "min_ngram", "depth", "tree", "reach", "min_prob", "max_tokens", "model", "topk", "nodes", "beam"),
+    *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "chain", "at"),
+    *("best_path_batch", "prune_threshold", "prune_count", "attention_limit", "gamma", "branching"),
+]
+VALUES = [
+    "0",
+    "1",
+    "-1",
+    "2",
+    "1e999",
+    "nan",
+    "inf",
+    "-inf",
+    "9" * 400,
+    "9" * 5000,
+    "true",
+    "none",
+    "<1,2>",
+    "x",
+    "\0",
+    "²",
+]
+pieces = st.lists(st.sampled_from([*WORDS, *OPTION_NAMES, *VALUES]) | st.text(max_size=3), max_size=8).map("".join)
+pairs = st.lists(st.tuples(st.sampled_from(OPTION_NAMES), st.sampled_from(VALUES)), min_size=1, max_size=3)
+formed = st.builds(
+    lambda name, given: ",".join([name, *(f"{key}={value}" for key, value in given)]), st.sampled_from(WORDS[:7]), pairs
+)
+
+
+@settings(shared, max_examples=250)
+@given(spec=pieces | formed)
+def test_no_drafter_gets_through(checkpoint: str, monkeypatch: pytest.MonkeyPatch, spec: str):
+    with bounded(monkeypatch):
+        start(checkpoint, drafter=spec)
+
+
+@settings(shared, max_examples=200)
+@given(value=nasty | st.text(max_size=20) | st.dictionaries(nasty.filter(lambda v: v.__hash__), nasty, max_size=3))
+def test_no_budget_and_no_size_gets_through(value: Any):
+    for read in (parse_budget, parse_bytes, parse):
+        try:
+            read(value)
+        except ConfigError as error:
+            assert len(str(error)) < 3000

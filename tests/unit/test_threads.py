@@ -1,0 +1,324 @@
+"""Requests from many threads, from callbacks, from collectors and at the end of the program."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline import LLM, AsyncLLM, SamplingParams
+from paceline.core.errors import RequestError
+from paceline.engine.lock import FairLock
+
+pytestmark = pytest.mark.timeout(120)  # what these tests guard against is waiting for ever
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+PROMPTS = ["The capital of France", "It was a dark", "def main(", "Question: Which team"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("paceline-small", drafter="ngram", budget=4, max_model_len=512)
+
+
+@pytest.fixture(autouse=True)
+def idle(llm: LLM) -> Iterator[None]:
+    yield
+    assert not llm.engine.busy
+    llm.engine.pool.check_integrity()
+    llm.engine.pool.check_idle()
+
+
+def told(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# -- callbacks
+
+
+def test_a_callback_may_generate(llm: LLM):
+    expected = told(llm.generate(PROMPTS, GREEDY))
+    inner: list[list[int]] = []
+    outer = llm.generate(
+        PROMPTS,
+        [replace(GREEDY, max_tokens=4 + 4 * i) for i in range(4)],
+        progress=lambda done: inner.extend(told(llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=40)))),
+    )
+    assert told(outer) == [ids[: 4 + 4 * i] for i, ids in enumerate(expected)]
+    assert len(inner) == 4 and all(ids[:16] == expected[0] for ids in inner)
+
+
+def test_a_callback_may_abort(llm: LLM):
+    def abort_all(done: int) -> None:
+        for request_id in list(llm.engine.live):
+            llm.abort(request_id)
+
+    params = [replace(GREEDY, max_tokens=3), *[replace(GREEDY, max_tokens=300)] * 3]
+    outputs = llm.generate(PROMPTS, params, progress=abort_all)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "abort", "abort", "abort"]
+
+
+def test_a_callback_that_fails_ends_its_own_call_alone(llm: LLM):
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    first = next(stream)
+
+    def fail(done: int) -> None:
+        raise ValueError("from the callback")
+
+    with pytest.raises(ValueError, match="from the callback"):
+        llm.generate(PROMPTS, [GREEDY, *[replace(GREEDY, max_tokens=100)] * 3], progress=fail)
+    rest = list(stream)
+    assert [*first.token_ids, *(t for c in rest for t in c.token_ids)] == told(llm.generate(PROMPTS[1], GREEDY))[0]
+
+
+# -- threads
+
+
+def test_threads_share_one_model(llm: LLM):
+    wanted = [replace(GREEDY, max_tokens=10 + 7 * i) for i in range(4)]
+    expected = told(llm.generate(PROMPTS, wanted))
+
+    def ask(index: int) -> list[int]:
+        if index % 2:
+            return [t for chunk in llm.stream(PROMPTS[index % 4], wanted[index % 4]) for t in chunk.token_ids]
+        return told(llm.generate([PROMPTS[index % 4]], wanted[index % 4]))[0]
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, range(24))) == [expected[i % 4] for i in range(24)]
+
+
+def test_a_thread_may_abort_what_another_waits_for(llm: LLM):
+    long = replace(GREEDY, max_tokens=400, ignore_eos=True)
+    found: list[Any] = []
+    worker = threading.Thread(target=lambda: found.extend(llm.generate(PROMPTS[:2], long)))
+    worker.start()
+    while len(llm.engine.live) < 2:
+        time.sleep(0.001)
+    for request_id in list(llm.engine.live):
+        assert llm.abort(request_id) is not None
+    worker.join(timeout=30)
+    assert [output.outputs[0].finish_reason for output in found] == ["abort", "abort"]
+
+
+def test_nobody_waits_long_while_another_thread_steps(llm: LLM):
+    """A plain lock would be taken again by the loop before another thread wakes up."""
+    stop = threading.Event()
+
+    def keep_stepping() -> None:
+        while not stop.is_set():
+            llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=200, ignore_eos=True))
+
+    worker = threading.Thread(target=keep_stepping)
+    worker.start()
+    try:
+        before = time.perf_counter()
+        llm.generate(PROMPTS[1], replace(GREEDY, max_tokens=4))
+        for _ in range(20):
+            llm.abort("no such request")
+        assert time.perf_counter() - before < 20
+    finally:
+        stop.set()
+        worker.join()
+
+
+def test_a_call_from_within_a_step_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    step = llm.engine.round.step
+
+    def calls_back(works: Any) -> Any:
+        with pytest.raises(RuntimeError) as raised:
+            llm.abort("request")
+        said.append(str(raised.value))
+        return step(works)
+
+    monkeypatch.setattr(llm.engine.round, "step", calls_back)
+    (output,) = llm.generate(PROMPTS[0], replace(GREEDY, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 16 and "from within a step" in said[0]
+
+
+def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    step = llm.engine.round.step
+    forgotten: list[Any] = [llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=100))]
+    next(forgotten[0])
+
+    def collects(works: Any) -> Any:
+        forgotten.clear()  # the generator is closed here
+        gc.collect()
+        return step(works)
+
+    monkeypatch.setattr(llm.engine.round, "step", collects)
+    (output,) = llm.generate(PROMPTS[1], GREEDY)
+    monkeypatch.undo()
+    assert told([output]) == told(llm.generate(PROMPTS[1], GREEDY))
+
+
+def test_an_interrupt_leaves_the_model_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    expected = told(llm.generate(PROMPTS, GREEDY))
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    got = list(next(stream).token_ids)
+    commit = llm.engine.pool.commit
+
+    def interrupt(kept: Any) -> None:
+        commit(kept)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.pool, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert got + [t for chunk in stream for t in chunk.token_ids] == expected[0]
+    assert told(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+# -- the lock
+
+
+def test_the_lock_serves_in_order():
+    lock, order, ready = FairLock(), [], []
+
+    def wait(name: int) -> None:
+        ready.append(name)
+        with lock:
+            order.append(name)
+
+    with lock:
+        threads = []
+        for name in range(5):
+            threads.append(threading.Thread(target=wait, args=(name,)))
+            threads[-1].start()
+            while len(lock._waiting) <= name:
+                time.sleep(0.001)
+        assert not lock.take_if_free()
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
+    assert lock.take_if_free()
+    with pytest.raises(RuntimeError, match="within a step"), lock:
+        pass
+    lock.free_mine()
+    lock.free_mine()  # nothing is held any more
+    with lock:
+        assert not lock.take_if_free()
+
+
+def test_the_lock_lets_one_in_at_a_time():
+    lock, inside, most = FairLock(), 0, 0
+
+    def work(_: int) -> None:
+        nonlocal inside, most
+        for _ in range(300):
+            with lock:
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0)
+                inside -= 1
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert (inside, most) == (0, 1)
+
+
+# -- errors of single requests
+
+
+def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt: str, after: int = 5) -> None:
+    """Let the text of the answer to one prompt fail at a token."""
+    texts = llm.engine._texts
+    assert texts is not None
+    make, bad = texts.stream, tuple(llm.tokenizer.encode(prompt))
+
+    class Failing:
+        def __init__(self, stream: Any) -> None:
+            self.stream, self.left, self.end = stream, after, stream.end
+
+        def push(self, token: int) -> str:
+            self.left -= 1
+            if self.left < 0:
+                raise LookupError("no text for it")
+            return str(self.stream.push(token))
+
+    def stream(ids: Any, skip: bool) -> Any:
+        return Failing(make(ids, skip)) if tuple(ids) == bad else make(ids, skip)
+
+    monkeypatch.setattr(texts, "stream", stream)
+
+
+def test_generate_gives_the_other_answers_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    expected = told(llm.generate(PROMPTS, GREEDY))
+    failing(llm, monkeypatch, PROMPTS[2])
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.error for output in outputs] == [None, None, "LookupError: no text for it", None]
+    assert told(outputs) == [ids[:5] if i == 2 else ids for i, ids in enumerate(expected)]
+
+
+def test_a_stream_raises_behind_its_last_chunk(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    failing(llm, monkeypatch, PROMPTS[2])
+    got: list[int] = []
+    with pytest.raises(RequestError, match="LookupError: no text for it") as raised:
+        for chunk in llm.stream(PROMPTS[2], GREEDY):
+            got += chunk.token_ids
+    assert len(got) == 5 and raised.value.output.outputs[0].token_ids == got
+
+
+def test_async_requests_hear_of_their_own_errors_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    expected = told(llm.generate(PROMPTS, GREEDY))
+
+    async def main() -> list[Any]:
+        async with AsyncLLM("paceline-small", max_model_len=512) as model:
+            failing(model._llm, monkeypatch, PROMPTS[2])
+            return await asyncio.gather(*(model.generate(p, GREEDY) for p in PROMPTS), return_exceptions=True)
+
+    outputs = asyncio.run(main())
+    assert isinstance(outputs[2], RequestError) and "no text for it" in str(outputs[2])
+    rest = [0, 1, 3]
+    assert told([outputs[i] for i in rest]) == [expected[i] for i in rest]
+
+
+# -- the end of the program
+
+UNCLOSED = """
+import asyncio, sys, threading
+from paceline import AsyncLLM, SamplingParams
+
+model = AsyncLLM("paceline-small", drafter="ngram", max_model_len=2048)
+loop = asyncio.new_event_loop()
+
+async def begin():
+    stream = model.stream("It was a dark", SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True))
+    return stream, await stream.__anext__()
+
+streams = [loop.run_until_complete(begin()) for _ in range(3)]
+assert len(model._llm.engine.live) == 3
+print("leaving", flush=True)
+{leave}
+"""
+
+
+@pytest.mark.parametrize("leave", ["", "sys.exit(3)", "raise SystemExit(3)"], ids=["end", "exit", "raise"])
+def test_the_program_may_end_with_requests_in_flight(leave: str):
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED.replace("{leave}", leave)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "leaving", done.stderr
+    assert done.returncode == (3 if leave else 0), done.stderr
+    assert "Fatal" not in done.stderr and "terminate" not in done.stderr
+
+
+def test_closing_twice_and_from_threads_is_fine():
+    model = AsyncLLM("paceline-small", max_model_len=512)
+    calls: list[Callable[[], None]] = [model.close] * 4
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    model.close()
+    assert not any(thread.name == "paceline-engine" and thread.is_alive() for thread in threading.enumerate())
