@@ -37,7 +37,7 @@ PEERS_DIR := .peers
 WORKERS := src/paceline/bench/peer_workers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all install lint format clean check-python peers bench
+.PHONY: help demo test test-all install lint format clean check-python peers bench fuzz soak sanitize
 
 help:
 	@echo 'make demo      set up .venv and answer prompts plainly and speculatively'
@@ -49,6 +49,9 @@ help:
 	@echo 'make bench     repeat the benchmark of docs/benchmarks.md (half an hour; make peers first, to have them in it)'
 	@echo 'make peers     the engines that paceline bench compares with, each in .peers/NAME (long; some gigabytes)'
 	@echo 'make peer-NAME one of them: $(PEERS)'
+	@echo 'make fuzz      random requests against plain decoding: MINUTES=60, from case SEED=0 on'
+	@echo 'make soak      mixed requests for MINUTES=10: memory must stay flat, nothing may be left (build/soak)'
+	@echo 'make sanitize  the compiled layers over odd shapes under AddressSanitizer and UBSan (minutes; Linux, gcc)'
 	@echo 'make clean     remove .venv, .peers and all caches'
 	@echo 'TORCH="..." chooses the torch build (see the top of the Makefile), PYTHON=... the interpreter'
 
@@ -68,6 +71,15 @@ bench: $(RUN_STAMP)
 	  --title 'The embedded model beside other engines, bf16'
 	$(BENCH_TASKS) --peers --prompts 2 --dtype float32 --out build/bench/float32 \
 	  --title 'The embedded model beside other engines, float32'
+
+fuzz: $(DEV_STAMP)
+	$(BIN)/python tests/fuzz/run.py --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0)
+
+soak: $(DEV_STAMP)
+	$(BIN)/python tests/fuzz/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
+
+sanitize: $(DEV_STAMP)
+	$(BIN)/python tests/sanitize/sanitizers.py
 
 install: $(RUN_STAMP)
 	@echo 'ready: $(BIN)/paceline --help'

@@ -1,0 +1,226 @@
+"""Who drafts in a case: the real drafters, and some that are up to no good."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from worlds import World, draft, lossless_streams
+
+from paceline.core.tree import TokenTree
+from paceline.drafters.base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.draft_model import DraftModel, DraftModelConfig
+from paceline.drafters.hybrid import HybridConfig
+from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.registry import DrafterContext
+from paceline.drafters.streams import StreamsConfig, StreamsDrafter
+from paceline.drafters.suffix import SuffixConfig
+from paceline.target.base import TargetInfo
+
+Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
+Rule = Callable[[list[int], int, int, int, random.Random], Nodes]
+Known = Callable[[SequenceView], Sequence[int] | None]  # the right answer to a sequence, where it is known
+
+
+class Adversary:
+    """Drafts by a rule, knowing the right answer where anybody does.
+
+    Args:
+        rule: (right tokens to come, budget, max depth, vocabulary, random generator) -> parents and tokens.
+        known: the right answers.
+    """
+
+    def __init__(self, rule: Rule, known: Known) -> None:
+        self.spec = DrafterSpec(name=rule.__name__, default_budget=7, tree=True)
+        self._rule, self._known = rule, known
+        self._vocab = 0
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Nothing to prepare but the size of the vocabulary."""
+        self._vocab = target.vocab_size
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to learn."""
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing to forget."""
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence, by the rule."""
+        rows = [self._nodes(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        return TokenTree.from_parents(want.roots(), [parents for parents, _ in rows], [tokens for _, tokens in rows])
+
+    def _nodes(self, sequence: SequenceView, budget: int, max_depth: int) -> Nodes:
+        done = len(sequence.tokens) - sequence.prompt_len
+        draw = random.Random(f"{sequence.tokens} {sequence.sampler.sample_index}")
+        right = list(self._known(sequence) or ())[done:]
+        right += draw.choices(range(self._vocab), k=max(0, max(budget, max_depth) + 8 - len(right)))
+        return self._rule(right, budget, max_depth, self._vocab, draw)
+
+
+def _chain(tokens: list[int]) -> Nodes:
+    return [*range(len(tokens))], tokens
+
+
+def always_right(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """The plain answer itself, and beyond its end."""
+    return _chain(right[: min(budget, depth)])
+
+
+def partly_right(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """Right up to a random depth, wrong from there."""
+    good = draw.randint(0, budget)
+    return _chain([t if d < good else (t + 1) % vocab for d, t in enumerate(right[: min(budget, depth)])])
+
+
+def always_wrong(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """Every token beside the right one."""
+    return _chain([(t + 1) % vocab for t in right[: min(budget, depth)]])
+
+
+def empty(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """The root alone."""
+    return [], []
+
+
+def greedy_eater(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """Wider, longer and deeper than asked, and the right path begins at the last child."""
+    tokens = [(right[0] + 1) % vocab, (right[0] + 2) % vocab, *right[: max(budget, depth) + 6]]
+    return [0, 0, *_below(2, len(tokens) - 2)], tokens
+
+
+def _below(start: int, count: int) -> list[int]:
+    """Parents of a chain of ``count`` nodes that begins at the root, behind ``start`` other nodes."""
+    return [0, *range(start + 1, start + count)][:count]
+
+
+def duplicates(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """Every right token twice among the children; either one goes on."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    below = 0
+    for token in right[: min(budget // 2, depth)]:
+        parents += [below, below]
+        tokens += [token, token]
+        below = len(tokens) - draw.randint(0, 1)
+    return parents, tokens
+
+
+def later_sibling(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """The right token is the last of three children on every level."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    below = 0
+    for token in right[: min(budget // 3, depth)]:
+        parents += [below] * 3
+        tokens += [(token + 1) % vocab, (token + 2) % vocab, token]
+        below = len(tokens)
+    return parents, tokens
+
+
+def random_trees(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """Any shape at all; tokens at random, or the right one of their depth."""
+    parents: list[int] = []
+    tokens: list[int] = []
+    depths = [0]
+    for _ in range(draw.randint(0, budget)):
+        parent = draw.choice([n for n, d in enumerate(depths) if d < depth])
+        parents.append(parent)
+        tokens.append(right[depths[parent]] if draw.random() < 0.6 else draw.randrange(vocab))
+        depths.append(depths[parent] + 1)
+    return parents, tokens
+
+
+def unreliable(right: list[int], budget: int, depth: int, vocab: int, draw: random.Random) -> Nodes:
+    """Right, until it raises or proposes a token that does not exist: it is put aside, and no request suffers."""
+    if draw.random() < 0.05:
+        raise RuntimeError("the drafter has had enough")
+    tokens = right[: min(budget, depth)]
+    return _chain([*tokens[:-1], vocab] if draw.random() < 0.05 else tokens)
+
+
+RULES = (
+    always_right,
+    partly_right,
+    always_wrong,
+    empty,
+    greedy_eater,
+    duplicates,
+    later_sibling,
+    random_trees,
+    unreliable,
+)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """How to make one drafter, and which verifiers may follow it beside the default."""
+
+    make: Callable[[World, Known], Any]
+    verifiers: tuple[str, ...] = ()
+    torch_only: bool = False  # asks for what the compiled layers do not give
+    fails: bool = False
+    streams: bool = False
+
+
+def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
+    config = DraftModelConfig(model="tiny-draft", **options)
+    return Guest(lambda world, known: DraftModel(config, draft(world, noise)), verifiers)
+
+
+def _hybrid(noise: float = 0.03, **options: Any) -> Guest:
+    config = HybridConfig(model="tiny-draft", **options)
+    return Guest(lambda world, known: config.build(_context(world, noise)))
+
+
+def _context(world: World, noise: float) -> DrafterContext:
+    return DrafterContext(
+        load_model=lambda name, dtype: draft(world, noise),
+        dtype=world.dtype,
+        device=torch.device("cpu"),
+        offline=True,
+        revision=None,
+    )
+
+
+def _streams(verifiers: tuple[str, ...] = (), torch_only: bool = False, **options: Any) -> Guest:
+    config = StreamsConfig(**options)
+    return Guest(
+        lambda world, known: StreamsDrafter(config, lossless_streams(world)), verifiers, torch_only, streams=True
+    )
+
+
+def _adversary(rule: Rule) -> Guest:
+    return Guest(lambda world, known: Adversary(rule, known), fails=rule is unreliable)
+
+
+GUESTS: dict[str, Guest] = {
+    "none": Guest(lambda world, known: None),
+    "ngram": Guest(lambda world, known: NgramConfig(depth=5)),
+    "ngram_tree": Guest(lambda world, known: NgramConfig(depth=4, branches=3)),
+    "suffix": Guest(lambda world, known: SuffixConfig(depth=6)),
+    "suffix_tree": Guest(lambda world, known: SuffixConfig(depth=6, tree=9, min_prob=0.01)),
+    "chain_coupled": _model(depth=4),
+    "chain_point": _model(depth=4, proposes="point"),
+    "chain_drawn": _model(depth=3, proposes="sampled", verifiers=("rejection", "block")),
+    "static_coupled": _model(branching="3x2x1", noise=0.08),
+    "static_drawn": _model(branching="2x2", proposes="sampled", verifiers=("rejection",)),
+    "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
+    "dynamic_point": _model(topk=4, depth=3, beam=2, noise=0.08, proposes="point"),
+    "dynamic_shy": _model(topk=2, depth=6, min_prob=0.2),
+    "streams_tree": _streams(k=12, nodes=24, at="nodes"),
+    "streams_frontier": _streams(k=12, nodes=24),
+    "streams_point": _streams(k=12, nodes=24, proposes="point", verifiers=("lossy_stream_rejection",)),
+    "streams_chain": _streams(chain=True, at="nodes"),
+    "streams_drawn": _streams(proposes="sampled", verifiers=("rejection",)),
+    "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
+    "streams_count": _streams(k=12, nodes=24, prune_count=9),
+    "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
+    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes", torch_only=True),
+    "hybrid_chain": _hybrid(depth=4, lookup=6),
+    "hybrid_tree": _hybrid(topk=3, depth=4, nodes=9, lookup=6, noise=0.08),
+    **{rule.__name__: _adversary(rule) for rule in RULES},
+}

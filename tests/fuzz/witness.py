@@ -1,0 +1,76 @@
+"""What a run met: a fuzz that never meets a preemption tests none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from paceline.core.tree import TokenTree
+from paceline.core.verify import VerifyOutcome
+from paceline.drafters.base import SequenceView
+from paceline.engine.engine import Engine
+from paceline.rounds.base import StepResult, Work
+
+LONG = 5  # accepted lengths from here on are counted together
+
+
+class Witness:
+    """Counts of what was met, over any number of cases."""
+
+    def __init__(self) -> None:
+        self.met: Counter[str] = Counter()
+
+    def watch(self, engine: Engine) -> None:
+        """See every step of ``engine``, and every verdict on a tree."""
+        round_: Any = engine.round
+        step, verify = round_.step, round_.verifier.verify
+        paths: dict[int, int] = {}
+
+        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+            outcome = verify(sequences, tree, logits)
+            for b, view in enumerate(sequences):
+                path = [n for n in outcome.path[b].tolist() if n >= 0]
+                paths[view.key] = len(path)
+                self._saw_path(path, tree.parents[b].tolist())
+            return outcome
+
+        def watched_step(works: Sequence[Work]) -> StepResult:
+            paths.clear()
+            before = [len(w.sequence.view.tokens) for w in works]
+            self.met["chunk edges"] += sum(not w.generates for w in works)
+            result = step(works)
+            for work, length in zip(works, before, strict=True):
+                emitted = len(work.sequence.view.tokens) - length
+                self._saw_end(work, paths.get(work.sequence.view.key, 0), emitted)
+            return result
+
+        round_.step = watched_step
+        round_.verifier = replace(round_.verifier, verify=watched_verify)
+
+    def _saw_path(self, path: list[int], parents: list[int]) -> None:
+        self.met[f"accepted {len(path)}" if len(path) < LONG else f"accepted {LONG} and more"] += 1
+        self.met["later siblings accepted"] += any(parents.index(parents[node]) != node for node in path)
+
+    def _saw_end(self, work: Work, path: int, emitted: int) -> None:
+        if emitted >= path + (not work.sequence.finished):
+            return
+        checker = work.sequence.state.checker  # more was accepted than came out
+        if checker.finish_reason == "stop":
+            kind = {type(None): "EOS", int: "stop ids", str: "stop strings"}[type(checker.stop_reason)]
+            self.met[f"{kind} in mid-path"] += 1
+
+    def saw_stats(self, stats: Any) -> None:
+        """Take in the statistics of an answer."""
+        self.met["preemptions"] += stats.preemptions
+        self.met["prefix hits"] += bool(stats.cached_prompt_tokens)
+        self.met["drafted tokens"] += stats.drafted
+        self.met["accepted tokens"] += stats.accepted
+        self.met["pruned nodes"] += stats.pruned
+
+    def report(self) -> str:
+        """All counts, a line each."""
+        return "\n".join(f"  {count:>9,} {name}" for name, count in sorted(self.met.items()))
