@@ -1,0 +1,134 @@
+"""Compare the speed of two checkouts of Paceline on this machine, in turns: A B B A A B ...
+
+    git archive HEAD~1 | (mkdir -p build/before && tar -x -C build/before)
+    .venv/bin/python tools/compare_checkouts.py build/before . --rounds 12
+
+Each checkout runs in a process of its own, which has its models loaded and waits while the other one works. A figure
+is the geometric mean over the rounds of new over old, in tokens a second, with its 95% interval (bootstrap).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+WORKER = """
+import json, sys, time
+from paceline import LLM, SamplingParams
+
+llm, prompts, cases = None, json.loads(sys.argv[1]), json.loads(sys.argv[2])
+models = {}
+for name, case in cases.items():
+    drafter = case["drafter"]
+    if drafter not in models:
+        first = next(iter(models.values()), None)
+        models[drafter] = LLM("paceline-small", drafter=drafter, budget=case["budget"], max_model_len=1024, share=first)
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    case = cases[json.loads(line)]
+    llm, batch = models[case["drafter"]], (prompts * 32)[: case["batch"]]
+    params = SamplingParams(temperature=case["temperature"], seed=1, max_tokens=case["tokens"], ignore_eos=True)
+    begin = time.perf_counter()
+    outputs = llm.generate(batch, params)
+    seconds = time.perf_counter() - begin
+    tokens = [sample.token_ids for output in outputs for sample in output.outputs]
+    print(json.dumps({"rate": sum(map(len, tokens)) / seconds, "ids": tokens}), flush=True)
+"""
+PROMPTS = [
+    "It was a dark night, and",
+    "def read_lines(path):\n",
+    "CREATE TABLE players (name, team, number)\nQuestion: Who wears number 7?\nSQL:",
+    "Write a sentence for the meaning representation.\nname[The Vaults], eatType[pub], area[riverside]\nText:",
+]
+HYBRID = "hybrid:paceline-small-draft,dtype=int8"
+
+
+def case(drafter: str | None, batch: int, budget: int | None = None, temperature: float = 0.0) -> dict[str, Any]:
+    """One measurement: who drafts (``None``: plain), how many requests at once, how many nodes."""
+    return {"drafter": drafter, "batch": batch, "budget": budget, "temperature": temperature, "tokens": 96}
+
+
+# Budgets are fixed, so that both sides compute the same passes.
+CASES = {
+    "plain, batch 1": case(None, 1),
+    "plain, batch 8": case(None, 8),
+    "plain, batch 32": case(None, 32),
+    "plain, batch 8, T=1": case(None, 8, temperature=1.0),
+    "ngram, batch 1": case("ngram", 1, 6),
+    "ngram, batch 8": case("ngram", 8, 6),
+    "hybrid, batch 1": case(HYBRID, 1, 8),
+    "hybrid, batch 4": case(HYBRID, 4, 8),
+}
+
+
+class Side:
+    """A process with one checkout."""
+
+    def __init__(self, folder: Path, cases: dict[str, Any]) -> None:
+        env = {**os.environ, "PYTHONPATH": str(folder / "src")}
+        command = [sys.executable, "-c", WORKER, json.dumps(PROMPTS), json.dumps(cases)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line that it says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a worker ended; its message is above")
+        return dict(json.loads(line))
+
+    def run(self, name: str) -> dict[str, Any]:
+        """One measurement."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(name) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+def interval(logs: list[float]) -> tuple[float, float, float]:
+    """Geometric mean and its 95% interval."""
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(2000))
+    return exp(statistics.fmean(logs)), exp(means[50]), exp(means[1949])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    asked = parser.parse_args()
+    cases = {name: c for name, c in CASES.items() if asked.only in name}
+    sides = [Side(asked.old.resolve(), cases), Side(asked.new.resolve(), cases)]
+    print(f"{'case':<22} {'old tok/s':>10} {'new tok/s':>10}   new / old")
+    for name in cases:
+        logs, rates, ids = [], ([], []), ([], [])
+        for turn in range(asked.rounds + 1):
+            said: list[dict[str, Any]] = [{}, {}]
+            for which in (0, 1) if turn % 2 else (1, 0):
+                said[which] = sides[which].run(name)
+            if turn:  # the first one warms up
+                logs.append(log(said[1]["rate"] / said[0]["rate"]))
+                for which in (0, 1):
+                    rates[which].append(said[which]["rate"])
+                    ids[which].append(said[which]["ids"])
+        mean, low, high = interval(logs)
+        same = "same ids" if ids[0] == ids[1] else "OTHER IDS"
+        shown = [statistics.median(r) for r in rates]
+        print(
+            f"{name:<22} {shown[0]:>10.0f} {shown[1]:>10.0f}   {mean:.3f} [{low:.3f}, {high:.3f}]  {same}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
