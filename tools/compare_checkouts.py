@@ -1,7 +1,7 @@
 """Compare the speed of two checkouts of Paceline on this machine, in turns: A B B A A B ...
 
     git archive HEAD~1 | (mkdir -p build/before && tar -x -C build/before)
-    .venv/bin/python tools/compare_checkouts.py build/before . --rounds 12
+    .venv/bin/python tools/compare_checkouts.py build/before .
 
 Each checkout runs in a process of its own, which has its models loaded and waits while the other one works. A figure
 is the geometric mean over the rounds of new over old, in tokens a second, with its 95% interval (bootstrap).
@@ -24,13 +24,14 @@ WORKER = """
 import json, sys, time
 from paceline import LLM, SamplingParams
 
-llm, prompts, cases = None, json.loads(sys.argv[1]), json.loads(sys.argv[2])
+prompts, cases, threads = map(json.loads, sys.argv[1:])
 models = {}
 for name, case in cases.items():
     drafter = case["drafter"]
     if drafter not in models:
         first = next(iter(models.values()), None)
-        models[drafter] = LLM("paceline-small", drafter=drafter, budget=case["budget"], max_model_len=1024, share=first)
+        options = {"budget": case["budget"], "max_model_len": 1024, "threads": threads}
+        models[drafter] = LLM("paceline-small", drafter=drafter, share=first, **options)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     case = cases[json.loads(line)]
@@ -66,15 +67,16 @@ CASES = {
     "ngram, batch 8": case("ngram", 8, 6),
     "hybrid, batch 1": case(HYBRID, 1, 8),
     "hybrid, batch 4": case(HYBRID, 4, 8),
+    "streams, batch 1": case("streams:paceline-small-streams,nodes=7", 1, 7),
 }
 
 
 class Side:
     """A process with one checkout."""
 
-    def __init__(self, folder: Path, cases: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, cases: dict[str, Any], threads: int | None) -> None:
         env = {**os.environ, "PYTHONPATH": str(folder / "src")}
-        command = [sys.executable, "-c", WORKER, json.dumps(PROMPTS), json.dumps(cases)]
+        command = [sys.executable, "-c", WORKER, *map(json.dumps, (PROMPTS, cases, threads))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.answer()
 
@@ -94,40 +96,53 @@ class Side:
         return self.answer()
 
 
-def interval(logs: list[float]) -> tuple[float, float, float]:
-    """Geometric mean and its 95% interval."""
-    draw = random.Random(0)
-    means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(2000))
-    return exp(statistics.fmean(logs)), exp(means[50]), exp(means[1949])
+class Result:
+    """What both sides did in one case."""
+
+    def __init__(self) -> None:
+        self.rates: list[tuple[float, float]] = []
+        self.same = True
+
+    def add(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        """One comparison."""
+        self.rates.append((old["rate"], new["rate"]))
+        self.same = self.same and old["ids"] == new["ids"]
+
+    def line(self) -> str:
+        """Medians, the ratio with its interval, and whether ids are the same."""
+        logs, draw = [log(new / old) for old, new in self.rates], random.Random(0)
+        means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(2000))
+        old, new = (statistics.median(rate[which] for rate in self.rates) for which in (0, 1))
+        mean, low, high = exp(statistics.fmean(logs)), exp(means[50]), exp(means[1949])
+        ids = "same ids" if self.same else "OTHER IDS"
+        return f"{old:>10.0f} {new:>10.0f}   {mean:.3f} [{low:.3f}, {high:.3f}]  {ids}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8, help="comparisons of a case in each start")
+    parser.add_argument("--starts", type=int, default=4, help="starts of both processes, each first in half of them")
+    parser.add_argument("--threads", type=int, help="default: the engine's; 1 is much less noisy")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     asked = parser.parse_args()
     cases = {name: c for name, c in CASES.items() if asked.only in name}
-    sides = [Side(asked.old.resolve(), cases), Side(asked.new.resolve(), cases)]
+    results = {name: Result() for name in cases}
+    for start in range(asked.starts):
+        # Which of two processes was started first can be worth 5% here: memory lies elsewhere.
+        order = (0, 1) if start % 2 else (1, 0)
+        sides = {which: Side((asked.old, asked.new)[which].resolve(), cases, asked.threads) for which in order}
+        for name, result in results.items():
+            for turn in range(asked.rounds + 1):
+                said = {which: sides[which].run(name) for which in ((0, 1) if turn % 2 else (1, 0))}
+                if turn:  # the first one warms up
+                    result.add(said[0], said[1])
+        for side in sides.values():
+            side.process.kill()
     print(f"{'case':<22} {'old tok/s':>10} {'new tok/s':>10}   new / old")
-    for name in cases:
-        logs, rates, ids = [], ([], []), ([], [])
-        for turn in range(asked.rounds + 1):
-            said: list[dict[str, Any]] = [{}, {}]
-            for which in (0, 1) if turn % 2 else (1, 0):
-                said[which] = sides[which].run(name)
-            if turn:  # the first one warms up
-                logs.append(log(said[1]["rate"] / said[0]["rate"]))
-                for which in (0, 1):
-                    rates[which].append(said[which]["rate"])
-                    ids[which].append(said[which]["ids"])
-        mean, low, high = interval(logs)
-        same = "same ids" if ids[0] == ids[1] else "OTHER IDS"
-        shown = [statistics.median(r) for r in rates]
-        print(
-            f"{name:<22} {shown[0]:>10.0f} {shown[1]:>10.0f}   {mean:.3f} [{low:.3f}, {high:.3f}]  {same}", flush=True
-        )
+    for name, result in results.items():
+        print(f"{name:<22} {result.line()}")
 
 
 if __name__ == "__main__":
