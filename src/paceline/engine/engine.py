@@ -7,8 +7,7 @@ Whatever ends a call in its middle, Ctrl-C for one, the next call mends: see `En
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -136,10 +135,11 @@ class Engine:
         )
         sequences = [self._sequence(request, index) for index in range(params.n)]
         self._check_pool(sequences[0])
-        with self._whole():
-            self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
-            for sequence in sequences:
-                self.scheduler.add(sequence)
+        self._begin()
+        self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        self._end()
         return request_id
 
     def _echo(self, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
@@ -219,8 +219,9 @@ class Engine:
         live = self.live.get(request_id)
         if live is None:
             return None
-        with self._whole():
-            self._abort(live)
+        self._begin()
+        self._abort(live)
+        self._end()
         return self.output(live)
 
     def cancel(self, request_id: str) -> None:
@@ -233,8 +234,8 @@ class Engine:
     def settle(self) -> None:
         """Abort what was cancelled, now."""
         if self._cancelled:
-            with self._whole():
-                pass
+            self._begin()
+            self._end()
 
     def _abort(self, live: LiveRequest) -> None:
         open_ones = [s for s in live.sequences if not s.finished]
@@ -259,14 +260,15 @@ class Engine:
 
     def step(self) -> list[LiveRequest]:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
-        with self._whole():
-            touched = self._step()
-            for live in self._untold:
-                touched[live.request.id] = live
-            for live in touched.values():
-                if live.finished:
-                    self._leave(live)
-            self._untold = []
+        self._begin()
+        touched = self._step()
+        for live in self._untold:
+            touched[live.request.id] = live
+        for live in touched.values():
+            if live.finished:
+                self._leave(live)
+        self._untold = []
+        self._end()
         if not self.live:
             self.pool.check_idle()
         return list(touched.values())
@@ -304,9 +306,8 @@ class Engine:
 
     # -- calls that end in their middle
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """A change that must happen whole: what an earlier one left half done is mended first."""
+    def _begin(self) -> None:
+        """Begin a change that must happen whole and ends with `_end`: what an earlier one left half done is mended."""
         if self._torn:
             self._mend()
         self._torn = True
@@ -315,8 +316,10 @@ class Engine:
             if live is not None:
                 self._abort(live)
             self._cancelled.popleft()
-        yield
-        self._torn = False  # not reached where the change ended in its middle
+
+    def _end(self) -> None:
+        """The change has happened. Not reached where it ended in its middle."""
+        self._torn = False
 
     def _mend(self) -> None:
         """Put every request in flight back to the tokens that are surely out, and let all of them wait again.

@@ -24,13 +24,14 @@ class FairLock:
         Raises:
             RuntimeError: this thread holds it: it would wait for itself.
         """
-        turn, me = threading.Lock(), threading.get_ident()
+        me = threading.get_ident()
         with self._guard:
             if self._owner is None:
                 self._owner = me
                 return
             if self._owner == me:
                 raise RuntimeError("called from within a step of the same engine: call it once the step has returned")
+            turn = threading.Lock()
             turn.acquire()
             self._waiting.append((turn, me))
         try:

@@ -148,6 +148,7 @@ class AnswerText:
         before = _context(decode, prompt_ids)
         whole = len(before) - _torn(decode, before)
         self._decode = decode
+        self._shown = self._settled = ""
         self._foreign = 0  # U+FFFD that waits and is the prompt's
         self._begin(before[:whole])
         for token in before[whole:]:
@@ -158,6 +159,10 @@ class AnswerText:
         """The text that the next token brings; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._text()
+        if not text.endswith(_BROKEN) and not self._foreign:  # the common case, in fewer steps
+            new, self._shown = text[len(self._shown) :], text
+            self._settle(text)
+            return new
         broken = len(text) - len(text.rstrip(_BROKEN))
         new = self._advance(text, max(len(self._shown), len(text) - min(broken, _MOST_PARTS)))
         if not broken:
