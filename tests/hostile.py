@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import paceline.llm
+import paceline.assembly
 from paceline import LLM, ConfigError
 from paceline.target import loader
 from paceline.target.families import decoder_config, weight_map
@@ -82,7 +82,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch, seconds: float = 20.0) -> Iterator[
     with monkeypatch.context() as patched:
         patched.setattr(loader, "is_out_of_memory", none_failed)
         patched.setattr(loader, "free_bytes", lambda device: FREE // 2)
-        patched.setattr(paceline.llm, "_free_bytes", lambda device: FREE // 4)
+        patched.setattr(paceline.assembly, "free_bytes", lambda device: FREE // 4)
         resource.setrlimit(resource.RLIMIT_AS, (size + 4 * FREE, before[1]))
         try:
             yield

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .async_llm import AsyncLLM as AsyncLLM
+    from .chunks import Chunk as Chunk
     from .core.errors import CapabilityError as CapabilityError
     from .core.errors import ConfigError as ConfigError
     from .core.errors import PacelineError as PacelineError
@@ -18,15 +20,13 @@ if TYPE_CHECKING:
     from .core.request import RequestOutput as RequestOutput
     from .core.sampling import SamplingParams as SamplingParams
     from .llm import LLM as LLM
-    from .llm import AsyncLLM as AsyncLLM
-    from .llm import Chunk as Chunk
 
 __version__ = "0.1.0"
 
 _HOME = {  # public name -> module that defines it
     "LLM": ".llm",
-    "AsyncLLM": ".llm",
-    "Chunk": ".llm",
+    "AsyncLLM": ".async_llm",
+    "Chunk": ".chunks",
     "SamplingParams": ".core.sampling",
     "RequestOutput": ".core.request",
     "CompletionOutput": ".core.request",

@@ -16,6 +16,7 @@ from witness import Witness
 from worlds import ADAPTERS, MAX_LEN, SHARED, World, available, build, tokenizer_of
 from worlds import TinyLLM as Front
 
+from paceline.chunks import Chunk
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import SequenceView
@@ -23,7 +24,6 @@ from paceline.engine.auto import AutoBudget
 from paceline.engine.budget import DraftBudget, FixedBudget, StepRecord, TableBudget
 from paceline.engine.costs import CostTable
 from paceline.engine.engine import Engine, LiveRequest
-from paceline.llm import Chunk
 from paceline.rounds.verification import DEFAULT_VERIFIER
 
 BLOCK = 40  # neighbouring cases that share a library of requests

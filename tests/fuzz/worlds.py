@@ -24,9 +24,10 @@ from tiny import (
 )
 
 from paceline import native
+from paceline.config import LLMConfig
 from paceline.engine.engine import Engine
 from paceline.engine.tokens import texts_of
-from paceline.llm import LLM, LLMConfig
+from paceline.llm import LLM
 from paceline.target.applications import Application
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import tiny_streams
 
-import paceline.llm as paceline_llm
+import paceline.assembly as assembly
 from paceline import ConfigError
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.options import shown
@@ -454,7 +454,7 @@ def test_tokenizers_that_are_garbage_are_refused_before_the_weights(
         raise AssertionError("weights were loaded")
 
     (checkpoint / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    monkeypatch.setattr(paceline_llm, "load_model", never)
+    monkeypatch.setattr(assembly, "load_model", never)
     error = start(str(checkpoint))
     assert error is not None and "tokenizer" in str(error)
 

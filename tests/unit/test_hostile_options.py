@@ -12,12 +12,12 @@ from hostile import NASTY, bounded, deep, start, write_checkpoint
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import paceline.llm
+import paceline.assembly
 from paceline import LLM, ConfigError
+from paceline.config import MAX_THREADS, LLMConfig, parse_bytes
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import parse
 from paceline.engine.budget import parse_budget
-from paceline.llm import MAX_THREADS, LLMConfig, parse_bytes
 
 shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 OBJECTS = [
@@ -47,7 +47,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(paceline.llm, "load_model", never)
+    monkeypatch.setattr(paceline.assembly, "load_model", never)
 
 
 @pytest.mark.parametrize(

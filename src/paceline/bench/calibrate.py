@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ..assembly import draft_key
 from ..drafters import registry
 from ..drafters.registry import DrafterConfig
 from ..engine import calibration
 from ..engine.calibration import Calibration
 from ..engine.costs import CostTable
-from ..llm import LLM, draft_key
+from ..llm import LLM
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each

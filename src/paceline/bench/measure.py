@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from ..config import TARGET_OPTIONS, LLMConfig
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
 from ..drafters.base import RememberingDrafter
 from ..engine.engine import LiveRequest
 from ..kv.pool import KVPool
-from ..llm import LLM, TARGET_OPTIONS, LLMConfig
+from ..llm import LLM
 from ..rounds.base import RunningSequence
 from ..target.decoder import Decoder
 from .methods import drafter_config

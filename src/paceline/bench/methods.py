@@ -28,9 +28,9 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from .. import zoo
+from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..drafters import registry
-from ..llm import LLMConfig
 from ..rounds import AUTO, ROUNDS
 from ..target.loader import resolve_folder
 from ..target.streams import read_config

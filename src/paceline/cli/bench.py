@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..config import LLMConfig
 from ..core.errors import ConfigError
-from ..llm import LLM, LLMConfig
+from ..llm import LLM
 from . import bench_run, bench_streams
 from .console import stdout, waiting
 from .options import takes

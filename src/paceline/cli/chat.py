@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..config import LLMConfig
 from ..core.errors import ConfigError, RequestError
 from ..core.sampling import SamplingParams
-from ..llm import LLM, LLMConfig
+from ..llm import LLM
 from .console import Painter, coloured, legend, note, stderr, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, DRAFTER_SHOWN, application_named, figures, first_wait, open_llm

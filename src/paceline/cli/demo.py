@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import zoo
+from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM, LLMConfig
+from ..llm import LLM
 from .console import Painter, legend, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, counting, figures, open_llm

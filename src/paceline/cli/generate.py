@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..config import LLMConfig
 from ..core.errors import ConfigError, RequestError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
-from ..llm import LLM, LLMConfig
+from ..llm import LLM
 from .console import Painter, coloured, legend, note, stdout
 from .options import takes
 from .session import DEFAULT_MODEL, DRAFTER_SHOWN, application_named, counting, figures, first_wait, open_llm

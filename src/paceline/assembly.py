@@ -1,0 +1,340 @@
+"""From a configuration to an engine: target, pool, drafter, budget and round, each by a function of its own.
+
+No part holds on to the object that asked for it, so that another process can build its part from the same
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .attention import make_backend
+from .config import TARGET_OPTIONS, LLMConfig, parse_bytes
+from .core.errors import CapabilityError, ConfigError
+from .drafters import registry
+from .drafters.base import Drafter
+from .drafters.registry import DrafterContext
+from .engine import calibration
+from .engine.auto import AutoBudget
+from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
+from .engine.calibration import Fingerprint
+from .engine.costs import draft_guess
+from .engine.engine import Engine, EngineLimits
+from .engine.scheduler import SchedulerConfig
+from .engine.tokens import texts_of
+from .kv.pool import KVPool
+from .rounds import make_round
+from .target.applications import Application, load_applications, locate
+from .target.decoder import Decoder
+from .target.families import DecoderConfig
+from .target.files import free_bytes, is_file
+from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
+from .target.native import unsupported
+from .target.streams import CONFIG_FILE
+
+DEFAULT_KV_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its tokenizer."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Any  # None for a folder without one
+    folder: Path
+
+
+def load_target(config: LLMConfig) -> LoadedModel:
+    """The target. Whatever can be known to be wrong without its weights is said before they are read."""
+    source = _open(config, config.model, config.dtype)
+    _pool_tokens(config, source.shape, source.dtype, _max_model_len(config, source.shape))
+    locate(config.applications or {}, config.offline)
+    return _load(config, source, config.exact)
+
+
+def check_shared(config: LLMConfig, other: LLMConfig) -> None:
+    """Refuse to run one configuration on the target that was loaded for another.
+
+    Raises:
+        ConfigError: they differ in an option on which the target depends.
+    """
+    for name in TARGET_OPTIONS:
+        mine, theirs = getattr(config, name), getattr(other, name)
+        if mine != theirs:
+            raise ConfigError(
+                f"LLM(..., share=...) with {name}={mine!r}",
+                f"the shared target was loaded with {theirs!r}",
+                "give the same, or leave share out",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint whose configuration was read, and nothing else."""
+
+    name: str
+    folder: Path
+    shape: DecoderConfig
+    dtype: torch.dtype  # of the activations
+    quantised: bool
+
+
+def _open(config: LLMConfig, name: str, dtype: str) -> _Source:
+    revision = config.revision if name == config.model else None
+    folder = resolve_folder(name, revision=revision, offline=config.offline)
+    if is_file(folder / CONFIG_FILE):
+        raise ConfigError(
+            f"model {name!r}",
+            "it is a set that was trained for a model, not a model",
+            "give it as an application, or to drafter='streams:...'",
+        )
+    shape = read_config(folder)
+    kind, quant = parse_dtype(dtype, shape)
+    return _Source(name, folder, shape, kind, quant is not None)
+
+
+def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
+    folder, kind = source.folder, source.dtype
+    compiled = _native(config, source.shape, kind)
+    backend = config.attention
+    if backend == "auto":
+        backend = "reference" if kind == torch.float64 else "sdpa"
+    if exact and backend == "reference" and kind != torch.float64:
+        raise CapabilityError(
+            "exact=True with attention='reference'",
+            "the dense reference does not keep a row's order of summation",
+            "use attention='sdpa'",
+        )
+    files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
+    tokenizer = load_tokenizer(folder) if any(map(is_file, files)) else None
+    decoder = load_model(
+        folder,
+        attention=make_backend(backend, kind, exact=exact),
+        dtype="int8" if source.quantised else kind,
+        device=config.device,
+        exact=exact,
+        native=compiled,
+    )
+    return LoadedModel(source.name, decoder, tokenizer, folder)
+
+
+def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
+    """Whether the compiled layers run this model."""
+    asked_for_torch = config.kernels == "torch" or config.attention != "auto"
+    if config.kernels == "native" and config.attention != "auto":
+        raise ConfigError(
+            f"kernels='native' with attention={config.attention!r}",
+            "the compiled layers have an attention of their own",
+            "leave attention out, or use kernels='torch'",
+        )
+    if asked_for_torch:
+        return False
+    why = unsupported(shape, dtype, parse_device(config.device))
+    if why and config.kernels == "native":
+        raise CapabilityError("kernels='native'", why, "use kernels='auto' or 'torch'")
+    return why is None
+
+
+def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
+    """Drafter, pool, budget, round and engine over a loaded target.
+
+    Raises:
+        ConfigError: parts that cannot be had or do not fit together.
+    """
+    decoder = target.decoder
+    applications = _load_applications(config, target)
+    streams = _most_streams(applications)
+    drafter = build_drafter(config, target, streams)
+    max_model_len = _max_model_len(config, decoder.config)
+    scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
+    pool = make_pool(config, decoder, max_model_len, _scratch_slots(config, drafter, streams))
+    if drafter is not None:
+        info = decoder.info(target.name, target.tokenizer)
+        drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
+    budget = make_budget(config, drafter, target)
+    round_ = make_round(config.round, target=decoder, pool=pool, drafter=drafter, verifier=config.verifier)
+    limits = EngineLimits(
+        vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
+    )
+    return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications)
+
+
+def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Application]:
+    """The trained sets that requests may name."""
+    folders = locate(config.applications or {}, config.offline)
+    return load_applications(folders, target.decoder, target.name, target.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Loads the models that a drafter runs, as the target was loaded: ``loader(name, dtype)``."""
+
+    config: LLMConfig
+    dtype: torch.dtype  # of the target: what "auto" means
+
+    def __call__(self, name: str, dtype: str) -> LoadedModel:
+        wanted = str(self.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        return _load(self.config, _open(self.config, name, wanted), exact=False)
+
+
+def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Drafter | None:
+    """The drafter that the configuration names; None: it names none.
+
+    Args:
+        streams: most streams that a row of the applications beside it carries.
+    """
+    chosen = registry.parse(config.drafter)
+    if chosen is None:
+        return None
+
+    context = DrafterContext(
+        load_model=ModelLoader(config, target.decoder.dtype),
+        dtype=target.decoder.dtype,
+        device=parse_device(config.device),
+        offline=config.offline,
+        revision=config.revision,
+        find=partial(resolve_folder, offline=config.offline),
+        target=target.name,
+        target_folder=target.folder,
+        streams=streams,
+    )
+    return registry.build(chosen, context)
+
+
+def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
+    """How much is drafted: what was asked for, or what the engine finds to pay."""
+    if drafter is None:
+        return FixedBudget(size=0, why="no drafter was named")
+    chosen = parse_budget(config.budget)
+    if chosen != AUTO:
+        return chosen
+    if drafter.spec.default_budget == 0:
+        return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
+    return _auto_budget(config, drafter, target)
+
+
+def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
+    """Costs from the model's calibration, where there is one for this machine; else estimated now."""
+    decoder = target.decoder
+    found, where = calibration.find(target.folder, fingerprint(config, decoder))
+    if found is not None:
+        table, drafts = found.table, found.drafts
+    else:
+        table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
+    cap = drafter.spec.default_budget
+    guess = draft_guess(table, drafts.get(_draft_name(config)), network=drafter.spec.cache is not None)
+    prepares = drafter.spec.streams is not None
+    return AutoBudget(table, cap=cap, tree=drafter.spec.tree, draft_guess=guess, prepares=prepares)
+
+
+def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
+    """Under which conditions this target's speed was, or would be, measured."""
+    kernels = "native" if _native(config, decoder.config, decoder.dtype) else "torch"
+    return calibration.fingerprint(decoder, kernels)
+
+
+def _draft_name(config: LLMConfig) -> str:
+    """The calibration's name for the draft model that the drafter runs; empty where it runs none."""
+    chosen = registry.parse(config.drafter)
+    name = getattr(chosen, "model", None)
+    return draft_key(str(name), str(getattr(chosen, "dtype", "auto"))) if name else ""
+
+
+def draft_key(name: str, dtype: str) -> str:
+    """What a calibration calls the passes of a draft model."""
+    return f"{name},dtype={dtype}"
+
+
+def _max_model_len(config: LLMConfig, shape: DecoderConfig) -> int:
+    context = shape.max_position
+    wanted = config.max_model_len
+    if wanted is None:
+        return context
+    if wanted < 2:
+        raise ConfigError(f"max_model_len={wanted}", "a prompt and an answer take two tokens", "give 2 or more")
+    if wanted > context:
+        note = f" ({shape.max_position_note})" if shape.max_position_note else ""
+        raise ConfigError(
+            f"max_model_len={wanted}", f"{config.model} has {context} positions{note}", f"give {context} or less"
+        )
+    return wanted
+
+
+def _most_streams(applications: Mapping[str, Application]) -> int:
+    """Most streams that a row of an application carries; 0: none has any."""
+    return max((a.streams.config.gamma for a in applications.values() if a.streams is not None), default=0)
+
+
+def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> int:
+    """K/V slots that the streams of one pass need; ``streams``: most of a row of an application."""
+    rules = drafter.spec.streams if drafter is not None else None
+    return 0 if rules is None else rules.scratch_slots(streams, config.max_batch_rows, config.max_sequences)
+
+
+def _pool_tokens(
+    config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype, max_model_len: int, scratch: int = 0
+) -> int:
+    """Tokens that the K/V pool is to hold, once it is known that there is memory for them."""
+    per_token = _token_bytes(shape, dtype)
+    # One sequence alone must always fit, with its last token's row.
+    least = max_model_len + 1
+    if config.kv_memory is None:
+        most = (max_model_len + 1) * config.max_sequences
+        tokens = max(least, min(most, DEFAULT_KV_BYTES // per_token))
+    else:
+        tokens = parse_bytes(config.kv_memory) // per_token
+        if tokens < least:
+            raise ConfigError(
+                f"kv_memory={config.kv_memory}",
+                f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
+                f"give {least * per_token} bytes or more, or a smaller max_model_len",
+            )
+    wanted, free = (tokens + scratch) * per_token, free_bytes(parse_device(config.device))
+    if free is not None and wanted > free:
+        raise _too_little_memory(config, max_model_len, per_token, wanted, f"{free / 2**30:.1f} GiB are free")
+    return tokens
+
+
+def _token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
+    return KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+
+
+def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
+    """The target's K/V pool, with ``scratch`` slots for streams.
+
+    Raises:
+        ConfigError: there is no memory for it.
+    """
+    shape = decoder.config
+    tokens = _pool_tokens(config, shape, decoder.dtype, max_model_len, scratch)
+    try:
+        return KVPool(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            tokens,
+            decoder.dtype,
+            decoder.device,
+            scratch_slots=scratch,
+        )
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
+        per_token = _token_bytes(shape, decoder.dtype)
+        wanted = (tokens + scratch) * per_token
+        raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
+
+
+def _too_little_memory(config: LLMConfig, max_model_len: int, per_token: int, wanted: int, why: str) -> ConfigError:
+    asked = f"kv_memory={config.kv_memory}" if config.kv_memory is not None else "the default kv_memory"
+    return ConfigError(
+        f"{asked} on {config.device}",
+        f"K/V of {wanted // per_token:,} tokens takes {wanted / 2**30:.1f} GiB, and {why}",
+        f"give max_model_len (now {max_model_len:,}; one request of 4,096 tokens takes "
+        f"{4096 * per_token / 2**30:.2f} GiB) or a smaller kv_memory",
+    )
