@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_native import needs_kernels
+from native_kit import needs_kernels
 from tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
 
 from paceline import LLM, SamplingParams

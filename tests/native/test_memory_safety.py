@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_draft_model import text, view, want
-from test_native import Text, blank_pool, decoder_of, needs_kernels, tokens_of
+from draft_kit import text, view, want
+from native_kit import Text, blank_pool, decoder_of, needs_kernels, tokens_of
 from tiny import assemble, run, tiny_config, tiny_decoder
 
 from paceline import native

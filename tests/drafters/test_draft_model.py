@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from draft_kit import paths_of, text, view, want
 from tiny import VOCAB, assemble, draft_model, full_logits, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.core.tree import TokenTree
-from paceline.drafters.base import DraftRequest, SequenceView
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.base import SequenceView
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 
 CPU = torch.device("cpu")
@@ -31,34 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 def bound(drafter: DraftModel, sequences: int = 4, tokens: int = 2000) -> DraftModel:
     drafter.bind(tiny_decoder().info("tiny"), sequences, tokens, CPU)
     return drafter
-
-
-def view(tokens: list[int], key: int = 0, **params: Any) -> SequenceView:
-    rules = SamplingParams(**{"temperature": 0, "seed": 3} | params)
-    sampler = SequenceSampler(rules, tokens, seed=3, sample_index=0, vocab_size=VOCAB)
-    return SequenceView(key, list(tokens), len(tokens), sampler)
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=length)
-
-
-def want(views: list[SequenceView], budget: int | list[int] = 64, depth: int | list[int] = 64) -> DraftRequest:
-    budgets = [budget] * len(views) if isinstance(budget, int) else budget
-    depths = [depth] * len(views) if isinstance(depth, int) else depth
-    return DraftRequest(views, budgets, depths)
-
-
-def paths_of(tree: TokenTree, b: int = 0) -> dict[tuple[int, ...], float]:
-    """Every drafted path with its score."""
-    assert tree.log_score is not None
-    paths: list[tuple[int, ...]] = [()]
-    parents, tokens = tree.parents[b].tolist(), tree.tokens[b].tolist()
-    for node in range(1, int(tree.num_nodes[b])):
-        paths.append((*paths[parents[node]], tokens[node]))
-    found = dict(zip(paths[1:], tree.log_score[b, 1:].tolist(), strict=False))
-    assert len(found) == len(paths) - 1, "a path was proposed twice"
-    return found
 
 
 def log_q(drafter: DraftModel, tokens: list[int]) -> torch.Tensor:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from draft_kit import paths, paths_of, proposals, text, view, want
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_draft_model import paths_of, text, view, want
-from test_proposal import paths, proposals
 from tiny import VOCAB, assemble, hybrid, run, tiny_config, tiny_decoder
 
 from paceline.core.sampling import SamplingParams

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_native import BASE, KINDS, SHAPES, Text, blank_pool, error, make, needs_kernels, tokens_of
+from native_kit import BASE, KINDS, SHAPES, Text, blank_pool, error, make, needs_kernels, tokens_of
 from torch import Tensor
 
 from paceline import ConfigError

@@ -6,36 +6,11 @@ import math
 
 import pytest
 import torch
+from draft_kit import paths, proposals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.drafters.proposal import Proposal, to_tree
-
-Paths = dict[tuple[int, ...], float]
-
-
-@st.composite
-def proposals(draw: st.DrawFn) -> Proposal:
-    """Any tree of up to 12 nodes, siblings apart, no score above its parent's, few different scores."""
-    made = Proposal()
-    taken: set[tuple[int, int]] = set()
-    for _ in range(draw(st.integers(0, 12))):
-        parent = draw(st.integers(0, len(made)))
-        token = draw(st.integers(0, 4))
-        if (parent, token) not in taken:
-            taken.add((parent, token))
-            above = made.log_scores[parent - 1] if parent else 0.0
-            made.add(parent, token, above - draw(st.sampled_from([0.0, 0.5, 1.25])))
-    return made
-
-
-def paths(proposal: Proposal) -> Paths:
-    found: list[tuple[int, ...]] = [()]
-    for parent, token in zip(proposal.parents, proposal.tokens, strict=True):
-        found.append((*found[parent], token))  # fails where a parent comes after its child
-    scores = dict(zip(found[1:], proposal.log_scores, strict=True))
-    assert len(scores) == len(proposal)
-    return scores
 
 
 @given(proposals(), st.integers(0, 14))

@@ -1,0 +1,157 @@
+"""Small decoders of odd shapes on the compiled layers, and texts whose K and V grow pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny import _draw, tiny_config
+from torch import Tensor
+
+from paceline import native
+from paceline.attention import make_backend
+from paceline.kv.pool import KVPool, SequenceCache
+from paceline.target.decoder import Decoder
+from paceline.target.packing import RowPacker
+from paceline.target.rope import RopeConfig
+
+MISSING = native.unavailable()
+needs_kernels = pytest.mark.skipif(MISSING is not None, reason=f"no compiled kernels: {MISSING}")
+LENGTH = 90  # tokens of a text whose bits are compared
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 48, "attention_factor": 1.14, "theta": 100.0}
+BASE = {  # grouped queries, one sliding layer, no width a multiple of 32
+    "vocab_size": 203,
+    "d_model": 72,
+    "d_ff": 112,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "windows": (None, 24),
+    "eos_ids": (),
+}
+QWEN3 = {"qk_norm": True, "tied": True, "rope": RopeConfig(dim=32, **YARN)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "heads of 16": {"head_dim": 16, "num_heads": 5, "num_kv_heads": 1},
+    "heads of 48": {"head_dim": 48, "num_heads": 3, "num_kv_heads": 3},
+    "heads of 64": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 16},
+    "heads of 80": {"head_dim": 80, "num_heads": 2, "num_kv_heads": 2, "d_ff": 688},
+    "heads of 96": {"head_dim": 96, "num_heads": 3, "num_kv_heads": 1, "d_model": 33},
+    "heads of 128": {"head_dim": 128, "num_heads": 2, "num_kv_heads": 1, "d_ff": 16},
+    "heads of 256": {"head_dim": 256, "num_heads": 1, "num_kv_heads": 1, "vocab_size": 1},
+    "every bias": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "partial rotation": {"rope": RopeConfig(dim=20, theta=100.0)},
+    "windows shorter than a tree": {"windows": (1, 4)},
+}
+
+
+def make(
+    changes: dict[str, Any] | None = None, kind: str = "float32", *, compiled: bool = True, backend: str = "reference"
+) -> Decoder:
+    """A finished decoder of `BASE` with random weights, which are the same whatever runs them."""
+    values = BASE | (changes or {})
+    values.setdefault("rope", RopeConfig(dim=values["head_dim"], theta=100.0))
+    config, dtype = tiny_config(**values), KINDS[kind]
+    quant = "int8" if kind == "int8" else None
+    exact = compiled and kind == "int8"  # else its wide passes round in a way of their own
+    attention = make_backend(backend, dtype)
+    decoder = Decoder(config, attention, dtype=dtype, quant=quant, native=compiled, exact=exact)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in decoder.named_parameters():
+        parameter.data.copy_(_draw(name, parameter.shape, generator))
+    return decoder.finish()
+
+
+@cache
+def decoder_of(name: str, kind: str) -> Decoder:
+    """One of `SHAPES` (or `BASE`), compiled, made once."""
+    return make(SHAPES.get(name), kind)
+
+
+def tokens_of(decoder: Decoder, count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, decoder.config.vocab_size, (count,), generator=generator).tolist()
+
+
+class Text:
+    """One text whose K and V grow pass by pass. Slots that nothing was written to hold NaN."""
+
+    def __init__(self, decoder: Decoder, tokens: Sequence[int], *, scattered: bool = False, pool: Any = None) -> None:
+        c = decoder.config
+        self.decoder, self.tokens = decoder, list(tokens)
+        self.pool = pool or blank_pool(decoder)
+        self.cache: SequenceCache = self.pool.open()
+        if scattered:  # taken while only every second block is free
+            others = [self.pool.open() for _ in range(self.pool.allocator.num_free)]
+            for other in others:
+                other.reserve(1)
+            for other in others:
+                if other.blocks[0] % 2:
+                    other.release()
+            self.cache.reserve(LENGTH + 32)
+            self.cache.rollback()
+            for other in list(self.pool.sequences):
+                if other in others:
+                    other.release()
+            assert not isinstance(self.cache.slots(0, LENGTH), slice)
+        assert c.max_position >= len(self.tokens)
+
+    def pack(self, packer: RowPacker, rows: int) -> None:
+        """The next ``rows`` tokens as a chain."""
+        first = self.cache.committed
+        self.cache.reserve(rows)
+        stop = first + rows
+        packer.add(
+            self.tokens[first:stop],
+            range(first, stop),
+            [-1] * rows,
+            slots=self.cache.slots(first, stop),
+            keys=self.cache.slots(0, stop),
+            num_keys=stop,
+            prefix=first,
+        )
+
+    def advance(self, rows: int) -> Tensor:
+        """[rows, V] logits of the next tokens, in a pass of their own."""
+        packer = RowPacker(self.decoder, self.decoder.device)
+        self.pack(packer, rows)
+        logits = forward(self.decoder, packer, self.pool)
+        self.pool.commit([(self.cache, range(rows))])
+        return logits
+
+    def in_passes_of(self, width: int) -> Tensor:
+        """[tokens left, V] logits of all that is left."""
+        parts = []
+        while self.cache.committed < len(self.tokens):
+            parts.append(self.advance(min(width, len(self.tokens) - self.cache.committed)))
+        return torch.cat(parts)
+
+
+def blank_pool(decoder: Decoder) -> KVPool:
+    c = decoder.config
+    pool = KVPool(c.num_layers, c.num_kv_heads, c.head_dim, 512, decoder.dtype, decoder.device)
+    if decoder.stack is not None:
+        for part in (*pool.k, *pool.v):
+            part.fill_(torch.nan)
+    return pool
+
+
+@torch.inference_mode()
+def forward(decoder: Decoder, packer: RowPacker, pool: KVPool) -> Tensor:
+    return decoder.logits(decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool))
+
+
+def whole(decoder: Decoder, tokens: Sequence[int], width: int = 10**6) -> Tensor:
+    """[tokens, V] logits of a text, ``width`` tokens a pass."""
+    return Text(decoder, tokens).in_passes_of(width)
+
+
+def error(logits: Tensor, oracle: Tensor) -> float:
+    """Root mean square of the difference, as a share of the oracle's spread."""
+    return float((logits - oracle).pow(2).mean().sqrt() / oracle.std())
