@@ -170,3 +170,9 @@ def test_what_a_tokenizer_raises_is_said_in_words():
 
     with pytest.raises(ConfigError, match="TypeError: no such text"):
         encode("a", Broken())
+
+
+def test_a_window_that_begins_and_ends_inside_characters_finds_both():
+    """Nine bytes: the window of eight begins in the first character, and the last one is the answer's to complete."""
+    prompt = [piece_id("t"), *EMOJI, *byte_ids("€"), *byte_ids("🟲")[:2]]
+    assert said(byte_tokenizer(), [*byte_ids("🟲")[2:], piece_id("a")], prompt) == "🟲a"

@@ -2,7 +2,8 @@
 
     python tests/fuzz/soak.py --minutes 10
 
-Drafters take turns, each in an `AsyncLLM` of its own with a pool so small that requests are preempted. Tasks ask,
+Drafters take turns, each in an `AsyncLLM` that lives as long as the run, as a server does, with a pool so small that
+requests are preempted. (A model that is loaded again and again leaves gaps in the allocator's memory.) Tasks ask,
 stream, leave iterators early, are cancelled, and ask what must be refused. A probe comes again and again and must
 always get the same answer, whoever drafts. What is wrong is said, and the exit status is 1.
 """
@@ -19,6 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,7 +39,7 @@ POOL_TOKENS = MAX_LEN + 16  # for up to eight sequences at once
 TASKS = 10
 ROUNDS = 3  # times at least that every drafter has its turn; a third of the run has each of them
 SHORTEST_TURN_S, LONGEST_TURN_S = 1.0, 20.0
-WARM_UP_S = 60.0
+WARM_UP_S = 120.0  # until every drafter had its turn
 JUDGED_S = 180.0  # least length behind the warm-up of which memory is judged
 GROWTH_SHARE, GROWTH_BYTES = 0.02, 8 * 2**20  # memory may grow by the larger of them
 PROMPTS = (
@@ -220,21 +222,22 @@ MANNERS = (asks, asks, streams, streams, leaves, is_cancelled, is_refused, probe
 # -- turns
 
 
-async def turn(drafter: str | None, soak: Soak, seed: int, began: float, seconds: float) -> None:
-    """One `AsyncLLM` from its start to its end."""
-    budget = None if drafter is None else 3
-    llm = AsyncLLM(MODEL, drafter=drafter, budget=budget, exact=True, **_limits())
-    async with llm:
-        tasks = [asyncio.create_task(guest(llm, soak, random.Random(f"{seed} {i}"))) for i in range(TASKS)]
-        tasks.append(asyncio.create_task(read_memory(soak, began, drafter, seconds)))
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)  # one that ends has a problem
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await _settle(llm)
-        soak.problems += [f"{drafter}: {p}" for p in left_behind(llm)]
-    if any(thread.name == "paceline-engine" for thread in threading.enumerate()):
-        soak.problems.append(f"{drafter}: the engine's thread outlives its end")
+def start(drafter: str | None) -> AsyncLLM:
+    """The engine of one drafter."""
+    return AsyncLLM(MODEL, drafter=drafter, budget=None if drafter is None else 3, exact=True, **_limits())
+
+
+async def turn(llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: float) -> None:
+    """Guests at one engine, until all have left."""
+    drafter = llm.config.drafter
+    tasks = [asyncio.create_task(guest(llm, soak, random.Random(f"{seed} {i}"))) for i in range(TASKS)]
+    tasks.append(asyncio.create_task(read_memory(soak, began, str(drafter), seconds)))
+    await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)  # one that ends has a problem
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await _settle(llm)
+    soak.problems += [f"{drafter}: {p}" for p in left_behind(llm)]
     soak.met[f"turns of {drafter}"] += 1
 
 
@@ -249,11 +252,11 @@ def _limits() -> dict[str, Any]:
     return {"max_model_len": MAX_LEN, "max_sequences": 8, "max_batch_rows": 64, "kv_memory": POOL_TOKENS * per_token}
 
 
-async def read_memory(soak: Soak, began: float, drafter: str | None, seconds: float) -> None:
+async def read_memory(soak: Soak, began: float, drafter: str, seconds: float) -> None:
     """A reading every two seconds, or more often in a short turn."""
     while True:
         await asyncio.sleep(min(2.0, seconds / 3))
-        soak.readings.append(Reading(monotonic() - began, rss_bytes(), str(drafter)))
+        soak.readings.append(Reading(monotonic() - began, rss_bytes(), drafter))
 
 
 async def _settle(llm: AsyncLLM) -> None:
@@ -289,17 +292,22 @@ def left_behind(llm: AsyncLLM) -> list[str]:
 
 async def soak_for(seconds: float, seed: int) -> Soak:
     """Turn after turn; with ``seconds`` for all of them."""
-    soak, began, index = Soak(), monotonic(), 0
+    soak, index = Soak(), 0
     each = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, seconds / (ROUNDS * len(DRAFTERS))))
     threads = threading.active_count()
-    while monotonic() - began < seconds and not soak.problems:
-        await turn(DRAFTERS[index % len(DRAFTERS)], soak, seed + index, began, each)
-        gc.collect()
-        index += 1
+    async with AsyncExitStack() as engines:
+        models = [await engines.enter_async_context(start(drafter)) for drafter in DRAFTERS]
+        began = monotonic()
+        while monotonic() - began < seconds and not soak.problems:
+            await turn(models[index % len(models)], soak, seed + index, began, each)
+            gc.collect()
+            index += 1
+    if any(thread.name == "paceline-engine" for thread in threading.enumerate()):
+        soak.problems.append("an engine's thread outlives its end")
     # The loop's own pool of threads, in which an engine is closed, may have grown by a few.
     extra = [t.name for t in threading.enumerate() if not t.name.startswith("asyncio")][threads:]
     soak.problems += [f"threads are left: {extra}"] if extra else []
-    problem, said = judge_memory(soak.readings, monotonic() - began)
+    problem, said = judge_memory(soak.readings, seconds)
     soak.problems += [problem] if problem else []
     print(said)
     return soak

@@ -47,7 +47,7 @@ def test_memory_that_grows_fails() -> None:
     assert problem == said and "memory grew by" in said
     assert judge_memory(curve(0.5), 600)[0] is None  # 3 MiB
     assert GROWTH_BYTES == 8 * MIB
-    assert judge_memory(curve(60, 100), 100) == (None, "memory is judged from 240 s on; this run had 100")
+    assert judge_memory(curve(60, 100), 100) == (None, "memory is judged from 300 s on; this run had 100")
 
 
 def test_what_is_left_behind_fails(

@@ -145,13 +145,12 @@ class AnswerText:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
-        before = _context(decode, prompt_ids)
-        whole = len(before) - _torn(decode, before)
+        whole, torn = _context(decode, prompt_ids)
         self._decode = decode
         self._shown = self._settled = ""
         self._foreign = 0  # U+FFFD that waits and is the prompt's
-        self._begin(before[:whole])
-        for token in before[whole:]:
+        self._begin(whole)
+        for token in torn:
             self.push(token)
         self._foreign = len(decode(self._ids)) - len(self._shown)
 
@@ -223,15 +222,13 @@ class AnswerText:
                 return
 
 
-def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[int]:
-    """The last ids of a prompt, from where a character begins."""
-    for more in range(_MOST_PARTS + 1):
-        found = list(ids[-CONTEXT_IDS - more :])
-        if not decode(found).startswith(_BROKEN):
-            return found
-    return list(ids[-CONTEXT_IDS:])
-
-
-def _torn(decode: Callable[[Sequence[int]], str], ids: list[int]) -> int:
-    """With how many tokens of an incomplete character some ids end."""
-    return next(n for n in range(len(ids) + 1) if not decode(ids[: len(ids) - n]).endswith(_BROKEN))
+def _context(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The last ids of a prompt, from where a character begins: those of whole ones, and those of one that is open."""
+    for torn in range(_MOST_PARTS + 1):
+        end = len(ids) - torn
+        for more in range(_MOST_PARTS + 1):
+            whole = list(ids[max(0, end - CONTEXT_IDS - more) : max(0, end)])
+            text = decode(whole)
+            if not text.startswith(_BROKEN) and not text.endswith(_BROKEN):
+                return whole, list(ids[max(0, end) :])
+    return [], list(ids[-CONTEXT_IDS:])  # no character anywhere
