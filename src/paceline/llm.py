@@ -18,6 +18,7 @@ from .core.request import RequestOutput
 from .core.sampling import SamplingParams
 from .engine.calibration import Fingerprint
 from .engine.engine import LiveRequest
+from .engine.lock import ReentryError
 from .engine.tokens import Prompt, chat_ids, encode
 from .target.decoder import Decoder
 
@@ -172,8 +173,9 @@ class LLM:
                         progress(told)
             with engine.lock:
                 return [engine.output(live) for live in lives]
-        except BaseException:
-            engine.lock.free_mine()
+        except BaseException as error:
+            if not isinstance(error, ReentryError):  # else the lock belongs to the step that this was called from
+                engine.lock.free_mine()
             self._give_up(lives)
             raise
 
@@ -206,10 +208,10 @@ class LLM:
                     news = sent.news(engine, live)
                 yield from news
                 raise_failed(sent.output)
-            except (
-                Exception,
-                KeyboardInterrupt,
-            ):  # not where the generator is closed, which a collector may do in a step
+            except ReentryError:  # the lock belongs to the step that this was called from
+                raise
+            except (Exception, KeyboardInterrupt):
+                # Not where the generator is closed, which a collector may do in a step.
                 engine.lock.free_mine()
                 raise
             finally:

@@ -337,6 +337,55 @@ def test_a_request_that_ended_in_the_failed_step_is_still_reported(target: Decod
     assert ids(finish(engine, order)) == ids(expected)
 
 
+def test_an_id_may_be_given_again_after_an_interrupt(target: Decoder, monkeypatch: pytest.MonkeyPatch):
+    job = (prompts()[0], WARM)
+    (whole,) = plain(target, [job])
+    engine = assemble(decoder=target)
+    engine.submit(*job, request_id="a")
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.round, "step", lambda works: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.submit(*job, request_id="b")
+    engine.abort("a")
+    engine.submit(*job, request_id="a")
+    assert ids(finish(engine, ["b", "a"])) == ids([whole, whole])
+
+
+def test_a_request_that_nobody_heard_of_is_dropped(target: Decoder, monkeypatch: pytest.MonkeyPatch):
+    engine = assemble(decoder=target)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "add", lambda sequence: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit(prompts()[0], WARM)
+    engine.step()
+    assert not engine.busy and not engine.scheduler.waiting
+
+
+def test_a_draft_that_was_interrupted_holds_nothing(target: Decoder, monkeypatch: pytest.MonkeyPatch):
+    drafter = draft_model(noise=0.3, depth=3)
+    engine = assemble(drafter, decoder=target)
+    order = [engine.submit(prompt, WARM) for prompt in prompts()]
+    engine.step()
+    pool = drafter._pool
+    assert pool is not None
+    allocate = pool.allocator.allocate
+    with monkeypatch.context() as patch:
+
+        def interrupted(*args: Any) -> int:
+            allocate(*args)  # taken, and nobody knows of it
+            raise KeyboardInterrupt
+
+        patch.setattr(pool.allocator, "allocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                engine.step()
+    finish(engine, order)
+    pool.check_idle()
+    pool.check_integrity()
+
+
 # -- requests that must be refused before they can do harm
 
 

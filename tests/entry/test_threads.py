@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -134,9 +135,11 @@ def test_a_call_from_within_a_step_is_refused(llm: LLM, monkeypatch: pytest.Monk
     step = llm.engine.round.step
 
     def calls_back(works: Any) -> Any:
-        with pytest.raises(RuntimeError) as raised:
-            llm.abort("request")
-        said.append(str(raised.value))
+        for call in (lambda: llm.abort("request"), lambda: llm.generate("x"), lambda: next(llm.stream("x"))):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            said.append(str(raised.value))
+            assert not llm.engine.lock.take_if_free()  # the step that is under way still has it
         return step(works)
 
     monkeypatch.setattr(llm.engine.round, "step", calls_back)
@@ -224,6 +227,63 @@ def test_the_lock_lets_one_in_at_a_time():
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
     assert (inside, most) == (0, 1)
+
+
+class Signals:
+    """Raises KeyboardInterrupt at the n-th place in the lock where the interpreter looks for signals: behind calls."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != FairLock.__enter__.__code__.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti >= 2 and _behind_a_call(frame.f_code, frame.f_lasti):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self
+
+
+@cache
+def _behind_a_call(code: Any, offset: int) -> bool:
+    import dis
+
+    before = [i for i in dis.get_instructions(code) if i.offset < offset]
+    return bool(before) and before[-1].opname in ("CALL", "RESUME", "CACHE")
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_an_interrupt_in_the_lock_loses_nobody(contended: bool):
+    """A thread is interrupted while it takes or gives the lock; another one that waits, or comes later, gets it."""
+    for at in range(1, 40):
+        lock, others = FairLock(), []
+
+        def other(lock: FairLock = lock) -> None:
+            with lock:
+                time.sleep(0.0005)
+
+        if contended:
+            others = [threading.Thread(target=other, daemon=True) for _ in range(2)]
+            for thread in others:
+                thread.start()
+        sys.settrace(Signals(at))
+        try:
+            with lock:
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        lock.free_mine()
+        late = threading.Thread(target=other, daemon=True)
+        late.start()
+        for thread in (*others, late):
+            thread.join(timeout=10)
+            assert not thread.is_alive(), at
+        with lock:
+            pass
 
 
 # -- errors of single requests

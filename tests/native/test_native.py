@@ -588,7 +588,7 @@ def test_a_compiler_that_fails_or_is_missing_leaves_torch(tmp_path: Path):
         found = result_of(probe)
         assert why in found["why"] and found["describe"] == f"torch ({found['why']})"
         assert found["stack"] is False and len(found["ids"]) == 12
-    assert not list(tmp_path.glob("paceline/native/*"))
+    assert not list(tmp_path.glob("paceline/kernels/*"))
 
 
 @needs_kernels
@@ -604,7 +604,7 @@ def test_several_processes_may_build_at_once(tmp_path: Path):
     probes = [start_probe(None, CXX=str(slow), XDG_CACHE_HOME=str(cache)) for _ in range(3)]
     for probe in probes:
         assert result_of(probe)["why"] is None
-    (kept,) = (cache / "paceline" / "native").iterdir()
+    (kept,) = (cache / "paceline" / "kernels").iterdir()
     assert kept.suffix == ".so" and kept.read_bytes() == Path(library).read_bytes()
     built = (tmp_path / "links").read_text().count("x")
     assert 1 <= built <= 3

@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("CXX", native.SWITCH):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path / "cache" / "paceline" / "native"
+    return tmp_path / "cache" / "paceline" / "kernels"
 
 
 def library_in(folder: Path) -> Path:

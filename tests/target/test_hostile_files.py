@@ -82,7 +82,6 @@ def test_both_spellings_may_say_the_same():
             {"rope_parameters": YARN, "original_max_position_embeddings": 32},
             "original_max_position_embeddings: .*32 and 16",
         ),
-        ({"torch_dtype": "bfloat16"}, "dtype .or torch_dtype.: it is said more than once"),
     ],
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, Any], words: str):
@@ -99,6 +98,20 @@ def test_what_transformers_writes_is_read_with_its_copy_beside_it(tmp_path: Path
     inside = values["rope_parameters"]
     write_config(tmp_path, {**values, "rope_scaling": inside, "rope_theta": inside["rope_theta"]})
     assert read_config(tmp_path) == alone
+
+
+def test_what_the_newer_word_decides_is_no_contradiction():
+    """As in transformers: ``dtype`` goes before ``torch_dtype``, Phi-3's 4096 stands for a field that is not there."""
+    base = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 8}
+    base |= {"num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    assert decoder_config({**base, "dtype": "float32", "torch_dtype": "bfloat16"}).checkpoint_dtype == "float32"
+    cut_out = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1]}}
+    assert decoder_config({**base, **cut_out}).rope == decoder_config(base).rope
+    factors = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    inner = {"rope_scaling": {**factors, "original_max_position_embeddings": 8192}}
+    phi3 = {**base, "model_type": "phi3", "max_position_embeddings": 16384}
+    assert decoder_config({**phi3, **inner}).max_position == 8192
+    assert decoder_config({**phi3, "rope_scaling": factors}).max_position == 4096
 
 
 def test_an_entry_that_is_there_twice_must_agree(tmp_path: Path):

@@ -206,6 +206,9 @@ class DraftModel:
             state = self._states.pop(key, None)
             if state is not None:
                 state.cache.release()
+        pool = self._pool
+        if pool is not None and not self._states and not pool.idle:  # a draft or a release ended in its middle
+            pool.reset()
 
     def pending_tokens(self, view: SequenceView) -> int:
         """Tokens of a sequence whose K and V the draft model has not computed."""

@@ -136,10 +136,14 @@ class Engine:
         sequences = [self._sequence(request, index) for index in range(params.n)]
         self._check_pool(sequences[0])
         self._begin()
-        self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
-        for sequence in sequences:
-            self.scheduler.add(sequence)
-        self._end()
+        try:
+            self.live[request_id] = LiveRequest(request, sequences, perf_counter(), text_prefix=prefix, on_end=on_end)
+            for sequence in sequences:
+                self.scheduler.add(sequence)
+            self._end()
+        except BaseException:  # nobody learns of it
+            self.cancel(request_id)
+            raise
         return request_id
 
     def _echo(self, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
@@ -249,7 +253,8 @@ class Engine:
         live.ended = live.ended or perf_counter()
         if live.on_end is not None:
             live.on_end(live)
-        self.live.pop(live.request.id, None)
+        if self.live.get(live.request.id) is live:  # the id may have been given to another since
+            del self.live[live.request.id]
 
     @property
     def busy(self) -> bool:
@@ -262,16 +267,15 @@ class Engine:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
         self._begin()
         touched = self._step()
-        for live in self._untold:
-            touched[live.request.id] = live
-        for live in touched.values():
+        told = [*touched.values(), *(live for live in self._untold if touched.get(live.request.id) is not live)]
+        for live in told:
             if live.finished:
                 self._leave(live)
         self._untold = []
         self._end()
         if not self.live:
             self.pool.check_idle()
-        return list(touched.values())
+        return told
 
     def _step(self) -> dict[str, LiveRequest]:
         began = perf_counter()

@@ -6,6 +6,10 @@ import threading
 from collections import deque
 
 
+class ReentryError(RuntimeError):
+    """A thread asked for a lock that it holds."""
+
+
 class FairLock:
     """A lock for threads that take it again and again: nobody who waits is passed over.
 
@@ -25,24 +29,30 @@ class FairLock:
             RuntimeError: this thread holds it: it would wait for itself.
         """
         me = threading.get_ident()
-        with self._guard:
-            if self._owner is None:
-                self._owner = me
-                return
-            if self._owner == me:
-                raise RuntimeError("called from within a step of the same engine: call it once the step has returned")
-            turn = threading.Lock()
+        if self._owner == me:  # nobody else makes it so while this thread does not wait
+            raise ReentryError("called from within a step of the same engine: call it once the step has returned")
+        turn = threading.Lock()
+        turn.acquire()
+        try:  # an interrupt may come behind any call
+            with self._guard:
+                if self._owner is None:
+                    self._owner = me
+                    return
+                self._waiting.append((turn, me))
             turn.acquire()
-            self._waiting.append((turn, me))
-        try:
-            turn.acquire()
-        except BaseException:  # an interrupt
+            with self._guard:
+                self._waiting.remove((turn, me))
+        except BaseException:
             self._leave(turn, me)
             raise
 
     def __exit__(self, *_: object) -> None:
-        with self._guard:
-            self._pass_on()
+        try:
+            with self._guard:
+                self._pass_on()
+        except BaseException:  # an interrupt
+            self.free_mine()
+            raise
 
     def take_if_free(self) -> bool:
         """Take the lock if that needs no waiting of any kind, not even for this object's own book-keeping."""
@@ -67,11 +77,13 @@ class FairLock:
         with self._guard:
             if (turn, me) in self._waiting:
                 self._waiting.remove((turn, me))
-            else:
+            if self._owner == me:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        self._owner = None
-        if self._waiting:
-            turn, self._owner = self._waiting.popleft()
-            turn.release()
+        """Name the next owner, who takes itself out of the queue: an interrupt in here loses nobody."""
+        if not self._waiting:
+            self._owner = None
+            return
+        turn, self._owner = self._waiting[0]
+        turn.release()

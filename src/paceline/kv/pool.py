@@ -215,6 +215,11 @@ class KVPool:
             sequence.detach()
         self.sequences = set()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held."""
+        return not self.sequences and self.allocator.num_free == self.allocator.num_blocks
+
     def check_idle(self) -> None:
         """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
         assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"

@@ -360,7 +360,7 @@ def _cache_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     if not base.is_absolute():
         raise RuntimeError(f"the cache folder {str(base)!r} is relative; name an absolute one in XDG_CACHE_HOME")
-    return base / "paceline" / "native"
+    return base / "paceline" / "kernels"
 
 
 def _processor() -> str:

@@ -292,11 +292,9 @@ def _common(f: _Fields, d_model: int, heads: int, *, tied: bool) -> Json:
 
 
 def _stored_dtype(f: _Fields) -> str | None:
-    """Transformers 5 calls it ``dtype``, transformers 4 ``torch_dtype``."""
-    named = {str(f.text(name)).removeprefix("torch.") for name in ("dtype", "torch_dtype") if f.text(name)}
-    if len(named) > 1:
-        raise _contradiction("dtype (or torch_dtype)", sorted(named))
-    return next(iter(named), None)
+    """Transformers 5 calls it ``dtype``, transformers 4 ``torch_dtype``; of both, the newer name counts there, too."""
+    named = f.text("dtype") or f.text("torch_dtype")
+    return None if named is None else named.removeprefix("torch.")
 
 
 def token_ids(name: str, value: object, file: str = "config.json") -> tuple[int, ...]:
@@ -425,6 +423,8 @@ def _rope_kind(f: _Fields, values: Json) -> str:
             raise _bad(name, value, "it must be the name of a rotation")
         if f.values["model_type"] == "phi3" and value in ("su", "yarn"):
             named[name] = "longrope"  # older Phi-3 checkpoints call LongRoPE so
+        if value == "mrope":
+            named[name] = "default"  # rotation in sections for pictures: for text alone the plain one
     if len({*named.values()}) > 1:
         raise _contradiction("rope_type (or type)", named.values())
     return next(iter(named.values()), "default")
@@ -438,14 +438,14 @@ def _value(values: Json, name: str, default: float | None = None) -> float:
 
 
 def _original(f: _Fields, values: Json, context: int) -> int:
-    """Positions before the extension; the field may stand beside the rope parameters or among them."""
+    """Positions before the extension; the field stands beside the rope parameters or among them."""
     name = "original_max_position_embeddings"
-    # Phi-3's field stands beside the rope parameters, and has a default of its own.
-    beside = f.optional_integer(name, 4096 if f.values["model_type"] == "phi3" else None)
+    beside = f.optional_integer(name, None)
     among = None if values.get(name) is None else _integer(name, values[name])
     if None not in (beside, among) and beside != among:
         raise _contradiction(name, (beside, among))
-    return beside or among or context
+    default = 4096 if f.values["model_type"] == "phi3" and name not in f.values else context
+    return beside or among or default
 
 
 def _replace(base: RopeConfig, kind: RopeKind, **options: Any) -> RopeConfig:

@@ -116,7 +116,8 @@ def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
 def free_bytes(device: torch.device) -> int | None:
     """Memory that can still be taken on a device; None where the system does not say."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, to use again
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
