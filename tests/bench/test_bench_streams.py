@@ -27,8 +27,9 @@ from paceline.bench.summary import Index, summarise
 from paceline.cli import app
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.target.adapters import AdapterConfig, linear_shapes
+from paceline.target.files import fingerprint
 from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet, fingerprint
+from paceline.target.streams import StreamConfig, StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -22,10 +22,12 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.drafters.base import StepFeatures
 from paceline.engine.engine import Engine
+from paceline.rounds.passes import Pass
 from paceline.target.adapters import AdapterConfig, AdapterRange
 from paceline.target.base import Batch, ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.streams import StreamRows, StreamSet
+from paceline.target.stream_rows import StreamRows
+from paceline.target.streams import StreamSet
 
 LONG = [*range(20, 62)]
 PROMPTS = [LONG, [*range(30, 41)], [8], [*LONG[:34], 3, 9]]
@@ -274,18 +276,16 @@ def logits_by_place(
     """The target's logits after every token that came out, by request and position."""
     found: dict[tuple[int, int], Tensor] = {}
     round_: Any = engine.round
-    emit = round_._emit
+    emit = round_.emitter.emit
 
-    def watched(works: Any, spans: Any, generating: Any, tree: Any, logits: Tensor, tokens: Any, paths: Any) -> Any:
-        begin = 0
-        for i in generating:
-            view = works[i].sequence.view
-            for depth, node in enumerate([0, *paths[i]]):
-                found[view.key, len(view.tokens) + depth] = logits[begin + node].clone()
-            begin += spans[i].stop - spans[i].root
-        return emit(works, spans, generating, tree, logits, tokens, paths)
+    def watched(p: Pass) -> None:
+        for i in p.generating:
+            view = p.works[i].sequence.view
+            for depth, node in enumerate([0, *p.paths[i]]):
+                found[view.key, len(view.tokens) + depth] = p.logits[p.rows[i]][node].clone()
+        emit(p)
 
-    round_._emit = watched
+    round_.emitter.emit = watched
     run(engine, [(p, GREEDY) for p in prompts], [application] * len(prompts))
     assert round_.failure is None
     return found

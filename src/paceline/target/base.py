@@ -17,7 +17,7 @@ from ..attention.base import Segment
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
-    from .streams import StreamRows
+    from .stream_rows import StreamRows
 
 
 @dataclass(frozen=True, slots=True)

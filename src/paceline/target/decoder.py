@@ -343,7 +343,7 @@ class Layer(nn.Module):
         store(k_cache, state.slots, qk[:, self.heads :])
         values = qkv[:, rotated:]
         if state.special is not None:
-            values = state.special.turned(values)
+            values = state.special.rotated(values)
         store(v_cache, state.slots, values)
         attended = attention.attend(state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
         if state.special is not None:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.tree import SparseQ, TokenTree
+from ...target.files import fingerprint
 from ...target.native import top
-from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, fingerprint, read_config
+from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option

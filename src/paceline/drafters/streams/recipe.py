@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError
 from ...target.adapters import LINEARS, AdapterConfig, linear_shapes
-from ...target.streams import StreamConfig, StreamSet, fingerprint
+from ...target.files import fingerprint
+from ...target.streams import StreamConfig, StreamSet
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, kl, ngram
 from ...training.multistream import (
