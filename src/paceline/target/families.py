@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` -> `DecoderConfig`, and where each tensor of a checkpoint goes.
+"""Hugging Face ``config.json`` -> `DecoderConfig`.
 
 A family is one function from a config dictionary to a `DecoderConfig`; the network itself knows no
 family by name. Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and
@@ -8,7 +8,7 @@ family by name. Both spellings are read: ``rope_theta`` with ``rope_scaling`` (t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,20 +56,21 @@ class DecoderConfig:
     checkpoint_dtype: str | None = None  # "bfloat16", "float32", ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One checkpoint tensor, and the rows of a parameter that it fills."""
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of every fused linear of one layer, by name; see `decoder.Layer`."""
+    c = config
+    return {
+        "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
+        "out": (c.num_heads * c.head_dim, c.d_model),
+        "up": (c.d_model, c.d_ff * (2 if c.gated else 1)),
+        "down": (c.d_ff, c.d_model),
+    }
 
-    source: str  # the checkpoint's name, without the leading "model."
-    into: str  # the decoder's parameter
-    shape: tuple[int, ...]  # of the checkpoint's tensor
-    at: int = 0  # first row of the parameter
-    rows: int | None = None  # how many of its rows; None: all
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
+def linear_biases(config: DecoderConfig) -> dict[str, bool]:
+    """Whether each of `linear_shapes` has a bias."""
+    c = config
+    return {"qkv": c.qkv_bias, "out": c.out_bias, "up": c.mlp_bias, "down": c.mlp_bias}
 
 
 def decoder_config(config: Json) -> DecoderConfig:
@@ -540,91 +541,3 @@ _ROPES: dict[str, Callable[[_Fields, Json, RopeConfig, int], Rope]] = {
     "yarn": _yarn_rope,
     "longrope": _long_rope,
 }
-
-
-# --- checkpoint names -----------------------------------------------------------------------------------------
-
-
-def weight_map(config: DecoderConfig) -> list[Piece]:
-    """Every checkpoint tensor that the decoder reads, and where it goes."""
-    pieces = list(_opt_top(config) if config.family == "opt" else _llama_top(config))
-    layer = {"opt": _opt_layer, "phi3": _phi3_layer}.get(config.family, _llama_layer)
-    for index in range(config.num_layers):
-        pieces.extend(layer(config, index))
-    return pieces
-
-
-def _affine(
-    source: str, into: str, outputs: int, inputs: int, bias: bool, at: int = 0, rows: int | None = None
-) -> Iterator[Piece]:
-    """Weight [outputs, inputs] and bias [outputs] of a linear layer, or some rows of one."""
-    yield Piece(source=f"{source}.weight", into=f"{into}.weight", shape=(outputs, inputs), at=at, rows=rows)
-    if bias:
-        yield Piece(source=f"{source}.bias", into=f"{into}.bias", shape=(outputs,), at=at, rows=rows)
-
-
-def _norm(source: str, into: str, width: int, bias: bool = False) -> Iterator[Piece]:
-    for part in ("weight", "bias") if bias else ("weight",):
-        yield Piece(source=f"{source}.{part}", into=f"{into}.{part}", shape=(width,))
-
-
-def _head(c: DecoderConfig) -> Iterator[Piece]:
-    if not c.tied:
-        yield Piece(source="lm_head.weight", into="head.weight", shape=(c.vocab_size, c.d_model))
-
-
-def _llama_top(c: DecoderConfig) -> Iterator[Piece]:
-    yield Piece(source="embed_tokens.weight", into="embedding", shape=(c.vocab_size, c.d_model))
-    yield from _norm("norm", "norm", c.d_model)
-    yield from _head(c)
-
-
-def _opt_top(c: DecoderConfig) -> Iterator[Piece]:
-    places = (c.learned_positions, c.d_model)
-    yield Piece(source="decoder.embed_tokens.weight", into="embedding", shape=(c.vocab_size, c.d_model))
-    yield Piece(source="decoder.embed_positions.weight", into="position_embedding", shape=places)
-    yield from _norm("decoder.final_layer_norm", "norm", c.d_model, bias=True)
-    yield from _head(c)
-
-
-def _split_qkv(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for name, at, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
-        yield from _affine(f"{source}.{name}", f"{into}.qkv", rows, c.d_model, c.qkv_bias, at, rows)
-
-
-def _llama_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    name, d = f"layers.{index}", c.d_model
-    yield from _norms(c, name)
-    yield from _split_qkv(c, f"{name}.self_attn", name)
-    yield from _affine(f"{name}.self_attn.o_proj", f"{name}.out", d, c.num_heads * c.head_dim, c.out_bias)
-    if c.qk_norm:
-        yield Piece(source=f"{name}.self_attn.q_norm.weight", into=f"{name}.q_norm", shape=(c.head_dim,))
-        yield Piece(source=f"{name}.self_attn.k_norm.weight", into=f"{name}.k_norm", shape=(c.head_dim,))
-    yield from _affine(f"{name}.mlp.gate_proj", f"{name}.up", c.d_ff, d, c.mlp_bias, 0, c.d_ff)
-    yield from _affine(f"{name}.mlp.up_proj", f"{name}.up", c.d_ff, d, c.mlp_bias, c.d_ff, c.d_ff)
-    yield from _affine(f"{name}.mlp.down_proj", f"{name}.down", d, c.d_ff, c.mlp_bias)
-
-
-def _phi3_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    name, d, heads = f"layers.{index}", c.d_model, c.num_heads * c.head_dim
-    yield from _norms(c, name)
-    yield from _affine(f"{name}.self_attn.qkv_proj", f"{name}.qkv", heads + 2 * c.num_kv_heads * c.head_dim, d, False)
-    yield from _affine(f"{name}.self_attn.o_proj", f"{name}.out", d, heads, False)
-    yield from _affine(f"{name}.mlp.gate_up_proj", f"{name}.up", 2 * c.d_ff, d, False)
-    yield from _affine(f"{name}.mlp.down_proj", f"{name}.down", d, c.d_ff, False)
-
-
-def _norms(c: DecoderConfig, name: str) -> Iterator[Piece]:
-    yield from _norm(f"{name}.input_layernorm", f"{name}.attention_norm", c.d_model)
-    yield from _norm(f"{name}.post_attention_layernorm", f"{name}.mlp_norm", c.d_model)
-
-
-def _opt_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    source, into, d = f"decoder.layers.{index}", f"layers.{index}", c.d_model
-    yield from _norm(f"{source}.self_attn_layer_norm", f"{into}.attention_norm", d, bias=True)
-    yield from _split_qkv(c, f"{source}.self_attn", into)
-    yield from _affine(f"{source}.self_attn.out_proj", f"{into}.out", d, c.num_heads * c.head_dim, c.out_bias)
-    yield from _norm(f"{source}.final_layer_norm", f"{into}.mlp_norm", d, bias=True)
-    yield from _affine(f"{source}.fc1", f"{into}.up", c.d_ff, d, c.mlp_bias)
-    yield from _affine(f"{source}.fc2", f"{into}.down", d, c.d_ff, c.mlp_bias)

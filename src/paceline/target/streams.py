@@ -25,6 +25,7 @@ from ..core.options import check_value, shown
 from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
 from .families import MAX_LAYERS
 from .files import free_bytes, is_file, read_json
+from .linear import nan_parameter
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
 FORMAT = 1
@@ -130,8 +131,8 @@ class LowRankMap(nn.Module):
 
     def __init__(self, rank: int, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.down = _nan((rank, width), dtype, device)  # [rank, d]
-        self.up = _nan((width, rank), dtype, device)  # [d, rank]
+        self.down = nan_parameter((rank, width), dtype, device, True)  # [rank, d]
+        self.up = nan_parameter((width, rank), dtype, device, True)  # [d, rank]
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
@@ -165,7 +166,7 @@ class StreamSet(nn.Module):
         c, d = config, config.d_model
         self.config = config
         embedded = c.gamma and c.value_rotation is None
-        self.embeddings = _nan((c.gamma, d), dtype, device) if embedded else None  # P [gamma, d]
+        self.embeddings = nan_parameter((c.gamma, d), dtype, device, True) if embedded else None  # P [gamma, d]
         self.start_map = LowRankMap(c.start_rank, d, dtype, device) if c.gamma and c.start_rank else None
         self.prune_map = LowRankMap(c.prune_rank, d, dtype, device) if c.gamma and c.prune_rank else None
         self.adapters = LowRank(c.adapter, shapes, dtype=dtype, device=device) if c.adapter else None
@@ -332,7 +333,3 @@ def _check_fit(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place
 
 def _misfit(place: Path, wrong: str) -> ConfigError:
     return ConfigError(str(place / WEIGHTS_FILE), wrong, f"restore it with its {CONFIG_FILE}, or train it again")
-
-
-def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device))
