@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..attention.base import Segment
+from ..attention.base import Segment, slot_indices
 from ..drafters.base import StreamRules
 from ..target.decoder import Decoder
 from .passes import Pass, Span
@@ -137,7 +137,7 @@ def _thinned(segment: Segment, rows: Sequence[int], device: torch.device) -> Seg
         keys = slice(keys.start, keys.start + prefix + left) if isinstance(keys, slice) else keys[: prefix + left]
     else:
         index = torch.tensor(rows, device=device)
-        slots = torch.arange(keys.start, keys.stop, device=device) if isinstance(keys, slice) else keys
+        slots = slot_indices(keys, device)
         keys = torch.cat((slots[:prefix], slots[prefix:][index]))
     visible = None if segment.visible is None else segment.visible[index][:, index]
     positions = None if segment.positions is None else segment.positions[index]

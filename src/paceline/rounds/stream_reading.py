@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..attention.base import Segment
+from ..attention.base import Segment, slot_indices
 from ..kv.pool import KVPool
 from ..target.base import ForwardState
 from ..target.decoder import Decoder
@@ -73,9 +73,8 @@ def _late_segments(p: Pass, carriers: Sequence[Carriers], scratch: slice, device
         assert cache is not None
         stop, prefix = start + c.gamma, cache.committed
         slots = torch.arange(scratch.start + start, scratch.start + stop, device=device)
-        keys = cache.slots(0, prefix)
-        before = torch.arange(keys.start, keys.stop, device=device) if isinstance(keys, slice) else keys
-        segments.append(Segment(start, stop, torch.cat((before, slots)), prefix + c.gamma, prefix, None, None))
+        keys = torch.cat((slot_indices(cache.slots(0, prefix), device), slots))
+        segments.append(Segment(start, stop, keys, prefix + c.gamma, prefix, None, None))
         start = stop
     return segments
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..attention.base import Segment, block_visibility, key_positions
+from ..attention.base import Segment, block_visibility, key_positions, slot_indices
 from ..attention.streams import main_sees, stream_sees
 from ..drafters.base import SequenceView, StreamRules
 from ..kv.pool import KVPool
@@ -104,8 +104,8 @@ class StreamInsertion:
             state.stream = torch.zeros(len(state.hidden), dtype=torch.int64, device=device)
         used = len(state.hidden) - p.main_rows
         parts = [self._start(c) for c in carriers]
-        scratch = _indices(self.pool.scratch(used + sum(len(part[0]) for part in parts)), device)
-        state.slots = torch.cat((_indices(state.slots, device), scratch[used:]))
+        scratch = slot_indices(self.pool.scratch(used + sum(len(part[0]) for part in parts)), device)
+        state.slots = torch.cat((slot_indices(state.slots, device), scratch[used:]))
         for c, part in zip(carriers, parts, strict=True):
             self._connect(c, scratch[used : used + len(part[0])], part[1])
             used += len(part[0])
@@ -132,7 +132,7 @@ class StreamInsertion:
         gamma, width = c.gamma, main.stop - main.start
         device = scratch.device
         seen = block_visibility(main, device)  # [width, block]
-        keys = torch.cat((_indices(main.keys, device), scratch))
+        keys = torch.cat((slot_indices(main.keys, device), scratch))
         where = torch.cat((key_positions(main, device)[main.prefix :], positions))
         count = main.num_keys + len(scratch)
         left = seen[c.first :].repeat_interleave(gamma, 0)
@@ -200,7 +200,7 @@ def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int)
         most=most,
         rows=carriers,
         streams=slice(0, 0),
-        keys=_indices(main.keys, device),
+        keys=slot_indices(main.keys, device),
         key_positions=places,
         visible=torch.cat((before, seen[c.first :]), 1),
         own=own,
@@ -208,10 +208,6 @@ def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int)
         scratch=scratch,
         shared=c.shared,
     )
-
-
-def _indices(slots: slice | Tensor, device: torch.device) -> Tensor:
-    return torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
 
 
 # -- masks of the streams' own keys

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ..attention.base import Segment
+from ..attention.base import Segment, slot_indices
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
@@ -80,15 +80,12 @@ class ForwardState:
         Adapters are left out: their ranges must be given anew. K and V that the others have written stay
         where they are until their owner's region is committed.
         """
-        slots = self.slots
-        if isinstance(slots, slice):
-            slots = torch.arange(slots.start, slots.stop, device=rows.device)
         return ForwardState(
             self.hidden[rows],
             self.positions[rows],
             self.sequence[rows],
             self.node[rows],
-            slots[rows],
+            slot_indices(self.slots, rows.device)[rows],
             attn,
             stream=None if self.stream is None else self.stream[rows],
         )

@@ -246,8 +246,7 @@ class StreamsDrafter:
             if part is not None:
                 first = len(sequence.tokens)
                 q = sequence.sampler.probs(part)  # [depth, V]
-                noise = sequence.sampler.draft_noise([*range(first, first + len(part))], 0, q.device)
-                tokens = (q.log() + noise).argmax(dim=1)
+                tokens = sequence.sampler.draw(q, [*range(first, first + len(part))])
                 log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
                 for token, value in zip(tokens.tolist(), log_q, strict=True):
                     above = proposal.log_scores[-1] if proposal.log_scores else 0.0
