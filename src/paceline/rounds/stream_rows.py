@@ -21,7 +21,7 @@ from ..drafters.base import SequenceView, StreamRules
 from ..kv.pool import KVPool
 from ..target.adapters import AdapterRange, joined
 from ..target.decoder import Decoder
-from ..target.stream_rows import StreamLimit, StreamRows, value_rotation
+from ..target.stream_rows import StreamLimit, StreamRows, rotated_dtype, value_rotation
 from ..target.streams import StreamSet
 from .base import Work
 from .passes import Pass, main_adapters
@@ -186,7 +186,7 @@ def stream_rotation(carriers: Sequence[Carriers], stream: Tensor, like: Tensor) 
         return None
     rows = [c.gamma if c.segment is None else c.segment.stop - c.segment.start for c in carriers]
     each = [epsilon or 0.0 for epsilon, count in zip(epsilons, rows, strict=True) for _ in range(count)]
-    return value_rotation(stream, torch.tensor(each, dtype=torch.float64, device=stream.device), like)
+    return value_rotation(stream, torch.tensor(each, dtype=torch.float64, device=stream.device), rotated_dtype(like))
 
 
 def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int) -> StreamLimit:

@@ -13,24 +13,32 @@ from torch import Tensor
 from ..attention.streams import stream_sees
 
 
-def value_rotation(stream: Tensor, epsilon: Tensor | float, like: Tensor) -> tuple[Tensor, Tensor]:
+def value_rotation(
+    stream: Tensor, epsilon: Tensor | float, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """cos and sin [rows, 1, 1] of j * epsilon, for rows of streams j (appendix E.4).
 
     Args:
         stream: [rows] int64, the number of each row's stream.
         epsilon: radians a stream; one for all or [rows] float64.
-        like: of the dtype of the hidden states; the result is float64 beside float64, else float32.
+        dtype: of the result; the angles are float64.
     """
     angle = (stream.double() * epsilon)[:, None, None]
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return angle.cos().to(wide), angle.sin().to(wide)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate_values(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Values [..., rows, kv_heads, head_dim] with pairs (i, i + head_dim / 2) rotated by `value_rotation`."""
-    cos, sin = rotation
+def rotate_values(values: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Values [..., rows, kv_heads, head_dim] with pairs (i, i + head_dim / 2) rotated by `value_rotation`, if any."""
+    if rotation is None:
+        return values
+    cos, sin = (part.to(rotated_dtype(values)) for part in rotation)
     first, second = values.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(values.dtype)
+
+
+def rotated_dtype(values: Tensor) -> torch.dtype:
+    """In which values are rotated: float32, or float64 where they are that wide."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)

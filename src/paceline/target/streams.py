@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check_value, shown
 from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
 from .families import MAX_LAYERS
@@ -291,6 +291,30 @@ def read_config(folder: str | Path) -> StreamConfig:
     if not isinstance(values, dict):
         raise ConfigError(str(file), "not a JSON object", "restore the file")
     return StreamConfig.from_json(values, str(file))
+
+
+def check_target(asked: str, config: StreamConfig, name: str, shape: Any = None, mark: str | None = None) -> None:
+    """Refuse a set that was trained for another target.
+
+    Args:
+        asked: how the message begins.
+        config: of the set.
+        name: of the target.
+        shape: what has its ``num_layers``, ``d_model`` and ``vocab_size``; None: not looked at.
+        mark: the `fingerprint` of its checkpoint; None: not looked at.
+
+    Raises:
+        CapabilityError: another shape or other weights.
+    """
+    trained_for, remedy = config.target or "another model", f"use a set that was trained for {name}, or train one"
+    for field in ("num_layers", "d_model", "vocab_size") if shape is not None else ():
+        theirs, ours = getattr(config, field), getattr(shape, field)
+        if theirs != ours:
+            raise CapabilityError(
+                asked, f"trained for {trained_for}: it has {field}={theirs}, {name} has {ours}", remedy
+            )
+    if config.fingerprint and mark is not None and config.fingerprint != mark:
+        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:

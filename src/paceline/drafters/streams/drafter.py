@@ -24,7 +24,7 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...target.files import fingerprint
 from ...target.native import top
-from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, read_config
+from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_target, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -153,14 +153,7 @@ class StreamsDrafter:
         if self.streams is None:
             return
         config = self.streams.config
-        for name in ("num_layers", "d_model", "vocab_size"):
-            theirs, ours = getattr(config, name), getattr(target, name)
-            if theirs != ours:
-                raise CapabilityError(
-                    f"streams trained for {config.target or 'another target'}",
-                    f"it has {name}={theirs}, {target.name} has {ours}",
-                    f"use a set that was trained for {target.name}",
-                )
+        check_target(f"streams trained for {config.target or 'another target'}", config, target.name, target)
         if self.streams.adapters is not None:
             self.streams.adapters.prepare()
 
@@ -314,15 +307,8 @@ def _check_set(asked: str, config: StreamConfig, context: DrafterContext) -> Non
     """Refuse a set of the wrong mode, or one that was trained for other weights than the target's."""
     if config.mode != "lossless":
         raise _shared_set(asked)
-    if not config.fingerprint or context.target_folder is None:
-        return
-    if config.fingerprint != fingerprint(context.target_folder):
-        name = context.target or "this target"
-        raise CapabilityError(
-            asked,
-            f"trained for {config.target or 'another model'}, whose weights differ from those of {name}",
-            f"use a set that was trained for {name}, or train one",
-        )
+    if config.fingerprint and context.target_folder is not None:
+        check_target(asked, config, context.target or "this target", mark=fingerprint(context.target_folder))
 
 
 def _shared_set(asked: str) -> ConfigError:
