@@ -257,11 +257,11 @@ def test_row_layers_by_hand() -> None:
     engine = assemble(streams(chain=True, at="nodes"), decoder=target())
     stats = run(engine, [(PROMPTS[1], GREEDY)])[0].stats
     rows = stats.passes + stats.drafted  # roots and nodes, each through three layers
-    riding = stats.row_layers - 3 * rows
-    carriers = riding // 3
-    assert riding == 3 * carriers
+    in_streams = stats.row_layers - 3 * rows
+    carriers = in_streams // 3
+    assert in_streams == 3 * carriers
     assert rows - 4 <= carriers < rows  # the last pass, at least, has no next draft to prepare
-    assert stats.upper_row_layers == carriers + riding
+    assert stats.upper_row_layers == carriers + in_streams
 
 
 # ---- the bits of main rows
@@ -306,9 +306,9 @@ def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at
     plain = logits_by_place(assemble(decoder=decoder, max_model_len=120), prompts)
     drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9)
     engine = assemble(drafter, decoder=decoder, max_model_len=120)
-    riding = logits_by_place(engine, prompts)
-    assert plain.keys() <= riding.keys()
-    assert all(torch.equal(plain[place], riding[place]) for place in plain)
+    in_streams = logits_by_place(engine, prompts)
+    assert plain.keys() <= in_streams.keys()
+    assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
 
 
 @pytest.mark.parametrize(("compiled", "kind"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])

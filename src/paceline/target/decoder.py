@@ -122,18 +122,9 @@ class Decoder(nn.Module):
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""
-        c = self.config
-        return TargetInfo(
-            name=name,
-            num_layers=c.num_layers,
-            d_model=c.d_model,
-            vocab_size=c.vocab_size,
-            max_position=c.max_position,
-            dtype=self.dtype,
-            eos_ids=c.eos_ids,
-            bos_id=c.bos_id,
-            tokenizer=tokenizer,
-        )
+        shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
+        known: dict[str, Any] = {field: getattr(self.config, field) for field in shared}
+        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, **known)
 
     @property
     def stack(self) -> Stack | None:

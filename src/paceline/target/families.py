@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .rope import RopeConfig, RopeKind, yarn_attention_factor
+from .rope import RopeConfig, yarn_attention_factor
 
 Json = dict[str, Any]
 
@@ -88,7 +88,7 @@ def decoder_config(config: Json) -> DecoderConfig:
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
     if config.get("quantization_config"):
-        method = _mapping(config, "quantization_config").get("quant_method", "unknown")
+        method = _Fields(config).mapping("quantization_config").get("quant_method", "unknown")
         raise CapabilityError(
             f"a checkpoint quantised with {shown(method)}",
             "only plain weights are read",
@@ -125,23 +125,23 @@ class _Fields:
         return _number(name, self._get(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise _bad(name, value, "it must be true or false")
-        return value
+        return self._typed(name, bool, "it must be true or false", default)
 
     def optional_integer(self, name: str, default: int | None, maximum: int = MAX_INTEGER) -> int | None:
         """An absent field takes the default; an explicit null stays null."""
         return None if self.values.get(name, default) is None else self.integer(name, default, maximum=maximum)
 
     def text(self, name: str) -> str | None:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, str):
-            raise _bad(name, value, "it must be text")
-        return value
+        return self._typed(name, str, "it must be text", None)
 
     def mapping(self, name: str) -> Json:
-        return _mapping(self.values, name)
+        return self._typed(name, dict, "it must be an object", {})
+
+    def _typed(self, name: str, kind: type, rule: str, default: Any) -> Any:
+        value = self._get(name, default) if default is not None else self.values.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise _bad(name, value, rule)
+        return value
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
@@ -160,13 +160,6 @@ def _bad(name: str, value: object, rule: str, file: str = "config.json") -> Conf
 def _contradiction(name: str, values: Iterable[object]) -> ConfigError:
     said = " and ".join(map(shown, values))
     return ConfigError(f"config.json: {name}", f"it is said more than once, as {said}", "remove what is wrong")
-
-
-def _mapping(values: Json, name: str) -> Json:
-    value = values.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise _bad(name, value, "it must be an object")
-    return value or {}
 
 
 def _integer(name: str, value: object, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
@@ -449,16 +442,12 @@ def _original(f: _Fields, values: Json, context: int) -> int:
     return beside or among or default
 
 
-def _replace(base: RopeConfig, kind: RopeKind, **options: Any) -> RopeConfig:
-    return RopeConfig(dim=base.dim, theta=base.theta, kind=kind, **options)
-
-
 def _default_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     return base, context, ""
 
 
 def _linear_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    return _replace(base, "linear", factor=_value(values, "factor")), context, ""
+    return replace(base, kind="linear", factor=_value(values, "factor")), context, ""
 
 
 def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
@@ -470,18 +459,11 @@ def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> R
 
 
 def _llama3_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    low, high = _value(values, "low_freq_factor"), _value(values, "high_freq_factor")
+    options: Json = {name: _value(values, name) for name in ("low_freq_factor", "high_freq_factor", "factor")}
+    low, high = options["low_freq_factor"], options["high_freq_factor"]
     if high <= low:
         raise _bad("high_freq_factor", high, f"it must be above low_freq_factor = {low}")
-    rope = _replace(
-        base,
-        "llama3",
-        factor=_value(values, "factor"),
-        original_max_position=_original(f, values, context),
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-    return rope, context, ""
+    return replace(base, kind="llama3", original_max_position=_original(f, values, context), **options), context, ""
 
 
 def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
@@ -494,9 +476,9 @@ def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope
     factor = _value(values, "factor", context / original)
     weights = [_value(given, name) if name in given else None for name in ("mscale", "mscale_all_dim")]
     computed = yarn_attention_factor(factor, *weights)
-    rope = _replace(
+    rope = replace(
         base,
-        "yarn",
+        kind="yarn",
         factor=factor,
         original_max_position=original,
         beta_fast=fast,
@@ -522,9 +504,8 @@ def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope
         raise _bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
     factor = _value({k: v for k, v in values.items() if v is not None}, "factor", context / original)
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    rope = _replace(
+    rope = replace(
         base,
-        "default",
         divisors=tuple(_number("short_factor", x) for x in factors),
         attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
     )
