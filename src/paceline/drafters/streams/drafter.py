@@ -10,9 +10,10 @@ Source: Speculative Streaming, section 2.2; appendix G.1 (trees), appendix L (be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -31,6 +32,8 @@ from ..registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
+
+Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each level, best first, and their log q
 
 MAX_NODES = 1024
 USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is given: decides the default tree alone
@@ -180,10 +183,9 @@ class StreamsDrafter:
         parts = [self._part(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         if self.config.proposes == "sampled":
             return self._drawn(want, parts)
-        ready = [part for part in parts if part is not None]
+        ready = [(s, part) for s, part in zip(want.sequences, parts, strict=True) if part is not None]
         children = 1 if self.config.is_chain or len(ready) >= self.config.best_path_batch else self.config.k
-        levels = self._levels([s for s, p in zip(want.sequences, parts, strict=True) if p is not None], ready, children)
-        found = iter(levels)
+        found = self._levels(ready, children)
         proposals = [
             Proposal() if part is None else best_nodes(*next(found), self._cap(budget))
             for part, budget in zip(parts, want.budgets, strict=True)
@@ -201,22 +203,17 @@ class StreamsDrafter:
         depth = min(max_depth, self._cap(budget), self.config.gamma or max_depth)
         return None if logits is None or depth < 1 else logits[:depth]
 
-    def _levels(
-        self, sequences: Sequence[SequenceView], parts: Sequence[Tensor], children: int
-    ) -> list[tuple[list[list[int]], list[list[float]]]]:
+    def _levels(self, ready: Sequence[tuple[SequenceView, Tensor]], children: int) -> Iterator[Levels]:
         """For each sequence the best tokens of each stream and their log q, best first."""
-        if not parts:
-            return []
-        rows = [self._scores(s, part) for s, part in zip(sequences, parts, strict=True)]
-        scores = rows[0] if len(rows) == 1 else torch.cat(rows)  # [levels, V]
-        tokens, log_q = top(scores, children)
-        found = []
+        if not ready:
+            return
+        rows = [self._scores(s, part) for s, part in ready]
+        tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat(rows), children)  # of [levels, V]
         start = 0
-        for part in parts:
+        for part in rows:
             stop = start + len(part)
-            found.append((tokens[start:stop], log_q[start:stop]))
+            yield tokens[start:stop], log_q[start:stop]
             start = stop
-        return found
 
     def _scores(self, sequence: SequenceView, logits: Tensor) -> Tensor:
         """[depth, V]: the softmax of row j - 1 is the chance that a token is what the target says j places on."""
@@ -232,29 +229,27 @@ class StreamsDrafter:
 
     def _drawn(self, want: DraftRequest, parts: Sequence[Tensor | None]) -> TokenTree:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
-        proposals, rows = [], []
-        for sequence, part in zip(want.sequences, parts, strict=True):
-            proposal = Proposal()
-            q = None
-            if part is not None:
-                first = len(sequence.tokens)
-                q = sequence.sampler.probs(part)  # [depth, V]
-                tokens = sequence.sampler.draw(q, [*range(first, first + len(part))])
-                log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
-                for token, value in zip(tokens.tolist(), log_q, strict=True):
-                    above = proposal.log_scores[-1] if proposal.log_scores else 0.0
-                    proposal.add(len(proposal), token, above + value)
-            proposals.append(proposal)
-            rows.append(q)
-        tree = to_tree([s.tokens[-1] for s in want.sequences], proposals)
-        known = next((q for q in rows if q is not None), None)
+        drawn = [_draw(s, part) for s, part in zip(want.sequences, parts, strict=True)]
+        tree = to_tree([s.tokens[-1] for s in want.sequences], [proposal for proposal, _ in drawn])
+        known = next((q for _, q in drawn if q is not None), None)
         if known is None:
             return tree
         probs = known.new_zeros((*tree.tokens.shape, known.shape[1]))  # [B, N, V]
-        for b, q in enumerate(rows):
+        for b, (_, q) in enumerate(drawn):
             if q is not None:
                 probs[b, : len(q)] = q
         return tree.with_q(SparseQ(ids=None, probs=probs.to(tree.tokens.device)))
+
+
+def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tensor | None]:
+    """A drawn chain and the distributions [depth, V] it came from; an empty one where there are no logits."""
+    if logits is None:
+        return Proposal(), None
+    first, sampler = len(sequence.tokens), sequence.sampler
+    q = sampler.probs(logits)  # [depth, V]
+    tokens = sampler.draw(q, [*range(first, first + len(logits))])
+    log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
+    return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
 
 
 def best_nodes(tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
