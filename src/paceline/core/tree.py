@@ -476,7 +476,8 @@ class TokenTree:
 
     def _nodes(self) -> list[tree_lists.Nodes]:
         """Tokens and parents of the real nodes of each request."""
-        rows = zip(self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True)
+        known = self.lists()
+        rows = zip(known.tokens, known.parents, known.counts, strict=True)
         return [(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
     def _lineage(self) -> Tensor:
