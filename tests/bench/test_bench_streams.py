@@ -27,9 +27,8 @@ from paceline.bench.summary import Index, summarise
 from paceline.cli import app
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.target.adapters import AdapterConfig, linear_shapes
-from paceline.target.files import fingerprint
 from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet
+from paceline.target.streams import StreamConfig, StreamSet, fingerprint
 
 pytestmark = pytest.mark.timeout(120)
 

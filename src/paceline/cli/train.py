@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
-from ..target.files import fingerprint
 from ..target.loader import load_tokenizer, resolve_folder
+from ..target.streams import fingerprint
 from ..training import answers as answering
 from ..training.data import Encoder, SourceSpec
 from ..training.features import CacheDtype

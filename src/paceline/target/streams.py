@@ -24,6 +24,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check_value, shown
 from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
 from .families import MAX_LAYERS
+from .files import fingerprint as fingerprint
 from .files import free_bytes, is_file, read_json
 from .linear import nan_parameter
 

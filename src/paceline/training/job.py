@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 
 from ..core.errors import ConfigError
-from ..target.files import fingerprint
 from ..target.loader import load_tokenizer
+from ..target.streams import fingerprint
 from .answers import answered_by
 from .data import STDLIB, Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, python_version, sha256
 from .features import CacheDtype, FeatureCache, open_cache
