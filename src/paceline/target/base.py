@@ -104,23 +104,3 @@ class Planner(Protocol):
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The plan for rows at ``positions`` [rows] int64."""
         ...
-
-
-class Target(Planner, Protocol):
-    """A decoder any range of whose layers can be run."""
-
-    num_layers: int
-
-    def embed(self, batch: Batch) -> ForwardState:
-        """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
-        ...
-
-    def run_layers(
-        self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
-    ) -> ForwardState:
-        """Run layers start .. stop - 1 in place on ``state``; K and V of every row go to its slot."""
-        ...
-
-    def logits(self, state: ForwardState, rows: Tensor | None = None) -> Tensor:
-        """[rows, vocab], float32 or wider: final norm and output head of the rows named (all by default)."""
-        ...
