@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats as sps
 
-from paceline.core import sampling
+from paceline.core import noise, sampling
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams, SequenceSampler, derive_seed
 
@@ -339,7 +339,7 @@ class TestNoise:
     def test_splitmix_reference_output(self):
         """The first outputs of SplitMix64 from state 0, as published with it."""
         gamma = 0x9E3779B97F4A7C15
-        got = [sampling._mix((i * gamma) % 2**64) for i in (1, 2, 3)]
+        got = [noise._mix((i * gamma) % 2**64) for i in (1, 2, 3)]
         assert got == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
     @pytest.mark.parametrize("seed", [0, 1, -1, 12345, 2**64 + 12345, 2**63, -(2**63)])
@@ -357,7 +357,7 @@ class TestNoise:
         sampler = make(seed=2024, vocab=50_000)
         logits = torch.zeros(6, 50_000)
         assert sampler.choose(logits, None, list(range(6))).tolist() == GOLDEN_CHOICES
-        bits = sampling._hash_bits([sampling._key(1, 2, 3)], 4, torch.device("cpu"))
+        bits = noise._hash_bits([noise.key(1, 2, 3)], 4, torch.device("cpu"))
         assert bits[0].tolist() == GOLDEN_BITS
 
     def test_seed_is_taken_mod_2_64(self):
@@ -400,8 +400,8 @@ class TestNoise:
     def test_extreme_bits_stay_finite(self):
         bits = torch.tensor([[0, 1, 2**63 - 1, 2**62]])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "_hash_bits", lambda *_: bits.clone())
-            got = sampling._gumbel([0], 4, torch.device("cpu"))
+            patch.setattr(noise, "_hash_bits", lambda *_: bits.clone())
+            got = noise.gumbel([0], 4, torch.device("cpu"))
         assert got.isfinite().all()
         assert got[0, 0] == pytest.approx(63 * math.log(2), rel=1e-6)
 
@@ -501,9 +501,9 @@ class TestNoise:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestCuda:
     def test_hash_is_the_same(self):
-        keys = [sampling._key(i) for i in range(4)]
-        host = sampling._hash_bits(keys, 9001, torch.device("cpu"))
-        assert torch.equal(sampling._hash_bits(keys, 9001, torch.device("cuda")).cpu(), host)
+        keys = [noise.key(i) for i in range(4)]
+        host = noise._hash_bits(keys, 9001, torch.device("cpu"))
+        assert torch.equal(noise._hash_bits(keys, 9001, torch.device("cuda")).cpu(), host)
 
     @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
     def test_choices_are_the_same(self, rules):

@@ -24,12 +24,13 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.drafters.streams.drafter import best_nodes
-from paceline.rounds import default_round, fused, make_round
-from paceline.rounds.fused import surviving
+from paceline.rounds import default_round, make_round, stream_rows
+from paceline.rounds.pruning import surviving
 from paceline.rounds.verification import VERIFIERS, make_verifier
 from paceline.target.adapters import AdapterConfig
+from paceline.target.files import fingerprint
 from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet, fingerprint
+from paceline.target.streams import StreamConfig, StreamSet
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = [*range(20, 50)]
@@ -226,17 +227,18 @@ def test_on_the_frontier_each_sequence_has_room_for_its_streams_and_no_more() ->
 
 def test_masks_of_many_streams_are_not_kept() -> None:
     """They grow with the square of the rows: a few hundred of them would fill the memory."""
-    for make in (fused._siblings, fused._owned):
-        fused._kept_mask.cache_clear()
-        small, large = ([make(n, 4, torch.device("cpu")) for _ in range(2)] for n in (3, fused.KEPT_MASK))
+    device = torch.device("cpu")
+    for make in (stream_rows.siblings, stream_rows.owned):
+        stream_rows._kept_mask.cache_clear()
+        small, large = ([stream_rows._kept(make, n, 4, device) for _ in range(2)] for n in (3, stream_rows.KEPT_MASK))
         assert small[0] is small[1] and large[0] is not large[1]
-        assert fused._kept_mask.cache_info().currsize == 1
-    most = fused.KEPT_MASK // 4
+        assert stream_rows._kept_mask.cache_info().currsize == 1
+    most = stream_rows.KEPT_MASK // 4
     for n in (2, most, most + 1):
         rows = torch.arange(n * 4)
         same = rows[:, None] // 4 == rows // 4
-        assert torch.equal(fused._siblings(n, 4, torch.device("cpu")), same & (rows[:, None] >= rows))
-        assert torch.equal(fused._owned(n, 4, torch.device("cpu")), torch.arange(n)[:, None] == rows // 4)
+        assert torch.equal(stream_rows._kept(stream_rows.siblings, n, 4, device), same & (rows[:, None] >= rows))
+        assert torch.equal(stream_rows._kept(stream_rows.owned, n, 4, device), torch.arange(n)[:, None] == rows // 4)
 
 
 def test_a_set_of_another_target() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from asks import LIBRARY, Ask, Bad, make_ask, make_bad
@@ -31,7 +31,14 @@ TICKS = 6000  # a case that takes longer does not end
 WEIGHTS = {"float64": 5, "bytes": 3}  # of worlds in the draw; 1 for the others
 PLACES = tuple(  # before and after each of these
     f"{when} {name}"
-    for name in ("scheduler.schedule", "round.step", "pool.commit", "round._emit", "round.release", "scheduler.remove")
+    for name in (
+        "scheduler.schedule",
+        "round.step",
+        "pool.commit",
+        "round.emitter.emit",
+        "round.release",
+        "scheduler.remove",
+    )
     for when in ("before", "after")
 )
 _FINE = {"prompt_token_ids": [5]}
@@ -235,8 +242,8 @@ class Play:
 
     def _lay_fuses(self) -> None:
         for name in {place.split()[1] for place in self.case.tears.values()}:
-            part, method = name.split(".")
-            owner = getattr(self.engine, part)
+            *parts, method = name.split(".")
+            owner = reduce(getattr, parts, self.engine)
             setattr(owner, method, self._fused(name, getattr(owner, method)))
 
     def _fused(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from witness import Witness
 from worlds import ADAPTERS, WORLDS, TinyLLM, available, build
 
-from paceline.core.request import StopRules
+from paceline.core import request
 from paceline.core.sampling import SequenceSampler, _Tally
 from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome
@@ -191,8 +191,8 @@ def share_applications(patch: pytest.MonkeyPatch) -> None:
 
 def stop_late(patch: pytest.MonkeyPatch) -> None:
     """A stop string that spans two tokens is missed."""
-    find = StopRules.find_stop
-    patch.setattr(StopRules, "find_stop", lambda self, text, new: find(self, text[len(text) - new :], new))
+    find = request.find_stop
+    patch.setattr(request, "find_stop", lambda stops, text, new: find(stops, text[len(text) - new :], new))
 
 
 def keep_the_blocks(patch: pytest.MonkeyPatch) -> None:

@@ -180,14 +180,14 @@ def test_exact_bits_do_not_depend_on_the_company(dtype: torch.dtype) -> None:
 
 def test_a_wrong_range_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault is noticed: with the ranges one row too short, the mixed batch differs."""
-    from paceline.rounds import serial
+    from paceline.rounds import passes
 
-    honest = serial.adapter_ranges
+    honest = passes.adapter_ranges
 
     def short(*args: Any) -> Any:
         return [replace(r, stop=r.stop - 1) for r in honest(*args)]
 
-    monkeypatch.setattr(serial, "adapter_ranges", short)
+    monkeypatch.setattr(passes, "adapter_ranges", short)
     with pytest.raises(AssertionError):
         check(assemble(decoder=target(), applications=applications()))
 

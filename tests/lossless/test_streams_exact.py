@@ -22,10 +22,12 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.drafters.base import StepFeatures
 from paceline.engine.engine import Engine
+from paceline.rounds.passes import Pass
 from paceline.target.adapters import AdapterConfig, AdapterRange
 from paceline.target.base import Batch, ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.streams import StreamRows, StreamSet
+from paceline.target.stream_rows import StreamRows
+from paceline.target.streams import StreamSet
 
 LONG = [*range(20, 62)]
 PROMPTS = [LONG, [*range(30, 41)], [8], [*LONG[:34], 3, 9]]
@@ -255,11 +257,11 @@ def test_row_layers_by_hand() -> None:
     engine = assemble(streams(chain=True, at="nodes"), decoder=target())
     stats = run(engine, [(PROMPTS[1], GREEDY)])[0].stats
     rows = stats.passes + stats.drafted  # roots and nodes, each through three layers
-    riding = stats.row_layers - 3 * rows
-    carriers = riding // 3
-    assert riding == 3 * carriers
+    in_streams = stats.row_layers - 3 * rows
+    carriers = in_streams // 3
+    assert in_streams == 3 * carriers
     assert rows - 4 <= carriers < rows  # the last pass, at least, has no next draft to prepare
-    assert stats.upper_row_layers == carriers + riding
+    assert stats.upper_row_layers == carriers + in_streams
 
 
 # ---- the bits of main rows
@@ -274,18 +276,16 @@ def logits_by_place(
     """The target's logits after every token that came out, by request and position."""
     found: dict[tuple[int, int], Tensor] = {}
     round_: Any = engine.round
-    emit = round_._emit
+    emit = round_.emitter.emit
 
-    def watched(works: Any, spans: Any, generating: Any, tree: Any, logits: Tensor, tokens: Any, paths: Any) -> Any:
-        begin = 0
-        for i in generating:
-            view = works[i].sequence.view
-            for depth, node in enumerate([0, *paths[i]]):
-                found[view.key, len(view.tokens) + depth] = logits[begin + node].clone()
-            begin += spans[i].stop - spans[i].root
-        return emit(works, spans, generating, tree, logits, tokens, paths)
+    def watched(p: Pass) -> None:
+        for i in p.generating:
+            view = p.works[i].sequence.view
+            for depth, node in enumerate([0, *p.paths[i]]):
+                found[view.key, len(view.tokens) + depth] = p.logits[p.rows[i]][node].clone()
+        emit(p)
 
-    round_._emit = watched
+    round_.emitter.emit = watched
     run(engine, [(p, GREEDY) for p in prompts], [application] * len(prompts))
     assert round_.failure is None
     return found
@@ -306,9 +306,9 @@ def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at
     plain = logits_by_place(assemble(decoder=decoder, max_model_len=120), prompts)
     drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9)
     engine = assemble(drafter, decoder=decoder, max_model_len=120)
-    riding = logits_by_place(engine, prompts)
-    assert plain.keys() <= riding.keys()
-    assert all(torch.equal(plain[place], riding[place]) for place in plain)
+    in_streams = logits_by_place(engine, prompts)
+    assert plain.keys() <= in_streams.keys()
+    assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
 
 
 @pytest.mark.parametrize(("compiled", "kind"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])

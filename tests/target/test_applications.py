@@ -26,8 +26,9 @@ from paceline.target.adapters import linear_shapes
 from paceline.target.applications import Application, adapter_ranges, identity, load_applications
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig
+from paceline.target.files import fingerprint
 from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet, fingerprint
+from paceline.target.streams import StreamConfig, StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 MODEL = "paceline-small"

@@ -24,10 +24,11 @@ from paceline.attention.reference import ReferenceAttention
 from paceline.core.options import shown
 from paceline.target import loader
 from paceline.target.decoder import Decoder
-from paceline.target.families import FAMILIES, MAX_LAYERS, decoder_config, weight_map
+from paceline.target.families import FAMILIES, MAX_LAYERS, decoder_config
 from paceline.target.files import MAX_JSON_BYTES, read_json
 from paceline.target.loader import load_model, read_config
 from paceline.target.streams import CONFIG_FILE, StreamSet
+from paceline.target.weights import weight_map
 
 # Hypothesis wants fixtures that are made anew for every example; these are only read.
 shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

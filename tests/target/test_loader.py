@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.target.decoder import Decoder
-from paceline.target.families import decoder_config, weight_map
+from paceline.target.families import decoder_config
 from paceline.target.loader import load_model, load_tokenizer, load_weights, parse_device, read_config, resolve_folder
+from paceline.target.weights import weight_map
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import LLAMA3_ROPE, build  # noqa: E402  (the builders live beside the parity tests)

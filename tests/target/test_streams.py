@@ -16,16 +16,9 @@ from tiny import tiny_config, tiny_streams
 from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
 from paceline.target.adapters import LINEARS, AdapterConfig, LowRank, linear_shapes
-from paceline.target.streams import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    StreamConfig,
-    StreamLimit,
-    StreamRows,
-    StreamSet,
-    fingerprint,
-    read_config,
-)
+from paceline.target.files import fingerprint
+from paceline.target.stream_rows import StreamLimit, StreamRows
+from paceline.target.streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, StreamSet, read_config
 
 SHAPE = tiny_config()
 SHAPES = linear_shapes(SHAPE)
@@ -275,13 +268,13 @@ def test_a_small_file_has_a_fingerprint(tmp_path: Path) -> None:
 # ---- what layers do otherwise
 
 
-def test_values_turn_by_j_epsilon_in_pairs() -> None:
+def test_values_are_rotated_by_j_epsilon_in_pairs() -> None:
     values = torch.randn(5, 2, 8, dtype=torch.float64)
     angles = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)[:, None, None]
-    turned = StreamRows(2, (angles.cos(), angles.sin())).turned(values)
-    assert torch.equal(turned[:2], values[:2])
+    rotated = StreamRows(2, (angles.cos(), angles.sin())).rotated(values)
+    assert torch.equal(rotated[:2], values[:2])
     pairs = torch.complex(values[2:, :, :4], values[2:, :, 4:]) * torch.exp(1j * angles)
-    assert torch.allclose(turned[2:], torch.cat((pairs.real, pairs.imag), -1))
+    assert torch.allclose(rotated[2:], torch.cat((pairs.real, pairs.imag), -1))
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -17,8 +17,9 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, StreamsKind, similarity
 from paceline.target.adapters import linear_shapes
+from paceline.target.files import fingerprint
 from paceline.target.rope import RopeTable
-from paceline.target.streams import StreamSet, fingerprint
+from paceline.target.streams import StreamSet
 from paceline.training.data import Example, Mixture, TokenBatch, collate
 from paceline.training.multistream import (
     choose_carriers,

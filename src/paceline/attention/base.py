@@ -67,6 +67,11 @@ class AttentionBackend(Protocol):
         ...
 
 
+def slot_indices(slots: slice | Tensor, device: torch.device) -> Tensor:
+    """[slots] int64: slots that may be given as a slice, where they are contiguous."""
+    return torch.arange(slots.start, slots.stop, device=device) if isinstance(slots, slice) else slots
+
+
 def block_visibility(segment: Segment, device: torch.device) -> Tensor:
     """[rows, block] bool: which keys of the block each row sees (the chain rule where none is given)."""
     if segment.visible is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..kv.pool import PADDING_SLOTS
-from .base import Segment, key_mask, key_positions
+from .base import Segment, key_mask, key_positions, slot_indices
 
 BUCKET = 64  # keys; exact rows are padded to a multiple of it
 # What a gather of one exact group of tree rows may hold, in keys over all rows (memory, not speed).
@@ -170,9 +170,7 @@ def _exact_gather_calls(segment: Segment, positions: Tensor, window: int | None,
     rows = positions[segment.start : segment.stop]
     visible = key_mask(segment, rows, None)  # without the window: the order must not depend on it
     counts = visible.sum(dim=1)  # [rows] keys of each row
-    slots = segment.keys
-    if isinstance(slots, slice):
-        slots = torch.arange(slots.start, slots.stop, device=device)
+    slots = slot_indices(segment.keys, device)
     where = key_positions(segment, device)
     calls = []
     start = 0

@@ -52,56 +52,23 @@ class Texts(Protocol):
 # Stop rules
 
 
-@dataclass(frozen=True, kw_only=True)
-class StopRules:
-    """When an output ends. Ids and strings count only in tokens after the first ``min_tokens``."""
+def find_stop(stops: Sequence[str], text: str, new: int) -> tuple[int, str] | None:
+    """The first of ``stops`` in ``text`` that ends in its last ``new`` characters: (start, string).
 
-    eos_ids: frozenset[int] = frozenset()  # empty where EOS is ignored
-    stop_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()
-    keep_stop_string: bool = False
-    min_tokens: int = 0
-    max_tokens: int
-
-    @classmethod
-    def of(cls, params: SamplingParams, eos_ids: Sequence[int], max_tokens: int) -> StopRules:
-        """The rules of a request; ``max_tokens`` is what the request and the context allow."""
-        return cls(
-            eos_ids=frozenset() if params.ignore_eos else frozenset(eos_ids),
-            stop_ids=frozenset(params.stop_token_ids or ()),
-            stop_strings=params.stop_strings,
-            keep_stop_string=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            max_tokens=max_tokens,
-        )
-
-    def find_stop(self, text: str, new: int) -> tuple[int, str] | None:
-        """The first stop string in ``text`` that ends in its last ``new`` characters: (start, string).
-
-        First means the one that ends first, as though the text had come character by character, so the
-        answer does not depend on where tokens begin; of two that end together, the longer.
-        """
-        found = []
-        for stop in self.stop_strings:
-            start = text.find(stop, max(0, len(text) - new - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
-
-    def held_back(self, text: str) -> int:
-        """Length of the longest end of ``text`` with which a stop string may be about to begin."""
-        return max((_overlap(text, stop) for stop in self.stop_strings), default=0)
+    First means the one that ends first, as though the text had come character by character, so the
+    answer does not depend on where tokens begin; of two that end together, the longer.
+    """
+    found = []
+    for stop in stops:
+        start = text.find(stop, max(0, len(text) - new - len(stop) + 1))
+        if start >= 0:
+            found.append((start + len(stop), start, stop))
+    return min(found)[1:] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of text that is a beginning of stop, but not all of it."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class GrowingText:
@@ -142,6 +109,8 @@ class GrowingText:
 class StopChecker:
     """Walks the tokens of one output in order and says where it ends.
 
+    Ids and strings count only in tokens after the first ``min_tokens``.
+
     EOS and stop ids stay in the token ids and have no text. The text ends where a stop string begins
     (where it ends, with ``include_stop_str_in_output``), even in the middle of a token. A token that is
     both the last allowed and a stop ends the output as a stop.
@@ -166,13 +135,16 @@ class StopChecker:
         if params.stop_strings and stream is None:
             asked = f"stop={params.stop!r} without a tokenizer"
             raise ConfigError(asked, "stop strings are found in text", "use stop_token_ids, or load a tokenizer")
-        self.rules = StopRules.of(params, eos_ids, max_tokens)
+        self.max_tokens = max_tokens
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: StopReason = None
+        self._min_tokens, self._keeps_stop_string = params.min_tokens, params.include_stop_str_in_output
+        self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        self._stop_ids, self._stops = frozenset(params.stop_token_ids or ()), params.stop_strings
+        self._longest = max(map(len, self._stops), default=0)
         self._text = GrowingText()
         self._stream = stream
-        self._longest = max(map(len, self.rules.stop_strings), default=0)
 
     @property
     def finished(self) -> bool:
@@ -181,7 +153,7 @@ class StopChecker:
     @property
     def remaining(self) -> int:
         """Tokens that ``max_tokens`` still allows."""
-        return self.rules.max_tokens - self.num_tokens
+        return self.max_tokens - self.num_tokens
 
     @property
     def text(self) -> str:
@@ -194,7 +166,7 @@ class StopChecker:
         if self.finished or not self._longest:
             return self._text.length
         end = self._text.slice(self._text.length - self._longest, self._text.length)
-        return self._text.length - self.rules.held_back(end)
+        return self._text.length - max(_overlap(end, stop) for stop in self._stops)
 
     def stable_text(self, start: int = 0) -> str:
         """The text from character ``start`` on that will not change any more."""
@@ -226,12 +198,12 @@ class StopChecker:
         self.finish_reason, self.stop_reason = reason, None
 
     def _take(self, token: int) -> None:
-        armed = self.num_tokens >= self.rules.min_tokens
-        if armed and (token in self.rules.eos_ids or token in self.rules.stop_ids):
-            self._finish("stop", None if token in self.rules.eos_ids else token)
+        armed = self.num_tokens >= self._min_tokens
+        if armed and (token in self._eos_ids or token in self._stop_ids):
+            self._finish("stop", None if token in self._eos_ids else token)
         else:
             self._append_text(token, armed)
-            if not self.finished and self.num_tokens + 1 >= self.rules.max_tokens:
+            if not self.finished and self.num_tokens + 1 >= self.max_tokens:
                 self._finish("length", None)
         self.num_tokens += 1
 
@@ -241,10 +213,10 @@ class StopChecker:
         if not (piece and armed and self._longest):
             return
         begin = max(0, self._text.length - len(piece) - self._longest)
-        found = self.rules.find_stop(self._text.slice(begin, self._text.length), len(piece))
+        found = find_stop(self._stops, self._text.slice(begin, self._text.length), len(piece))
         if found:
             start, stop = found
-            self._text.cut(begin + start + (len(stop) if self.rules.keep_stop_string else 0))
+            self._text.cut(begin + start + (len(stop) if self._keeps_stop_string else 0))
             self.finish_reason, self.stop_reason = "stop", stop
 
     def _finish(self, reason: FinishReason, stop_reason: StopReason) -> None:

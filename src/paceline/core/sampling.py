@@ -10,16 +10,16 @@ Axis letters: n rows (nodes), D depth, V vocabulary.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from . import noise
 from .errors import CapabilityError, ConfigError
+from .noise import derive_seed as derive_seed
 from .options import shown
 
 MaskFn = Callable[[Sequence[int]], Tensor]  # output ids so far -> [V] bool, True where a token is allowed
@@ -193,91 +193,6 @@ def _check_flags(params: SamplingParams) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Noise: a keyed hash, computed where the logits are
-
-_MASK64 = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step of the counter
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_LARGEST_BELOW_1 = 1 - 2**-24  # in float32
-
-_TARGET, _DRAFT, _ACCEPT, _RESIDUAL = range(4)  # domains: noise for different purposes is independent
-
-
-def derive_seed() -> int:
-    """A fresh seed for a request that names none; 53 bits, so that any JSON reader keeps it whole."""
-    return secrets.randbits(53)
-
-
-def _mix(value: int) -> int:
-    """The finaliser of SplitMix64, a bijection on 64 bits (Steele, Lea and Flood 2014, figure 17)."""
-    value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK64
-    value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK64
-    return value ^ (value >> 31)
-
-
-def _key(*parts: int) -> int:
-    """A 64-bit key from integers of any size and sign (taken mod 2^64)."""
-    key = 0
-    for part in parts:
-        key = _mix(((key ^ part) + _GAMMA) & _MASK64)
-    return key
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits: torch has no full set of unsigned operations."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-@lru_cache(maxsize=16)
-def _counters(vocab_size: int, device: torch.device) -> Tensor:
-    """[V] int64: the counter of each token id, (id + 1) * gamma mod 2^64."""
-    return torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device).mul_(_signed(_GAMMA))
-
-
-def _hash_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """[len(keys), V] int64 in [0, 2^63): the SplitMix64 stream of each key, one output a token id.
-
-    The last xor-shift of the finaliser is left out: it only mends low bits, and a float uses the high ones.
-    """
-    start = torch.tensor([[_signed(key)] for key in keys], dtype=torch.int64, device=device)
-    bits = _counters(vocab_size, device) + start
-    shifted = torch.empty_like(bits)
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        torch.bitwise_right_shift(bits, shift, out=shifted)  # arithmetic; the mask makes it logical
-        bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
-    return bits.bitwise_and_((1 << 63) - 1)
-
-
-def _gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """[len(keys), V] float32 standard Gumbel noise, always finite.
-
-    G = -log(E), E = -log(1 - u) exponential. A draw is decided by large G, hence by u near 0, where
-    float32 is densest: u has 63 random bits, so the tail that wins is not rounded onto a grid.
-    """
-    uniform = _hash_bits(keys, vocab_size, device).bitwise_or_(1).to(torch.float32)
-    uniform.mul_(2.0**-63).clamp_(max=_LARGEST_BELOW_1)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-def _uniform(key: int) -> float:
-    """A double in (0, 1), open at both ends."""
-    return ((_mix((key + _GAMMA) & _MASK64) >> 12) + 0.5) * 2.0**-52
-
-
-def _gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> list[Tensor]:
-    """One [V] row a key. On the CPU one by one: a row stays in cache, and no row depends on its neighbours."""
-    if device.type == "cpu":
-        return [_gumbel([key], vocab_size, device)[0] for key in keys]
-    return list(_gumbel(keys, vocab_size, device).unbind(0))
-
-
-def _as_list(values: Tensor | Sequence[int] | int, rows: int | None = None) -> list[int]:
-    if isinstance(values, int):
-        return [values] * (1 if rows is None else rows)
-    return values.tolist() if isinstance(values, Tensor) else [int(v) for v in values]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Truncations: pure functions of a row, in place
 
 
@@ -364,6 +279,12 @@ class _Tally:
             return self.counts[None]
         counts = self.counts.repeat(len(paths), 1)
         return counts.scatter_add_(1, paths.clamp(min=0), (paths >= 0).to(torch.int32))
+
+
+def _as_list(values: Tensor | Sequence[int] | int, rows: int | None = None) -> list[int]:
+    if isinstance(values, int):
+        return [values] * (1 if rows is None else rows)
+    return values.tolist() if isinstance(values, Tensor) else [int(v) for v in values]
 
 
 _Step = Callable[[Tensor, "Tensor | None"], None]  # (logits [n, V], paths [n, D] or None), in place
@@ -477,8 +398,8 @@ class SequenceSampler:
         processed = self.process(logits, paths)
         if self.greedy:
             return processed
-        noise = self.noise(positions, device=processed.device)
-        return processed + noise if processed is logits else processed.add_(noise)
+        gumbel = self.noise(positions, device=processed.device)
+        return processed + gumbel if processed is logits else processed.add_(gumbel)
 
     def choose(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
         """[n] int64: the token that plain decoding chooses after each row."""
@@ -516,12 +437,11 @@ class SequenceSampler:
         The k largest of log q + noise are k draws without replacement, in draw order (Kool et al. 2019).
         ``branch`` (one for all rows, or [n]) tells apart rows at one position that are to differ.
         """
-        return self._independent_noise(_DRAFT, positions, branch, device)
+        return self._independent_noise(noise.DRAFT, positions, branch, device)
 
     def draw(self, probs: Tensor, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
         """[n] int64: one draw from each row of probs [n, V], independent of the target's noise."""
-        noise = self.draft_noise(positions, branch, probs.device)
-        return (probs.log() + noise).argmax(dim=-1)
+        return (probs.log() + self.draft_noise(positions, branch, probs.device)).argmax(dim=-1)
 
     def accept_uniform(self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
         """[n] float64 in (0, 1), on the CPU: decides whether rejection sampling accepts a drafted token.
@@ -529,21 +449,21 @@ class SequenceSampler:
         ``branch`` (one for all, or [n]) tells apart nodes that stand at one position.
         """
         places = _as_list(positions)
-        keys = self._keys(_ACCEPT, places, _as_list(branch, len(places)))
-        return torch.tensor([_uniform(key) for key in keys], dtype=torch.float64)
+        keys = self._keys(noise.ACCEPT, places, _as_list(branch, len(places)))
+        return torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64)
 
     def residual_gumbel(
         self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
     ) -> Tensor:
         """[n, V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
-        return self._independent_noise(_RESIDUAL, positions, branch, device)
+        return self._independent_noise(noise.RESIDUAL, positions, branch, device)
 
     def _cached_noise(self, positions: list[int], device: torch.device) -> dict[int, Tensor]:
         """Rows by position. A draft and its check use the same rows, so they are kept until they are passed."""
         rows = {p: self._noise_rows.get((device, p)) for p in positions}
         missing = [p for p, row in rows.items() if row is None]
-        keys = self._keys(_TARGET, missing, [0] * len(missing))
-        made = dict(zip(missing, _gumbel_rows(keys, self.vocab_size, device), strict=True))
+        keys = self._keys(noise.TARGET, missing, [0] * len(missing))
+        made = dict(zip(missing, noise.gumbel_rows(keys, self.vocab_size, device), strict=True))
         self._noise_rows.update({(device, p): row for p, row in made.items()})
         while len(self._noise_rows) > _CACHED_ROWS:
             self._noise_rows.pop(next(iter(self._noise_rows)))
@@ -559,12 +479,12 @@ class SequenceSampler:
         device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
         places = _as_list(positions)
         keys = self._keys(domain, places, _as_list(branch, len(places)))
-        rows = _gumbel_rows(keys, self.vocab_size, device)
+        rows = noise.gumbel_rows(keys, self.vocab_size, device)
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, device=device)
 
     def _keys(self, domain: int, positions: list[int], branches: list[int]) -> list[int]:
         base = (self.seed, self.sample_index, domain)
-        return [_key(*base, position, branch) for position, branch in zip(positions, branches, strict=True)]
+        return [noise.key(*base, position, branch) for position, branch in zip(positions, branches, strict=True)]
 
     # -- the rules, in their order
 

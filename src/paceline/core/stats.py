@@ -14,7 +14,8 @@ Definitions, once for the whole project:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -118,11 +119,10 @@ class SpecStats:
         Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` the earlier one.
         ``off_reason`` stays where both give the same, or where all that was drafted is nothing.
         """
-        merged = SpecStats()
-        for name in _SUMS:
-            setattr(merged, name, getattr(self, name) + getattr(other, name))
-        for name in ("accepted_histogram", "depth_offered", "depth_accepted"):
-            setattr(merged, name, _add_lists(getattr(self, name), getattr(other, name)))
+        merged = SpecStats(**{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
+        for name in _LISTS:
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(merged, name, [a + b for a, b in pairs])
         for part in (self.sources, other.sources):
             for source, counts in part.items():
                 merged.sources.setdefault(source, SourceStats()).add(counts.drafted, counts.accepted)
@@ -135,12 +135,8 @@ class SpecStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Fields and derived figures, ready for JSON."""
-        plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("accepted_histogram", "depth_offered", "depth_accepted"):
-            plain[name] = list(plain[name])
-        plain["sources"] = {n: {"drafted": s.drafted, "accepted": s.accepted} for n, s in self.sources.items()}
         derived = ("mean_accepted_length", "acceptance_rate", "depth_acceptance", "tokens_per_second")
-        return plain | {name: getattr(self, name) for name in derived}
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def summary(self) -> str:
         """One line for people."""
@@ -157,30 +153,11 @@ class SpecStats:
         return " | ".join(parts)
 
 
-_SUMS = (
-    "passes",
-    "drafted",
-    "accepted",
-    "emitted",
-    "row_layers",
-    "upper_row_layers",
-    "pruned",
-    "draft_ms",
-    "verify_ms",
-    "host_ms",
-    "idle_ms",
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "preemptions",
-)
+_LISTS = ("accepted_histogram", "depth_offered", "depth_accepted")
+_APART = {*_LISTS, "sources", "elapsed_ms", "ttft_ms", "off_reason"}
+_SUMS = tuple(f.name for f in fields(SpecStats) if f.name not in _APART)
 
 
 def _bump(counts: list[int], index: int, amount: int = 1) -> None:
     counts.extend([0] * (index + 1 - len(counts)))
     counts[index] += amount
-
-
-def _add_lists(a: list[int], b: list[int]) -> list[int]:
-    size = max(len(a), len(b))
-    pad = [x + [0] * (size - len(x)) for x in (a, b)]
-    return [x + y for x, y in zip(*pad, strict=True)]

@@ -1,7 +1,7 @@
 """What is being tried: batched token trees, held as parent pointers.
 
-Masks, depths, paths and children are derived from the parents by small pure functions; no operation
-changes a tree in place. Axis letters: B requests, N nodes, D depth, K candidates, V vocabulary.
+Masks, depths, paths and children are derived from the parents; no operation changes a tree in place. `tree_lists`
+holds the view of plain lists, `tree_checks` the invariants. Axis letters: B requests, N nodes, D depth.
 
 On the CPU every operation checks its arguments and returns the narrowest tree. On an accelerator `extend`
 and `from_chain` do neither, because both would wait for the device (`check` and `trim` do it on demand).
@@ -9,83 +9,21 @@ and `from_chain` do neither, because both would wait for the device (`check` and
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import sparse_q, tree_checks, tree_lists
 from .errors import ConfigError
+from .sparse_q import SparseQ
+from .tree_lists import PADDING, TreeLists, as_tensor, padded
 
 _FEW_NODES = 512  # columns of a batch of trees, padding included
-PADDING = -1  # parents, node ids and path tokens of padding; token columns hold 0 there
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SparseQ:
-    """The distribution that the children of each node were drawn from.
-
-    Only honest draws may carry it: every child of node n was drawn from row n, siblings in index order,
-    and no node was removed after the draw. Rows of nodes without children are never read.
-    """
-
-    ids: Tensor | None  # [B, N, K] int64  tokens with non-zero probability, -1 padded; None: all tokens, K = V
-    probs: Tensor  # [B, N, K] float  each row with children sums to 1
-    replacement: bool = True  # False: a token drawn for one sibling was out of the draw for the next
-
-    def dense(self, b: int, n: int, vocab_size: int) -> Tensor:
-        """[V] float64: the distribution that the children of node ``n`` of request ``b`` were drawn from."""
-        node = torch.tensor([n], device=self.probs.device)
-        return replace(self, ids=None if self.ids is None else self.ids[b : b + 1], probs=self.probs[b : b + 1]).rows(
-            node, vocab_size
-        )[0]
-
-    def rows(self, nodes: Tensor, vocab_size: int) -> Tensor:
-        """[B, V] float64: the distribution below ``nodes`` [B], one node a request."""
-        self.require_vocab(vocab_size)
-        batch = torch.arange(nodes.shape[0], device=nodes.device)
-        probs = self.probs[batch, nodes].double()  # [B, K]
-        if self.ids is None:
-            return probs
-        ids = self.ids[batch, nodes]  # [B, K]
-        rows = probs.new_zeros(nodes.shape[0], vocab_size)
-        return rows.scatter_add_(1, ids.clamp(min=0), probs.masked_fill(ids < 0, 0.0))
-
-    def of_tokens(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """[B, M] float64: probability of ``tokens`` [B, M] below ``nodes`` [B, M] int64."""
-        batch = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
-        if self.ids is None:
-            return self.probs[batch, nodes, tokens].double()
-        here = self.ids[batch, nodes] == tokens[:, :, None]  # [B, M, K]
-        return (self.probs[batch, nodes].double() * here).sum(dim=2)
-
-    def require_vocab(self, vocab_size: int) -> None:
-        """Raises ConfigError if this q has no ids and covers another number of tokens."""
-        if self.ids is None and self.probs.shape[2] != vocab_size:
-            raise ConfigError(
-                f"q over {self.probs.shape[2]} tokens for a target with {vocab_size}",
-                "a q without ids must cover the whole vocabulary",
-                "give ids, or probabilities for every token of the target",
-            )
-
-    def take(self, order: Tensor) -> SparseQ:
-        """The rows of nodes ``order`` [B, M] int64."""
-        batch = torch.arange(order.shape[0], device=order.device)[:, None]
-        ids = None if self.ids is None else self.ids[batch, order]
-        return replace(self, ids=ids, probs=self.probs[batch, order])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeLists:
-    """A batch of trees as plain lists, padding included."""
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    sources: list[list[int]]
-    counts: list[int]  # real nodes of each, the root included
+_EMPTY = {"tokens": 0, "parents": PADDING, "node_id": PADDING, "source": 0, "log_score": float("-inf")}  # at padding
 
 
 @dataclass(slots=True, eq=False)
@@ -181,33 +119,33 @@ class TokenTree:
             ConfigError: a parent that does not come before its child, or lists of unequal length.
         """
         roots = torch.as_tensor(roots, dtype=torch.int64)
-        _check_lists(len(roots), parents, tokens, source, log_score)
+        marks = [[source] * len(row) for row in tokens] if isinstance(source, int) else source
+        tree_lists.check_lists(len(roots), parents, tokens, marks, *(() if log_score is None else (log_score,)))
         counts = [len(row) + 1 for row in tokens]
         width = max(counts, default=1)
-        depths = [_depths(row) for row in parents]
-        marks = [[source] * len(row) for row in tokens] if isinstance(source, int) else source
+        depths = [tree_lists.depths_below(row) for row in parents]
         lists = TreeLists(
-            tokens=_padded(tokens, roots.tolist(), width, 0),
-            parents=_padded(parents, PADDING, width, PADDING),
-            sources=_padded(marks, source if isinstance(source, int) else 0, width, 0),
+            tokens=padded(tokens, roots.tolist(), width, 0),
+            parents=padded(parents, PADDING, width, PADDING),
+            sources=padded(marks, source if isinstance(source, int) else 0, width, 0),
             counts=counts,
         )
-        ids = _padded([range(1, n) for n in counts], 0, width, PADDING)
-        scores = None if log_score is None else _padded(log_score, 0.0, width, float("-inf"))
+        ids = padded([range(1, n) for n in counts], 0, width, PADDING)
+        scores = None if log_score is None else padded(log_score, 0.0, width, float("-inf"))
         num_nodes = torch.tensor(counts)
         tree = TokenTree(
-            tokens=_tensor(lists.tokens, torch.int64),
-            parents=_tensor(lists.parents, torch.int32),
+            tokens=as_tensor(lists.tokens, torch.int64),
+            parents=as_tensor(lists.parents, torch.int32),
             num_nodes=num_nodes,
-            node_id=_tensor(ids, torch.int64),
-            source=_tensor(lists.sources, torch.uint8),
-            log_score=None if scores is None else _tensor(scores, torch.float64),
+            node_id=as_tensor(ids, torch.int64),
+            source=as_tensor(lists.sources, torch.uint8),
+            log_score=None if scores is None else as_tensor(scores, torch.float64),
             next_id=num_nodes,
             chain=all(depth == list(range(1, len(depth) + 1)) for depth in depths),
             dense=min(counts, default=1) == width,
             depth_bound=max((max(depth, default=0) for depth in depths), default=0),
         )
-        tree.known, tree.known_depths = lists, _padded(depths, 0, width, PADDING)
+        tree.known, tree.known_depths = lists, padded(depths, 0, width, PADDING)
         tree.checked = scores is None or all(score == score for row in scores for score in row)  # no NaN
         return tree if roots.device.type == "cpu" else tree.to(roots.device)
 
@@ -226,21 +164,8 @@ class TokenTree:
             source: who proposes these nodes, 0 .. 255.
             log_score: like ``paths``, cumulative log q at each token; a merged node keeps the first.
         """
-        parents: list[list[int]] = []
-        tokens: list[list[int]] = []
-        scores: list[list[float]] = []
-        for b, branches in enumerate(paths):
-            trie: dict[tuple[int, int], int] = {}
-            scores.append([])
-            for i, path in enumerate(branches):
-                node = 0
-                for depth, token in enumerate(path):
-                    known = trie.setdefault((node, token), len(trie) + 1)
-                    if known == len(scores[b]) + 1:
-                        scores[b].append(0.0 if log_score is None else log_score[b][i][depth])
-                    node = known
-            parents.append([parent for parent, _ in trie])
-            tokens.append([token for _, token in trie])
+        tries = [tree_lists.trie(p, None if log_score is None else log_score[b]) for b, p in enumerate(paths)]
+        parents, tokens, scores = [t[0] for t in tries], [t[1] for t in tries], [t[2] for t in tries]
         return TokenTree.from_parents(roots, parents, tokens, source, None if log_score is None else scores)
 
     @staticmethod
@@ -259,15 +184,13 @@ class TokenTree:
         width = max(tree.tokens.shape[1] for tree in trees)
         drafted = [tree for tree in trees if tree.tokens.shape[1] > 1]
         scored = bool(drafted) and all(tree.log_score is not None for tree in drafted)
+        sampled = bool(drafted) and all(tree.q is not None for tree in drafted)
+        parts = [(tree._columns(scored), (0, width - tree.tokens.shape[1])) for tree in trees]
         return TokenTree(
-            tokens=_stacked([tree.tokens for tree in trees], width, 0),
-            parents=_stacked([tree.parents for tree in trees], width, PADDING),
+            **{n: torch.cat([pad(part[n], room, value=_EMPTY[n]) for part, room in parts]) for n in parts[0][0]},
             num_nodes=torch.cat([tree.num_nodes for tree in trees]),
-            node_id=_stacked([tree.node_id for tree in trees], width, PADDING),
-            source=_stacked([tree.source for tree in trees], width, 0),
-            log_score=_stacked([tree._scores() for tree in trees], width, float("-inf")) if scored else None,
-            q=_stacked_q(trees, width) if drafted and all(tree.q is not None for tree in drafted) else None,
-            next_id=torch.cat([tree._next() for tree in trees]),
+            q=sparse_q.stacked([(len(tree.tokens), tree.q) for tree in trees], width) if sampled else None,
+            next_id=torch.cat([tree.next_ids() for tree in trees]),
             chain=True if all(tree.chain for tree in trees) else None,
             dense=all(tree.dense and tree.tokens.shape[1] == width for tree in trees),
             depth_bound=max(tree.bound() for tree in trees),
@@ -301,7 +224,7 @@ class TokenTree:
         if parents.device.type == "cpu":
             self._require_nodes(parents, fresh)
             whole = self.dense and bool(fresh.all())
-        next_id = self._next()
+        next_id = self.next_ids()
         marks = torch.as_tensor(source, dtype=torch.uint8, device=parents.device).expand(batch, added)
         grown = TokenTree(
             tokens=torch.cat([self.tokens, tokens.long()], dim=1),
@@ -338,24 +261,20 @@ class TokenTree:
                 "trees can be merged only where they continue the same token",
                 "reroot one of them first",
             )
-        width = self.tokens.shape[1]
-        own = self._lists()
-        foreign = other._lists()
-        joined = [_joined(mine, theirs, width) for mine, theirs in zip(own, foreign, strict=True)]
-        total = width + other.tokens.shape[1]
-        device = self.tokens.device
-        keep = torch.tensor([_filled(keep, total, False) for keep, _ in joined], device=device)
-        parents = torch.tensor([_filled(p, total, PADDING) for _, p in joined], dtype=torch.int32, device=device)
-        next_id = self._next()
+        width, total = self.tokens.shape[1], self.tokens.shape[1] + other.tokens.shape[1]
+        pairs = zip(self._nodes(), other._nodes(), strict=True)
+        kept, parents = zip(*(tree_lists.union(mine, theirs, width, total) for mine, theirs in pairs), strict=True)
+        keep = torch.tensor(kept, device=self.tokens.device)
+        next_id = self.next_ids()
         fresh = keep[:, width:]
         scored = self.log_score is not None and other.log_score is not None
+        mine, theirs = self._columns(scored), other._columns(scored)
+        joined: dict[str, Any] = {name: torch.cat([mine[name], theirs[name]], dim=1) for name in mine}
+        joined["parents"] = torch.tensor(parents, dtype=torch.int32, device=self.tokens.device)
+        joined["node_id"] = torch.cat([self.node_id, next_id[:, None] + fresh.cumsum(dim=1) - 1], dim=1)
         grown = TokenTree(
-            tokens=torch.cat([self.tokens, other.tokens], dim=1),
-            parents=parents,
+            **joined,
             num_nodes=self.num_nodes,
-            node_id=torch.cat([self.node_id, next_id[:, None] + fresh.cumsum(dim=1) - 1], dim=1),
-            source=torch.cat([self.source, other.source], dim=1),
-            log_score=torch.cat([self._scores(), other._scores()], dim=1) if scored else None,
             next_id=next_id + fresh.sum(dim=1),
             depth_bound=max(self.bound(), other.bound()),
         )
@@ -430,18 +349,11 @@ class TokenTree:
 
     def to(self, device: torch.device | str) -> TokenTree:
         """The same tree on another device."""
-        q = self.q
-        if q is not None:
-            q = replace(q, ids=None if q.ids is None else q.ids.to(device), probs=q.probs.to(device))
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            parents=self.parents.to(device),
+            **{name: column.to(device) for name, column in self._columns().items()},
             num_nodes=self.num_nodes.to(device),
-            node_id=self.node_id.to(device),
-            source=self.source.to(device),
-            log_score=None if self.log_score is None else self.log_score.to(device),
-            q=q,
+            q=None if self.q is None else self.q.to(device),
             next_id=None if self.next_id is None else self.next_id.to(device),
         )
 
@@ -467,7 +379,7 @@ class TokenTree:
     def depths(self) -> Tensor:
         """[B, N] int64: edges from the root; -1 at padding."""
         if not self.chain:
-            return self._host_depths() if self._small else (self._lineage() > 0).sum(dim=2) - 1
+            return as_tensor(self.depth_lists(), torch.int64) if self._small else (self._lineage() > 0).sum(dim=2) - 1
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         if self.dense:
             return index.expand(self.tokens.shape)
@@ -475,7 +387,12 @@ class TokenTree:
 
     def depth_lists(self) -> list[list[int]]:
         """`depths` on the host (waits for the device)."""
-        return self.depths().tolist() if self.known_depths is None else self.known_depths
+        if self.known_depths is not None:
+            return self.known_depths
+        if self.chain or not self._small:
+            return self.depths().tolist()
+        lists = self.lists()
+        return tree_lists.padded_depths(lists.parents, lists.counts)
 
     def ancestor_mask(self) -> Tensor:
         """[B, N, N] bool: [b, i, j] says that j is i itself or one of its ancestors; False at padding.
@@ -486,7 +403,7 @@ class TokenTree:
         device = self.tokens.device
         if not self.chain:
             if self._small:
-                return self._host_mask()
+                return tree_lists.ancestor_mask(self.lists())
             mask = torch.zeros(batch, width, width + 1, dtype=torch.bool, device=device)
             return mask.scatter_(2, self._lineage(), True)[:, :, 1:]
         lower = torch.ones(width, width, dtype=torch.bool, device=device).tril_()
@@ -511,12 +428,7 @@ class TokenTree:
 
     def leaf_paths(self, b: int) -> list[list[int]]:
         """For each drafted leaf of request ``b``, in index order, the nodes from below the root to it."""
-        parents = self.parents[b].tolist()
-        inner = set(parents)
-        paths: list[list[int]] = [[]]
-        for node in range(1, int(self.num_nodes[b])):
-            paths.append([*paths[parents[node]], node])
-        return [path for path in paths[1:] if path[-1] not in inner]
+        return tree_lists.leaf_paths(self._nodes()[b][1])
 
     def token_paths(self, b: int) -> list[list[int]]:
         """Like `leaf_paths`, as tokens; what `from_paths` takes."""
@@ -536,7 +448,7 @@ class TokenTree:
         Raises:
             ConfigError: the first one that is broken.
         """
-        for b, problem in () if self.checked else self._problems():
+        for b, problem in () if self.checked else tree_checks.problems(self):
             raise ConfigError(f"tree of request {b}", problem, "build trees with the constructors of TokenTree")
 
     # ---- the parts that the operations are made of
@@ -546,30 +458,8 @@ class TokenTree:
         """Few nodes on the host: plain lists are then several times faster than tensor operations."""
         return self.tokens.device.type == "cpu" and self.tokens.numel() <= _FEW_NODES
 
-    def _host_depths(self) -> Tensor:
-        if self.known_depths is not None:
-            return _tensor(self.known_depths, torch.int64)
-        rows = []
-        for parents, count in zip(self.parents.tolist(), self.num_nodes.tolist(), strict=True):
-            depths = [0] * count + [PADDING] * (len(parents) - count)
-            for node in range(1, count):
-                depths[node] = depths[parents[node]] + 1
-            rows.append(depths)
-        return torch.tensor(rows)
-
-    def _host_mask(self) -> Tensor:
-        batch, width = self.tokens.shape
-        mask = torch.zeros(batch, width, width, dtype=torch.bool)
-        host = mask.numpy()
-        lists = self.lists()
-        for rows, parents, count in zip(host, lists.parents, lists.counts, strict=True):
-            for node in range(count):
-                if node:
-                    rows[node] = rows[parents[node]]
-                rows[node, node] = True
-        return mask
-
-    def _next(self) -> Tensor:
+    def next_ids(self) -> Tensor:
+        """[B] int64: the first node id of each request that was never used."""
         return self.node_id.amax(dim=1) + 1 if self.next_id is None else self.next_id
 
     def _scores(self) -> Tensor:
@@ -577,9 +467,17 @@ class TokenTree:
             return torch.zeros(self.tokens.shape, dtype=torch.float64, device=self.tokens.device)
         return self.log_score
 
-    def _lists(self) -> list[tuple[list[int], list[int]]]:
+    def _columns(self, scored: bool | None = None) -> dict[str, Any]:
+        """The tensors [B, N] by field, scores among them where there are any, or as ``scored`` says."""
+        columns = {"tokens": self.tokens, "parents": self.parents, "node_id": self.node_id, "source": self.source}
+        if self.log_score is not None if scored is None else scored:
+            columns["log_score"] = self._scores()
+        return columns
+
+    def _nodes(self) -> list[tree_lists.Nodes]:
         """Tokens and parents of the real nodes of each request."""
-        rows = zip(self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True)
+        known = self.lists()
+        rows = zip(known.tokens, known.parents, known.counts, strict=True)
         return [(tokens[:count], parents[:count]) for tokens, parents, count in rows]
 
     def _lineage(self) -> Tensor:
@@ -624,21 +522,16 @@ class TokenTree:
         width = int(counts.max()) if width is None else width
         order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]  # kept columns first
         real = torch.arange(width, device=keep.device) < counts[:, None]
-        old = self.parents.gather(1, order).long()
-        parents = torch.where(real & (old >= 0), index.gather(1, old.clamp(min=0)), PADDING)
-        parents[:, 0] = PADDING
-        scores = self.log_score
-        if scores is not None:
-            scores = scores.gather(1, order).masked_fill_(~real, float("-inf"))
+        columns = {name: column.gather(1, order) for name, column in self._columns().items()}
+        old = columns["parents"].long()
+        columns["parents"] = index.gather(1, old.clamp(min=0)).masked_fill_(old < 0, PADDING).to(torch.int32)
+        columns = {name: column.masked_fill_(~real, _EMPTY[name]) for name, column in columns.items()}
+        columns["parents"][:, 0] = PADDING
         return TokenTree(
-            tokens=torch.where(real, self.tokens.gather(1, order), 0),
-            parents=parents.to(torch.int32),
+            **columns,
             num_nodes=counts,
-            node_id=torch.where(real, self.node_id.gather(1, order), PADDING),
-            source=self.source.gather(1, order).masked_fill_(~real, 0),
-            log_score=scores,
             q=None if self.q is None else self.q.take(order),
-            next_id=self._next(),
+            next_id=self.next_ids(),
             chain=True if self.chain else None,
             dense=len(counts) == 1 and keep.device.type == "cpu",
             depth_bound=self.bound(),
@@ -660,32 +553,17 @@ class TokenTree:
                 return self
         tree = self._narrow(longest) if host else self
         real = torch.arange(tree.tokens.shape[1], device=lengths.device) < lengths[:, None]
-        return replace(
-            tree,
-            tokens=torch.where(real, tree.tokens, 0),
-            parents=torch.where(real, tree.parents, PADDING),
-            num_nodes=lengths,
-            node_id=torch.where(real, tree.node_id, PADDING),
-            source=torch.where(real, tree.source, 0),
-            log_score=None if tree.log_score is None else tree.log_score.masked_fill(~real, float("-inf")),
-            dense=host and len(lengths) == 1,
-        )
+        columns = {name: column.masked_fill(~real, _EMPTY[name]) for name, column in tree._columns().items()}
+        return replace(tree, **columns, num_nodes=lengths, dense=host and len(lengths) == 1)
 
     def _narrow(self, width: int) -> TokenTree:
         """The first ``width`` columns."""
-        q = self.q
-        if q is not None:
-            q = replace(q, ids=None if q.ids is None else q.ids[:, :width], probs=q.probs[:, :width])
         return replace(
             self,
-            tokens=self.tokens[:, :width],
-            parents=self.parents[:, :width],
+            **{name: column[:, :width] for name, column in self._columns().items()},
             num_nodes=self.num_nodes.clamp(max=width),
-            node_id=self.node_id[:, :width],
-            source=self.source[:, :width],
-            log_score=None if self.log_score is None else self.log_score[:, :width],
-            q=q,
-            next_id=self._next(),
+            q=None if self.q is None else self.q.narrow(width),
+            next_id=self.next_ids(),
             depth_bound=min(self.bound(), width - 1),
         )
 
@@ -708,171 +586,3 @@ class TokenTree:
                 "a node that is not in the tree was named",
                 "name nodes by their index, below num_nodes",
             )
-
-    def _problems(self) -> list[tuple[int, str]]:
-        """(request, what is wrong) of everything that `check` finds."""
-        batch, width = self.tokens.shape
-        problems = [(0, text) for text in self._shape_problems(batch, width)]
-        if problems:
-            return problems
-        next_ids = self._next().tolist()
-        node_ids = self.node_id.tolist()
-        depths: list[int] = []
-        for b, (parents, count) in enumerate(zip(self.parents.tolist(), self.num_nodes.tolist(), strict=True)):
-            ids = node_ids[b]
-            if not 1 <= count <= width:
-                problems.append((b, f"num_nodes is {count}, not between 1 and {width}"))
-                continue
-            if parents[0] != PADDING or any(parent != PADDING for parent in parents[count:]):
-                problems.append((b, "the root or padding has a parent"))
-            wrong = [i for i in range(1, count) if not 0 <= parents[i] < i]
-            if wrong:
-                problems.append((b, f"the parent of node {wrong[0]} is {parents[wrong[0]]}, not an earlier node"))
-                continue
-            if len(set(ids[:count])) < count or any(i != PADDING for i in ids[count:]):
-                problems.append((b, "node ids are not unique, or padding has one"))
-            if not all(0 <= i < next_ids[b] for i in ids[:count]):
-                problems.append((b, "a node id is not below next_id"))
-            depths = [0, *_depths(parents[1:count])]
-            if self.chain and depths != list(range(count)):
-                problems.append((b, "it is said to be a chain and is not"))
-            if self.dense and count < width:
-                problems.append((b, "it is said to be without padding and is not"))
-            if max(depths) > self.bound():
-                problems.append((b, f"it is deeper than its depth_bound {self.bound()}"))
-        return problems
-
-    def _shape_problems(self, batch: int, width: int) -> list[str]:
-        expected = [
-            ("tokens", self.tokens, torch.int64, (batch, width)),
-            ("parents", self.parents, torch.int32, (batch, width)),
-            ("num_nodes", self.num_nodes, torch.int64, (batch,)),
-            ("node_id", self.node_id, torch.int64, (batch, width)),
-            ("source", self.source, torch.uint8, (batch, width)),
-        ]
-        problems = [
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}"
-            for name, tensor, dtype, shape in expected
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape
-        ]
-        if width == 0:
-            problems.append("it has no root")
-        if self.log_score is not None:
-            if tuple(self.log_score.shape) != (batch, width):
-                problems.append(f"log_score is {tuple(self.log_score.shape)}, not {(batch, width)}")
-            elif bool((self.log_score.isnan()).any()):
-                problems.append("log_score holds NaN")
-        if self.q is not None:
-            if tuple(self.q.probs.shape[:2]) != (batch, width):
-                problems.append(f"q.probs is {tuple(self.q.probs.shape)}, not [{batch}, {width}, K]")
-            if self.q.ids is not None and self.q.ids.shape != self.q.probs.shape:
-                problems.append("q.ids and q.probs differ in shape")
-        return problems
-
-
-def _depths(parents: Sequence[int]) -> list[int]:
-    """Depth of node 1, 2, ... from the parent of each."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths[1:]
-
-
-def _filled(row: list, width: int, value: int | bool) -> list:
-    return row + [value] * (width - len(row))
-
-
-def _padded(rows: Sequence[Sequence], first: object, width: int, value: float) -> list[list]:
-    """[B][width]: ``first`` (one for all or one a row), the row, then padding."""
-    heads = first if isinstance(first, list) else [first] * len(rows)
-    return [[head, *row, *([value] * (width - 1 - len(row)))] for head, row in zip(heads, rows, strict=True)]
-
-
-_CODES = {torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.float64: "d"}  # of `array`
-
-
-def _tensor(rows: list[list], dtype: torch.dtype) -> Tensor:
-    """Rows of equal length as a tensor, in half the time that `torch.tensor` takes for a few numbers."""
-    if not rows or not rows[0]:
-        return torch.tensor(rows, dtype=dtype)
-    flat = rows[0] if len(rows) == 1 else chain.from_iterable(rows)
-    return torch.frombuffer(array(_CODES[dtype], flat), dtype=dtype).view(len(rows), len(rows[0]))
-
-
-def _check_lists(batch: int, parents: Sequence, tokens: Sequence, source: object, log_score: Sequence | None) -> None:
-    like = [parents, tokens]
-    if not isinstance(source, int):
-        like.append(source)  # type: ignore[arg-type]
-    if log_score is not None:
-        like.append(log_score)
-    lengths = [[len(row) for row in rows] for rows in like]
-    if len(tokens) != batch or any(a != b for a, b in pairwise(lengths)):
-        raise ConfigError(
-            f"trees of {batch} roots from lists of lengths {lengths}",
-            "the lists do not describe the same nodes",
-            "give for every root the parent, the token (and the score) of each node",
-        )
-    for row in parents:
-        for node, parent in enumerate(row, start=1):
-            if not 0 <= parent < node:
-                raise ConfigError(
-                    f"node {node} below node {parent}",
-                    "a parent must come before its child",
-                    "list the nodes top down, the root is 0",
-                )
-
-
-def _joined(
-    mine: tuple[list[int], list[int]], theirs: tuple[list[int], list[int]], width: int
-) -> tuple[list[bool], list[int]]:
-    """Which nodes of two trees laid side by side stay, and the parent of each in that layout.
-
-    The second tree's nodes start at ``width``; a node stays if it is the first with its path.
-    """
-    known: dict[tuple[int, int], int] = {}
-    keep: list[bool] = []
-    joined_parents: list[int] = []
-    for offset, (tokens, parents) in ((0, mine), (width, theirs)):
-        keep += [False] * (offset - len(keep))
-        joined_parents += [PADDING] * (offset - len(joined_parents))
-        place: list[int] = []  # where each node of this tree ended up
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            own = offset + node
-            key = (place[parent] if node else PADDING, token)
-            place.append(known.setdefault(key, own))
-            keep.append(place[-1] == own)
-            joined_parents.append(key[0])
-    return keep, joined_parents
-
-
-def _stacked(tensors: Sequence[Tensor], width: int, value: float) -> Tensor:
-    return torch.cat([pad(t, (0, width - t.shape[1]), value=value) for t in tensors])
-
-
-def _stacked_q(trees: Sequence[TokenTree], width: int) -> SparseQ:
-    given = [tree.q for tree in trees if tree.q is not None]
-    kinds = {(q.ids is None, q.replacement, q.probs.dtype) for q in given}
-    candidates = max(q.probs.shape[2] for q in given)
-    if len(kinds) > 1 or (given[0].ids is None and any(q.probs.shape[2] != candidates for q in given)):
-        raise ConfigError(
-            "stack of sampled drafts of different kinds",
-            "their q differ in replacement, dtype, vocabulary, or in whether they list token ids",
-            "draw the drafts of one batch in the same way",
-        )
-
-    def grown(q: SparseQ | None, tensor: Tensor | None, value: float) -> Tensor:
-        if tensor is None:
-            like = given[0].probs if q is None and value == 0.0 else given[0].ids
-            assert like is not None
-            return like.new_full((1, width, candidates), value)
-        return pad(tensor, (0, candidates - tensor.shape[2], 0, width - tensor.shape[1]), value=value)
-
-    probs: list[Tensor] = []
-    ids: list[Tensor] = []
-    for tree in trees:
-        q = tree.q
-        batch = len(tree.tokens)
-        probs.append(grown(q, None if q is None else q.probs, 0.0).expand(batch, width, candidates))
-        if given[0].ids is not None:
-            ids.append(grown(q, None if q is None else q.ids, PADDING).expand(batch, width, candidates))
-    return SparseQ(torch.cat(ids) if ids else None, torch.cat(probs), given[0].replacement)

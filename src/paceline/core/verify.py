@@ -156,12 +156,7 @@ def lossy_stream_rejection(
                 "draft with streams, or verify with sample_and_match",
             )
         return _bonus_only(p, residual_gumbel)
-    if p.dim() != 3 or p.shape[:2] != tree.tokens.shape or accept_uniform.shape != tree.tokens.shape:
-        raise ConfigError(
-            f"stream rejection with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",
-            f"the trees are {tree.tokens.shape[0]} x {tree.tokens.shape[1]} nodes",
-            "give p as [B, N, V] and accept_uniform as [B, N]",
-        )
+    _check_shapes(tree, p, accept_uniform, "stream rejection")
     parents = tree.parents.long().clamp(min=0)
     batch = torch.arange(len(parents), device=p.device)[:, None]
     q_token = (tree.log_score - tree.log_score.gather(1, parents)).double().exp()  # [B, N]
@@ -329,7 +324,6 @@ def _block_chain(
 
 
 def _check_rejection(tree: TokenTree, p: Tensor, accept_uniform: Tensor, what: str) -> None:
-    batch, width = tree.tokens.shape
     if tree.q is None and bool((tree.num_nodes > 1).any()):
         raise CapabilityError(
             f"{what} of a tree without q",
@@ -337,20 +331,28 @@ def _check_rejection(tree: TokenTree, p: Tensor, accept_uniform: Tensor, what: s
             " sampled or q was dropped because prune, merge, extend or a budget cut changed the drawn set",
             "draft with sampled proposals within the budget, or verify with sample_and_match, which takes any tree",
         )
-    if p.dim() != 3 or p.shape[:2] != tree.tokens.shape or accept_uniform.shape != tree.tokens.shape:
-        raise ConfigError(
-            f"{what} with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",
-            f"the trees are {batch} x {width} nodes",
-            "give p as [B, N, V] and accept_uniform as [B, N]",
-        )
+    _check_shapes(tree, p, accept_uniform, what)
     if tree.q is not None and tree.q.probs.shape[:2] != tree.tokens.shape:
         raise ConfigError(
             f"{what} with q of shape {tuple(tree.q.probs.shape)}",
-            f"the trees are {batch} x {width} nodes",
+            f"the trees are {_size(tree)} nodes",
             "give q one row for every node, padding and leaves included",
         )
     if tree.q is not None:
         tree.q.require_vocab(p.shape[2])
+
+
+def _check_shapes(tree: TokenTree, p: Tensor, accept_uniform: Tensor, what: str) -> None:
+    if p.dim() != 3 or p.shape[:2] != tree.tokens.shape or accept_uniform.shape != tree.tokens.shape:
+        raise ConfigError(
+            f"{what} with p {tuple(p.shape)} and accept_uniform {tuple(accept_uniform.shape)}",
+            f"the trees are {_size(tree)} nodes",
+            "give p as [B, N, V] and accept_uniform as [B, N]",
+        )
+
+
+def _size(tree: TokenTree) -> str:
+    return " x ".join(map(str, tree.tokens.shape))
 
 
 def _token_probs(tree: TokenTree, q: SparseQ, p: Tensor) -> tuple[Tensor, Tensor]:

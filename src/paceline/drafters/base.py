@@ -35,7 +35,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamRules:
-    """How streams ride on the target's own pass, for drafters that draft with them (the fused round)."""
+    """How streams join the target's own pass, for drafters that draft with them (the fused round)."""
 
     gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
     wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
@@ -162,7 +162,7 @@ class StreamingDrafter(Drafter, Protocol):
     """A drafter whose guesses are read from streams in the target's own pass; `DrafterSpec.streams` is set."""
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
-        """The lossless set whose streams ride on this sequence's rows; None: none does."""
+        """The lossless set whose streams this sequence's rows carry; None: they carry none."""
         ...
 
 

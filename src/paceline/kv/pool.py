@@ -13,6 +13,7 @@ chain, a compaction for a tree), `rollback` forgets it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -233,37 +234,21 @@ class KVPool:
         self.allocator.check_integrity([sequence.blocks for sequence in self.sequences])
 
 
+@dataclass(slots=True, eq=False)
 class SequenceCache:
     """One sequence's view of the pool: a block table and the length that is committed."""
 
-    __slots__ = (
-        "pool",
-        "expected",
-        "shareable",
-        "blocks",
-        "committed",
-        "reserved",
-        "reused",
-        "_contiguous",
-        "_slots",
-        "_content",
-        "_published",
-    )
-
-    def __init__(
-        self, pool: KVPool, expected: int | None = None, root: int = ROOT_CONTENT, shareable: int | None = None
-    ) -> None:
-        self.pool = pool
-        self.expected = expected  # tokens it may come to hold; None: not known
-        self.shareable = shareable  # leading tokens whose blocks others may use; None: all
-        self.blocks: list[int] = []
-        self.committed = 0  # tokens whose K/V is kept
-        self.reserved = 0  # rows of the speculative region
-        self.reused = 0  # tokens found in the pool when the sequence was opened
-        self._contiguous = True
-        self._slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
-        self._content = root  # content id of the last published block
-        self._published = 0  # blocks published or adopted
+    pool: KVPool
+    expected: int | None = None  # tokens it may come to hold; None: not known
+    _content: int = ROOT_CONTENT  # content id of the last published block
+    shareable: int | None = None  # leading tokens whose blocks others may use; None: all
+    blocks: list[int] = field(default_factory=list)
+    committed: int = 0  # tokens whose K/V is kept
+    reserved: int = 0  # rows of the speculative region
+    reused: int = 0  # tokens found in the pool when the sequence was opened
+    _contiguous: bool = True
+    _slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
+    _published: int = 0  # blocks published or adopted
 
     @property
     def capacity(self) -> int:

@@ -116,7 +116,11 @@ class Round(Protocol):
     """When guessing and checking happen."""
 
     name: str
-    failure: str | None  # why the drafter was put aside, if it failed
+
+    @property
+    def failure(self) -> str | None:
+        """Why the drafter was put aside, if it failed."""
+        ...
 
     def step(self, works: Sequence[Work]) -> StepResult:
         """One target pass over the rows of ``works``, with whatever drafting belongs to it.

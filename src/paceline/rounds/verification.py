@@ -34,17 +34,14 @@ def choose_packed(
     """
     if all(s.sampler.plain for s in sequences):
         return _likeliest(logits)
-    if tree is None:
-        parts = [_chosen(s, logits[i : i + 1], None, [len(s.tokens)]) for i, s in enumerate(sequences)]
-        return torch.cat(parts)
-    depths = tree.depth_lists()
-    paths = tree.path_tokens()
+    depths = tree.depth_lists() if tree is not None else [[0]] * len(counts)
+    paths = tree.path_tokens() if tree is not None else None
     parts = []
     start = 0
     for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-        rows = logits[start : start + count]
         positions = [len(sequence.tokens) + depth for depth in depths[index][:count]]
-        parts.append(_chosen(sequence, rows, paths[index, :count], positions))
+        own = None if paths is None else paths[index, :count]
+        parts.append(_chosen(sequence, logits[start : start + count], own, positions))
         start += count
     return torch.cat(parts)
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
-from .families import DecoderConfig
-from .linear import LinearOp, PadRows, make_linear
+from .families import linear_shapes as linear_shapes
+from .linear import LinearOp, PadRows, make_linear, nan_parameter
 
 LINEARS = ("qkv", "out", "up", "down")
 Shapes = Mapping[str, tuple[int, int]]
@@ -46,17 +46,6 @@ class AdapterConfig:
     def scale(self) -> float:
         """What up(down(x)) is multiplied by."""
         return self.alpha / self.rank
-
-
-def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of every fused linear of one layer, by name; see `decoder.Layer`."""
-    c = config
-    return {
-        "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
-        "out": (c.num_heads * c.head_dim, c.d_model),
-        "up": (c.d_model, c.d_ff * (2 if c.gated else 1)),
-        "down": (c.d_ff, c.d_model),
-    }
 
 
 class LowRank(nn.Module):
@@ -91,8 +80,8 @@ class LowRank(nn.Module):
         for layer in config.layers:
             for linear in config.linears:
                 inputs, outputs = shapes[linear]
-                self.down[_key(layer, linear)] = _nan((config.rank, inputs), dtype, device)
-                self.up[_key(layer, linear)] = _nan((outputs, config.rank), dtype, device)
+                self.down[_key(layer, linear)] = nan_parameter((config.rank, inputs), dtype, device, True)
+                self.up[_key(layer, linear)] = nan_parameter((outputs, config.rank), dtype, device, True)
         self._ops: dict[tuple[int, str], tuple[LinearOp, LinearOp]] = {}
 
     @property
@@ -202,10 +191,6 @@ def _op(weight: Tensor, exact: bool) -> LinearOp:
     """A product as inference wants it; so narrow a one, on either side, that the probe of `make_linear` cannot be
     trusted to see whether its bits depend on the number of rows."""
     return PadRows(make_linear(weight, None), "narrow") if exact else make_linear(weight, None)
-
-
-def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device))
 
 
 def _key(layer: int, linear: str) -> str:

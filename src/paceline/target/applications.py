@@ -18,8 +18,9 @@ from ..core.options import shown
 from .adapters import AdapterRange, LowRank, joined, linear_shapes
 from .decoder import Decoder
 from .families import DecoderConfig
+from .files import fingerprint
 from .loader import resolve_folder
-from .streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, StreamSet, fingerprint, read_config
+from .streams import CONFIG_FILE, WEIGHTS_FILE, StreamSet, check_target, read_config
 
 BASE = "base"  # what the base model is called where a word is needed, so no application may be
 
@@ -81,7 +82,7 @@ def _load(name: str, folder: Path, decoder: Decoder, target: str, known: str) ->
             "the set was trained in lossless mode: it drafts for the base model and does not change its answers",
             f"draft with it: drafter='streams:{folder}', or train it with mode='shared'",
         )
-    _check_target(asked, config, decoder.config, target, known)
+    check_target(asked, config, target, decoder.config, known)
     made = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
     return make_application(name, made, decoder, identity(folder))
 
@@ -114,20 +115,6 @@ def identity(folder: Path) -> str:
         content = (folder / file).read_bytes()
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
-
-
-def _check_target(asked: str, config: StreamConfig, shape: DecoderConfig, target: str, known: str) -> None:
-    """Refuse a set that was trained for another target."""
-    remedy = f"use a set that was trained for {target}, or train one"
-    trained_for = config.target or "another model"
-    for field in ("num_layers", "d_model", "vocab_size"):
-        theirs, ours = getattr(config, field), getattr(shape, field)
-        if theirs != ours:
-            raise CapabilityError(
-                asked, f"trained for {trained_for} with {field}={theirs}, {target} has {ours}", remedy
-            )
-    if config.fingerprint and config.fingerprint != known:
-        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {target}", remedy)
 
 
 def _check_shapes(asked: str, adapter: LowRank, shape: DecoderConfig) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ..attention.base import Segment
+from ..attention.base import Segment, slot_indices
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
-    from .streams import StreamRows
+    from .stream_rows import StreamRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,12 @@ class ForwardState:
         Adapters are left out: their ranges must be given anew. K and V that the others have written stay
         where they are until their owner's region is committed.
         """
-        slots = self.slots
-        if isinstance(slots, slice):
-            slots = torch.arange(slots.start, slots.stop, device=rows.device)
         return ForwardState(
             self.hidden[rows],
             self.positions[rows],
             self.sequence[rows],
             self.node[rows],
-            slots[rows],
+            slot_indices(self.slots, rows.device)[rows],
             attn,
             stream=None if self.stream is None else self.stream[rows],
         )
@@ -106,24 +103,4 @@ class Planner(Protocol):
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The plan for rows at ``positions`` [rows] int64."""
-        ...
-
-
-class Target(Planner, Protocol):
-    """A decoder any range of whose layers can be run."""
-
-    num_layers: int
-
-    def embed(self, batch: Batch) -> ForwardState:
-        """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
-        ...
-
-    def run_layers(
-        self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
-    ) -> ForwardState:
-        """Run layers start .. stop - 1 in place on ``state``; K and V of every row go to its slot."""
-        ...
-
-    def logits(self, state: ForwardState, rows: Tensor | None = None) -> Tensor:
-        """[rows, vocab], float32 or wider: final norm and output head of the rows named (all by default)."""
         ...

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend, Segment
 from ..core.errors import ConfigError
 from .base import Batch, ForwardState, KVCache, Taps, TargetInfo
-from .families import DecoderConfig
+from .families import DecoderConfig, linear_biases, linear_shapes
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .native import Stack
 from .rope import RopeTable
@@ -107,14 +107,13 @@ class Decoder(nn.Module):
     def pass_bytes(self) -> int:
         """Bytes of weights that one forward pass reads: the linear layers and the head."""
         c, element = self.config, 1 if self.quant else self.dtype.itemsize
-        attention = c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-        mlp = c.d_model * c.d_ff * (3 if c.gated else 2)
-        return element * (c.num_layers * (attention + mlp) + c.vocab_size * c.d_model)
+        layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
+        return element * (c.num_layers * layer + c.vocab_size * c.d_model)
 
     def products(self) -> list[tuple[LinearOp, int]]:
         """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
         c = self.config
-        widths = {"qkv": c.d_model, "out": c.num_heads * c.head_dim, "up": c.d_model, "down": c.d_ff}
+        widths = {name: inputs for name, (inputs, _) in linear_shapes(c).items()}
         assert self._head is not None, "finish() comes first"
         if self._stack is not None:
             return list(zip(self._stack.products(), [*widths.values()] * c.num_layers + [c.d_model], strict=True))
@@ -123,18 +122,9 @@ class Decoder(nn.Module):
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""
-        c = self.config
-        return TargetInfo(
-            name=name,
-            num_layers=c.num_layers,
-            d_model=c.d_model,
-            vocab_size=c.vocab_size,
-            max_position=c.max_position,
-            dtype=self.dtype,
-            eos_ids=c.eos_ids,
-            bos_id=c.bos_id,
-            tokenizer=tokenizer,
-        )
+        shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
+        known: dict[str, Any] = {field: getattr(self.config, field) for field in shared}
+        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, **known)
 
     @property
     def stack(self) -> Stack | None:
@@ -287,14 +277,9 @@ class Layer(nn.Module):
         self.rotated_dim = c.rope.dim if c.rope else 0
         self.activation, self.gated, self.exact = c.activation, c.gated, exact
         self.eps = c.norm_eps
-        shapes = {
-            "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.qkv_bias),
-            "out": (c.num_heads * c.head_dim, c.d_model, c.out_bias),
-            "up": (c.d_model, c.d_ff * (2 if c.gated else 1), c.mlp_bias),
-            "down": (c.d_ff, c.d_model, c.mlp_bias),
-        }
-        for name, shape in shapes.items():
-            self.add_module(name, Dense(*shape, dtype, device))
+        biases = linear_biases(c)
+        for name, (inputs, outputs) in linear_shapes(c).items():
+            self.add_module(name, Dense(inputs, outputs, biases[name], dtype, device))
         self.attention_norm, self.mlp_norm = Norm(c, dtype, device), Norm(c, dtype, device)
         self.q_norm = nan_parameter((c.head_dim,), dtype, device) if c.qk_norm else None
         self.k_norm = nan_parameter((c.head_dim,), dtype, device) if c.qk_norm else None
@@ -343,7 +328,7 @@ class Layer(nn.Module):
         store(k_cache, state.slots, qk[:, self.heads :])
         values = qkv[:, rotated:]
         if state.special is not None:
-            values = state.special.turned(values)
+            values = state.special.rotated(values)
         store(v_cache, state.slots, values)
         attended = attention.attend(state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
         if state.special is not None:

@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` -> `DecoderConfig`, and where each tensor of a checkpoint goes.
+"""Hugging Face ``config.json`` -> `DecoderConfig`.
 
 A family is one function from a config dictionary to a `DecoderConfig`; the network itself knows no
 family by name. Both spellings are read: ``rope_theta`` with ``rope_scaling`` (transformers 4) and
@@ -8,13 +8,13 @@ family by name. Both spellings are read: ``rope_theta`` with ``rope_scaling`` (t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .rope import RopeConfig, RopeKind, yarn_attention_factor
+from .rope import RopeConfig, yarn_attention_factor
 
 Json = dict[str, Any]
 
@@ -56,20 +56,21 @@ class DecoderConfig:
     checkpoint_dtype: str | None = None  # "bfloat16", "float32", ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One checkpoint tensor, and the rows of a parameter that it fills."""
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of every fused linear of one layer, by name; see `decoder.Layer`."""
+    c = config
+    return {
+        "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
+        "out": (c.num_heads * c.head_dim, c.d_model),
+        "up": (c.d_model, c.d_ff * (2 if c.gated else 1)),
+        "down": (c.d_ff, c.d_model),
+    }
 
-    source: str  # the checkpoint's name, without the leading "model."
-    into: str  # the decoder's parameter
-    shape: tuple[int, ...]  # of the checkpoint's tensor
-    at: int = 0  # first row of the parameter
-    rows: int | None = None  # how many of its rows; None: all
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
+def linear_biases(config: DecoderConfig) -> dict[str, bool]:
+    """Whether each of `linear_shapes` has a bias."""
+    c = config
+    return {"qkv": c.qkv_bias, "out": c.out_bias, "up": c.mlp_bias, "down": c.mlp_bias}
 
 
 def decoder_config(config: Json) -> DecoderConfig:
@@ -87,7 +88,7 @@ def decoder_config(config: Json) -> DecoderConfig:
         raise ConfigError(f"model_type {shown(kind)}", f"not a supported architecture{remote}", _supported())
     _refuse_other_heads(config)
     if config.get("quantization_config"):
-        method = _mapping(config, "quantization_config").get("quant_method", "unknown")
+        method = _Fields(config).mapping("quantization_config").get("quant_method", "unknown")
         raise CapabilityError(
             f"a checkpoint quantised with {shown(method)}",
             "only plain weights are read",
@@ -124,23 +125,23 @@ class _Fields:
         return _number(name, self._get(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise _bad(name, value, "it must be true or false")
-        return value
+        return self._typed(name, bool, "it must be true or false", default)
 
     def optional_integer(self, name: str, default: int | None, maximum: int = MAX_INTEGER) -> int | None:
         """An absent field takes the default; an explicit null stays null."""
         return None if self.values.get(name, default) is None else self.integer(name, default, maximum=maximum)
 
     def text(self, name: str) -> str | None:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, str):
-            raise _bad(name, value, "it must be text")
-        return value
+        return self._typed(name, str, "it must be text", None)
 
     def mapping(self, name: str) -> Json:
-        return _mapping(self.values, name)
+        return self._typed(name, dict, "it must be an object", {})
+
+    def _typed(self, name: str, kind: type, rule: str, default: Any) -> Any:
+        value = self._get(name, default) if default is not None else self.values.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise _bad(name, value, rule)
+        return value
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
@@ -159,13 +160,6 @@ def _bad(name: str, value: object, rule: str, file: str = "config.json") -> Conf
 def _contradiction(name: str, values: Iterable[object]) -> ConfigError:
     said = " and ".join(map(shown, values))
     return ConfigError(f"config.json: {name}", f"it is said more than once, as {said}", "remove what is wrong")
-
-
-def _mapping(values: Json, name: str) -> Json:
-    value = values.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise _bad(name, value, "it must be an object")
-    return value or {}
 
 
 def _integer(name: str, value: object, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
@@ -448,16 +442,12 @@ def _original(f: _Fields, values: Json, context: int) -> int:
     return beside or among or default
 
 
-def _replace(base: RopeConfig, kind: RopeKind, **options: Any) -> RopeConfig:
-    return RopeConfig(dim=base.dim, theta=base.theta, kind=kind, **options)
-
-
 def _default_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
     return base, context, ""
 
 
 def _linear_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    return _replace(base, "linear", factor=_value(values, "factor")), context, ""
+    return replace(base, kind="linear", factor=_value(values, "factor")), context, ""
 
 
 def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
@@ -469,18 +459,11 @@ def _dynamic_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> R
 
 
 def _llama3_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
-    low, high = _value(values, "low_freq_factor"), _value(values, "high_freq_factor")
+    options: Json = {name: _value(values, name) for name in ("low_freq_factor", "high_freq_factor", "factor")}
+    low, high = options["low_freq_factor"], options["high_freq_factor"]
     if high <= low:
         raise _bad("high_freq_factor", high, f"it must be above low_freq_factor = {low}")
-    rope = _replace(
-        base,
-        "llama3",
-        factor=_value(values, "factor"),
-        original_max_position=_original(f, values, context),
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-    return rope, context, ""
+    return replace(base, kind="llama3", original_max_position=_original(f, values, context), **options), context, ""
 
 
 def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope:
@@ -493,9 +476,9 @@ def _yarn_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope
     factor = _value(values, "factor", context / original)
     weights = [_value(given, name) if name in given else None for name in ("mscale", "mscale_all_dim")]
     computed = yarn_attention_factor(factor, *weights)
-    rope = _replace(
+    rope = replace(
         base,
-        "yarn",
+        kind="yarn",
         factor=factor,
         original_max_position=original,
         beta_fast=fast,
@@ -521,9 +504,8 @@ def _long_rope(f: _Fields, values: Json, base: RopeConfig, context: int) -> Rope
         raise _bad("short_factor", factors, f"it must list {base.dim // 2} numbers")
     factor = _value({k: v for k, v in values.items() if v is not None}, "factor", context / original)
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    rope = _replace(
+    rope = replace(
         base,
-        "default",
         divisors=tuple(_number("short_factor", x) for x in factors),
         attention_factor=_value({k: v for k, v in values.items() if v is not None}, "attention_factor", computed),
     )
@@ -540,91 +522,3 @@ _ROPES: dict[str, Callable[[_Fields, Json, RopeConfig, int], Rope]] = {
     "yarn": _yarn_rope,
     "longrope": _long_rope,
 }
-
-
-# --- checkpoint names -----------------------------------------------------------------------------------------
-
-
-def weight_map(config: DecoderConfig) -> list[Piece]:
-    """Every checkpoint tensor that the decoder reads, and where it goes."""
-    pieces = list(_opt_top(config) if config.family == "opt" else _llama_top(config))
-    layer = {"opt": _opt_layer, "phi3": _phi3_layer}.get(config.family, _llama_layer)
-    for index in range(config.num_layers):
-        pieces.extend(layer(config, index))
-    return pieces
-
-
-def _affine(
-    source: str, into: str, outputs: int, inputs: int, bias: bool, at: int = 0, rows: int | None = None
-) -> Iterator[Piece]:
-    """Weight [outputs, inputs] and bias [outputs] of a linear layer, or some rows of one."""
-    yield Piece(source=f"{source}.weight", into=f"{into}.weight", shape=(outputs, inputs), at=at, rows=rows)
-    if bias:
-        yield Piece(source=f"{source}.bias", into=f"{into}.bias", shape=(outputs,), at=at, rows=rows)
-
-
-def _norm(source: str, into: str, width: int, bias: bool = False) -> Iterator[Piece]:
-    for part in ("weight", "bias") if bias else ("weight",):
-        yield Piece(source=f"{source}.{part}", into=f"{into}.{part}", shape=(width,))
-
-
-def _head(c: DecoderConfig) -> Iterator[Piece]:
-    if not c.tied:
-        yield Piece(source="lm_head.weight", into="head.weight", shape=(c.vocab_size, c.d_model))
-
-
-def _llama_top(c: DecoderConfig) -> Iterator[Piece]:
-    yield Piece(source="embed_tokens.weight", into="embedding", shape=(c.vocab_size, c.d_model))
-    yield from _norm("norm", "norm", c.d_model)
-    yield from _head(c)
-
-
-def _opt_top(c: DecoderConfig) -> Iterator[Piece]:
-    places = (c.learned_positions, c.d_model)
-    yield Piece(source="decoder.embed_tokens.weight", into="embedding", shape=(c.vocab_size, c.d_model))
-    yield Piece(source="decoder.embed_positions.weight", into="position_embedding", shape=places)
-    yield from _norm("decoder.final_layer_norm", "norm", c.d_model, bias=True)
-    yield from _head(c)
-
-
-def _split_qkv(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for name, at, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
-        yield from _affine(f"{source}.{name}", f"{into}.qkv", rows, c.d_model, c.qkv_bias, at, rows)
-
-
-def _llama_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    name, d = f"layers.{index}", c.d_model
-    yield from _norms(c, name)
-    yield from _split_qkv(c, f"{name}.self_attn", name)
-    yield from _affine(f"{name}.self_attn.o_proj", f"{name}.out", d, c.num_heads * c.head_dim, c.out_bias)
-    if c.qk_norm:
-        yield Piece(source=f"{name}.self_attn.q_norm.weight", into=f"{name}.q_norm", shape=(c.head_dim,))
-        yield Piece(source=f"{name}.self_attn.k_norm.weight", into=f"{name}.k_norm", shape=(c.head_dim,))
-    yield from _affine(f"{name}.mlp.gate_proj", f"{name}.up", c.d_ff, d, c.mlp_bias, 0, c.d_ff)
-    yield from _affine(f"{name}.mlp.up_proj", f"{name}.up", c.d_ff, d, c.mlp_bias, c.d_ff, c.d_ff)
-    yield from _affine(f"{name}.mlp.down_proj", f"{name}.down", d, c.d_ff, c.mlp_bias)
-
-
-def _phi3_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    name, d, heads = f"layers.{index}", c.d_model, c.num_heads * c.head_dim
-    yield from _norms(c, name)
-    yield from _affine(f"{name}.self_attn.qkv_proj", f"{name}.qkv", heads + 2 * c.num_kv_heads * c.head_dim, d, False)
-    yield from _affine(f"{name}.self_attn.o_proj", f"{name}.out", d, heads, False)
-    yield from _affine(f"{name}.mlp.gate_up_proj", f"{name}.up", 2 * c.d_ff, d, False)
-    yield from _affine(f"{name}.mlp.down_proj", f"{name}.down", d, c.d_ff, False)
-
-
-def _norms(c: DecoderConfig, name: str) -> Iterator[Piece]:
-    yield from _norm(f"{name}.input_layernorm", f"{name}.attention_norm", c.d_model)
-    yield from _norm(f"{name}.post_attention_layernorm", f"{name}.mlp_norm", c.d_model)
-
-
-def _opt_layer(c: DecoderConfig, index: int) -> Iterator[Piece]:
-    source, into, d = f"decoder.layers.{index}", f"layers.{index}", c.d_model
-    yield from _norm(f"{source}.self_attn_layer_norm", f"{into}.attention_norm", d, bias=True)
-    yield from _split_qkv(c, f"{source}.self_attn", into)
-    yield from _affine(f"{source}.self_attn.out_proj", f"{into}.out", d, c.num_heads * c.head_dim, c.out_bias)
-    yield from _norm(f"{source}.final_layer_norm", f"{into}.mlp_norm", d, bias=True)
-    yield from _affine(f"{source}.fc1", f"{into}.up", c.d_ff, d, c.mlp_bias)
-    yield from _affine(f"{source}.fc2", f"{into}.down", d, c.d_ff, c.mlp_bias)

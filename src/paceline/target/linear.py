@@ -50,12 +50,23 @@ class Dense(nn.Module):
         self.bias = nan_parameter((outputs,), dtype, device) if bias else None
 
 
-def nan_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter full of NaN; inference only, so without gradient."""
-    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device), requires_grad=False)
+def nan_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, trainable: bool = False
+) -> nn.Parameter:
+    """A parameter full of NaN."""
+    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device), requires_grad=trainable)
 
 
-class PlainLinear:
+class _Added:
+    """What all kinds share: the residual stream is added to a fresh product in place."""
+
+    __slots__ = ()
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(x).add_(residual)  # type: ignore[operator]
+
+
+class PlainLinear(_Added):
     """`F.linear`; any dtype and device."""
 
     kind = "plain"
@@ -72,7 +83,7 @@ class PlainLinear:
         return F.linear(x, self.weight, self.bias).add_(residual)
 
 
-class PackedLinear:
+class PackedLinear(_Added):
     """bf16 on the CPU with the weight in oneDNN's blocked layout: half the time of `F.linear` on few rows."""
 
     kind = "packed"
@@ -86,11 +97,8 @@ class PackedLinear:
         y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         return y
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x).add_(residual)
 
-
-class Int8Linear:
+class Int8Linear(_Added):
     """int8 weights, one scale an output row (absmax, symmetric); activations stay in bf16.
 
     The weight is ``q * scale`` with ``scale = max|row| / 127`` and ``q = round(weight / scale)``. The
@@ -121,7 +129,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-class SplitRows:
+class SplitRows(_Added):
     """Runs ``inner`` on at most ``limit`` rows at a time: below the limit its bits do not depend on the width."""
 
     __slots__ = ("inner", "kind", "limit")
@@ -134,11 +142,8 @@ class SplitRows:
             return self.inner(x)
         return torch.cat([self.inner(part) for part in x.split(self.limit)])
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x).add_(residual)
 
-
-class PadRows:
+class PadRows(_Added):
     """Runs ``inner`` on blocks of exactly `PAD_ROWS` rows, the last one padded with zeros.
 
     Every product then has the same shape, so a row's bits cannot depend on how many rows there are.
@@ -156,9 +161,6 @@ class PadRows:
         if rows + missing == PAD_ROWS:
             return self.inner(padded)[:rows]
         return torch.cat([self.inner(part) for part in padded.split(PAD_ROWS)] or [self.inner(padded)])[:rows]
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x).add_(residual)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:

@@ -17,9 +17,10 @@ from ..attention.base import AttentionBackend
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .decoder import Decoder
-from .families import DecoderConfig, Piece, decoder_config, token_ids, weight_map
+from .families import DecoderConfig, decoder_config, token_ids
 from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .linear import Quant
+from .weights import Piece, weight_map
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # All that is fetched from the hub: no code, and no weights in formats that can run code.

@@ -242,10 +242,7 @@ class Stack:
         for row, s in zip(table, segments, strict=True):
             row.start, row.stop, row.prefix, row.num_keys = s.start, s.stop, s.prefix, s.num_keys
             block = s.num_keys - s.prefix
-            if isinstance(s.keys, slice):
-                row.base = s.keys.start
-            else:
-                row.base, row.keys = -1, _hold(s.keys, (s.num_keys,), held)
+            _set_keys(row, s.keys, s.num_keys, held)
             if s.visible is not None:
                 row.visible = _hold(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
@@ -375,11 +372,8 @@ class Stack:
             row.pending, row.num_pending = ctypes.addressof(pending), count
             row.position, row.steps, row.floor = chain.position, steps, chain.floor
             row.tokens, row.log_q = ctypes.addressof(tokens), ctypes.addressof(log_q)
-            if isinstance(chain.keys, slice):
-                row.base = chain.keys.start
-            else:
-                wanted = chain.position + count + steps - 1
-                row.base, row.keys = -1, _hold(chain.keys[:wanted], (wanted,), held)
+            wanted = chain.position + count + steps - 1
+            _set_keys(row, chain.keys if isinstance(chain.keys, slice) else chain.keys[:wanted], wanted, held)
         k, v, stride = self._addresses(cache)
         run = native.Pass(
             k_cache=ctypes.addressof(k),
@@ -449,6 +443,14 @@ def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dt
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
     held.append(tensor.contiguous())
     return held[-1].data_ptr()
+
+
+def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> None:
+    """Where ``count`` keys lie: from a first slot on, or in slots that are listed."""
+    if isinstance(keys, slice):
+        row.base = keys.start
+    else:
+        row.base, row.keys = -1, _hold(keys, (count,), held)
 
 
 def _require(refused: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..attention.base import Segment
+from ..attention.base import Segment, slot_indices
 from .base import Batch, Planner
 
 
@@ -85,6 +85,4 @@ class RowPacker:
         """All rows' slots: one slice where there is one contiguous sequence."""
         if len(self._slots) == 1:
             return self._slots[0]
-        device = self._device
-        parts = [torch.arange(s.start, s.stop, device=device) if isinstance(s, slice) else s for s in self._slots]
-        return torch.cat(parts)
+        return torch.cat([slot_indices(slots, self._device) for slots in self._slots])

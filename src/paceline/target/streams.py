@@ -1,14 +1,13 @@
 """Speculative streams of a decoder: what is trained for them, its file form, and how a stream starts.
 
-gamma streams ride on a row of the target through its top layers; stream j says what token comes j places
-after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
+A row of the target that carries streams has gamma of them beside it in the top layers; stream j says what token comes
+j places after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
 
 Source: Speculative Streaming, section 2 and appendices E.4, G.1, N.1.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,17 +20,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check_value, shown
 from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
 from .families import MAX_LAYERS
+from .files import fingerprint as fingerprint
 from .files import free_bytes, is_file, read_json
+from .linear import nan_parameter
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
 FORMAT = 1
 EMBEDDING_DEVIATION = 0.02
-_PIECES, _PIECE_BYTES = 16, 4096
-_HEADER_BYTES = 100_000_000  # the most that safetensors allows
 MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank
 
 Mode = Literal["lossless", "shared"]
@@ -133,8 +132,8 @@ class LowRankMap(nn.Module):
 
     def __init__(self, rank: int, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.down = _nan((rank, width), dtype, device)  # [rank, d]
-        self.up = _nan((width, rank), dtype, device)  # [d, rank]
+        self.down = nan_parameter((rank, width), dtype, device, True)  # [rank, d]
+        self.up = nan_parameter((width, rank), dtype, device, True)  # [d, rank]
 
     @torch.no_grad()
     def start(self, generator: torch.Generator | None) -> None:
@@ -168,7 +167,7 @@ class StreamSet(nn.Module):
         c, d = config, config.d_model
         self.config = config
         embedded = c.gamma and c.value_rotation is None
-        self.embeddings = _nan((c.gamma, d), dtype, device) if embedded else None  # P [gamma, d]
+        self.embeddings = nan_parameter((c.gamma, d), dtype, device, True) if embedded else None  # P [gamma, d]
         self.start_map = LowRankMap(c.start_rank, d, dtype, device) if c.gamma and c.start_rank else None
         self.prune_map = LowRankMap(c.prune_rank, d, dtype, device) if c.gamma and c.prune_rank else None
         self.adapters = LowRank(c.adapter, shapes, dtype=dtype, device=device) if c.adapter else None
@@ -278,97 +277,6 @@ class StreamSet(nn.Module):
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLimit:
-    """The streams of one sequence that attend to few of the keys that their main rows see (appendix H.1).
-
-    G main rows carry gamma streams each; the block of the segment ends in their keys, node by node.
-    """
-
-    most: int  # keys of the main row's, itself included
-    rows: Tensor  # [G] int64 the main rows, in the packed pass
-    streams: slice  # rows of their streams, node by node: G * gamma
-    keys: Tensor  # [keys] int64 slots of the keys that main rows may see, in logical order
-    key_positions: Tensor  # [keys] int64
-    visible: Tensor  # [G, keys] bool: what each main row sees, itself included, whatever the window
-    own: Tensor  # [G] int64 index of each main row's own key
-    positions: Tensor  # [G] int64 of the main rows
-    scratch: Tensor  # [G * gamma] int64 slots of the streams' own keys
-    shared: bool  # main rows attend to their own streams, too (eq. 3)
-
-    def attend(
-        self,
-        query: Tensor,  # [rows, heads, head_dim]
-        k_cache: Tensor,  # [kv_heads, slots, head_dim]
-        v_cache: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:  # [G * gamma, heads * head_dim]
-        """Attention of the stream rows over their main row's best keys and streams 1 .. j.
-
-        The weights that choose are the main row's, averaged over heads. Streams keep the keys that are inside
-        their own sliding window, which lies up to gamma behind the main row's.
-        """
-        groups = query.shape[1] // k_cache.shape[0]
-        k, v = (c[:, self.keys].repeat_interleave(groups, dim=0) for c in (k_cache, v_cache))  # [heads, keys, dim]
-        own_k, own_v = (
-            c[:, self.scratch].unflatten(1, (len(self.rows), -1)).repeat_interleave(groups, dim=0)
-            for c in (k_cache, v_cache)
-        )  # [heads, G, gamma, dim]
-        gamma = own_k.shape[2]
-        chosen = self._best(query[self.rows], k, own_k, scale, window)  # [G, keys]
-        q = query[self.streams].unflatten(0, (len(self.rows), gamma))  # [G, gamma, heads, dim]
-        step = torch.arange(1, gamma + 1, device=q.device)
-        near = chosen[:, None].expand(-1, gamma, -1)
-        if window is not None:
-            near = near & (self.key_positions > (self.positions[:, None] + step - window)[..., None])
-        far = torch.einsum("gjhd,hkd->hgjk", q, k).mul(scale).masked_fill(~near, -torch.inf)
-        later = step[:, None] < step
-        close = torch.einsum("gjhd,hgid->hgji", q, own_k).mul(scale).masked_fill(later, -torch.inf)
-        weights = torch.cat((far, close), -1).softmax(-1)
-        mixed = torch.einsum("hgjk,hkd->gjhd", weights[..., : len(self.keys)], v)
-        mixed = mixed + torch.einsum("hgji,hgid->gjhd", weights[..., len(self.keys) :], own_v)
-        return mixed.flatten(0, 1).flatten(1)
-
-    def _best(self, query: Tensor, k: Tensor, own_k: Tensor, scale: float, window: int | None) -> Tensor:
-        """[G, keys] bool: the keys with the highest weights of the main row, the row itself always among them."""
-        seen = self.visible
-        if window is not None:
-            seen = seen & (self.key_positions > self.positions[:, None] - window)
-        scores = torch.einsum("ghd,hkd->hgk", query, k).mul(scale).masked_fill(~seen, -torch.inf)
-        if self.shared:
-            scores = torch.cat((scores, torch.einsum("ghd,hgid->hgi", query, own_k).mul(scale)), -1)
-        weights = scores.softmax(-1)[..., : len(self.keys)].mean(0)
-        weights = weights.scatter(1, self.own[:, None], torch.inf)
-        best = weights.topk(min(self.most, weights.shape[1]), dim=1).indices
-        return torch.zeros_like(seen).scatter(1, best, True) & seen
-
-
-@dataclass(frozen=True, slots=True)
-class StreamRows:
-    """What a layer does otherwise for stream rows: value rotation (appendix E.4), limited attention (H.1)."""
-
-    start: int  # first stream row of the pass; they are its last ones
-    turn: tuple[Tensor, Tensor] | None = None  # cos and sin [stream rows, 1, 1] of the values' angles
-    limits: tuple[StreamLimit, ...] = ()
-
-    def turned(self, values: Tensor) -> Tensor:
-        """[rows, kv_heads, head_dim]: V with pairs (i, i + head_dim / 2) of stream j rotated by j * epsilon."""
-        if self.turn is None:
-            return values
-        cos, sin = self.turn
-        first, second = values[self.start :].chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        return torch.cat((values[: self.start], turned.to(values.dtype)))
-
-    def limit(
-        self, attended: Tensor, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None
-    ) -> None:
-        """Overwrite the limited rows of ``attended`` [rows, heads * head_dim]."""
-        for part in self.limits:
-            attended[part.streams] = part.attend(query, k_cache, v_cache, scale, window)
-
-
 def read_config(folder: str | Path) -> StreamConfig:
     """The configuration of a trained set.
 
@@ -386,34 +294,28 @@ def read_config(folder: str | Path) -> StreamConfig:
     return StreamConfig.from_json(values, str(file))
 
 
-def fingerprint(folder: str | Path) -> str:
-    """sha256 over a target checkpoint's config and over size, header and samples of its weight files.
+def check_target(asked: str, config: StreamConfig, name: str, shape: Any = None, mark: str | None = None) -> None:
+    """Refuse a set that was trained for another target.
 
-    Sixteen pieces of 4 KiB, evenly spaced over each file, stand for its weights: quick on any size, and a
-    further trained model differs in every one of them.
+    Args:
+        asked: how the message begins.
+        config: of the set.
+        name: of the target.
+        shape: what has its ``num_layers``, ``d_model`` and ``vocab_size``; None: not looked at.
+        mark: the `fingerprint` of its checkpoint; None: not looked at.
 
     Raises:
-        ConfigError: no config or no weights there.
+        CapabilityError: another shape or other weights.
     """
-    place = Path(folder)
-    files = sorted(file for file in place.glob("*.safetensors") if is_file(file))
-    if not files or not is_file(place / "config.json"):
-        raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
-    digest = hashlib.sha256((place / "config.json").read_bytes())
-    for file in files:
-        _digest_file(digest, file)
-    return digest.hexdigest()
-
-
-def _digest_file(digest: Any, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}".encode())
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        digest.update(length + stream.read(min(int.from_bytes(length, "little"), size, _HEADER_BYTES)))
-        for piece in range(_PIECES):
-            stream.seek(piece * max(0, size - _PIECE_BYTES) // (_PIECES - 1))
-            digest.update(stream.read(_PIECE_BYTES))
+    trained_for, remedy = config.target or "another model", f"use a set that was trained for {name}, or train one"
+    for field in ("num_layers", "d_model", "vocab_size") if shape is not None else ():
+        theirs, ours = getattr(config, field), getattr(shape, field)
+        if theirs != ours:
+            raise CapabilityError(
+                asked, f"trained for {trained_for}: it has {field}={theirs}, {name} has {ours}", remedy
+            )
+    if config.fingerprint and mark is not None and config.fingerprint != mark:
+        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:
@@ -456,7 +358,3 @@ def _check_fit(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place
 
 def _misfit(place: Path, wrong: str) -> ConfigError:
     return ConfigError(str(place / WEIGHTS_FILE), wrong, f"restore it with its {CONFIG_FILE}, or train it again")
-
-
-def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device=device))

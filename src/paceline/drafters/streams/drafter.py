@@ -10,9 +10,10 @@ Source: Speculative Streaming, section 2.2; appendix G.1 (trees), appendix L (be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -22,14 +23,17 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.tree import SparseQ, TokenTree
+from ...target.files import fingerprint
 from ...target.native import top
-from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, fingerprint, read_config
+from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_target, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
+
+Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each level, best first, and their log q
 
 MAX_NODES = 1024
 USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is given: decides the default tree alone
@@ -58,7 +62,7 @@ class StreamsConfig(DrafterConfig):
     best_path_batch: int = option(8, help="from so many drafting sequences on, the best path alone", minimum=1)
     at: Literal["nodes", "frontier"] = option(
         "frontier",
-        help="where streams ride: on every kept node in the same pass, or on the last accepted one after the verdict",
+        help="rows that carry streams: every kept node in the same pass, or the last accepted one after the verdict",
     )
     attention_limit: int | None = option(
         None, help="keys of its main row that a stream attends to, best first (torch kernels, at=nodes)", minimum=1
@@ -152,14 +156,7 @@ class StreamsDrafter:
         if self.streams is None:
             return
         config = self.streams.config
-        for name in ("num_layers", "d_model", "vocab_size"):
-            theirs, ours = getattr(config, name), getattr(target, name)
-            if theirs != ours:
-                raise CapabilityError(
-                    f"streams trained for {config.target or 'another target'}",
-                    f"it has {name}={theirs}, {target.name} has {ours}",
-                    f"use a set that was trained for {target.name}",
-                )
+        check_target(f"streams trained for {config.target or 'another target'}", config, target.name, target)
         if self.streams.adapters is not None:
             self.streams.adapters.prepare()
 
@@ -186,10 +183,9 @@ class StreamsDrafter:
         parts = [self._part(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         if self.config.proposes == "sampled":
             return self._drawn(want, parts)
-        ready = [part for part in parts if part is not None]
+        ready = [(s, part) for s, part in zip(want.sequences, parts, strict=True) if part is not None]
         children = 1 if self.config.is_chain or len(ready) >= self.config.best_path_batch else self.config.k
-        levels = self._levels([s for s, p in zip(want.sequences, parts, strict=True) if p is not None], ready, children)
-        found = iter(levels)
+        found = self._levels(ready, children)
         proposals = [
             Proposal() if part is None else best_nodes(*next(found), self._cap(budget))
             for part, budget in zip(parts, want.budgets, strict=True)
@@ -207,22 +203,17 @@ class StreamsDrafter:
         depth = min(max_depth, self._cap(budget), self.config.gamma or max_depth)
         return None if logits is None or depth < 1 else logits[:depth]
 
-    def _levels(
-        self, sequences: Sequence[SequenceView], parts: Sequence[Tensor], children: int
-    ) -> list[tuple[list[list[int]], list[list[float]]]]:
+    def _levels(self, ready: Sequence[tuple[SequenceView, Tensor]], children: int) -> Iterator[Levels]:
         """For each sequence the best tokens of each stream and their log q, best first."""
-        if not parts:
-            return []
-        rows = [self._scores(s, part) for s, part in zip(sequences, parts, strict=True)]
-        scores = rows[0] if len(rows) == 1 else torch.cat(rows)  # [levels, V]
-        tokens, log_q = top(scores, children)
-        found = []
+        if not ready:
+            return
+        rows = [self._scores(s, part) for s, part in ready]
+        tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat(rows), children)  # of [levels, V]
         start = 0
-        for part in parts:
+        for part in rows:
             stop = start + len(part)
-            found.append((tokens[start:stop], log_q[start:stop]))
+            yield tokens[start:stop], log_q[start:stop]
             start = stop
-        return found
 
     def _scores(self, sequence: SequenceView, logits: Tensor) -> Tensor:
         """[depth, V]: the softmax of row j - 1 is the chance that a token is what the target says j places on."""
@@ -238,30 +229,27 @@ class StreamsDrafter:
 
     def _drawn(self, want: DraftRequest, parts: Sequence[Tensor | None]) -> TokenTree:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
-        proposals, rows = [], []
-        for sequence, part in zip(want.sequences, parts, strict=True):
-            proposal = Proposal()
-            q = None
-            if part is not None:
-                first = len(sequence.tokens)
-                q = sequence.sampler.probs(part)  # [depth, V]
-                noise = sequence.sampler.draft_noise([*range(first, first + len(part))], 0, q.device)
-                tokens = (q.log() + noise).argmax(dim=1)
-                log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
-                for token, value in zip(tokens.tolist(), log_q, strict=True):
-                    above = proposal.log_scores[-1] if proposal.log_scores else 0.0
-                    proposal.add(len(proposal), token, above + value)
-            proposals.append(proposal)
-            rows.append(q)
-        tree = to_tree([s.tokens[-1] for s in want.sequences], proposals)
-        known = next((q for q in rows if q is not None), None)
+        drawn = [_draw(s, part) for s, part in zip(want.sequences, parts, strict=True)]
+        tree = to_tree([s.tokens[-1] for s in want.sequences], [proposal for proposal, _ in drawn])
+        known = next((q for _, q in drawn if q is not None), None)
         if known is None:
             return tree
         probs = known.new_zeros((*tree.tokens.shape, known.shape[1]))  # [B, N, V]
-        for b, q in enumerate(rows):
+        for b, (_, q) in enumerate(drawn):
             if q is not None:
                 probs[b, : len(q)] = q
         return tree.with_q(SparseQ(ids=None, probs=probs.to(tree.tokens.device)))
+
+
+def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tensor | None]:
+    """A drawn chain and the distributions [depth, V] it came from; an empty one where there are no logits."""
+    if logits is None:
+        return Proposal(), None
+    first, sampler = len(sequence.tokens), sequence.sampler
+    q = sampler.probs(logits)  # [depth, V]
+    tokens = sampler.draw(q, [*range(first, first + len(logits))])
+    log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
+    return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
 
 
 def best_nodes(tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
@@ -314,15 +302,8 @@ def _check_set(asked: str, config: StreamConfig, context: DrafterContext) -> Non
     """Refuse a set of the wrong mode, or one that was trained for other weights than the target's."""
     if config.mode != "lossless":
         raise _shared_set(asked)
-    if not config.fingerprint or context.target_folder is None:
-        return
-    if config.fingerprint != fingerprint(context.target_folder):
-        name = context.target or "this target"
-        raise CapabilityError(
-            asked,
-            f"trained for {config.target or 'another model'}, whose weights differ from those of {name}",
-            f"use a set that was trained for {name}, or train one",
-        )
+    if config.fingerprint and context.target_folder is not None:
+        check_target(asked, config, context.target or "this target", mark=fingerprint(context.target_folder))
 
 
 def _shared_set(asked: str) -> ConfigError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError
 from ...target.adapters import LINEARS, AdapterConfig, linear_shapes
-from ...target.streams import StreamConfig, StreamSet, fingerprint
+from ...target.files import fingerprint
+from ...target.streams import StreamConfig, StreamSet
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, kl, ngram
 from ...training.multistream import (
@@ -73,27 +75,29 @@ class StreamOptions:
     application: str = setting("", "name of the application that a shared set is for")
 
     def __post_init__(self) -> None:
-        _require("mode", self.mode, self.mode in _ALPHAS, "it is lossless or shared")
-        shared = self.mode == "shared"
-        _require("positions", self.positions, 0 < self.positions <= 1, "it must be above 0 and at most 1")
-        _require(
-            "positions", self.positions, self.positions == 1 or not shared, "in shared mode all tokens carry streams"
+        shared, angle = self.mode == "shared", self.rotation_step
+        rules = (
+            ("mode", self.mode in _ALPHAS, "it is lossless or shared"),
+            ("positions", 0 < self.positions <= 1, "it must be above 0 and at most 1"),
+            ("positions", self.positions == 1 or not shared, "in shared mode all tokens carry streams"),
+            ("distill", 0 <= self.distill <= 1, "it must be 0 to 1"),
+            ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
+            ("segment", self.segment is None or self.segment >= 1, "it must be 1 or more"),
+            ("rank", self.rank >= 1, "it must be 1 or more"),
+            ("identity", self.identity in ("embedding", "rotation"), "it is embedding or rotation"),
+            ("alpha_0", not self.alpha_0 or shared, "a frozen main stream has no loss to lower"),
+            ("alpha_0", self.alpha_0 is None or 0 <= self.alpha_0 < math.inf, "it must be 0 or more"),
+            ("alpha_j", self.alpha_j is None or 0 <= self.alpha_j < math.inf, "it must be 0 or more"),
+            ("rotation_step", angle is None or angle > 0, "it must be above 0"),
+            (
+                "rotation_step",
+                angle is None or self.identity == "rotation",
+                "trained embeddings rotate nothing (identity='rotation')",
+            ),
+            ("start_rank", self.gamma > 0 or not self.start_rank, "there are no streams to start"),
         )
-        _require("distill", self.distill, 0 <= self.distill <= 1, "it must be 0 to 1")
-        _require("distill", self.distill, not self.distill or not shared, "only a frozen target is distilled from")
-        _require("segment", self.segment, self.segment is None or self.segment >= 1, "it must be 1 or more")
-        _require("rank", self.rank, self.rank >= 1, "it must be 1 or more")
-        _require("identity", self.identity, self.identity in ("embedding", "rotation"), "it is embedding or rotation")
-        _require("alpha_0", self.alpha_0, not self.alpha_0 or shared, "a frozen main stream has no loss to lower")
-        for name in ("alpha_0", "alpha_j"):
-            value = getattr(self, name)
-            _require(name, value, value is None or 0 <= value < math.inf, "it must be 0 or more")
-        turns = self.rotation_step is None or self.identity == "rotation"
-        angle = self.rotation_step
-        _require("rotation_step", angle, angle is None or angle > 0, "it must be above 0")
-        _require("rotation_step", self.rotation_step, turns, "trained embeddings rotate nothing (identity='rotation')")
-        trainable = self.gamma > 0 or not self.start_rank
-        _require("start_rank", self.start_rank, trainable, "there are no streams to start")
+        for name, holds, rule in rules:
+            _require(name, getattr(self, name), holds, rule)
         general = shared or not self.application
         _require("application", self.application, general, "a lossless set is for no application", "leave it out")
         if not self.gamma:
@@ -124,7 +128,7 @@ class StreamOptions:
         insertion = c.num_layers - self.layers
         adapted = range(0 if self.mode == "shared" else max(0, insertion), c.num_layers)
         alpha = ALPHA_PER_RANK * self.rank if self.alpha is None else self.alpha
-        turn = self.rotation_step or math.pi / (2 * (c.max_position + self.gamma))
+        angle = self.rotation_step or math.pi / (2 * (c.max_position + self.gamma))
         return StreamConfig(
             mode=self.mode,
             gamma=self.gamma,
@@ -134,7 +138,7 @@ class StreamOptions:
             vocab_size=c.vocab_size,
             start_rank=self.start_rank,
             prune_rank=self.prune_rank if self.gamma else 0,
-            value_rotation=turn if self.gamma and self.identity == "rotation" else None,
+            value_rotation=angle if self.gamma and self.identity == "rotation" else None,
             adapter=AdapterConfig(rank=self.rank, alpha=alpha, layers=tuple(adapted), linears=tuple(self.linears)),
             target=target,
             fingerprint=mark,
@@ -190,20 +194,21 @@ class StreamRecipe:
         """Each segment forward and backward on its own; the loss returned hands over the gradients made so far."""
         main = main_pass(self.network, batch, self.module.config.insertion)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
-        total = Parts()
+        total: Tensor | None = None
+        figures: Counter[str] = Counter()  # every segment's are shares of the batch's means
         grads: list[Tensor | None] = [None] * len(self._parameters)
         for part in carriers.segments(self.options.segment):
-            loss, figures = self._segment(batch, main, part, aims)
-            total.add(loss.detach(), figures)
+            loss, shares = self._segment(batch, main, part, aims)
+            total = loss.detach() if total is None else total + loss.detach()
+            figures.update(shares)
             if torch.is_grad_enabled():
                 made = torch.autograd.grad(loss, self._parameters, allow_unused=True)
                 grads = [_sum(old, new) for old, new in zip(grads, made, strict=True)]
-        if total.loss is None:
+        if total is None:
             return _nothing(self._parameters), {}
-        if not torch.is_grad_enabled():
-            return total.loss, total.means()
-        value: Tensor = _HandOver.apply(total.loss, grads, *self._parameters)
-        return value, total.means()
+        if torch.is_grad_enabled():
+            total = _HandOver.apply(total, grads, *self._parameters)
+        return total, dict(figures)
 
     def _segment(
         self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims
@@ -380,24 +385,6 @@ class Aims:
             counts=exists.sum(0) if whole is None else whole.counts,
             rows=len(carriers) if whole is None else whole.rows,
         )
-
-
-class Parts:
-    """Sums of losses and figures over segments."""
-
-    def __init__(self) -> None:
-        self.loss: Tensor | None = None
-        self._figures: dict[str, float] = {}
-
-    def add(self, loss: Tensor, figures: Mapping[str, float]) -> None:
-        """One more segment."""
-        self.loss = loss if self.loss is None else self.loss + loss
-        for name, value in figures.items():
-            self._figures[name] = self._figures.get(name, 0.0) + value
-
-    def means(self) -> dict[str, float]:
-        """Figures of the whole batch: every segment's are shares of its means."""
-        return self._figures
 
 
 class _HandOver(torch.autograd.Function):

@@ -1,0 +1,31 @@
+"""Which streams a row sees: the visibility rules of multi-stream attention, one function an equation.
+
+Each main row t may own gamma speculative streams. Rows are named by their owner (a main row owns itself) and, among
+streams, by their number j from 1 on. Of the main keys both kinds see what main row t sees.
+
+Source: Speculative Streaming, section 2.1.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def stream_sees(owner: Tensor, stream: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
+    """[queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2).
+
+    Args:
+        owner, stream: [queries] int64, owner and number of each querying stream.
+        key_owner, key_stream: [keys] int64, of the streams whose keys they are.
+    """
+    return (owner[:, None] == key_owner) & (key_stream <= stream[:, None])
+
+
+def main_sees(row: Tensor, key_owner: Tensor) -> Tensor:
+    """[queries, keys] bool: main row t sees all streams of its own (eq. 3, shared mode alone).
+
+    Args:
+        row: [queries] int64, the main rows.
+        key_owner: [keys] int64, the owner of each stream whose key it is.
+    """
+    return row[:, None] == key_owner

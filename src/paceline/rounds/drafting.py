@@ -1,0 +1,148 @@
+"""A round's drafter, whose faults cost no request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..core.tree import TokenTree
+from ..drafters.base import Drafter, DraftRequest, StepFeatures
+from ..target.base import Taps
+from .base import RunningSequence, Work
+from .passes import Pass
+from .verification import make_verifier
+
+log = logging.getLogger(__name__)
+
+
+class GuardedDrafter:
+    """Asks a drafter and checks its answers. Where it fails it is put aside, and decoding goes on without it.
+
+    Args:
+        drafter: who guesses; None: nobody.
+        round_name: of the round that asks.
+        verifier: name of what will judge the drafts.
+        vocab_size: of the target.
+
+    Raises:
+        ConfigError: a drafter that does not run in this round, or an unknown verifier.
+        CapabilityError: a verifier that these drafts do not fit.
+    """
+
+    def __init__(self, drafter: Drafter | None, round_name: str, verifier: str, vocab_size: int) -> None:
+        if drafter is not None and round_name not in drafter.spec.rounds:
+            raise ConfigError(
+                f"round={round_name!r} with drafter {drafter.spec.name!r}",
+                "the drafter does not run in this round",
+                f"use one of its rounds: {', '.join(sorted(drafter.spec.rounds))}",
+            )
+        self.drafter = drafter
+        self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
+        self.failure: str | None = None  # why it was put aside
+        self._vocab_size = vocab_size
+
+    def propose(self, drafting: Sequence[Work]) -> TokenTree | None:
+        """The drafter's trees, checked; None where there is none, or where it failed."""
+        if self.drafter is None or self.failure is not None or not drafting:
+            return None
+        want = DraftRequest(
+            sequences=[w.sequence.view for w in drafting],
+            budgets=[w.budget for w in drafting],
+            max_depths=[w.max_depth for w in drafting],
+        )
+        try:
+            return self._fit(self.drafter.propose(want), want)
+        except Exception as error:
+            if any(view.sampler.fault is not None for view in want.sequences):
+                # A request's own rules failed while they were asked what to draft: its verdict will end it. What the
+                # drafter had begun for these sequences is dropped.
+                self.release([w.sequence for w in drafting])
+            else:
+                self._put_aside(error)
+            return None
+
+    def observe(self, p: Pass, taps: Taps | None = None, stream_logits: Sequence[Tensor | None] = ()) -> None:
+        """Tell the drafter what came of a pass.
+
+        Args:
+            p: the pass, its tokens emitted.
+            taps: the hidden states that it asked for.
+            stream_logits: [B] [gamma, V] of the streams of each sequence's last accepted node, where it has streams.
+        """
+        if self.drafter is None or self.failure is not None:
+            return
+        hidden, slices = _hidden_of_kept(p, taps) if taps is not None else ({}, [])
+        paths = [p.paths.get(i, []) for i in range(len(p.works))]
+        seen = StepFeatures(
+            sequences=[w.sequence.view for w in p.works],
+            committed=[w.sequence.view.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)],
+            num_accepted=[len(path) for path in paths],
+            paths=paths,
+            hidden=hidden,
+            hidden_rows=slices,
+            stream_logits=stream_logits,
+        )
+        try:
+            self.drafter.observe(seen)
+        except Exception as error:
+            self._put_aside(error)
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """Let the drafter forget ended or preempted sequences."""
+        if self.drafter is None or not sequences:
+            return
+        try:
+            self.drafter.release([s.view.key for s in sequences])
+        except Exception as error:
+            self._put_aside(error)
+
+    def _put_aside(self, error: Exception) -> None:
+        """Go on without the drafter. It is a guest: its fault must not cost a request."""
+        assert self.drafter is not None
+        self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
+        log.error("%s; decoding goes on without it", self.failure, exc_info=error)
+
+    def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree | None:
+        """Cut what is over budget or too deep; refuse what is no tree over these roots."""
+        tree.check()
+        lists = tree.lists()
+        counts = lists.counts
+        if len(counts) != len(want.sequences):
+            raise ValueError(f"{tree.tokens.shape[0]} trees proposed for {len(want.sequences)} sequences")
+        if [row[0] for row in lists.tokens] != [s.tokens[-1] for s in want.sequences]:
+            raise ValueError("a tree's root is not its sequence's last token")
+        if max(counts) == 1:
+            return None
+        low, high = min(map(min, lists.tokens)), max(map(max, lists.tokens))
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(f"a drafted token lies outside the vocabulary: {low} .. {high}")
+        over = any(n - 1 > budget for n, budget in zip(counts, want.budgets, strict=True))
+        if over or any(n - 1 > depth for n, depth in zip(counts, want.max_depths, strict=True)):
+            tree = _cut(tree, want)
+        if self.verifier.needs_q and tree.q is None:
+            raise ValueError("a tree without the distribution it was drawn from, or cut after the draw")
+        return tree
+
+
+def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
+    """The tree within budgets and depths. Parents come before children, so the first nodes of a tree are a tree."""
+    keep = torch.arange(tree.tokens.shape[1]) <= torch.tensor(want.budgets)[:, None]
+    keep &= tree.depths() <= torch.tensor(want.max_depths)[:, None]
+    keep &= torch.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
+    return tree if bool(keep.sum() == tree.num_nodes.sum()) else tree.prune(keep)
+
+
+def _hidden_of_kept(p: Pass, taps: Taps) -> tuple[dict[int, Tensor], list[slice]]:
+    """Tapped states of pending tokens and accepted nodes, and each sequence's rows among them."""
+    rows: list[int] = []
+    slices: list[slice] = []
+    for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
+        begin = len(rows)
+        rows += [*range(span.start, span.start + work.rows), *(span.root + n for n in p.paths.get(i, ()))]
+        slices.append(slice(begin, len(rows)))
+    index = torch.tensor(rows, device=p.state.hidden.device)
+    return {layer: values[index] for layer, values in taps.hidden.items()}, slices

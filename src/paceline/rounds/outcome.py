@@ -1,0 +1,106 @@
+"""What follows the verdict: tokens come out and are counted, K and V of what was accepted is kept."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.request import Logprob, token_logprobs
+from ..drafters.base import DrafterSpec
+from ..kv.pool import KVPool
+from .passes import Pass
+
+
+class Emitter:
+    """Applies the stop rules and counts.
+
+    Args:
+        num_layers: of the target, which every row of a pass goes through.
+        spec: of the drafter, for the names of who proposed a node; None: nothing is drafted.
+    """
+
+    def __init__(self, num_layers: int, spec: DrafterSpec | None) -> None:
+        self.num_layers, self.spec = num_layers, spec
+
+    def emit(self, p: Pass) -> None:
+        """`Pass.emitted`; `Pass.paths` are cut to what came out.
+
+        A sequence whose own rules fail, here or in the verdict, ends with that error; the others go on.
+        """
+        p.emitted = [0] * len(p.works)
+        for i in p.generating:
+            view = p.works[i].sequence.view
+            if view.fault is None:
+                try:
+                    p.emitted[i] = self._emit(p, i)
+                except Exception as error:
+                    view.fault = error
+            p.paths[i] = p.paths[i][: p.emitted[i]]
+        for work in p.works:
+            if work.sequence.view.fault is not None:
+                work.sequence.fail()
+
+    def _emit(self, p: Pass, i: int) -> int:
+        """Emit the tokens of one work and count them; how many came out."""
+        sequence, path = p.works[i].sequence, p.paths[i]
+        logprobs = _logprobs(p, i) if sequence.params.logprobs is not None else None
+        emitted = sequence.emit(p.tokens[i], len(path), logprobs)
+        if emitted:
+            self._count(p, i, emitted)
+        return emitted
+
+    def _count(self, p: Pass, i: int, emitted: int) -> None:
+        """Statistics of one work's pass, after the stop rules' cut."""
+        stats, span, path = p.works[i].sequence.state.stats, p.spans[i], p.paths[i]
+        nodes = span.nodes
+        stats.row_layers += nodes * self.num_layers
+        if p.tree is None or span.tree_index < 0 or self.spec is None:
+            stats.record_pass(drafted=0, accepted=0, emitted=emitted)
+            return
+        accepted = path[:emitted]
+        lists = p.tree.lists()
+        parents = lists.parents[span.tree_index][1:nodes]
+        marks = lists.sources[span.tree_index][:nodes]
+        # All of the path came out, and the next guess was wrong.
+        refused = emitted > len(path) and p.frontier(i) in parents
+        stats.record_pass(
+            drafted=nodes - 1,
+            accepted=len(accepted),
+            emitted=emitted,
+            offered=len(accepted) + refused,
+            sources=_by_source(self.spec, marks[1:], [marks[n] for n in accepted]),
+        )
+
+
+def _logprobs(p: Pass, i: int) -> list[dict[int, Logprob]]:
+    """One entry a token of one work, from the logits of the nodes they follow."""
+    sequence, index = p.works[i].sequence, p.spans[i].tree_index
+    nodes = [0, *p.paths[i]]
+    rows = p.logits[p.rows[i]][nodes]
+    if sequence.params.logprobs_mode == "processed":
+        paths = p.tree.path_tokens()[index, nodes] if p.tree is not None and index >= 0 else None
+        rows = sequence.view.sampler.process(rows, paths)
+    wanted = sequence.params.logprobs or 0
+    return token_logprobs(rows, torch.tensor(p.tokens[i]), wanted, sequence.state.token_text)
+
+
+def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, int]]:
+    """(drafted, accepted) nodes by the name of who proposed them, from the nodes' marks."""
+    names = spec.sources or (spec.name,)
+    return {names[m] if m < len(names) else f"source {m}": (drafted.count(m), accepted.count(m)) for m in {*drafted}}
+
+
+def keep(p: Pass, pool: KVPool) -> None:
+    """Commit the K/V of pending tokens and accepted nodes; the root is the last pending token.
+
+    K and V lie where the node stood when it was proposed, whatever was pruned since.
+    """
+    kept = []
+    for i, work in enumerate(p.works):
+        cache = work.sequence.cache
+        assert cache is not None
+        path, proposed = p.paths.get(i, ()), p.kept.get(i)
+        nodes = path if proposed is None else [proposed[n] for n in path]
+        kept.append((cache, [*range(work.rows), *(work.rows - 1 + n for n in nodes)]))
+    pool.commit(kept)
+    for work, (cache, _) in zip(p.works, kept, strict=True):
+        cache.publish(work.sequence.view.tokens)

@@ -1,0 +1,204 @@
+"""One target pass, from rows to verdicts: the parts that rounds are made of.
+
+    lay_out -> pack -> (the target's layers) -> read_logits -> decide -> `outcome.Emitter.emit` -> `outcome.keep`
+
+A `Pass` is what they hand on. A round that runs the layers in pieces, on other workers or in compiled code uses the
+same record: whoever comes later in the line finds there what earlier parts left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..core.request import token_logprobs
+from ..core.tree import TokenTree
+from ..target.adapters import AdapterRange
+from ..target.applications import adapter_ranges
+from ..target.base import Batch, ForwardState
+from ..target.decoder import Decoder
+from ..target.packing import RowPacker
+from .base import StepResult, Work
+from .verification import Verifier, choose_packed
+
+
+@dataclass(slots=True)
+class Span:
+    """Where one sequence's rows lie in the packed pass."""
+
+    start: int
+    stop: int
+    root: int  # row of the root; the drafted nodes follow it
+    tree_index: int  # which tree of the batch it has; -1: none
+
+    @property
+    def nodes(self) -> int:
+        """Rows of the root and of its drafted nodes."""
+        return self.stop - self.root
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One target pass and what came of it. B works; rows are packed work after work."""
+
+    works: Sequence[Work]
+    spans: list[Span]  # [B]
+    tree: TokenTree | None  # of the works that draft, in their order
+    generating: list[int]  # works that reach their last known token, so that a new one comes out
+    kept: dict[int, list[int]] = field(default_factory=dict)  # work -> proposed index of each node that pruning left
+    state: ForwardState = field(init=False)
+    logits: Tensor = field(init=False)  # [nodes of all generating works, V]
+    rows: dict[int, slice] = field(default_factory=dict)  # generating work -> rows of `logits`
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # generating work -> what comes out, accepted and next
+    paths: dict[int, list[int]] = field(default_factory=dict)  # generating work -> accepted nodes
+    emitted: list[int] = field(init=False)  # [B] tokens that came out, after the stop rules' cut
+
+    @property
+    def main_rows(self) -> int:
+        """Rows of tokens and nodes; streams, where there are any, come behind them."""
+        return self.spans[-1].stop if self.spans else 0
+
+    def frontier(self, work: int) -> int:
+        """The last accepted node of a generating work; 0: its root."""
+        path = self.paths[work]
+        return path[-1] if path else 0
+
+    def result(self, draft_ms: float, verify_ms: float, host_ms: float) -> StepResult:
+        """What the engine hears of it."""
+        rows = zip(self.works, self.emitted, strict=True)
+        said = [(w.sequence, n) for w, n in rows if n or w.sequence.view.fault is not None]
+        return StepResult(said, draft_ms, verify_ms, host_ms)
+
+
+def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> Pass:
+    """Row ranges of every work; ``drafting`` works come in the order of the tree's batch."""
+    counts = tree.lists().counts if tree is not None else []
+    index = {id(work): b for b, work in enumerate(drafting)} if tree is not None else {}
+    spans = []
+    start = 0
+    for work in works:
+        b = index.get(id(work), -1)
+        root = start + work.rows - 1
+        stop = root + (counts[b] if b >= 0 else 1)
+        spans.append(Span(start, stop, root, b))
+        start = stop
+    return Pass(works, spans, tree, [i for i, work in enumerate(works) if work.generates])
+
+
+def pack(p: Pass, target: Decoder) -> Batch:
+    """Rows of all sequences, one after the other: pending tokens, then drafted nodes."""
+    tree = p.tree
+    packer = RowPacker(target, target.device)
+    tokens = tree.lists().tokens if tree is not None else []
+    branches = tree is not None and not tree.is_chain
+    depths = tree.depth_lists() if tree is not None and branches else []
+    masks = tree.ancestor_mask() if tree is not None and branches else None
+    for work, span in zip(p.works, p.spans, strict=True):
+        cache = work.sequence.cache
+        assert cache is not None
+        first = cache.committed
+        stop = first + span.stop - span.start
+        row_tokens = work.sequence.view.tokens[first : first + work.rows]
+        places: Sequence[int] = range(first, stop)
+        nodes = span.nodes
+        visible = None
+        if span.tree_index >= 0:
+            row_tokens += tokens[span.tree_index][1:nodes]
+            if masks is not None:
+                root = first + work.rows - 1
+                places = [*range(first, root), *(root + depth for depth in depths[span.tree_index][:nodes])]
+                visible = _block_mask(masks[span.tree_index, :nodes, :nodes], work.rows)
+        packer.add(
+            row_tokens,
+            places,
+            [-1] * (work.rows - 1) + ([*range(nodes)] if work.generates else [-1]),
+            slots=cache.slots(first, stop),
+            keys=cache.slots(0, stop),
+            num_keys=stop,
+            prefix=first,
+            visible=visible,
+            block_positions=places if visible is not None else None,
+        )
+    return packer.batch()
+
+
+def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
+    """[pending - 1 + nodes, same] bool: a chain of pending rows, whose last one is the tree's root."""
+    if pending == 1:
+        return ancestors
+    nodes = ancestors.shape[0]
+    size = pending - 1 + nodes
+    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    mask[pending - 1 :, pending - 1 :] = ancestors
+    return mask
+
+
+def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
+    """Which main rows go through which application's adapters."""
+    return adapter_ranges([w.sequence.application for w in p.works], [(s.start, s.stop) for s in p.spans])
+
+
+def read_logits(p: Pass, target: Decoder) -> None:
+    """`Pass.logits` and `Pass.rows` from the last layer; prompt log-probabilities are taken on the way."""
+    for work, span in zip(p.works, p.spans, strict=True):
+        if work.sequence.params.prompt_logprobs is not None:
+            try:
+                _record_prompt(work, span, p.state, target)
+            except Exception as error:
+                work.sequence.view.fault = error
+    rows: list[int] = []
+    for i in p.generating:
+        begin = len(rows)
+        rows += range(p.spans[i].root, p.spans[i].stop)
+        p.rows[i] = slice(begin, len(rows))
+    hidden = p.state.hidden
+    if not rows:
+        p.logits = hidden.new_empty((0, target.config.vocab_size))
+    elif len(rows) == hidden.shape[0]:
+        p.logits = target.logits(p.state)
+    else:
+        p.logits = target.logits(p.state, torch.tensor(rows, device=hidden.device))
+
+
+def _record_prompt(work: Work, span: Span, state: ForwardState, target: Decoder) -> None:
+    """Log-probabilities of the prompt tokens that follow this pass's prompt rows."""
+    sequence = work.sequence
+    assert sequence.cache is not None
+    known = len(sequence.prompt_logprobs)  # of tokens 0 .. known - 1
+    first = sequence.cache.committed
+    begin = max(known - 1, first)
+    end = min(first + work.rows, sequence.view.prompt_len - 1)
+    if not known:
+        sequence.prompt_logprobs.append(None)
+        begin = first
+    if begin >= end:
+        return
+    rows = torch.arange(span.start + begin - first, span.start + end - first, device=state.hidden.device)
+    logits = target.logits(state, rows)
+    if sequence.params.logprobs_mode == "processed":
+        logits = sequence.view.sampler.process(logits)
+    actual = torch.tensor(sequence.view.tokens[begin + 1 : end + 1], device=logits.device)
+    wanted = sequence.params.prompt_logprobs or 0
+    sequence.prompt_logprobs += token_logprobs(logits, actual, wanted, sequence.state.token_text)
+
+
+def decide(p: Pass, verify: Verifier) -> None:
+    """`Pass.tokens` and `Pass.paths`: the target's own choice after bare roots, the verifier's word on trees."""
+    plain = [i for i in p.generating if p.spans[i].tree_index < 0]
+    treed = [i for i in p.generating if p.spans[i].tree_index >= 0]
+    if plain:
+        rows = p.logits if not treed else p.logits[[p.rows[i].start for i in plain]]
+        views = [p.works[i].sequence.view for i in plain]
+        for i, token in zip(plain, choose_packed(views, [1] * len(plain), rows, None).tolist(), strict=True):
+            p.tokens[i], p.paths[i] = [token], []
+    if treed and p.tree is not None:
+        rows = p.logits if not plain else torch.cat([p.logits[p.rows[i]] for i in treed])
+        outcome = verify([p.works[i].sequence.view for i in treed], p.tree, rows)
+        nodes = p.tree.lists().tokens
+        verdicts = zip(treed, outcome.path.tolist(), outcome.next_token.tolist(), strict=True)
+        for b, (i, path, token) in enumerate(verdicts):
+            p.paths[i] = [n for n in path if n >= 0]
+            p.tokens[i] = [nodes[b][n] for n in p.paths[i]] + [token]

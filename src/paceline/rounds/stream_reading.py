@@ -1,0 +1,93 @@
+"""What streams say after the verdict: their logits at each last accepted node, and what they cost.
+
+Source: Speculative Streaming, section 2.2. Streams of the last accepted node alone, run after the verdict, are an
+addition of ours: a lossless set's main rows never see streams, so that those of the other nodes can be left out; the
+keys are the same, and so are the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..attention.base import Segment, slot_indices
+from ..kv.pool import KVPool
+from ..target.base import ForwardState
+from ..target.decoder import Decoder
+from ..target.stream_rows import StreamRows
+from .passes import Pass
+from .stream_rows import Carriers, stream_adapters, stream_rotation
+
+
+def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: KVPool) -> list[Tensor | None]:
+    """[B] logits [gamma, V] of the streams of each sequence's last accepted node; all others are never read.
+
+    The pass is emitted and its K/V kept: streams that come after the verdict attend to committed keys.
+    """
+    found: list[Tensor | None] = [None] * len(p.works)
+    alive = [c for c in carriers if p.emitted[c.work] and not p.works[c.work].sequence.finished]
+    read = [c for c in alive if c.segment is not None]
+    rows: list[int] = []
+    for c in read:
+        assert c.segment is not None
+        span = p.spans[c.work]
+        begin = c.segment.start + (span.root - span.start - c.first + p.frontier(c.work)) * c.gamma
+        rows += range(begin, begin + c.gamma)
+    hidden = [p.state.hidden[rows]] if rows else []
+    late = [c for c in alive if c.segment is None]
+    for layer in sorted({c.insertion for c in late}):
+        group = [c for c in late if c.insertion == layer]
+        hidden.append(_run_late(p, group, layer, target, pool))
+        read += group
+    if read:
+        logits = target.read(torch.cat(hidden))
+        for c, part in zip(read, logits.split([c.gamma for c in read]), strict=True):
+            found[c.work] = part
+    return found
+
+
+def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder, pool: KVPool) -> Tensor:
+    """[sum of gamma, d_model] the streams of each one's last accepted node, from ``layer`` through the last layer."""
+    begun = [c.streams.begin(c.hidden[p.frontier(c.work)]) for c in carriers if c.hidden is not None]
+    scratch = pool.scratch(sum(c.gamma for c in carriers))
+    segments = _late_segments(p, carriers, scratch, target.device)
+    places = [n for g in segments for n in range(g.prefix, g.num_keys)]  # the streams follow all that is committed
+    numbers = [j for c in carriers for j in range(1, c.gamma + 1)]
+    positions, stream = torch.tensor([places, numbers], device=target.device).unbind(0)
+    zeros = torch.zeros_like(positions)
+    plan = target.plan(segments, positions)
+    state = ForwardState(torch.cat(begun), positions, zeros, zeros, scratch, plan, stream=stream)
+    state.adapters = stream_adapters(carriers, segments)
+    rotation = stream_rotation(carriers, stream, state.hidden)
+    state.special = None if rotation is None else StreamRows(0, rotation)
+    return target.run_layers(state, layer, target.num_layers, pool).hidden
+
+
+def _late_segments(p: Pass, carriers: Sequence[Carriers], scratch: slice, device: torch.device) -> list[Segment]:
+    """Each one's streams as a chain behind its committed keys, the last accepted node's among them."""
+    segments, start = [], 0
+    for c in carriers:
+        cache = p.works[c.work].sequence.cache
+        assert cache is not None
+        stop, prefix = start + c.gamma, cache.committed
+        slots = torch.arange(scratch.start + start, scratch.start + stop, device=device)
+        keys = torch.cat((slot_indices(cache.slots(0, prefix), device), slots))
+        segments.append(Segment(start, stop, keys, prefix + c.gamma, prefix, None, None))
+        start = stop
+    return segments
+
+
+def count_streams(p: Pass, carriers: Sequence[Carriers], num_layers: int) -> None:
+    """Row-layers of streams and of pruned nodes, and the nodes that were pruned."""
+    for c in carriers:
+        work, nodes = p.works[c.work], p.spans[c.work].nodes
+        if not work.generates:
+            continue
+        streams = c.gamma * (1 if c.segment is None else nodes)
+        upper = num_layers - c.insertion
+        stats = work.sequence.state.stats
+        stats.row_layers += c.pruned * c.insertion + streams * upper
+        stats.upper_row_layers += (nodes + streams) * upper
+        stats.pruned += c.pruned

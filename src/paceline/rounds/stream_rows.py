@@ -1,0 +1,241 @@
+"""Streams as rows of a running pass: who carries them, how their rows join, what each row sees.
+
+Stream rows follow the main rows and have K and V of their own in the pool's scratch slots: main rows of a lossless
+set never see those keys, so that they stay what plain decoding computes, bit for bit.
+
+Source: Speculative Streaming, sections 2.1 and 2.2, appendices E.4 and H.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..attention.base import Segment, block_visibility, key_positions, slot_indices
+from ..attention.streams import main_sees, stream_sees
+from ..drafters.base import SequenceView, StreamRules
+from ..kv.pool import KVPool
+from ..target.adapters import AdapterRange, joined
+from ..target.decoder import Decoder
+from ..target.stream_rows import StreamLimit, StreamRows, rotated_dtype, value_rotation
+from ..target.streams import StreamSet
+from .base import Work
+from .passes import Pass, main_adapters
+
+KEPT_MASK = 256  # streams of a mask that is kept for later passes: 64 KiB
+
+
+@dataclass(slots=True, eq=False)
+class Carriers:
+    """The main rows of one sequence that carry streams in one pass, and their streams."""
+
+    work: int  # index of the sequence's work
+    streams: StreamSet
+    first: int  # of the sequence's main rows, the first that carries streams; all later ones do
+    shared: bool  # main rows attend to their streams (eq. 3)
+    segment: Segment | None = None  # of the streams' rows, once they are in the pass
+    limit: StreamLimit | None = None  # where their attention is limited
+    hidden: Tensor | None = None  # [nodes, d_model] at the insertion layer, where the streams come after the verdict
+    pruned: int = 0  # nodes that went
+
+    @property
+    def gamma(self) -> int:
+        """Streams a row."""
+        return self.streams.config.gamma
+
+    @property
+    def insertion(self) -> int:
+        """The first layer that the streams go through."""
+        return self.streams.config.insertion
+
+
+def choose_carriers(p: Pass, general: Callable[[SequenceView], StreamSet | None] | None) -> list[Carriers]:
+    """Every generated row of a shared set, and roots and nodes where drafts are wanted.
+
+    Args:
+        p: the pass.
+        general: the lossless set of a sequence without streams of its own; None: no more drafts are wanted.
+    """
+    found = []
+    for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
+        view, cache = work.sequence.view, work.sequence.cache
+        assert cache is not None
+        own = view.application.streams if view.application is not None else None
+        if own is not None:
+            first = max(0, view.prompt_len - 1 - cache.committed)
+            if first < span.stop - span.start:
+                found.append(Carriers(i, own, first, True))
+        elif general is not None and _wants_streams(work):
+            streams = general(view)
+            if streams is not None:
+                found.append(Carriers(i, streams, span.root - span.start, False))
+    return found
+
+
+def _wants_streams(work: Work) -> bool:
+    """Whether a lossless sequence needs a draft for its next step. At the end of a prompt the budget is always 0."""
+    drafts = work.budget > 0 or (work.may_draft and work.rows > 1)
+    return work.generates and drafts and work.max_depth > 1
+
+
+class StreamInsertion:
+    """Puts streams into one pass, and plans its rows anew as they change.
+
+    Args:
+        p: the pass, its state embedded and planned.
+        target: the model whose layers it goes through.
+        pool: its K/V; the streams' go to scratch slots.
+        rules: of the drafter.
+    """
+
+    def __init__(self, p: Pass, target: Decoder, pool: KVPool, rules: StreamRules) -> None:
+        self.p, self.target, self.pool, self.rules = p, target, pool, rules
+        self.segments: list[Segment] = list(p.state.attn.segments)  # of the main rows, one a work
+        self.inserted: list[Carriers] = []  # in the order of their streams' rows
+
+    def append(self, carriers: Sequence[Carriers]) -> None:
+        """Put the streams of every row that carries them behind the rows of the pass, as they start (eq. 4)."""
+        p, state, device = self.p, self.p.state, self.target.device
+        if state.stream is None:
+            state.stream = torch.zeros(len(state.hidden), dtype=torch.int64, device=device)
+        used = len(state.hidden) - p.main_rows
+        parts = [self._start(c) for c in carriers]
+        scratch = slot_indices(self.pool.scratch(used + sum(len(part[0]) for part in parts)), device)
+        state.slots = torch.cat((slot_indices(state.slots, device), scratch[used:]))
+        for c, part in zip(carriers, parts, strict=True):
+            self._connect(c, scratch[used : used + len(part[0])], part[1])
+            used += len(part[0])
+        old = (state.hidden, state.positions, state.sequence, state.node, state.stream)
+        joint = [torch.cat(column) for column in zip(old, *parts, strict=True)]
+        state.hidden, state.positions, state.sequence, state.node, state.stream = joint
+
+    def _start(self, c: Carriers) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states, positions, sequence, node and number of one sequence's streams, carrier by carrier."""
+        state, span, gamma = self.p.state, self.p.spans[c.work], c.gamma
+        rows = slice(span.start + c.first, span.stop)
+        numbers = torch.arange(1, gamma + 1, device=self.target.device).expand(rows.stop - rows.start, gamma)
+        return (
+            c.streams.begin(state.hidden[rows]).flatten(0, 1),
+            (state.positions[rows, None] + numbers).flatten(),
+            state.sequence[rows].repeat_interleave(gamma),
+            state.node[rows].repeat_interleave(gamma),
+            numbers.flatten(),
+        )
+
+    def _connect(self, c: Carriers, scratch: Tensor, positions: Tensor) -> None:
+        """Segments of the streams and, where they are shared, of their main rows."""
+        main = self.segments[c.work]
+        gamma, width = c.gamma, main.stop - main.start
+        device = scratch.device
+        seen = block_visibility(main, device)  # [width, block]
+        keys = torch.cat((slot_indices(main.keys, device), scratch))
+        where = torch.cat((key_positions(main, device)[main.prefix :], positions))
+        count = main.num_keys + len(scratch)
+        left = seen[c.first :].repeat_interleave(gamma, 0)
+        visible = torch.cat((left, _kept(siblings, width - c.first, gamma, device)), 1)
+        c.segment = Segment(0, len(scratch), keys, count, main.prefix, visible, where)
+        if self.rules.attention_limit is not None:
+            c.limit = _limit(main, c, seen, scratch, self.rules.attention_limit)
+        self.inserted.append(c)
+        if c.shared:
+            own = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
+            own[c.first :] = _kept(owned, width - c.first, gamma, device)
+            self.segments[c.work] = replace(
+                main, keys=keys, num_keys=count, visible=torch.cat((seen, own), 1), positions=where
+            )
+
+    def plan(self) -> None:
+        """Plan, adapters and stream rules of the rows as they are now."""
+        p, state, start = self.p, self.p.state, self.p.main_rows
+        streams = []
+        for c in self.inserted:
+            assert c.segment is not None
+            c.segment = replace(c.segment, start=start, stop=start + c.segment.stop - c.segment.start)
+            if c.limit is not None:
+                rows = torch.arange(p.spans[c.work].start + c.first, p.spans[c.work].stop, device=self.target.device)
+                c.limit = replace(c.limit, rows=rows, streams=slice(start, c.segment.stop))
+            start = c.segment.stop
+            streams.append(c.segment)
+        state.attn = self.target.plan([*self.segments, *streams], state.positions)
+        state.adapters = (*main_adapters(p), *stream_adapters(self.inserted, streams))
+        state.rope.clear()
+        rotation = None
+        if state.stream is not None:
+            rotation = stream_rotation(self.inserted, state.stream[p.main_rows :], state.hidden)
+        limits = tuple(c.limit for c in self.inserted if c.limit is not None)
+        if rotation is None and self.rules.attention_limit is None:
+            state.special = None
+        else:
+            state.special = StreamRows(p.main_rows, rotation, limits)
+
+
+def stream_adapters(carriers: Sequence[Carriers], segments: Sequence[Segment]) -> tuple[AdapterRange, ...]:
+    """The adapters of stream rows; ``segments`` are those of each one's streams."""
+    parts = zip(carriers, segments, strict=True)
+    return joined([(segment.start, segment.stop, c.streams.adapters) for c, segment in parts])
+
+
+def stream_rotation(carriers: Sequence[Carriers], stream: Tensor, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`value_rotation` of stream rows with numbers ``stream`` [rows], sequence by sequence; None: no set has any."""
+    epsilons = [c.streams.config.value_rotation for c in carriers]
+    if all(epsilon is None for epsilon in epsilons):
+        return None
+    rows = [c.gamma if c.segment is None else c.segment.stop - c.segment.start for c in carriers]
+    each = [epsilon or 0.0 for epsilon, count in zip(epsilons, rows, strict=True) for _ in range(count)]
+    return value_rotation(stream, torch.tensor(each, dtype=torch.float64, device=stream.device), rotated_dtype(like))
+
+
+def _limit(main: Segment, c: Carriers, seen: Tensor, scratch: Tensor, most: int) -> StreamLimit:
+    """Limited attention of one sequence's streams; their rows are known once the pass is planned."""
+    device = scratch.device
+    carriers = torch.arange(c.first, main.stop - main.start, device=device)
+    before = torch.ones(len(carriers), main.prefix, dtype=torch.bool, device=device)
+    places = key_positions(main, device)
+    own = main.num_keys - (main.stop - main.start) + carriers  # the segment's rows are the last of its keys
+    return StreamLimit(
+        most=most,
+        rows=carriers,
+        streams=slice(0, 0),
+        keys=slot_indices(main.keys, device),
+        key_positions=places,
+        visible=torch.cat((before, seen[c.first :]), 1),
+        own=own,
+        positions=places[own],
+        scratch=scratch,
+        shared=c.shared,
+    )
+
+
+# -- masks of the streams' own keys
+
+
+MakeMask = Callable[[int, int, torch.device], Tensor]
+
+
+def siblings(carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """[carriers * gamma, same] bool: which streams each stream sees (eq. 2), carrier by carrier."""
+    owner = torch.arange(carriers, device=device).repeat_interleave(gamma)
+    number = torch.arange(gamma, device=device).repeat(carriers)
+    return stream_sees(owner, number, owner, number)
+
+
+def owned(carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """[carriers, carriers * gamma] bool: which streams each carrier sees in shared mode (eq. 3)."""
+    rows = torch.arange(carriers, device=device)
+    return main_sees(rows, rows.repeat_interleave(gamma))
+
+
+def _kept(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
+    """Steps ask for the same few small masks again and again; those of long prompts would fill the memory."""
+    if carriers * gamma > KEPT_MASK:
+        return make(carriers, gamma, device)
+    return _kept_mask(make, carriers, gamma, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_mask(make: MakeMask, carriers: int, gamma: int, device: torch.device) -> Tensor:
+    return make(carriers, gamma, device)

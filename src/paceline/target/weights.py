@@ -1,0 +1,95 @@
+"""Where each tensor of a checkpoint goes: the names of every family's files, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from .families import DecoderConfig, linear_biases, linear_shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One checkpoint tensor, and the rows of a parameter that it fills."""
+
+    source: str  # the checkpoint's name, without the leading "model."
+    into: str  # the decoder's parameter
+    shape: tuple[int, ...]  # of the checkpoint's tensor
+    at: int = 0  # first row of the parameter
+    rows: int | None = None  # how many of its rows; None: all
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+# The decoder's part -> the checkpoint's tensors that fill it, one after the other. Of layers first, then of the top.
+_LLAMA_LAYER = {
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_LAYERS = {
+    "phi3": _LLAMA_LAYER | {"qkv": ("self_attn.qkv_proj",), "up": ("mlp.gate_up_proj",)},
+    "opt": {
+        "attention_norm": ("self_attn_layer_norm",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "out": ("self_attn.out_proj",),
+        "mlp_norm": ("final_layer_norm",),
+        "up": ("fc1",),
+        "down": ("fc2",),
+    },
+}
+_LLAMA_TOP = {"embedding": "embed_tokens.weight", "norm": "norm", "layers": "layers"}
+_TOPS = {
+    "opt": {
+        "embedding": "decoder.embed_tokens.weight",
+        "position_embedding": "decoder.embed_positions.weight",
+        "norm": "decoder.final_layer_norm",
+        "layers": "decoder.layers",
+    }
+}
+
+
+def weight_map(config: DecoderConfig) -> list[Piece]:
+    """Every checkpoint tensor that the decoder reads, and where it goes."""
+    c, top = config, _TOPS.get(config.family, _LLAMA_TOP)
+    pieces = [Piece(source=top["embedding"], into="embedding", shape=(c.vocab_size, c.d_model))]
+    if c.learned_positions:
+        table = (c.learned_positions, c.d_model)
+        pieces.append(Piece(source=top["position_embedding"], into="position_embedding", shape=table))
+    pieces += _norm(c, top["norm"], "norm")
+    if not c.tied:
+        pieces.append(Piece(source="lm_head.weight", into="head.weight", shape=(c.vocab_size, c.d_model)))
+    for index in range(c.num_layers):
+        pieces += _layer(c, f"{top['layers']}.{index}", f"layers.{index}")
+    return pieces
+
+
+def _layer(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
+    shapes, biases = linear_shapes(c), linear_biases(c)
+    heads = c.num_kv_heads * c.head_dim
+    for part, names in _LAYERS.get(c.family, _LLAMA_LAYER).items():
+        if part not in shapes:
+            yield from _norm(c, f"{source}.{names[0]}", f"{into}.{part}")
+            continue
+        inputs, outputs = shapes[part]
+        split = {1: [outputs], 2: [c.d_ff, c.d_ff], 3: [c.num_heads * c.head_dim, heads, heads]}[len(names)]
+        for name, rows, at in zip(names, split, accumulate([0, *split]), strict=False):
+            place: dict[str, Any] = {} if len(names) == 1 else {"at": at, "rows": rows}
+            for kind, shape in (("weight", (rows, inputs)), ("bias", (rows,)))[: 1 + biases[part]]:
+                yield Piece(source=f"{source}.{name}.{kind}", into=f"{into}.{part}.{kind}", shape=shape, **place)
+    for name in ("q_norm", "k_norm") if c.qk_norm else ():
+        yield Piece(source=f"{source}.self_attn.{name}.weight", into=f"{into}.{name}", shape=(c.head_dim,))
+
+
+def _norm(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
+    for kind in ("weight", "bias")[: 1 + (c.norm == "layer")]:
+        yield Piece(source=f"{source}.{kind}", into=f"{into}.{kind}", shape=(c.d_model,))
