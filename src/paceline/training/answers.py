@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ConfigError
-from .data import STDLIB, Encoder, SourceSpec, load_source, python_version, sha256
+from .data import Encoder, SourceSpec, load_source, mark
 
 # ids of prompts, and a seed of each -> ids of their answers
 Answer = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
@@ -110,8 +110,7 @@ def prompt_seed(seed: int, index: int) -> int:
 def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, Any]:
     """What a file of answers is a function of; the limit is left out, since a higher one only adds."""
     settings = {name: value for name, value in asdict(config).items() if name != "limit"}
-    mark = python_version() if source.file == STDLIB else sha256(Path(source.file))
-    return {"target": target, "source": Path(source.file).name, "source_sha256": mark, **settings}
+    return {"target": target, "source": Path(source.file).name, "source_sha256": mark(source.file), **settings}
 
 
 def sidecar(path: Path) -> Path:
@@ -125,8 +124,8 @@ def answered_by(path: Path) -> str | None:
         found = json.loads(sidecar(path.with_name(path.name.removesuffix(".gz"))).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    mark = found.get("target") if isinstance(found, dict) else None
-    return mark if isinstance(mark, str) else None
+    target = found.get("target") if isinstance(found, dict) else None
+    return target if isinstance(target, str) else None
 
 
 def _same_making(path: Path, own: Mapping[str, Any]) -> None:

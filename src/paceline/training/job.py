@@ -19,51 +19,33 @@ from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
 from ..target.streams import fingerprint
 from .answers import answered_by
-from .data import STDLIB, Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, python_version, sha256
+from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
 from .features import CacheDtype, FeatureCache, open_cache
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .tokenizer import train_tokenizer
-from .trainer import Outcome, Phase, TrainConfig, Trainer, Watcher, plan, products, require_accelerate
+from .trainer import Outcome, Trainer, Watcher, plan, products, require_accelerate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 RESULT, TOKENIZER = "result", "tokenizer"
 
 
 @dataclass(kw_only=True)
-class Job:
+class Job(RecipeFile):
     """One run, before anything is loaded."""
 
-    kind: str
-    options: Mapping[str, Any]
-    config: TrainConfig
-    phases: Sequence[Phase]
-    sources: Sequence[SourceSpec]
-    held_out: Sequence[SourceSpec] = ()
-    prompt_weight: float = 0.0
     target: Path | None = None  # folder of the target
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
     cache: Path | None = None  # folder for the target's states; None: they are made with each batch
     cache_dtype: CacheDtype = "fp32"
-    where: Path = Path("command line")  # for messages
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
 
     @classmethod
     def of(cls, recipe: RecipeFile, **places: Any) -> Job:
         """A recipe file's run."""
-        return cls(
-            kind=recipe.recipe,
-            options=recipe.options,
-            config=recipe.train,
-            phases=recipe.phases,
-            sources=recipe.sources,
-            held_out=recipe.held_out,
-            prompt_weight=recipe.prompt_weight,
-            where=recipe.path,
-            **places,
-        )
+        return cls(**vars(recipe), **places)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -184,14 +166,15 @@ def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[To
 
 def _facts(job: Job, options: Any) -> dict[str, Any]:
     """What a checkpoint must agree with: options, data, target."""
-    target = fingerprint(job.target) if job.target is not None else None
-    data = [_source(s) for s in job.sources]
-    return {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight, "target": target}
-
-
-def _source(spec: SourceSpec) -> dict[str, Any]:
-    mark = python_version() if spec.file == STDLIB else sha256(Path(spec.file))
-    return {"file": Path(spec.file).name, "sha256": mark, "weight": spec.weight, "max_tokens": spec.max_tokens}
+    return {
+        "options": asdict(options),
+        "data": [
+            {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
+            for s in job.sources
+        ],
+        "prompt_weight": job.prompt_weight,
+        "target": None if job.target is None else fingerprint(job.target),
+    }
 
 
 def finish(job: Job, trainer: Trainer, outcome: Outcome, folder: Path | None = None) -> Path:
