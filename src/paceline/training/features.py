@@ -26,7 +26,6 @@ from .network import Network
 from .trainer import StepContext
 
 INDEX, PLACES = "cache.json", "rows.npy"
-SHARD_BYTES = 256 * 2**20
 REPORTS = 10  # how often the making of a cache says how far it is
 DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "fp32": (torch.float32, np.dtype("<f4")),
@@ -130,7 +129,8 @@ class FeatureCache:
         index = _read_index(folder)
         _same_key(folder, index["key"], _plain(key))
         self.dtype, kind = DTYPES[index["key"]["dtype"]]
-        self._first = [0, *np.cumsum(index["shards"]).tolist()]  # of each shard, in tokens
+        # One file is written; a cache may also lie in several, one after the other.
+        self._first = [0, *np.cumsum(index["shards"]).tolist()]  # of each file, in tokens
         self._shards = [_map_shard(folder, n, count, index["d_model"], kind) for n, count in enumerate(index["shards"])]
         places = np.load(folder / PLACES)
         self._ends, self._marks, self._batches = places["end"], places["mark"], index["first_rows"]
@@ -150,7 +150,7 @@ class FeatureCache:
         return torch.from_numpy(values).view(self.dtype).to(batch.tokens.device, torch.float32)
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start, d_model] from all shards that hold some of them."""
+        """[stop - start, d_model] from all files that hold some of them."""
         parts = [
             shard[max(0, start - first) : max(0, stop - first)]
             for first, shard in zip(self._first, self._shards, strict=False)
@@ -232,62 +232,27 @@ def _make(
     products: Callable[[], AbstractContextManager[Any]],
     say: Callable[[str], None],
 ) -> None:
-    shards = _Shards(place, max(1, SHARD_BYTES // max(1, size.row_bytes)))
     online, context = OnlineFeatures(target), StepContext(0, torch.Generator())
     first_rows, ends, marks = [0], [], []
     total = 0
-    for number, batch in enumerate(batches):
-        with products():
-            states = online.final(batch.to(target.head_weight.device), context)
-        shards.write(_bits(states, size.dtype))
-        counts = (batch.weights > 0).sum(1)
-        ends.append(total + counts.cumsum(0).numpy())
-        total += int(counts.sum())
-        marks += _marks(batch)
-        first_rows.append(len(marks))
-        if (number + 1) * REPORTS // size.batches > number * REPORTS // size.batches:
-            say(f"cache: {number + 1:,} of {size.batches:,} batches")
-    shards.close()
-    kind = np.dtype([("end", "<i8"), ("mark", "<u4")])
-    places = np.empty(len(marks), dtype=kind)
+    # Written plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault.
+    with _shard(place, 0).open("wb") as states_file:
+        for number, batch in enumerate(batches):
+            with products():
+                states = online.final(batch.to(target.head_weight.device), context)
+            states_file.write(_bits(states, size.dtype).tobytes())
+            counts = (batch.weights > 0).sum(1)
+            ends.append(total + counts.cumsum(0).numpy())
+            total += int(counts.sum())
+            marks += _marks(batch)
+            first_rows.append(len(marks))
+            if (number + 1) * REPORTS // size.batches > number * REPORTS // size.batches:
+                say(f"cache: {number + 1:,} of {size.batches:,} batches")
+    places = np.empty(len(marks), dtype=np.dtype([("end", "<i8"), ("mark", "<u4")]))
     places["end"], places["mark"] = np.concatenate(ends), marks
     np.save(place / PLACES, places)
-    index = {"key": _plain(key), "d_model": size.d_model, "shards": shards.counts, "first_rows": first_rows}
+    index = {"key": _plain(key), "d_model": size.d_model, "shards": [total], "first_rows": first_rows}
     (place / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
-
-
-class _Shards:
-    """Writes tokens one after the other into files of at most ``most`` tokens.
-
-    Plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault.
-    """
-
-    def __init__(self, folder: Path, most: int) -> None:
-        self.folder, self.most = folder, most
-        self.counts: list[int] = []
-        self._file: Any = None
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append [n, d_model]."""
-        while len(tokens):
-            if not self.counts or self.counts[-1] == self.most:
-                self._open()
-            part = tokens[: self.most - self.counts[-1]]
-            left = memoryview(part.tobytes())
-            while left:
-                left = left[self._file.write(left) :]
-            self.counts[-1] += len(part)
-            tokens = tokens[len(part) :]
-
-    def _open(self) -> None:
-        self.close()
-        self._file = _shard(self.folder, len(self.counts)).open("wb", buffering=0)
-        self.counts.append(0)
-
-    def close(self) -> None:
-        """The last file is whole."""
-        if self._file is not None:
-            self._file.close()
 
 
 def _shard(folder: Path, number: int) -> Path:
