@@ -477,7 +477,7 @@ def _check_phases(phases: Sequence[Phase], accumulate: int, processes: int) -> N
     for phase in phases:
         if phase.rows < 1 or phase.length < 2 or phase.rows % (accumulate * processes):
             raise ConfigError(
-                f"a phase of {phase.rows} rows of {phase.length} tokens, accumulate={accumulate}, {processes} processes",
+                f"{phase.rows} rows of {phase.length} tokens, accumulate={accumulate}, processes={processes}",
                 "rows must be a multiple of accumulate times processes, and rows at least two tokens long",
                 "change the phase, accumulate or the number of processes",
             )
