@@ -14,7 +14,7 @@ import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Ex
     for records in _portions(read_documents(Path(spec.file)), batch):
         more = encoder.encode(records)
         made += more
-        total += sum(len(e.tokens) for e in more)
+        total += _size(more)
         if total >= most:
             break
     if not made:
@@ -289,12 +289,6 @@ class TokenBatch:
         return int((self.documents >= 0).sum())
 
 
-@dataclass(slots=True)
-class _Row:
-    examples: list[Example] = field(default_factory=list)
-    used: int = 0
-
-
 class Mixture:
     """Draws examples of several sources by weight, and packs them into rows. Never ends; repeats exactly.
 
@@ -337,25 +331,25 @@ class Mixture:
 
     def rows(self, length: int) -> Iterator[list[Example]]:
         """Rows of at most ``length`` tokens: first fit over the rows that are open."""
-        opened: list[_Row] = []
+        opened: list[list[Example]] = []
         while True:
             example = _shorten(self.draw(), length)
-            size = len(example.tokens)
-            row = next((r for r in opened if r.used + size <= length), None)
+            row = next((r for r in opened if _size(r) + len(example.tokens) <= length), None)
             if row is None:
                 if len(opened) == OPEN_ROWS:
-                    fullest = max(range(len(opened)), key=lambda i: opened[i].used)
-                    yield opened.pop(fullest).examples
-                row = _Row()
-                opened.append(row)
-            row.examples.append(example)
-            row.used += size
+                    yield opened.pop(max(range(len(opened)), key=lambda i: _size(opened[i])))
+                opened.append(row := [])
+            row.append(example)
 
     def batches(self, rows: int, length: int) -> Iterator[TokenBatch]:
         """Batches of ``rows`` rows of ``length`` tokens."""
         source = self.rows(length)
         while True:
             yield collate([next(source) for _ in range(rows)], length, self.prompt_weight)
+
+
+def _size(examples: Sequence[Example]) -> int:
+    return sum(len(e.tokens) for e in examples)
 
 
 def _shorten(example: Example, length: int) -> Example:

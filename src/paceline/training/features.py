@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from .data import TokenBatch
+from .files import plain, require_same, writing
 from .network import Network
 from .trainer import StepContext
 
@@ -127,7 +128,7 @@ class FeatureCache:
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
         self.folder = folder
         index = _read_index(folder)
-        _same_key(folder, index["key"], _plain(key))
+        require_same(f"--cache {folder}", index["key"], key, "name another folder, or remove this one")
         self.dtype, kind = DTYPES[index["key"]["dtype"]]
         # One file is written; a cache may also lie in several, one after the other.
         self._first = [0, *np.cumsum(index["shards"]).tolist()]  # of each file, in tokens
@@ -207,20 +208,16 @@ def _check_space(folder: Path, size: CacheSize, say: Callable[[str], None]) -> N
 def _scratch(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` that takes its name in the end, or is removed if there is no end."""
     place = folder.with_name(f"{folder.name}.unfinished")
-    try:
-        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
-        place.mkdir(parents=True)
-        yield place
-        if folder.is_dir():
-            folder.rmdir()  # empty, as the caller saw
-        place.rename(folder)
-    except OSError as error:
-        shutil.rmtree(place, ignore_errors=True)
-        wrong = f"it cannot be written ({error}); what was there of it is removed"
-        raise ConfigError(f"--cache {folder}", wrong, "free space there, or train without --cache") from error
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
+    with writing(f"--cache {folder}", "free space there, or train without --cache; what was there of it is removed"):
+        try:
+            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+            place.mkdir(parents=True)
+            yield place
+            if folder.is_dir():
+                folder.rmdir()  # empty, as the caller saw
+            place.rename(folder)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _make(
@@ -251,7 +248,7 @@ def _make(
     places = np.empty(len(marks), dtype=np.dtype([("end", "<i8"), ("mark", "<u4")]))
     places["end"], places["mark"] = np.concatenate(ends), marks
     np.save(place / PLACES, places)
-    index = {"key": _plain(key), "d_model": size.d_model, "shards": [total], "first_rows": first_rows}
+    index = {"key": plain(key), "d_model": size.d_model, "shards": [total] if total else [], "first_rows": first_rows}
     (place / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
 
 
@@ -289,20 +286,3 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         remedy = "name an empty folder or a new one"
         raise ConfigError(f"--cache {folder}", f"the folder holds no cache ({error})", remedy) from error
-
-
-def _same_key(folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    differ = sorted(name for name in {*found, *own} if found.get(name) != own.get(name))
-    if differ:
-        first = differ[0]
-        raise ConfigError(
-            f"--cache {folder}",
-            f"it is of another run: its {first} is {found.get(first)!r}, this run's {own.get(first)!r}",
-            "name another folder, or remove this one",
-        )
-
-
-def _plain(key: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from a file."""
-    values: dict[str, Any] = json.loads(json.dumps(key))
-    return values

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,6 +21,7 @@ from ..target.streams import fingerprint
 from .answers import answered_by
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
 from .features import CacheDtype, FeatureCache, open_cache
+from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
@@ -106,17 +107,20 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
 
 def _check(job: Job, made: RecipeKind) -> None:
     """What is asked for suits the kind of recipe."""
-    name = f"recipe {job.kind!r}"
-    if made.needs_target and job.target is None:
-        raise ConfigError(name, "it trains something for a target", "give --target MODEL")
-    if not made.needs_target and job.target is not None:
-        raise ConfigError(name, "it trains for no target", "leave --target out; --init names a model to start from")
-    if job.init is not None and not made.takes_init:
-        raise ConfigError(name, "it starts from no checkpoint", "leave --init out")
-    if job.cache is not None and not made.taps:
-        raise ConfigError(name, "it learns from no states that a cache could hold", "leave --cache out")
-    if not job.sources:
-        raise ConfigError(name, "there is no data", "give --data FILE")
+    rules = (
+        (made.needs_target and not job.target, "it trains something for a target", "give --target MODEL"),
+        (
+            job.target and not made.needs_target,
+            "it trains for no target",
+            "leave --target out; --init names a model to start from",
+        ),
+        (job.init and not made.takes_init, "it starts from no checkpoint", "leave --init out"),
+        (job.cache and not made.taps, "it learns from no states that a cache could hold", "leave --cache out"),
+        (not job.sources, "there is no data", "give --data FILE"),
+    )
+    for broken, wrong, remedy in rules:
+        if broken:
+            raise ConfigError(f"recipe {job.kind!r}", wrong, remedy)
 
 
 def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Callable[[str], None]) -> None:
@@ -148,13 +152,11 @@ def _cache(
         **{name: getattr(job.config, name) for name in names},
     }
 
-    def context_of_products() -> AbstractContextManager[Any]:
-        return products(job.config.precision, context.device)
-
-    def batches() -> Any:
+    def batches() -> Iterator[TokenBatch]:
         return (batch for _, batch in plan(mixture(), job.phases, job.config))
 
-    return open_cache(job.cache, key, job.cache_dtype, context.target, batches, context_of_products, say)
+    rounded = partial(products, job.config.precision, context.device)
+    return open_cache(job.cache, key, job.cache_dtype, context.target, batches, rounded, say)
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
@@ -185,12 +187,10 @@ def finish(job: Job, trainer: Trainer, outcome: Outcome, folder: Path | None = N
     """
     result = folder or job.out / RESULT
     if trainer.accelerator.is_main_process:
-        try:
+        remedy = "free space there; the same command writes it from the checkpoint"
+        with writing(f"result {result}", remedy, SafetensorError):
             result.mkdir(parents=True, exist_ok=True)
             _write_result(job, trainer, outcome, result)
-        except (OSError, SafetensorError) as error:
-            remedy = "free space there; the same command writes it from the checkpoint"
-            raise ConfigError(f"result {result}", f"it cannot be written ({error})", remedy) from error
     return result
 
 

@@ -4,10 +4,10 @@ Notation: ``hidden`` [rows, d] after the final norm, ``head`` [V, d], logits l =
 the model in training (the draft), p = softmax(L / T) the target. Every loss is a weighted mean over rows,
 ``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may hold anything.
 
-Of each loss there are three forms. The public function is what training calls: it never holds the logits of all rows
-(`chunked`). The ``_.._rows`` function is its closed form: the loss of some rows, and the slope, its derivative by
-l / T. The ``eager_*`` function is the formula itself, dense and differentiated by autograd: the reference that the
-other two equal. To measure rather than train, call them outside of autocast, which rounds products.
+Of each loss there are two forms. What training calls never holds the logits of all rows (`chunked`): it goes by the
+``_.._rows`` function, the closed form of the loss of some rows and of its slope, the derivative by l / T. What is
+called ``eager`` is the formula itself, dense and differentiated by autograd: the reference that the other equals.
+To measure rather than train, call them outside of autocast, which rounds products.
 """
 
 from __future__ import annotations
@@ -86,43 +86,88 @@ def _token_rows(targets: Tensor) -> RowLoss:
     return rows_loss
 
 
-# -- forward KL
+# -- losses between the target's distribution and the draft's
 
 
-def kl(
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    weights: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    **options: Unpack[RowOptions],
-) -> Tensor:
-    """Forward KL, distillation: ``T^2 KL(p || q) = T^2 sum_x p (log p - log q)``, weighted mean over rows.
+class SoftLoss:
+    """A loss between p and q: T^2 times a divergence, so that gradients keep their size as T changes.
 
-    The factor T^2 keeps the size of the gradients as T changes (Hinton et al. 2015, section 2).
+    (Hinton et al. 2015, section 2.)
 
     Args:
-        target: `TargetLogits`, or `TargetHidden` (no logits of all rows, then); no gradient flows into it.
-        temperature: T above 0, of both distributions.
-        hidden, head, weights, options: as `cross_entropy`.
-
-    Raises:
-        ConfigError: as `cross_entropy`, and a temperature that is not above 0.
+        formula: (log p, log q, T^2, and factors of its own by name) -> losses [rows].
+        rows: (T^2, and the same factors) -> the same in closed form.
     """
-    return _over_distributions(hidden, head, target, _kl_rows(temperature**2), temperature, weights, options)
+
+    def __init__(self, formula: Callable[..., Tensor], rows: Callable[..., SoftRows]) -> None:
+        self.formula, self.rows = formula, rows
+        self.__doc__ = formula.__doc__
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        target: SoftTarget,
+        weights: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        denominator: Tensor | float | None = None,
+        chunk_rows: int | None = None,
+        check: bool = True,
+        **factors: float,
+    ) -> Tensor:
+        """The weighted mean over rows.
+
+        Args:
+            target: `TargetLogits`, or `TargetHidden` (no logits of all rows, then); no gradient flows into it.
+            temperature: T above 0, of both distributions.
+            hidden, head, weights: as `cross_entropy`.
+            denominator, chunk_rows, check: see `RowOptions`.
+            factors: those of the formula.
+
+        Raises:
+            ConfigError: as `cross_entropy`, and a temperature that is not above 0.
+        """
+        if not temperature > 0:
+            remedy = "use 1 for the distributions as they are"
+            raise ConfigError(f"temperature={temperature}", "it must be above 0", remedy)
+        closed = self.rows(temperature**2, **factors)
+        target.check(len(hidden), head.shape[0])
+        walk = Walk.of(hidden, head, weights, denominator=denominator, chunk_rows=chunk_rows, check=check)
+        read = target.reader(wide(hidden, head))
+
+        def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
+            log_q = F.log_softmax(logits.div_(temperature), dim=-1)
+            log_p = F.log_softmax(read(rows) / temperature, dim=-1)
+            loss, slope = closed(log_p, log_q, derive)
+            return loss, None if slope is None else slope.div_(temperature)
+
+        return chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)[0]
+
+    def eager(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        target: SoftTarget,
+        weights: Tensor | None = None,
+        temperature: float = 1.0,
+        **factors: float,
+    ) -> Tensor:
+        """The reference: the formula over the logits of all rows at once."""
+        logits = _dense(hidden, head)
+        wanted = target.logits if isinstance(target, TargetLogits) else _dense(target.hidden, target.head)
+        log_p = F.log_softmax(wanted.detach().to(logits.dtype) / temperature, dim=-1)
+        log_q = F.log_softmax(logits / temperature, dim=-1)
+        return _mean(self.formula(log_p, log_q, temperature**2, **factors), weights)
 
 
-def eager_kl(
-    hidden: Tensor, head: Tensor, target: SoftTarget, weights: Tensor | None = None, temperature: float = 1.0
-) -> Tensor:
-    """``T^2 sum_x p (log p - log q)``. Reference of `kl`."""
-    log_p, log_q = _dense_pair(hidden, head, target, temperature)
-    return temperature**2 * _mean(F.kl_div(log_q, log_p.exp(), reduction="none").sum(-1), weights)
+def _kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
+    """Forward KL, distillation: ``T^2 KL(p || q) = T^2 sum_x p (log p - log q)`` (Hinton et al. 2015, section 2)."""
+    return scale * F.kl_div(log_q, log_p.exp(), reduction="none").sum(-1)
 
 
 def _kl_rows(scale: float) -> SoftRows:
-    """scale KL(p || q); slope scale (q - p)."""
+    """Slope T^2 (q - p)."""
 
     def rows_loss(log_p: Tensor, log_q: Tensor, derive: bool) -> tuple[Tensor, Tensor | None]:
         p = log_p.exp()
@@ -132,37 +177,16 @@ def _kl_rows(scale: float) -> SoftRows:
     return rows_loss
 
 
-# -- reverse KL
-
-
-def reverse_kl(
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    weights: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    **options: Unpack[RowOptions],
-) -> Tensor:
-    """Reverse KL: ``T^2 KL(q || p) = T^2 sum_x q (log q - log p)``, weighted mean over rows.
+def _reverse_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
+    """Reverse KL: ``T^2 KL(q || p) = T^2 sum_x q (log q - log p)``.
 
     It prefers a mode of p to its mean, which suits drafts far smaller than the target (Gu et al. 2024, MiniLLM, eq. 1).
-
-    Args and errors: as `kl`.
     """
-    return _over_distributions(hidden, head, target, _reverse_kl_rows(temperature**2), temperature, weights, options)
-
-
-def eager_reverse_kl(
-    hidden: Tensor, head: Tensor, target: SoftTarget, weights: Tensor | None = None, temperature: float = 1.0
-) -> Tensor:
-    """``T^2 sum_x q (log q - log p)``. Reference of `reverse_kl`."""
-    log_p, log_q = _dense_pair(hidden, head, target, temperature)
-    return temperature**2 * _mean((log_q.exp() * (log_q - log_p)).sum(-1), weights)
+    return scale * (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
 def _reverse_kl_rows(scale: float) -> SoftRows:
-    """scale KL(q || p); slope scale q (log q - log p - KL)."""
+    """Slope T^2 q (log q - log p - KL)."""
 
     def rows_loss(log_p: Tensor, log_q: Tensor, derive: bool) -> tuple[Tensor, Tensor | None]:
         q, ratio = log_q.exp(), log_q.sub_(log_p)
@@ -173,65 +197,21 @@ def _reverse_kl_rows(scale: float) -> SoftRows:
     return rows_loss
 
 
-# -- MixedLoss
-
-
-def mixed(
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    weights: Tensor | None = None,
-    *,
-    omega: float = 0.5,
-    temperature: float = 1.0,
-    **options: Unpack[RowOptions],
-) -> Tensor:
+def _mixed(log_p: Tensor, log_q: Tensor, scale: float, omega: float = 0.5) -> Tensor:
     """MixedLoss: ``omega T^2 (-sum_x p log q) + (1 - omega) (-alpha)``, alpha = sum_x min(p, q).
 
-    The first term distils, the second is the expected acceptance probability itself. At T = 1 this is MixedLoss of
-    SPIRe, section 3.4; temperatures are ours. ``omega=0`` is the total-variation loss less 1.
-
-    Args:
-        omega: weight of distillation, 0 to 1.
-        hidden, head, target, weights, temperature, options: as `kl`.
-
-    Raises:
-        ConfigError: as `kl`, and omega out of range.
+    The first term distils, alpha is the expected acceptance probability (Leviathan et al. 2023). At T = 1 this is
+    MixedLoss of SPIRe, section 3.4; temperatures are ours. omega, 0 to 1, is the weight of distillation; with
+    ``omega=0`` it is the total-variation loss less 1.
     """
+    alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    return -omega * scale * (log_p.exp() * log_q).sum(-1) - (1 - omega) * alpha
+
+
+def _mixed_rows(scale: float, omega: float = 0.5) -> SoftRows:
+    """Slope omega T^2 (q - p) - (1 - omega) d alpha: d alpha = q (m - sum_x q m), m = [q < p], half where equal."""
     if not 0 <= omega <= 1:
         raise ConfigError(f"omega={omega}", "it must be between 0 and 1", "use 0.5, or 1 for distillation alone")
-    formula = _mixed_rows(omega, temperature**2)
-    return _over_distributions(hidden, head, target, formula, temperature, weights, options)
-
-
-def eager_mixed(
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    weights: Tensor | None = None,
-    omega: float = 0.5,
-    temperature: float = 1.0,
-) -> Tensor:
-    """``omega T^2 (-sum_x p log q) + (1 - omega) (-alpha)``. Reference of `mixed`."""
-    log_p, log_q = _dense_pair(hidden, head, target, temperature)
-    soft = temperature**2 * _mean(-(log_p.exp() * log_q).sum(-1), weights)
-    alpha = eager_acceptance(hidden, head, target, weights, temperature)
-    return omega * soft - (1 - omega) * alpha
-
-
-def eager_acceptance(
-    hidden: Tensor, head: Tensor, target: SoftTarget, weights: Tensor | None = None, temperature: float = 1.0
-) -> Tensor:
-    """``alpha = sum_x min(p, q)``: the expected acceptance probability (Leviathan et al. 2023)."""
-    log_p, log_q = _dense_pair(hidden, head, target, temperature)
-    return _mean(torch.minimum(log_p.exp(), log_q.exp()).sum(-1), weights)
-
-
-def _mixed_rows(omega: float, scale: float) -> SoftRows:
-    """omega scale (-sum p log q) - (1 - omega) alpha; slope omega scale (q - p) - (1 - omega) d alpha.
-
-    d alpha = q (m - sum_x q m) with m = [q < p], a half where they are equal.
-    """
 
     def rows_loss(log_p: Tensor, log_q: Tensor, derive: bool) -> tuple[Tensor, Tensor | None]:
         p, q = log_p.exp(), log_q.exp()
@@ -243,6 +223,11 @@ def _mixed_rows(omega: float, scale: float) -> SoftRows:
         return loss, (q - p).mul_(omega * scale).sub_((1 - omega) * alpha_slope)
 
     return rows_loss
+
+
+kl = SoftLoss(_kl, _kl_rows)
+reverse_kl = SoftLoss(_reverse_kl, _reverse_kl_rows)
+mixed = SoftLoss(_mixed, _mixed_rows)
 
 
 # -- state regression and distillation
@@ -269,10 +254,10 @@ def mse_cross_entropy(
     Args:
         state, target_state: [rows, d] last-layer states of the model in training and of the target.
         alpha, beta: at least 0.
-        hidden, head, target, weights, temperature, options: as `kl`.
+        hidden, head, target, weights, temperature, options: as `SoftLoss`.
 
     Raises:
-        ConfigError: as `kl`, and a factor below 0.
+        ConfigError: as `SoftLoss`, and a factor below 0.
     """
     same_shape("target states", target_state, tuple(state.shape))
     same_shape("states", state, (len(hidden), *state.shape[1:]))
@@ -298,7 +283,7 @@ def eager_mse_cross_entropy(
 ) -> Tensor:
     """``alpha mean_d (h - H)^2 + beta T^2 (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
     squared = _mean(((state - target_state) ** 2).mean(-1), weights)
-    return alpha * squared + beta * eager_mixed(hidden, head, target, weights, 1.0, temperature)
+    return alpha * squared + beta * mixed.eager(hidden, head, target, weights, temperature, omega=1.0)
 
 
 def _squared_error(state: Tensor, target: Tensor, weights: Tensor | None, denominator: Tensor | float | None) -> Tensor:
@@ -415,31 +400,6 @@ def _over_tokens(
     return chunked_loss(hidden, head, _token_rows(targets), walk, check, {})
 
 
-def _over_distributions(
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    formula: SoftRows,
-    temperature: float,
-    weights: Tensor | None,
-    options: RowOptions,
-) -> Tensor:
-    """Any loss between p and q."""
-    if not temperature > 0:
-        raise ConfigError(f"temperature={temperature}", "it must be above 0", "use 1 for the distributions as they are")
-    target.check(len(hidden), head.shape[0])
-    walk = Walk.of(hidden, head, weights, **options)
-    read = target.reader(wide(hidden, head))
-
-    def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
-        log_q = F.log_softmax(logits.div_(temperature), dim=-1)
-        log_p = F.log_softmax(read(rows) / temperature, dim=-1)
-        loss, slope = formula(log_p, log_q, derive)
-        return loss, None if slope is None else slope.div_(temperature)
-
-    return chunked_loss(hidden, head, rows_loss, walk, options.get("check", True), target.inputs)[0]
-
-
 def _expected(probability: Tensor, value: Tensor) -> Tensor:
     """[rows] sum over x of probability times value."""
     return _product(probability, value).sum(-1)
@@ -454,14 +414,6 @@ def _dense(hidden: Tensor, head: Tensor) -> Tensor:
     """[rows, V] logits of all rows at once."""
     dtype = wide(hidden, head)
     return hidden.to(dtype) @ head.to(dtype).t()
-
-
-def _dense_pair(hidden: Tensor, head: Tensor, target: SoftTarget, temperature: float) -> tuple[Tensor, Tensor]:
-    """log p and log q, [rows, V] each."""
-    logits = _dense(hidden, head)
-    wanted = target.logits if isinstance(target, TargetLogits) else _dense(target.hidden, target.head)
-    wanted = wanted.detach().to(logits.dtype)
-    return F.log_softmax(wanted / temperature, dim=-1), F.log_softmax(logits / temperature, dim=-1)
 
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -360,18 +359,14 @@ def shared_pass(
         flat = [x.flatten(0, 1) for x in (q, k, v)]
         for run, own in zip(passes, held, strict=True):
             inputs = (index, own[-1], flat[1], flat[2], flat[0][run.carriers.index])
-            state, seen = run.layer(*inputs) if segment is None else _recomputed(run, inputs)
+            again = segment is not None
+            state, seen = checkpoint(run.layer, *inputs, use_reentrant=False) if again else run.layer(*inputs)
             own.append(state)
             attended = attended.index_copy(0, run.carriers.index, seen.to(attended.dtype))
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
     streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
     return SharedPass(entering, network.final(states[-1]), network.final(streams[-1]), tuple(states), tuple(streams))
-
-
-def _recomputed(run: StreamPass, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    made: tuple[Tensor, Tensor] = checkpoint(partial(run.layer), *inputs, use_reentrant=False)
-    return made
 
 
 # -- the dense reference

@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -83,6 +83,5 @@ def kind(name: str) -> RecipeKind:
         close = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"recipe kind {name!r}", "there is no such kind", f"{hint}known kinds: {', '.join(KINDS)}")
-    module, _, attribute = KINDS[name].partition(":")
-    made: RecipeKind = getattr(import_module(module), attribute)()
+    made: RecipeKind = resolve_name(KINDS[name])()
     return made

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from .data import Mixture, TokenBatch
+from .files import require_same, writing
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 REMEDY = "free space there; the same command goes on from the last checkpoint"
@@ -314,11 +315,9 @@ class Trainer:
         return figures
 
     def _log(self, line: Mapping[str, float]) -> None:
-        try:
-            with (self.out / LOG).open("a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise ConfigError(f"log {self.out / LOG}", f"it cannot be written ({error})", REMEDY) from error
+        path = self.out / LOG
+        with writing(f"log {path}", REMEDY), path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
 
     # -- checkpoints
 
@@ -331,12 +330,12 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
-            try:
-                torch.save(self._state(), scratch)
-                scratch.replace(self.out / CHECKPOINT)
-            except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as the latter
-                scratch.unlink(missing_ok=True)
-                raise ConfigError(f"checkpoint in {self.out}", f"it cannot be written ({error})", REMEDY) from error
+            with writing(f"checkpoint in {self.out}", REMEDY, RuntimeError):  # torch's word for a full disk
+                try:
+                    torch.save(self._state(), scratch)
+                    scratch.replace(self.out / CHECKPOINT)
+                finally:
+                    scratch.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
 
     def _state(self) -> dict[str, Any]:
@@ -377,25 +376,15 @@ class Trainer:
             facts = json.loads(state["facts"])
         except Exception as error:  # torch raises many kinds for a broken file
             raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
-        self._same_run(facts, path)
+        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
+        found, own = ({k: v for k, v in f.items() if k not in reports} for f in (facts, self.facts))
+        require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
         for name, parameter in self.trained.items():
             parameter.data.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
         self._trim_log()
         return True
-
-    def _same_run(self, facts: Mapping[str, Any], path: Path) -> None:
-        own = json.loads(json.dumps(self.facts))
-        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
-        differ = sorted(k for k in {*facts, *own} - reports if facts.get(k) != own.get(k))
-        if differ:
-            first = "recipe" if "recipe" in differ else differ[0]
-            raise ConfigError(
-                f"checkpoint {path}",
-                f"it is of another run: its {first} is {facts.get(first)!r}, this run's {own.get(first)!r}",
-                "name another --out, or repeat the settings of the first run",
-            )
 
     def _trim_log(self) -> None:
         """Drop the log's lines after the checkpoint: their steps are repeated."""
