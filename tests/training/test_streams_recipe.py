@@ -438,8 +438,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(options: dict[str, Any]
 
 
 def build_context(folder: Path, network: Network | None, init: Path | None = None) -> BuildContext:
-    config = TrainConfig()
-    return BuildContext(target=network, target_folder=folder, tokenizer=None, config=config, seed=4, init=init)
+    return BuildContext(target=network, target_folder=folder, tokenizer=None, seed=4, init=init)
 
 
 def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:

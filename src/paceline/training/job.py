@@ -89,7 +89,6 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
         target_folder=job.target,
         tokenizer=tokenizer,
-        config=job.config,
         held_out={spec.name: held_out(load_source(spec, encoder), longest) for spec in job.held_out},
         device=state.device,
         seed=job.config.seed,
@@ -179,13 +178,13 @@ def _facts(job: Job, options: Any) -> dict[str, Any]:
     }
 
 
-def finish(job: Job, trainer: Trainer, outcome: Outcome, folder: Path | None = None) -> Path:
+def finish(job: Job, trainer: Trainer, outcome: Outcome) -> Path:
     """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
 
     Raises:
         ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.
     """
-    result = folder or job.out / RESULT
+    result = job.out / RESULT
     if trainer.accelerator.is_main_process:
         remedy = "free space there; the same command writes it from the checkpoint"
         with writing(f"result {result}", remedy, SafetensorError):

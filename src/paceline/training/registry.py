@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from .data import TokenBatch
 from .features import Features
 from .network import Network
-from .trainer import Recipe, TrainConfig
+from .trainer import Recipe
 
 # Named, not imported: a kind loads when it is asked for.
 KINDS = {
@@ -37,7 +37,6 @@ class BuildContext:
     target: Network | None  # frozen, float32; None where none was named
     target_folder: Path | None
     tokenizer: Any
-    config: TrainConfig
     held_out: Mapping[str, Sequence[TokenBatch]] = field(default_factory=dict)  # by domain
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0

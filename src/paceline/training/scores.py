@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
 from typing import Any, TypeAlias
@@ -125,21 +124,13 @@ def same_number(output: str, references: References) -> float:
 # -- tasks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is measured on the outputs of a task."""
-
-    description: str
-    scores: dict[str, Score]  # name -> score of one output
-
-
 _ROUGE = {kind: rouge(kind) for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")}
 
-TASKS: dict[str, Task] = {
-    "sql": Task(description="exact match of SQL queries", scores={"exact_match": exact_match}),
-    "e2e": Task(description="ROUGE F-measures of sentences", scores=_ROUGE),
-    "dialogsum": Task(description="ROUGE F-measures of summaries", scores=_ROUGE),
-    "gsm8k": Task(description="accuracy of the final number", scores={"accuracy": same_number}),
+TASKS: dict[str, dict[str, Score]] = {  # name -> what is measured on its outputs
+    "sql": {"exact_match": exact_match},
+    "e2e": _ROUGE,
+    "dialogsum": _ROUGE,
+    "gsm8k": {"accuracy": same_number},
 }
 
 
@@ -164,10 +155,9 @@ def score_task(
     Raises:
         ConfigError: an unknown task, no output, other numbers of outputs and references, or a prompt without any.
     """
-    task = _task(name)
     _check_pairs(name, outputs, references)
     result = {}
-    for score, measure in task.scores.items():
+    for score, measure in TASKS[name].items():
         values = [measure(output, wanted) for output, wanted in zip(outputs, references, strict=True)]
         result[score] = sum(values) / len(values)
         if intervals:
@@ -195,13 +185,9 @@ def _several(references: References) -> Sequence[str]:
     return [references] if isinstance(references, str) else references
 
 
-def _task(name: str) -> Task:
+def _check_pairs(name: str, outputs: Sequence[str], references: Sequence[References]) -> None:
     if name not in TASKS:
         raise ConfigError(f"task {name!r}", "no score is known for it", f"known are {', '.join(TASKS)}")
-    return TASKS[name]
-
-
-def _check_pairs(name: str, outputs: Sequence[str], references: Sequence[References]) -> None:
     asked = f"scores of {name}"
     if len(outputs) != len(references):
         wrong = f"there are {len(outputs)} outputs and {len(references)} references"
