@@ -67,11 +67,6 @@ class RecipeKind(Protocol):
         ...
 
 
-def names() -> list[str]:
-    """The kinds there are."""
-    return list(KINDS)
-
-
 def kind(name: str) -> RecipeKind:
     """The kind of a name.
 
