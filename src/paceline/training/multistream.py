@@ -58,10 +58,8 @@ def value_rotation(stream: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def rotate_values(values: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Values [..., rows, kv_heads, D] with pairs (i, i + D / 2) rotated by `value_rotation`, if any."""
-    if rotation is None:
-        return values
+def rotate_values(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Values [..., rows, kv_heads, D] with pairs (i, i + D / 2) rotated by `value_rotation`."""
     cos, sin = (x.to(values.dtype) for x in rotation)
     first, second = values.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -239,6 +237,10 @@ class StreamPass:
         """The adapters."""
         return None if self.trained.adapters is None else self.trained.adapters.delta
 
+    def rotated(self, values: Tensor) -> Tensor:
+        """Values of streams [R, gamma, kv_heads, D], rotated where the set rotates them."""
+        return values if self.of_values is None else rotate_values(values, self.of_values)
+
     def layer(
         self, index: int, hidden: Tensor, k: Tensor, v: Tensor, q_main: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -254,7 +256,7 @@ class StreamPass:
         """
         net = self.network
         q, own_k, own_v = net.qkv(index, hidden, self.rotation, self.delta)  # [R, gamma, heads, D]
-        own_v = rotate_values(own_v, self.of_values)
+        own_v = self.rotated(own_v)
         extra = 0 if q_main is None else 1
         if q_main is not None:
             q = torch.cat((q_main[:, None], q), 1)
@@ -402,7 +404,7 @@ def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carri
 
     for index in range(config.insertion, config.num_layers):
         q, k, v = network.qkv(index, rows, rotation, delta)
-        v = torch.cat((v[:count], rotate_values(v[count:].unflatten(0, (-1, gamma)), run.of_values).flatten(0, 1)))
+        v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
         window = network.config.windows[index]
         mask = seen if window is None else seen & _near(places, count, window)
         attended = attend(q[None], k[None], v[None], mask[None, None])[0]
