@@ -53,9 +53,9 @@ def write(folder: Path, text: str = TEXT) -> Path:
 
 def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
     made = read_recipe(write(tmp_path))
-    assert made.train == TrainConfig(steps=20, learning_rate=1e-3, clip=2.0)
+    assert made.config == TrainConfig(steps=20, learning_rate=1e-3, clip=2.0)
     assert made.phases == (Phase(until=0.5, rows=4), Phase(length=64))
-    assert fill(TargetOptions, dict(made.options), made.path) == TargetOptions(layers=2, grow=(0, 1))
+    assert fill(TargetOptions, dict(made.options), made.where) == TargetOptions(layers=2, grow=(0, 1))
     assert [(s.file, s.weight, s.name) for s in made.sources] == [("a.txt", 2.0, "a"), (STDLIB, 1.0, STDLIB)]
     assert (made.held_out[0].name, made.prompt_weight) == ("b", 0.25)
 
@@ -65,14 +65,17 @@ def test_a_recipe_file_fills_its_dataclasses(tmp_path: Path) -> None:
     [
         ('recipe = "target"', "", "does not say its kind"),
         ("steps = 20", "stepps = 20", "TrainConfig has no 'stepps'. Did you mean 'steps'"),
-        ("steps = 20", 'steps = "20"', "steps='20' is not of type int"),
-        ("steps = 20", "steps = true", "steps=True is not of type int"),
-        ("steps = 20", 'schedule = "flat"', "schedule='flat' is not of type"),
-        ("rows = 4", "rows = [4]", "rows=.* is not of type int"),
+        ("steps = 20", 'steps = "20"', "steps='20': input should be a valid integer"),
+        ("steps = 20", "steps = true", "steps=True: input should be a valid integer"),
+        ("steps = 20", 'schedule = "flat"', "schedule='flat': input should be 'cosine', 'linear' or"),
+        ("rows = 4", "rows = [4]", "rows=.*: input should be a valid integer"),
         ("weight = 2", "wight = 2", "Did you mean 'weight'"),
-        ('file = "a.txt"', "", "missing 1 required keyword-only argument: 'file'"),
+        ('file = "a.txt"', "", "file is missing"),
         ("[data]", "colour = 1\n[data]", "Phase has no 'colour'"),
-        ("prompt_weight", "promt_weight", "an unknown key 'promt_weight'"),
+        ("prompt_weight", "promt_weight", "DataTable has no 'promt_weight'. Did you mean 'prompt_weight'"),
+        ("prompt_weight = 0.25", "prompt_weight = []", "prompt_weight=.*: input should be a valid number"),
+        ("[options]\nlayers = 2\ngrow = [0, 1]\n", "options = 3\n", "options=3: input should be an object"),
+        ("steps = 20", "steps = 0", "steps=0: it must be 1 or more"),
         ("[train]", "[train", "not TOML"),
     ],
 )
@@ -85,7 +88,7 @@ def test_mistakes_are_named(old: str, new: str, message: str, tmp_path: Path) ->
 def test_an_unknown_option_of_a_kind_gets_a_hint(tmp_path: Path) -> None:
     made = read_recipe(write(tmp_path, TEXT.replace("layers = 2", "layer = 2")))
     with pytest.raises(ConfigError, match="TargetOptions has no 'layer'. Did you mean 'layers'"):
-        fill(TargetOptions, dict(made.options), made.path)
+        fill(TargetOptions, dict(made.options), made.where)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_files_are_found_and_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
 def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
     made = read_recipe(path)
-    fill(kind(made.recipe).Options, dict(made.options), path)
+    fill(kind(made.kind).Options, dict(made.options), path)
     known = json.loads((RECIPES / made.manifest).read_text("utf-8"))["files"]
     assert {s.file for s in (*made.sources, *made.held_out)} - {STDLIB} <= known.keys()
     measured = {name for name, entry in known.items() if entry.get("use") == "measuring"}

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.training import scores
 from paceline.training.scores import (
     TASKS,
+    RougeTokenizer,
     bootstrap_interval,
     exact_match,
     final_number,
     normal_sql,
-    rouge_l,
-    rouge_lsum,
-    rouge_n,
-    rouge_tokens,
+    rouge,
     same_number,
     score_task,
 )
 
+rouge_1, rouge_2, rouge_l, rouge_lsum = map(rouge, ("rouge1", "rouge2", "rougeL", "rougeLsum"))
 WORDS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9)
 
 
@@ -82,7 +83,7 @@ def test_sql_takes_any_reference() -> None:
 
 
 def test_rouge_tokens() -> None:
-    assert rouge_tokens("The Café's 2-star_menu!") == ["the", "café", "s", "2", "star", "menu"]
+    assert RougeTokenizer().tokenize("The Café's 2-star_menu!") == ["the", "café", "s", "2", "star", "menu"]
 
 
 def test_rouge_of_lin_2004() -> None:
@@ -91,8 +92,8 @@ def test_rouge_of_lin_2004() -> None:
     assert rouge_l("police kill the gunman", wanted) == 0.75
     assert rouge_l("the gunman kill police", wanted) == 0.5
     assert rouge_l("the gunman police killed", wanted) == 0.5
-    assert rouge_n("police kill the gunman", wanted, 2) == rouge_n("the gunman kill police", wanted, 2) == 1 / 3
-    assert rouge_n("the gunman police killed", wanted, 2) == 2 / 3
+    assert rouge_2("police kill the gunman", wanted) == rouge_2("the gunman kill police", wanted) == 1 / 3
+    assert rouge_2("the gunman police killed", wanted) == 2 / 3
 
 
 def test_union_lcs_of_lin_2004() -> None:
@@ -103,7 +104,7 @@ def test_union_lcs_of_lin_2004() -> None:
 
 
 def test_rouge_clips_repeated_words() -> None:
-    assert rouge_n("the the the the", "the cat", 1) == pytest.approx(2 * 1 / (4 + 2))
+    assert rouge_1("the the the the", "the cat") == pytest.approx(2 * 1 / (4 + 2))
     # One "the" said is in common with both sentences wanted, and counts once: recall 1/2, precision 1.
     assert rouge_lsum("the.", "the. the.") == pytest.approx(2 * 1 / (1 + 2))
 
@@ -116,12 +117,12 @@ def test_rouge_lsum_goes_by_sentence() -> None:
 
 def test_rouge_takes_the_best_reference() -> None:
     wanted = ["a b", "a b c d"]
-    assert rouge_n("a b c", wanted, 1) == pytest.approx(6 / 7)  # against 4/5
-    assert rouge_n("a b c", wanted, 2) == pytest.approx(4 / 5)  # 2 of 2 and 3; against 2/3
+    assert rouge_1("a b c", wanted) == pytest.approx(6 / 7)  # against 4/5
+    assert rouge_2("a b c", wanted) == pytest.approx(4 / 5)  # 2 of 2 and 3; against 2/3
     assert rouge_l("a b c", wanted) == rouge_lsum("a b c", wanted) == pytest.approx(6 / 7)
 
 
-@pytest.mark.parametrize("measure", TASKS["e2e"].scores.values())
+@pytest.mark.parametrize("measure", TASKS["e2e"].values())
 def test_rouge_of_empty_texts_is_zero(measure) -> None:
     assert measure("", "a b") == measure("a b", "...") == measure("", "") == 0.0
 
@@ -129,17 +130,25 @@ def test_rouge_of_empty_texts_is_zero(measure) -> None:
 @given(WORDS, WORDS)
 def test_rouge_is_bounded_and_symmetric(one: list[str], other: list[str]) -> None:
     first, second = " ".join(one), " ".join(other)
-    for measure in (rouge_l, lambda a, b: rouge_n(a, b, 1), lambda a, b: rouge_n(a, b, 2)):
+    for measure in (rouge_l, rouge_1, rouge_2):
         assert 0 <= measure(first, second) <= 1
         assert measure(first, second) == measure(second, first)
     assert 0 <= rouge_lsum(first, second) <= 1
-    assert rouge_lsum(first, second) == rouge_l(first, second) <= rouge_n(first, second, 1)  # one sentence each
+    assert rouge_lsum(first, second) == rouge_l(first, second) <= rouge_1(first, second)  # one sentence each
 
 
 @given(WORDS.filter(lambda words: len(words) > 1))
 def test_rouge_of_equal_texts_is_one(words: list[str]) -> None:
     text = " ".join(words)
-    assert all(measure(text.upper(), text) == 1.0 for measure in TASKS["e2e"].scores.values())
+    assert all(measure(text.upper(), text) == 1.0 for measure in TASKS["e2e"].values())
+
+
+def test_rouge_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    scores._scorer.cache_clear()
+    with pytest.raises(CapabilityError, match=r"rouge-score is missing.*paceline\[bench\]"):
+        score_task("e2e", ["a"], ["a"])
+    assert score_task("sql", ["a"], ["a"]) == {"exact_match": 1.0}
 
 
 # -- GSM8K

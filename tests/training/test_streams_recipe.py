@@ -439,8 +439,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(options: dict[str, Any]
 
 
 def build_context(folder: Path, network: Network | None, init: Path | None = None) -> BuildContext:
-    config = TrainConfig()
-    return BuildContext(target=network, target_folder=folder, tokenizer=None, config=config, seed=4, init=init)
+    return BuildContext(target=network, target_folder=folder, tokenizer=None, seed=4, init=init)
 
 
 def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
@@ -475,8 +474,8 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", sorted(p.name for p in RECIPES.glob("*.toml") if p.name[:7] in ("streams", "adapter")))
 def test_recipe_files_describe_sets(file: str) -> None:
     recipe = read_recipe(RECIPES / file)
-    assert recipe.recipe == StreamsKind.name
-    options = fill(StreamOptions, dict(recipe.options), recipe.path)
+    assert recipe.kind == StreamsKind.name
+    options = fill(StreamOptions, dict(recipe.options), recipe.where)
     config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
     assert config.mode == ("lossless" if "general" in file else "shared")
     assert (config.gamma == 0) == file.startswith("adapter")

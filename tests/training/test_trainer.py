@@ -92,7 +92,7 @@ def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
     rows = batch.weights > 0
     weights, o, head = batch.weights[rows], recipe.options, recipe.module.head_weight
     said = formulas.TargetHidden(recipe.target(batch)[rows], recipe.target.head_weight)
-    distance = getattr(formulas, f"eager_{o.distance}")
+    distance = getattr(formulas, o.distance).eager
     hidden = recipe.module(batch)[rows]
     soft = distance(hidden, head, said, weights, temperature=o.temperature)
     return o.distill * soft + (1 - o.distill) * formulas.eager_cross_entropy(hidden, head, batch.targets[rows], weights)

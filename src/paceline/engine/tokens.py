@@ -24,19 +24,19 @@ def encode(prompt: Prompt, tokenizer: Any) -> tuple[list[int], str | None]:
     Raises:
         ConfigError: neither text nor ids, or text without a tokenizer.
     """
-    if isinstance(prompt, Mapping):
-        text = prompt.get("prompt")
-        if prompt.get("prompt_token_ids") is not None:
-            return _ids(prompt["prompt_token_ids"]), None if text is None else _checked_text(text)
-        prompt = text if text is not None else prompt
-    if not isinstance(prompt, str):
-        shown = type(prompt).__name__
+    text, ids = (
+        (prompt.get("prompt"), prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else (prompt, None)
+    )
+    if ids is not None:
+        return _ids(ids), None if text is None else _checked_text(text)
+    if not isinstance(text, str):
+        shown = type(prompt if text is None else text).__name__
         raise ConfigError(
             f"a prompt of type {shown}", "a prompt is text or ids", 'give "..." or {"prompt_token_ids": [...]}'
         )
     if tokenizer is None:
         raise ConfigError("a text prompt", "this model has no tokenizer", 'give {"prompt_token_ids": [...]}')
-    return _encode(tokenizer, _checked_text(prompt)), prompt
+    return _encode(tokenizer, _checked_text(text)), text
 
 
 def _ids(ids: object) -> list[int]:

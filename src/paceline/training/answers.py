@@ -18,10 +18,14 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ConfigError
-from .data import STDLIB, Encoder, SourceSpec, load_source, python_version, sha256
+from .data import Encoder, SourceSpec, load_source, mark
+from .files import require_same, writing
 
 # ids of prompts, and a seed of each -> ids of their answers
 Answer = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[int]]]
+
+
+_REPEAT = "name another --out, or repeat the first command's settings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +97,8 @@ def write(
         part = prompts[start : start + batch]
         seeds = [prompt_seed(config.seed, start + i) for i in range(len(part))]
         lines = [_line(encoder, ids, said) for ids, said in zip(part, answer(part, seeds), strict=True)]
-        try:
-            with path.open("a", encoding="utf-8") as handle:
-                handle.write("".join(lines))
-        except OSError as error:
-            raise ConfigError(f"answers {path}", f"they cannot be written ({error})", "free space there") from error
+        with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
+            handle.write("".join(lines))
     return max(done, len(prompts))
 
 
@@ -110,8 +111,7 @@ def prompt_seed(seed: int, index: int) -> int:
 def making(source: SourceSpec, config: AnswerConfig, target: str) -> dict[str, Any]:
     """What a file of answers is a function of; the limit is left out, since a higher one only adds."""
     settings = {name: value for name, value in asdict(config).items() if name != "limit"}
-    mark = python_version() if source.file == STDLIB else sha256(Path(source.file))
-    return {"target": target, "source": Path(source.file).name, "source_sha256": mark, **settings}
+    return {"target": target, "source": Path(source.file).name, "source_sha256": mark(source.file), **settings}
 
 
 def sidecar(path: Path) -> Path:
@@ -125,28 +125,24 @@ def answered_by(path: Path) -> str | None:
         found = json.loads(sidecar(path.with_name(path.name.removesuffix(".gz"))).read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    mark = found.get("target") if isinstance(found, dict) else None
-    return mark if isinstance(mark, str) else None
+    target = found.get("target") if isinstance(found, dict) else None
+    return target if isinstance(target, str) else None
 
 
 def _same_making(path: Path, own: Mapping[str, Any]) -> None:
     """Write down what makes the file, or check that the same made it so far."""
     beside = sidecar(path)
     if not path.is_file() or not path.stat().st_size:
-        try:
+        with writing(f"answers {path}", "name another --out"):
             beside.write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"answers {path}", f"they cannot be written ({error})", "name another --out") from error
         return
     try:
         found = json.loads(beside.read_text("utf-8"))
     except (OSError, ValueError) as error:
         wrong = f"{beside.name}, which says what made them, cannot be read ({error})"
         raise ConfigError(f"answers {path}", wrong, "remove both files, or name another --out") from error
-    differ = [name for name in own if found.get(name) != own[name]]
-    if differ:
-        wrong = f"their {differ[0]} is {found.get(differ[0])!r}, this command's {own[differ[0]]!r}"
-        raise ConfigError(f"answers {path}", wrong, "name another --out, or repeat the first command's settings")
+    wrong = "their {name} is {found!r}, this command's {own!r}"
+    require_same(f"answers {path}", {name: found.get(name) for name in own}, own, _REPEAT, wrong)
 
 
 def _line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
@@ -173,7 +169,7 @@ def count_answers(path: Path, prompts: Sequence[Sequence[int]]) -> int:
     for count, ids in enumerate(_prompts_in(whole, path), 1):
         if count <= len(prompts) and ids != list(prompts[count - 1]):
             wrong = f"its line {count} answers another prompt"
-            raise ConfigError(f"answers {path}", wrong, "name another --out, or repeat the first command's settings")
+            raise ConfigError(f"answers {path}", wrong, _REPEAT)
     if len(whole) < len(data):
         with path.open("r+b") as handle:
             handle.truncate(len(whole))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +113,11 @@ def _fields(record: Any, path: Path, number: int) -> dict[str, Any]:
 
 
 def _split(lines: Iterator[str]) -> Iterator[str]:
-    held: list[str] = []
-    for line in lines:
-        if line.strip() == SEPARATOR:
-            if "".join(held).strip():
-                yield "".join(held).strip("\n")
-            held = []
-        else:
-            held.append(line)
-    if "".join(held).strip():
-        yield "".join(held).strip("\n")
+    """The documents between separators, those without text left out."""
+    for separates, part in groupby(lines, lambda line: line.strip() == SEPARATOR):
+        text = "".join(part)
+        if not separates and text.strip():
+            yield text.strip("\n")
 
 
 def _stdlib() -> Iterator[dict[str, str]]:
@@ -137,11 +134,13 @@ def _stdlib() -> Iterator[dict[str, str]]:
 
 def sha256(path: Path) -> str:
     """Of a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def mark(file: str) -> str:
+    """What tells a source's content apart: a file's hash; of `STDLIB` the version of the interpreter."""
+    return ".".join(map(str, sys.version_info[:3])) if file == STDLIB else sha256(Path(file))
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------
@@ -158,8 +157,8 @@ class Encoder:
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.chat = bool(getattr(tokenizer, "chat_template", None))
-        self.bos: int | None = tokenizer.bos_token_id
-        self.eos: int | None = tokenizer.eos_token_id
+        # What every example begins and ends with: the tokenizer's marks, where it has any.
+        self.start, self.end = ([] if i is None else [i] for i in (tokenizer.bos_token_id, tokenizer.eos_token_id))
 
     def encode(self, records: Sequence[dict[str, Any]]) -> list[Example]:
         """[examples] in the records' order; a dialogue gives one or none, a text as many as it has pieces.
@@ -211,16 +210,13 @@ class Encoder:
         return [list(ids) for ids in encoded["input_ids"]]
 
     def _dialogue(self, head: list[int], tail: list[int]) -> list[Example]:
-        start = [self.bos] if self.bos is not None else []
-        end = [self.eos] if self.eos is not None else []
-        tokens = [*start, *head, *tail, *end]
+        tokens = [*self.start, *head, *tail, *self.end]
         if not tail or len(tokens) > self.max_length:
             return []
-        return [Example(np.array(tokens, dtype=np.int32), len(start) + len(head))]
+        return [Example(np.array(tokens, dtype=np.int32), len(self.start) + len(head))]
 
     def _pieces(self, ids: list[int]) -> list[Example]:
-        start = [self.bos] if self.bos is not None else []
-        tokens = [*start, *ids, *([self.eos] if self.eos is not None else [])]
+        tokens = [*self.start, *ids, *self.end]
         cut = range(0, len(tokens) - 1, self.max_length)
         return [Example(np.array(tokens[i : i + self.max_length], dtype=np.int32)) for i in cut]
 
@@ -231,37 +227,35 @@ def _has_ids(record: dict[str, Any]) -> bool:
 
 
 def load_source(spec: SourceSpec, encoder: Encoder, batch: int = 256) -> list[Example]:
-    """All examples of a source, up to its ``max_tokens``.
+    """All examples of a source; with ``max_tokens`` a prefix with at most so many tokens (one example at least).
 
     Raises:
         ConfigError: no usable record in it.
     """
+    most = math.inf if spec.max_tokens is None else spec.max_tokens
     made: list[Example] = []
-    held: list[dict[str, str]] = []
     total = 0
-    for record in read_documents(Path(spec.file)):
-        held.append(record)
-        # Long texts are encoded one by one, so that a cap is met without reading the whole file.
-        if len(held) == batch or len(record.get("text", "")) > 100_000:
-            made, held, total = _extend(made, encoder.encode(held), total)
-            if spec.max_tokens is not None and total >= spec.max_tokens:
-                break
-    made, _, total = _extend(made, encoder.encode(held), total)
+    for records in _portions(read_documents(Path(spec.file)), batch):
+        more = encoder.encode(records)
+        made += more
+        total += _size(more)
+        if total >= most:
+            break
     if not made:
         raise ConfigError(f"data {spec.file}", "it has no usable record", f"give {FORMS}, none over the context length")
-    return _cap(made, spec.max_tokens)
+    ends = accumulate(len(e.tokens) for e in made)
+    return made[: max(1, sum(end <= most for end in ends))]
 
 
-def _extend(made: list[Example], more: list[Example], total: int) -> tuple[list[Example], list[dict[str, str]], int]:
-    return made + more, [], total + sum(len(e.tokens) for e in more)
-
-
-def _cap(examples: list[Example], most: int | None) -> list[Example]:
-    """A prefix of ``examples`` with at most ``most`` tokens (one example at least)."""
-    if most is None:
-        return examples
-    ends = np.cumsum([len(e.tokens) for e in examples])
-    return examples[: max(1, int(np.searchsorted(ends, most, side="right")))]
+def _portions(records: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """Records to encode together; a long text ends a portion, so that a cap is met without reading the whole file."""
+    held: list[dict[str, Any]] = []
+    for record in records:
+        held.append(record)
+        if len(held) == size or len(record.get("text", "")) > 100_000:
+            yield held
+            held = []
+    yield held
 
 
 # --- rows -----------------------------------------------------------------------------------------------------
@@ -280,22 +274,19 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on ``device``."""
-        return TokenBatch(*(getattr(self, f).to(device) for f in self.__dataclass_fields__))
+        return self._each(lambda values: values.to(device))
+
+    def rows(self, start: int, stop: int) -> TokenBatch:
+        """Rows start .. stop - 1."""
+        return self._each(lambda values: values[start:stop])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        return TokenBatch(*(change(getattr(self, name)) for name in self.__dataclass_fields__))
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are no padding."""
         return int((self.documents >= 0).sum())
-
-    def rows(self, start: int, stop: int) -> TokenBatch:
-        """Rows start .. stop - 1."""
-        return TokenBatch(*(getattr(self, f)[start:stop] for f in self.__dataclass_fields__))
-
-
-@dataclass(slots=True)
-class _Row:
-    examples: list[Example] = field(default_factory=list)
-    used: int = 0
 
 
 class Mixture:
@@ -340,25 +331,25 @@ class Mixture:
 
     def rows(self, length: int) -> Iterator[list[Example]]:
         """Rows of at most ``length`` tokens: first fit over the rows that are open."""
-        opened: list[_Row] = []
+        opened: list[list[Example]] = []
         while True:
             example = _shorten(self.draw(), length)
-            size = len(example.tokens)
-            row = next((r for r in opened if r.used + size <= length), None)
+            row = next((r for r in opened if _size(r) + len(example.tokens) <= length), None)
             if row is None:
                 if len(opened) == OPEN_ROWS:
-                    fullest = max(range(len(opened)), key=lambda i: opened[i].used)
-                    yield opened.pop(fullest).examples
-                row = _Row()
-                opened.append(row)
-            row.examples.append(example)
-            row.used += size
+                    yield opened.pop(max(range(len(opened)), key=lambda i: _size(opened[i])))
+                opened.append(row := [])
+            row.append(example)
 
     def batches(self, rows: int, length: int) -> Iterator[TokenBatch]:
         """Batches of ``rows`` rows of ``length`` tokens."""
         source = self.rows(length)
         while True:
             yield collate([next(source) for _ in range(rows)], length, self.prompt_weight)
+
+
+def _size(examples: Sequence[Example]) -> int:
+    return sum(len(e.tokens) for e in examples)
 
 
 def _shorten(example: Example, length: int) -> Example:
@@ -387,8 +378,3 @@ def collate(rows: Sequence[Sequence[Example]], length: int, prompt_weight: float
             start = stop
     arrays = (tokens, targets, weights, positions, documents, prompts)
     return TokenBatch(*(torch.from_numpy(a) for a in arrays))
-
-
-def python_version() -> str:
-    """What `STDLIB` is: the version of the interpreter."""
-    return ".".join(map(str, sys.version_info[:3]))

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from .data import TokenBatch
+from .files import plain, require_same, writing
 from .network import Network
 from .trainer import StepContext
 
 INDEX, PLACES = "cache.json", "rows.npy"
-SHARD_BYTES = 256 * 2**20
 REPORTS = 10  # how often the making of a cache says how far it is
 DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "fp32": (torch.float32, np.dtype("<f4")),
@@ -128,9 +128,10 @@ class FeatureCache:
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
         self.folder = folder
         index = _read_index(folder)
-        _same_key(folder, index["key"], _plain(key))
+        require_same(f"--cache {folder}", index["key"], key, "name another folder, or remove this one")
         self.dtype, kind = DTYPES[index["key"]["dtype"]]
-        self._first = [0, *np.cumsum(index["shards"]).tolist()]  # of each shard, in tokens
+        # One file is written; a cache may also lie in several, one after the other.
+        self._first = [0, *np.cumsum(index["shards"]).tolist()]  # of each file, in tokens
         self._shards = [_map_shard(folder, n, count, index["d_model"], kind) for n, count in enumerate(index["shards"])]
         places = np.load(folder / PLACES)
         self._ends, self._marks, self._batches = places["end"], places["mark"], index["first_rows"]
@@ -150,7 +151,7 @@ class FeatureCache:
         return torch.from_numpy(values).view(self.dtype).to(batch.tokens.device, torch.float32)
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start, d_model] from all shards that hold some of them."""
+        """[stop - start, d_model] from all files that hold some of them."""
         parts = [
             shard[max(0, start - first) : max(0, stop - first)]
             for first, shard in zip(self._first, self._shards, strict=False)
@@ -207,20 +208,16 @@ def _check_space(folder: Path, size: CacheSize, say: Callable[[str], None]) -> N
 def _scratch(folder: Path) -> Iterator[Path]:
     """A folder beside ``folder`` that takes its name in the end, or is removed if there is no end."""
     place = folder.with_name(f"{folder.name}.unfinished")
-    try:
-        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
-        place.mkdir(parents=True)
-        yield place
-        if folder.is_dir():
-            folder.rmdir()  # empty, as the caller saw
-        place.rename(folder)
-    except OSError as error:
-        shutil.rmtree(place, ignore_errors=True)
-        wrong = f"it cannot be written ({error}); what was there of it is removed"
-        raise ConfigError(f"--cache {folder}", wrong, "free space there, or train without --cache") from error
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
+    with writing(f"--cache {folder}", "free space there, or train without --cache; what was there of it is removed"):
+        try:
+            shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+            place.mkdir(parents=True)
+            yield place
+            if folder.is_dir():
+                folder.rmdir()  # empty, as the caller saw
+            place.rename(folder)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _make(
@@ -232,62 +229,27 @@ def _make(
     products: Callable[[], AbstractContextManager[Any]],
     say: Callable[[str], None],
 ) -> None:
-    shards = _Shards(place, max(1, SHARD_BYTES // max(1, size.row_bytes)))
     online, context = OnlineFeatures(target), StepContext(0, torch.Generator())
     first_rows, ends, marks = [0], [], []
     total = 0
-    for number, batch in enumerate(batches):
-        with products():
-            states = online.final(batch.to(target.head_weight.device), context)
-        shards.write(_bits(states, size.dtype))
-        counts = (batch.weights > 0).sum(1)
-        ends.append(total + counts.cumsum(0).numpy())
-        total += int(counts.sum())
-        marks += _marks(batch)
-        first_rows.append(len(marks))
-        if (number + 1) * REPORTS // size.batches > number * REPORTS // size.batches:
-            say(f"cache: {number + 1:,} of {size.batches:,} batches")
-    shards.close()
-    kind = np.dtype([("end", "<i8"), ("mark", "<u4")])
-    places = np.empty(len(marks), dtype=kind)
+    # Written plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault.
+    with _shard(place, 0).open("wb") as states_file:
+        for number, batch in enumerate(batches):
+            with products():
+                states = online.final(batch.to(target.head_weight.device), context)
+            states_file.write(_bits(states, size.dtype).tobytes())
+            counts = (batch.weights > 0).sum(1)
+            ends.append(total + counts.cumsum(0).numpy())
+            total += int(counts.sum())
+            marks += _marks(batch)
+            first_rows.append(len(marks))
+            if (number + 1) * REPORTS // size.batches > number * REPORTS // size.batches:
+                say(f"cache: {number + 1:,} of {size.batches:,} batches")
+    places = np.empty(len(marks), dtype=np.dtype([("end", "<i8"), ("mark", "<u4")]))
     places["end"], places["mark"] = np.concatenate(ends), marks
     np.save(place / PLACES, places)
-    index = {"key": _plain(key), "d_model": size.d_model, "shards": shards.counts, "first_rows": first_rows}
+    index = {"key": plain(key), "d_model": size.d_model, "shards": [total] if total else [], "first_rows": first_rows}
     (place / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
-
-
-class _Shards:
-    """Writes tokens one after the other into files of at most ``most`` tokens.
-
-    Plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault.
-    """
-
-    def __init__(self, folder: Path, most: int) -> None:
-        self.folder, self.most = folder, most
-        self.counts: list[int] = []
-        self._file: Any = None
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append [n, d_model]."""
-        while len(tokens):
-            if not self.counts or self.counts[-1] == self.most:
-                self._open()
-            part = tokens[: self.most - self.counts[-1]]
-            left = memoryview(part.tobytes())
-            while left:
-                left = left[self._file.write(left) :]
-            self.counts[-1] += len(part)
-            tokens = tokens[len(part) :]
-
-    def _open(self) -> None:
-        self.close()
-        self._file = _shard(self.folder, len(self.counts)).open("wb", buffering=0)
-        self.counts.append(0)
-
-    def close(self) -> None:
-        """The last file is whole."""
-        if self._file is not None:
-            self._file.close()
 
 
 def _shard(folder: Path, number: int) -> Path:
@@ -324,20 +286,3 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         remedy = "name an empty folder or a new one"
         raise ConfigError(f"--cache {folder}", f"the folder holds no cache ({error})", remedy) from error
-
-
-def _same_key(folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    differ = sorted(name for name in {*found, *own} if found.get(name) != own.get(name))
-    if differ:
-        first = differ[0]
-        raise ConfigError(
-            f"--cache {folder}",
-            f"it is of another run: its {first} is {found.get(first)!r}, this run's {own.get(first)!r}",
-            "name another folder, or remove this one",
-        )
-
-
-def _plain(key: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from a file."""
-    values: dict[str, Any] = json.loads(json.dumps(key))
-    return values

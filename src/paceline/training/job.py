@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -19,51 +19,34 @@ from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
 from ..target.streams import fingerprint
 from .answers import answered_by
-from .data import STDLIB, Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, python_version, sha256
+from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
 from .features import CacheDtype, FeatureCache, open_cache
+from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
 from .tokenizer import train_tokenizer
-from .trainer import Outcome, Phase, TrainConfig, Trainer, Watcher, plan, products, require_accelerate
+from .trainer import Outcome, Trainer, Watcher, plan, products, require_accelerate
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 RESULT, TOKENIZER = "result", "tokenizer"
 
 
 @dataclass(kw_only=True)
-class Job:
+class Job(RecipeFile):
     """One run, before anything is loaded."""
 
-    kind: str
-    options: Mapping[str, Any]
-    config: TrainConfig
-    phases: Sequence[Phase]
-    sources: Sequence[SourceSpec]
-    held_out: Sequence[SourceSpec] = ()
-    prompt_weight: float = 0.0
     target: Path | None = None  # folder of the target
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
     cache: Path | None = None  # folder for the target's states; None: they are made with each batch
     cache_dtype: CacheDtype = "fp32"
-    where: Path = Path("command line")  # for messages
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
 
     @classmethod
     def of(cls, recipe: RecipeFile, **places: Any) -> Job:
         """A recipe file's run."""
-        return cls(
-            kind=recipe.recipe,
-            options=recipe.options,
-            config=recipe.train,
-            phases=recipe.phases,
-            sources=recipe.sources,
-            held_out=recipe.held_out,
-            prompt_weight=recipe.prompt_weight,
-            where=recipe.path,
-            **places,
-        )
+        return cls(**vars(recipe), **places)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -106,7 +89,6 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
         target_folder=job.target,
         tokenizer=tokenizer,
-        config=job.config,
         held_out={spec.name: held_out(load_source(spec, encoder), longest) for spec in job.held_out},
         device=state.device,
         seed=job.config.seed,
@@ -124,17 +106,20 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
 
 def _check(job: Job, made: RecipeKind) -> None:
     """What is asked for suits the kind of recipe."""
-    name = f"recipe {job.kind!r}"
-    if made.needs_target and job.target is None:
-        raise ConfigError(name, "it trains something for a target", "give --target MODEL")
-    if not made.needs_target and job.target is not None:
-        raise ConfigError(name, "it trains for no target", "leave --target out; --init names a model to start from")
-    if job.init is not None and not made.takes_init:
-        raise ConfigError(name, "it starts from no checkpoint", "leave --init out")
-    if job.cache is not None and not made.taps:
-        raise ConfigError(name, "it learns from no states that a cache could hold", "leave --cache out")
-    if not job.sources:
-        raise ConfigError(name, "there is no data", "give --data FILE")
+    rules = (
+        (made.needs_target and not job.target, "it trains something for a target", "give --target MODEL"),
+        (
+            job.target and not made.needs_target,
+            "it trains for no target",
+            "leave --target out; --init names a model to start from",
+        ),
+        (job.init and not made.takes_init, "it starts from no checkpoint", "leave --init out"),
+        (job.cache and not made.taps, "it learns from no states that a cache could hold", "leave --cache out"),
+        (not job.sources, "there is no data", "give --data FILE"),
+    )
+    for broken, wrong, remedy in rules:
+        if broken:
+            raise ConfigError(f"recipe {job.kind!r}", wrong, remedy)
 
 
 def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Callable[[str], None]) -> None:
@@ -166,13 +151,11 @@ def _cache(
         **{name: getattr(job.config, name) for name in names},
     }
 
-    def context_of_products() -> AbstractContextManager[Any]:
-        return products(job.config.precision, context.device)
-
-    def batches() -> Any:
+    def batches() -> Iterator[TokenBatch]:
         return (batch for _, batch in plan(mixture(), job.phases, job.config))
 
-    return open_cache(job.cache, key, job.cache_dtype, context.target, batches, context_of_products, say)
+    rounded = partial(products, job.config.precision, context.device)
+    return open_cache(job.cache, key, job.cache_dtype, context.target, batches, rounded, say)
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
@@ -184,30 +167,29 @@ def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[To
 
 def _facts(job: Job, options: Any) -> dict[str, Any]:
     """What a checkpoint must agree with: options, data, target."""
-    target = fingerprint(job.target) if job.target is not None else None
-    data = [_source(s) for s in job.sources]
-    return {"options": asdict(options), "data": data, "prompt_weight": job.prompt_weight, "target": target}
+    return {
+        "options": asdict(options),
+        "data": [
+            {"file": Path(s.file).name, "sha256": mark(s.file), "weight": s.weight, "max_tokens": s.max_tokens}
+            for s in job.sources
+        ],
+        "prompt_weight": job.prompt_weight,
+        "target": None if job.target is None else fingerprint(job.target),
+    }
 
 
-def _source(spec: SourceSpec) -> dict[str, Any]:
-    mark = python_version() if spec.file == STDLIB else sha256(Path(spec.file))
-    return {"file": Path(spec.file).name, "sha256": mark, "weight": spec.weight, "max_tokens": spec.max_tokens}
-
-
-def finish(job: Job, trainer: Trainer, outcome: Outcome, folder: Path | None = None) -> Path:
+def finish(job: Job, trainer: Trainer, outcome: Outcome) -> Path:
     """Write the result: what users load, the tokenizer beside a model, and ``training.json``.
 
     Raises:
         ConfigError: it cannot be written. The checkpoint is there: the same run, resumed, comes here at once.
     """
-    result = folder or job.out / RESULT
+    result = job.out / RESULT
     if trainer.accelerator.is_main_process:
-        try:
+        remedy = "free space there; the same command writes it from the checkpoint"
+        with writing(f"result {result}", remedy, SafetensorError):
             result.mkdir(parents=True, exist_ok=True)
             _write_result(job, trainer, outcome, result)
-        except (OSError, SafetensorError) as error:
-            remedy = "free space there; the same command writes it from the checkpoint"
-            raise ConfigError(f"result {result}", f"it cannot be written ({error})", remedy) from error
     return result
 
 

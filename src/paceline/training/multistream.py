@@ -2,22 +2,22 @@
 
 Main rows [B, T] run as ever up to layer N - Ns. From there each *carrier*, a main row whose next token is
 generated, has gamma streams beside it: stream j of row t attends to the main keys of its document up to t and to
-streams 1 .. j of the same row (Speculative Streaming, eq. 2). In shared mode a carrier attends to its own streams,
-too (eq. 3), and the adapters serve the main rows.
+streams 1 .. j of the same row (Speculative Streaming, eq. 2, `stream_sees`). In shared mode a carrier attends to its
+own streams, too (eq. 3, `main_sees`), and the adapters serve the main rows.
 
 Streams never see each other across rows. So their attention is not one of T (1 + gamma) rows by as many keys: it
 is done document by document, the main keys once for all streams, and gamma keys more for each carrier. Carriers can
 be cut into *segments* that are run one after the other (appendix I), so that memory is bounded by a segment.
 `eager_streams` is the one dense attention that this is held against.
 
-Shapes: B rows, T tokens, R carriers, gamma streams, H heads, D head_dim, d d_model; "flat" is [B * T].
+Shapes: B rows, T tokens, R carriers, gamma streams, H heads, D head_dim, d d_model; "flat" is [B * T], of keys and
+values [B * T, kv_heads, D].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +27,42 @@ from torch.utils.checkpoint import checkpoint
 
 from ..target.streams import StreamSet
 from .data import TokenBatch
-from .network import Delta, Network, Rotation, attend, visible
+from .network import Delta, KeyValues, Network, Rotation, attend
 
-KeyValues = tuple[Tensor, Tensor]  # flat keys and values [B * T, kv_heads, D]
+# -- the rules of the paper, one function each
+
+
+def stream_sees(owner: Tensor, stream: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
+    """[queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2).
+
+    Args:
+        owner, stream: [queries] int64, owner and number of each querying stream.
+        key_owner, key_stream: [keys] int64, of the streams whose keys they are.
+    """
+    return (owner[:, None] == key_owner) & (key_stream <= stream[:, None])
+
+
+def main_sees(row: Tensor, key_owner: Tensor) -> Tensor:
+    """[queries, keys] bool: main row t sees all streams of its own (eq. 3, shared mode alone).
+
+    Args:
+        row: [queries] int64, the main rows.
+        key_owner: [keys] int64, the owner of each stream whose key it is.
+    """
+    return row[:, None] == key_owner
+
+
+def value_rotation(stream: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [rows, 1, 1] of j * epsilon in float64, for rows of streams j (appendix E.4)."""
+    angle = (stream.double() * epsilon)[:, None, None]
+    return angle.cos(), angle.sin()
+
+
+def rotate_values(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Values [..., rows, kv_heads, D] with pairs (i, i + D / 2) rotated by `value_rotation`."""
+    cos, sin = (x.to(values.dtype) for x in rotation)
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 # -- carriers: which main rows have streams
@@ -155,13 +188,19 @@ def group_attention(
     parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
     shared = [_heads(x, q.shape[2]) for x in main]
     order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
-    later = (order > steps[:, None]) & (steps[:, None] > 0)  # a main row sees all of its streams
+    hidden = ~_sees_streams(steps * 0, steps, order * 0, order)  # within one carrier: all have the same owner
     outputs = []
     for block, (queries, own_k, own_v) in zip(carriers.blocks, parts, strict=True):
         unseen = _unseen(carriers.positions[block.rows], steps, block.keys.stop - block.keys.start, window)
         k, v = (x[:, block.keys] for x in shared)
-        outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, later, q.shape[3] ** -0.5))
+        outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, hidden, q.shape[3] ** -0.5))
     return torch.cat(outputs, 1).permute(1, 2, 0, 3).flatten(2)
+
+
+def _sees_streams(owner: Tensor, step: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
+    """[queries, keys] bool: streams by eq. 2; carriers, which have step 0, by eq. 3."""
+    streams = stream_sees(owner, step, key_owner, key_stream)
+    return torch.where(step[:, None] > 0, streams, main_sees(owner, key_owner))
 
 
 def _unseen(positions: Tensor, steps: Tensor, keys: int, window: int | None) -> Tensor:
@@ -190,13 +229,17 @@ class StreamPass:
     network: Network
     trained: StreamSet
     carriers: Carriers
-    rotation: Rotation  # of the stream rows [R, gamma, 1, dim]
-    turn: KeyValues | None  # cos and sin [gamma, 1, 1] of the value rotation
+    rotation: Rotation  # of the stream rows' queries and keys [R, gamma, 1, dim]
+    of_values: tuple[Tensor, Tensor] | None  # their `value_rotation` [gamma, 1, 1]
 
     @property
     def delta(self) -> Delta | None:
         """The adapters."""
         return None if self.trained.adapters is None else self.trained.adapters.delta
+
+    def rotated(self, values: Tensor) -> Tensor:
+        """Values of streams [R, gamma, kv_heads, D], rotated where the set rotates them."""
+        return values if self.of_values is None else rotate_values(values, self.of_values)
 
     def layer(
         self, index: int, hidden: Tensor, k: Tensor, v: Tensor, q_main: Tensor | None = None
@@ -213,7 +256,7 @@ class StreamPass:
         """
         net = self.network
         q, own_k, own_v = net.qkv(index, hidden, self.rotation, self.delta)  # [R, gamma, heads, D]
-        own_v = own_v if self.turn is None else _turned(own_v, self.turn)
+        own_v = self.rotated(own_v)
         extra = 0 if q_main is None else 1
         if q_main is not None:
             q = torch.cat((q_main[:, None], q), 1)
@@ -229,18 +272,8 @@ def stream_pass(network: Network, trained: StreamSet, carriers: Carriers) -> Str
     """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
     gamma, angle = trained.config.gamma, trained.config.value_rotation
     steps = torch.arange(1, gamma + 1, device=carriers.index.device)
-    turn = None
-    if angle is not None:
-        turns = (steps.double() * angle)[:, None, None]
-        turn = (turns.cos(), turns.sin())
-    return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), turn)
-
-
-def _turned(values: Tensor, turn: KeyValues) -> Tensor:
-    """Values [R, gamma, kv_heads, D] rotated in pairs (i, i + D / 2): appendix E.4."""
-    cos, sin = (x.to(values.dtype) for x in turn)
-    first, second = values.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    values = None if angle is None else value_rotation(steps, angle)
+    return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), values)
 
 
 # -- lossless mode: main rows once, without gradients; then segments of streams
@@ -260,16 +293,11 @@ class MainPass:
 def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
     """Main rows of the frozen base model."""
     hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
-    entering = hidden.flatten(0, 1)
-    rotation = network.rotation(batch.positions)
-    masks = {window: visible(batch, window) for window in set(network.config.windows[insertion:])}
-    keys, states = [], []
-    for index in range(insertion, network.config.num_layers):
-        q, k, v = network.qkv(index, hidden, rotation)
-        hidden = network.finish_layer(index, hidden, attend(q, k, v, masks[network.config.windows[index]]))
-        keys.append((k.flatten(0, 1), v.flatten(0, 1)))
-        states.append(hidden.flatten(0, 1))
-    return MainPass(entering, tuple(keys), network.final(hidden).flatten(0, 1), tuple(states))
+    kept: list[KeyValues] = []
+    final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
+    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in kept)
+    states = tuple(x.flatten(0, 1) for x in (*inputs[1:], final))
+    return MainPass(hidden.flatten(0, 1), keys, network.final(final).flatten(0, 1), states)
 
 
 def lossless_streams(
@@ -325,27 +353,22 @@ def shared_pass(
     parts = list(carriers.segments(segment))
     passes = [stream_pass(network, trained, part) for part in parts]
     held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
-    rotation = network.rotation(batch.positions)
+    rotation, masks = network.rotation(batch.positions), network.masks(batch, start)
     states = []
     for index in range(start, layers):
         q, k, v = network.qkv(index, hidden, rotation, delta)
-        mask = visible(batch, network.config.windows[index])
-        attended = attend(q, k, v, mask).flatten(0, 1)  # [B * T, H * D]
+        attended = attend(q, k, v, masks[index]).flatten(0, 1)  # [B * T, H * D]
         flat = [x.flatten(0, 1) for x in (q, k, v)]
         for run, own in zip(passes, held, strict=True):
             inputs = (index, own[-1], flat[1], flat[2], flat[0][run.carriers.index])
-            state, seen = run.layer(*inputs) if segment is None else _recomputed(run, inputs)
+            again = segment is not None
+            state, seen = checkpoint(run.layer, *inputs, use_reentrant=False) if again else run.layer(*inputs)
             own.append(state)
             attended = attended.index_copy(0, run.carriers.index, seen.to(attended.dtype))
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
     streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
     return SharedPass(entering, network.final(states[-1]), network.final(streams[-1]), tuple(states), tuple(streams))
-
-
-def _recomputed(run: StreamPass, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    made: tuple[Tensor, Tensor] = checkpoint(partial(run.layer), *inputs, use_reentrant=False)
-    return made
 
 
 # -- the dense reference
@@ -381,9 +404,7 @@ def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carri
 
     for index in range(config.insertion, config.num_layers):
         q, k, v = network.qkv(index, rows, rotation, delta)
-        if run.turn is not None:
-            turned = _turned(v[count:].unflatten(0, (-1, gamma)), run.turn).flatten(0, 1)
-            v = torch.cat((v[:count], turned))
+        v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
         window = network.config.windows[index]
         mask = seen if window is None else seen & _near(places, count, window)
         attended = attend(q[None], k[None], v[None], mask[None, None])[0]
@@ -401,11 +422,9 @@ def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool)
     stream = torch.arange(1, gamma + 1, device=row.device).repeat(len(carriers))
     of = torch.cat((order, owner))
     step = torch.cat((torch.zeros_like(order), stream))
-    same = document[of][:, None] == document[of][None]
-    on_main = (step == 0)[None] & (of[:, None] >= of[None]) & same
-    own = (of[:, None] == of[None]) & (step > 0)[None]
-    sees_own = own & (step[:, None] >= step[None])
-    return on_main | sees_own | (own & (step == 0)[:, None] if shared else torch.zeros_like(own))
+    on_main = (step == 0)[None] & (of[:, None] >= of[None]) & (document[of][:, None] == document[of][None])
+    on_streams = _sees_streams(of, step, of, step) & (step > 0)[None]
+    return on_main | (on_streams if shared else on_streams & (step > 0)[:, None])
 
 
 def _near(places: Tensor, count: int, window: int) -> Tensor:

@@ -27,6 +27,7 @@ from ..target.weights import weight_map
 from .data import TokenBatch
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and signed sin [B, T, 1, dim]
+KeyValues = tuple[Tensor, Tensor]  # [B, T, kv_heads, head_dim] each
 # (layer index, linear's name, its input) -> what is added to its output, or None
 Delta = Callable[[int, str, Tensor], Tensor | None]
 
@@ -125,22 +126,37 @@ class Network(nn.Module):
         return hidden + linear(layer, "down", index, inner, delta)
 
     def run(
-        self, hidden: Tensor, start: int, stop: int, batch: TokenBatch, delta: Delta | None = None
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        batch: TokenBatch,
+        delta: Delta | None = None,
+        keep: list[KeyValues] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Layers start .. stop - 1, each token attending within its document.
+
+        Args:
+            keep: is given the keys and values of every layer run.
 
         Returns:
             [B, T, d_model], and the inputs of every layer run.
         """
-        rotation = self.rotation(batch.positions)
-        masks = {window: visible(batch, window) for window in set(self.config.windows[start:stop])}
+        rotation, masks = self.rotation(batch.positions), self.masks(batch, start, stop)
         inputs = []
         for index in range(start, stop):
             inputs.append(hidden)
             q, k, v = self.qkv(index, hidden, rotation, delta)
-            mask = masks[self.config.windows[index]]
-            hidden = self.finish_layer(index, hidden, attend(q, k, v, mask), delta)
+            if keep is not None:
+                keep.append((k, v))
+            hidden = self.finish_layer(index, hidden, attend(q, k, v, masks[index]), delta)
         return hidden, inputs
+
+    def masks(self, batch: TokenBatch, start: int = 0, stop: int | None = None) -> dict[int, Tensor]:
+        """`visible` of each of the layers start .. stop - 1; layers of one window share theirs."""
+        windows = dict(enumerate(self.config.windows[start:stop], start))
+        made = {window: visible(batch, window) for window in set(windows.values())}
+        return {index: made[window] for index, window in windows.items()}
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """[B, T, d_model] after the final norm."""
@@ -205,8 +221,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part.to(x.dtype) for part in rotation)
     dim = cos.shape[-1]
     part = x[..., :dim]
-    turned = part * cos + part.roll(dim // 2, -1) * sin
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), -1)
+    rotated = part * cos + part.roll(dim // 2, -1) * sin
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), -1)
 
 
 def visible(batch: TokenBatch, window: int | None = None) -> Tensor:

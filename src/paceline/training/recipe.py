@@ -1,4 +1,4 @@
-"""Recipe files: what is trained, on which data, how. TOML, read into dataclasses; unknown keys are refused.
+"""Recipe files: what is trained, on which data, how. TOML, read into dataclasses by pydantic; unknown keys are refused.
 
 A recipe names its data by file names. A manifest beside it says for each file its hash, its public source, its
 licence and how it is made from that source; the folder that holds the files is named by whoever trains.
@@ -10,10 +10,11 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..core.errors import ConfigError
 from .data import STDLIB, SourceSpec, sha256
@@ -22,17 +23,38 @@ from .trainer import Phase, TrainConfig
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecipeFile:
-    """One recipe file."""
+    """What is trained, on which data, how: what a recipe file says, and flags on the command line."""
 
-    path: Path
-    recipe: str  # its kind: target, draft_model, streams, ...
+    kind: str  # target, draft_model, streams, ...
     options: Mapping[str, Any] = field(default_factory=dict)  # of the kind
-    train: TrainConfig = field(default_factory=TrainConfig)
+    config: TrainConfig = field(default_factory=TrainConfig)
     phases: Sequence[Phase] = (Phase(),)
     sources: Sequence[SourceSpec] = ()
     held_out: Sequence[SourceSpec] = ()
+    prompt_weight: float = 0.0
+    manifest: str = MANIFEST
+    where: Path = Path("command line")  # the file; for messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeTable:
+    """The tables of a file, as TOML has them."""
+
+    recipe: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    phase: tuple[dict[str, Any], ...] = ({},)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTable:
+    """The table [data]."""
+
+    source: tuple[dict[str, Any], ...] = ()
+    held_out: tuple[dict[str, Any], ...] = ()
     prompt_weight: float = 0.0
     manifest: str = MANIFEST
 
@@ -49,72 +71,56 @@ def read_recipe(path: Path) -> RecipeFile:
         raise ConfigError(f"recipe {path}", "there is no such file", "see zoo/recipes for examples") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path}", f"not TOML ({error})", "correct it") from error
-    data = _table(values.pop("data", {}), path, "data")
-    made = RecipeFile(
-        path=path,
-        recipe=str(values.pop("recipe", "")),
-        options=_table(values.pop("options", {}), path, "options"),
-        train=fill(TrainConfig, values.pop("train", {}), path),
-        phases=tuple(fill(Phase, p, path) for p in values.pop("phase", [{}])),
-        sources=tuple(fill(SourceSpec, s, path) for s in data.pop("source", [])),
-        held_out=tuple(fill(SourceSpec, s, path) for s in data.pop("held_out", [])),
-        prompt_weight=float(data.pop("prompt_weight", 0.0)),
-        manifest=str(data.pop("manifest", MANIFEST)),
-    )
-    for left in (values, data):
-        if left:
-            raise ConfigError(f"recipe {path}", f"it has an unknown key {next(iter(left))!r}", "remove or correct it")
-    if not made.recipe:
+    table: RecipeTable = fill(RecipeTable, values, path)
+    data: DataTable = fill(DataTable, table.data, path)
+    if not table.recipe:
         raise ConfigError(f"recipe {path}", 'it does not say its kind (recipe = "target")', "add it")
-    return made
+    return RecipeFile(
+        kind=table.recipe,
+        options=table.options,
+        config=fill(TrainConfig, table.train, path),
+        phases=tuple(fill(Phase, p, path) for p in table.phase),
+        sources=tuple(fill(SourceSpec, s, path) for s in data.source),
+        held_out=tuple(fill(SourceSpec, s, path) for s in data.held_out),
+        prompt_weight=data.prompt_weight,
+        manifest=data.manifest,
+        where=path,
+    )
 
 
-def fill(kind: type[Any], values: Any, path: Path) -> Any:
-    """A dataclass from a table; unknown keys and wrong types are refused."""
-    values = _table(values, path, kind.__name__)
-    known = {f.name for f in fields(kind)}
-    unknown = sorted(set(values) - known)
-    if unknown:
+def fill(kind: type[Any], values: Mapping[str, Any], where: Path) -> Any:
+    """A dataclass from a table of its fields; a list fills a tuple, a whole number a fraction.
+
+    Args:
+        kind: the dataclass.
+        values: the table.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, and what the dataclass itself refuses.
+    """
+    known = [f.name for f in fields(kind)]
+    if unknown := sorted(values.keys() - known):
         close = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         remedy = f"{hint}known: {', '.join(sorted(known))}"
-        raise ConfigError(f"recipe {path}", f"{kind.__name__} has no {unknown[0]!r}", remedy)
-    hints = get_type_hints(kind)
+        raise ConfigError(f"recipe {where}", f"{kind.__name__} has no {unknown[0]!r}", remedy)
     try:
-        return kind(**{name: _value(name, value, hints[name], path) for name, value in values.items()})
-    except TypeError as error:
-        raise ConfigError(f"recipe {path}", str(error), "correct it") from error
+        # As JSON: strict, but for lists, which are all that TOML and JSON have in place of tuples.
+        return TypeAdapter(kind).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise _refusal(error, where) from error
 
 
-def _value(name: str, value: Any, hint: Any, path: Path) -> Any:
-    """A value as its field wants it: lists become tuples, whole numbers fractions.
-
-    Raises:
-        ConfigError: it is of another type.
-    """
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if isinstance(value, list | tuple):
-        value = tuple(value)
-    elif float in kinds and int not in kinds and type(value) is int:
-        value = float(value)
-    if not any(_fits(value, kind) for kind in kinds):
-        wanted = " or ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
-        raise ConfigError(f"recipe {path}", f"{name}={value!r} is not of type {wanted}", "correct it")
-    return value
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(part, get_args(kind)[0]) for part in value)
-    return type(value) is kind
-
-
-def _table(value: Any, path: Path, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"recipe {path}", f"{name} is no table", "correct it")
-    return dict(value)
+def _refusal(error: ValidationError, where: Path) -> ConfigError:
+    """The first fault that pydantic found; the dataclass's own errors as they are."""
+    fault = error.errors()[0]
+    own = fault.get("ctx", {}).get("error")
+    if isinstance(own, ConfigError):
+        return own
+    name, words = ".".join(map(str, fault["loc"])), fault["msg"][:1].lower() + fault["msg"][1:]
+    wrong = f"{name} is missing" if fault["type"] == "missing" else f"{name}={fault['input']!r}: {words}"
+    return ConfigError(f"recipe {where}", wrong, "correct it")
 
 
 def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
@@ -123,18 +129,12 @@ def locate(recipe: RecipeFile, folder: Path) -> RecipeFile:
     Raises:
         ConfigError: a file that is missing, or is not the one that the manifest names.
     """
-    known = read_manifest(recipe.path.parent / recipe.manifest)
-    found = {s.file: _check(s.file, folder, known) for s in (*recipe.sources, *recipe.held_out)}
+    known = read_manifest(recipe.where.parent / recipe.manifest)
 
-    def moved(sources: Sequence[SourceSpec]) -> tuple[SourceSpec, ...]:
-        return tuple(SourceSpec(**{**_values(s), "file": found[s.file], "domain": s.name}) for s in sources)
+    def found(sources: Sequence[SourceSpec]) -> list[SourceSpec]:
+        return [replace(s, file=_check(s.file, folder, known), domain=s.name) for s in sources]
 
-    values = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
-    return RecipeFile(**{**values, "sources": moved(recipe.sources), "held_out": moved(recipe.held_out)})
-
-
-def _values(spec: SourceSpec) -> dict[str, Any]:
-    return {f.name: getattr(spec, f.name) for f in fields(spec)}
+    return replace(recipe, sources=found(recipe.sources), held_out=found(recipe.held_out))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

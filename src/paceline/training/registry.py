@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from .data import TokenBatch
 from .features import Features
 from .network import Network
-from .trainer import Recipe, TrainConfig
+from .trainer import Recipe
 
 # Named, not imported: a kind loads when it is asked for.
 KINDS = {
@@ -37,7 +37,6 @@ class BuildContext:
     target: Network | None  # frozen, float32; None where none was named
     target_folder: Path | None
     tokenizer: Any
-    config: TrainConfig
     held_out: Mapping[str, Sequence[TokenBatch]] = field(default_factory=dict)  # by domain
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
@@ -68,11 +67,6 @@ class RecipeKind(Protocol):
         ...
 
 
-def names() -> list[str]:
-    """The kinds there are."""
-    return list(KINDS)
-
-
 def kind(name: str) -> RecipeKind:
     """The kind of a name.
 
@@ -83,6 +77,5 @@ def kind(name: str) -> RecipeKind:
         close = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"recipe kind {name!r}", "there is no such kind", f"{hint}known kinds: {', '.join(KINDS)}")
-    module, _, attribute = KINDS[name].partition(":")
-    made: RecipeKind = getattr(import_module(module), attribute)()
+    made: RecipeKind = resolve_name(KINDS[name])()
     return made

@@ -7,17 +7,17 @@ references the best one counts.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 
 References: TypeAlias = "str | Sequence[str]"
+Score: TypeAlias = "Callable[[str, References], float]"  # of one output, 0 to 1
 _SQL = re.compile(r""" "(?:[^"]|"")*" | '(?:[^']|'')*' | \w+(?:\.\w+)* | <= | >= | <> | != | \S """, re.VERBOSE)
 _WORD = re.compile(r"[^\W_]+")
 _SENTENCE_END = re.compile(r"\n+|(?<=[.!?])\s+")
@@ -57,97 +57,48 @@ def exact_match(output: str, references: References) -> float:
 # -- ROUGE
 
 
-def rouge_tokens(text: str) -> list[str]:
-    """Lower-cased runs of letters and digits (of any script). No stemming: ROUGE's Porter option is left out."""
-    return _WORD.findall(text.lower())
+class RougeTokenizer:
+    """Lower-cased runs of letters and digits of any script, not stemmed; rouge-score's own knows ASCII alone."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of a text."""
+        return _WORD.findall(text.lower())
 
 
-def rouge_n(output: str, references: References, n: int) -> float:
-    """ROUGE-N F-measure: n-grams in common, each counted at most as often as in either text.
+def rouge(kind: str) -> Score:
+    """ROUGE F-measure of the package rouge-score, precision and recall weighted alike; the best reference counts.
 
-    Source: Lin 2004, section 2, with precision and recall weighted alike; the best reference counts.
+    Source: Lin 2004. rouge1 and rouge2 (section 2): n-grams in common; rougeL (section 3.1): longest common
+    subsequence of the texts as wholes; rougeLsum (section 3.2): union of those of each pair of sentences, where a
+    sentence ends at a line break or at ``.``, ``!`` or ``?`` before white space (the package alone: at line breaks).
+
+    Args:
+        kind: rouge1, rouge2, rougeL or rougeLsum.
+
+    Raises:
+        CapabilityError: when a text is scored, where the package is missing.
     """
-    said = _ngrams(rouge_tokens(output), n)
-    return max(_overlap_f(said, _ngrams(rouge_tokens(reference), n)) for reference in _several(references))
+
+    def score(output: str, references: References) -> float:
+        wanted = [_by_lines(reference) for reference in _several(references)]
+        return float(_scorer(kind).score_multi(wanted, _by_lines(output))[kind].fmeasure)
+
+    return score
 
 
-def rouge_l(output: str, references: References) -> float:
-    """ROUGE-L F-measure: longest common subsequence of the texts as wholes.
-
-    Source: Lin 2004, section 3.1 (eq. 2 to 4 with beta = 1); the best reference counts.
-    """
-    said = rouge_tokens(output)
-    wanted = [rouge_tokens(reference) for reference in _several(references)]
-    return max(_f_measure(len(_common(tokens, said)), len(said), len(tokens)) for tokens in wanted)
-
-
-def rouge_lsum(output: str, references: References) -> float:
-    """ROUGE-LSum F-measure: union of the longest common subsequences, sentence by sentence.
-
-    Source: Lin 2004, section 3.2 (eq. 5 to 7 with beta = 1). A sentence ends at a line break or at ``.``, ``!`` or
-    ``?`` before white space. As in ROUGE-1.5.5 a token counts at most as often as it is in either text, so that
-    precision and recall stay below 1. The best reference counts.
-    """
-    said = _sentences(output)
-    return max(_summary_f(said, _sentences(reference)) for reference in _several(references))
+@cache
+def _scorer(kind: str) -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        remedy = 'get it: pip install "paceline[bench]"'
+        raise CapabilityError("ROUGE scores", "the package rouge-score is missing", remedy) from error
+    return RougeScorer([kind], tokenizer=RougeTokenizer())
 
 
-def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
-
-
-def _overlap_f(said: Counter[tuple[str, ...]], wanted: Counter[tuple[str, ...]]) -> float:
-    return _f_measure((said & wanted).total(), said.total(), wanted.total())
-
-
-def _f_measure(common: int, said: int, wanted: int) -> float:
-    """Harmonic mean of common / said and common / wanted; 0 where nothing is in common."""
-    return 2 * common / (said + wanted) if common else 0.0
-
-
-def _sentences(text: str) -> list[list[str]]:
-    tokens = (rouge_tokens(sentence) for sentence in _SENTENCE_END.split(text))
-    return [sentence for sentence in tokens if sentence]
-
-
-def _summary_f(said: list[list[str]], wanted: list[list[str]]) -> float:
-    """Union of what each wanted sentence has in common with each sentence said, clipped by both texts' counts."""
-    hits: Counter[str] = Counter()
-    for sentence in wanted:
-        places = {place for other in said for place in _common(sentence, other)}
-        hits.update(sentence[place] for place in places)
-    said_counts, wanted_counts = Counter(_flat(said)), Counter(_flat(wanted))
-    return _f_measure((hits & said_counts).total(), said_counts.total(), wanted_counts.total())
-
-
-def _flat(sentences: list[list[str]]) -> Iterator[str]:
-    return (token for sentence in sentences for token in sentence)
-
-
-def _common(first: Sequence[str], second: Sequence[str]) -> list[int]:
-    """Places in ``first`` of one longest common subsequence with ``second``."""
-    lengths = _common_lengths(first, second)
-    i, j, places = len(first), len(second), []
-    while i and j:
-        if first[i - 1] == second[j - 1]:
-            i, j = i - 1, j - 1
-            places.append(i)
-        elif lengths[i - 1][j] >= lengths[i][j - 1]:
-            i -= 1
-        else:
-            j -= 1
-    return places[::-1]
-
-
-def _common_lengths(first: Sequence[str], second: Sequence[str]) -> list[list[int]]:
-    """[len(first) + 1][len(second) + 1] lengths of the longest common subsequence of the beginnings."""
-    lengths = [[0] * (len(second) + 1)]
-    for a in first:
-        above, row = lengths[-1], [0]
-        for j, b in enumerate(second):
-            row.append(above[j] + 1 if a == b else max(above[j + 1], row[j]))
-        lengths.append(row)
-    return lengths
+def _by_lines(text: str) -> str:
+    """One sentence a line, which is how rouge-score tells them apart."""
+    return _SENTENCE_END.sub("\n", text)
 
 
 # -- GSM8K
@@ -173,26 +124,13 @@ def same_number(output: str, references: References) -> float:
 # -- tasks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What is measured on the outputs of a task."""
+_ROUGE = {kind: rouge(kind) for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")}
 
-    description: str
-    scores: dict[str, Callable[[str, References], float]]  # name -> score of one output
-
-
-_ROUGE: dict[str, Callable[[str, References], float]] = {
-    "rouge1": lambda output, references: rouge_n(output, references, 1),
-    "rouge2": lambda output, references: rouge_n(output, references, 2),
-    "rougeL": rouge_l,
-    "rougeLsum": rouge_lsum,
-}
-
-TASKS: dict[str, Task] = {
-    "sql": Task(description="exact match of SQL queries", scores={"exact_match": exact_match}),
-    "e2e": Task(description="ROUGE F-measures of sentences", scores=_ROUGE),
-    "dialogsum": Task(description="ROUGE F-measures of summaries", scores=_ROUGE),
-    "gsm8k": Task(description="accuracy of the final number", scores={"accuracy": same_number}),
+TASKS: dict[str, dict[str, Score]] = {  # name -> what is measured on its outputs
+    "sql": {"exact_match": exact_match},
+    "e2e": _ROUGE,
+    "dialogsum": _ROUGE,
+    "gsm8k": {"accuracy": same_number},
 }
 
 
@@ -217,10 +155,9 @@ def score_task(
     Raises:
         ConfigError: an unknown task, no output, other numbers of outputs and references, or a prompt without any.
     """
-    task = _task(name)
     _check_pairs(name, outputs, references)
     result = {}
-    for score, measure in task.scores.items():
+    for score, measure in TASKS[name].items():
         values = [measure(output, wanted) for output, wanted in zip(outputs, references, strict=True)]
         result[score] = sum(values) / len(values)
         if intervals:
@@ -248,13 +185,9 @@ def _several(references: References) -> Sequence[str]:
     return [references] if isinstance(references, str) else references
 
 
-def _task(name: str) -> Task:
+def _check_pairs(name: str, outputs: Sequence[str], references: Sequence[References]) -> None:
     if name not in TASKS:
         raise ConfigError(f"task {name!r}", "no score is known for it", f"known are {', '.join(TASKS)}")
-    return TASKS[name]
-
-
-def _check_pairs(name: str, outputs: Sequence[str], references: Sequence[References]) -> None:
     asked = f"scores of {name}"
     if len(outputs) != len(references):
         wrong = f"there are {len(outputs)} outputs and {len(references)} references"

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from .data import Mixture, TokenBatch
+from .files import require_same, writing
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 REMEDY = "free space there; the same command goes on from the last checkpoint"
@@ -162,17 +163,12 @@ class Trainer:
         from accelerate import Accelerator
 
         self.recipe, self.mixture, self.phases, self.config, self.out = recipe, mixture, list(phases), config, out
-        _check_phases(self.phases, config)
         self.watchers = list(watchers)
         # Precision is not left to it: a process may train several recipes, and its state is one for all of them.
         self.accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-        _check_processes(self.phases, config, self.accelerator.num_processes)
-        self.facts = {
-            "recipe": recipe.name,
-            **asdict(config),
-            "phases": [asdict(p) for p in self.phases],
-            **(facts or {}),
-        }
+        _check_phases(self.phases, config.accumulate, self.accelerator.num_processes)
+        phases_said = [asdict(p) for p in self.phases]
+        self.facts = {"recipe": recipe.name, **asdict(config), "phases": phases_said, **(facts or {})}
         self.trained = {n: p for n, p in recipe.module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise ConfigError(f"recipe {recipe.name!r}", "nothing in it is trainable", "check its settings")
@@ -213,13 +209,11 @@ class Trainer:
             group["lr"] = rate
         total: dict[str, float] = {}
         for index, (part, share) in enumerate(zip(parts, self._shares(parts), strict=True)):
-            for name, value in self._backward(part, index, share).items():
-                total[name] = total.get(name, 0.0) + value * share
+            _add(total, self._backward(part, index, share), share)
         total = self._over_processes(total)
         if not math.isfinite(total["loss"]):
-            raise ConfigError(
-                f"training at step {self.step}", f"the loss is {total['loss']}", "lower the learning rate"
-            )
+            asked, wrong = f"training at step {self.step}", f"the loss is {total['loss']}"
+            raise ConfigError(asked, wrong, "lower the learning rate")
         self._sum_gradients()
         norm = self.accelerator.clip_grad_norm_(list(self.trained.values()), self.config.clip)
         self.optimizer.step()
@@ -227,14 +221,8 @@ class Trainer:
         self.step += 1
         tokens = int(self._sum(float(sum(p.num_tokens for p in parts))))
         self.tokens += tokens
-        seconds = time.perf_counter() - began
-        return {
-            **total,
-            "norm": float(norm),
-            "rate": rate,
-            "tokens": float(self.tokens),
-            "tokens_per_s": tokens / seconds,
-        }
+        speed = tokens / (time.perf_counter() - began)
+        return {**total, "norm": float(norm), "rate": rate, "tokens": float(self.tokens), "tokens_per_s": speed}
 
     def _backward(self, part: TokenBatch, index: int, share: float) -> dict[str, float]:
         """Add ``share`` of a batch's gradients. Returns its loss and the loss's parts."""
@@ -257,21 +245,15 @@ class Trainer:
 
     def _sum(self, value: float) -> float:
         """Over all processes."""
-        if self.accelerator.num_processes == 1:
-            return value
-        held = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
-        return float(self.accelerator.reduce(held, "sum")[0])
+        return self._over_processes({"": value})[""]
 
     def _over_processes(self, figures: dict[str, float]) -> dict[str, float]:
         """Sums of figures by name; a process may lack some."""
-        if self.accelerator.num_processes == 1:
-            return figures
         from accelerate.utils import gather_object
 
         total: dict[str, float] = {}
         for found in gather_object([figures]):
-            for name, value in found.items():
-                total[name] = total.get(name, 0.0) + value
+            _add(total, found)
         return total
 
     def _sum_gradients(self) -> None:
@@ -333,11 +315,9 @@ class Trainer:
         return figures
 
     def _log(self, line: Mapping[str, float]) -> None:
-        try:
-            with (self.out / LOG).open("a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise ConfigError(f"log {self.out / LOG}", f"it cannot be written ({error})", REMEDY) from error
+        path = self.out / LOG
+        with writing(f"log {path}", REMEDY), path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
 
     # -- checkpoints
 
@@ -348,25 +328,24 @@ class Trainer:
             ConfigError: it cannot be written; the one before it is as it was.
         """
         if self.accelerator.is_main_process:
-            self._write_checkpoint()
+            self.out.mkdir(parents=True, exist_ok=True)
+            scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
+            with writing(f"checkpoint in {self.out}", REMEDY, RuntimeError):  # torch's word for a full disk
+                try:
+                    torch.save(self._state(), scratch)
+                    scratch.replace(self.out / CHECKPOINT)
+                finally:
+                    scratch.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
 
-    def _write_checkpoint(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        state = {
+    def _state(self) -> dict[str, Any]:
+        return {
             "facts": json.dumps(self.facts, sort_keys=True),
             "step": self.step,
             "tokens": self.tokens,
             "parameters": {n: p.detach().cpu() for n, p in self.trained.items()},
             "optimizer": self.optimizer.state_dict(),
         }
-        scratch = self.out / f"{CHECKPOINT}.{os.getpid()}"
-        try:
-            torch.save(state, scratch)
-            scratch.replace(self.out / CHECKPOINT)
-        except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as the latter
-            scratch.unlink(missing_ok=True)
-            raise ConfigError(f"checkpoint in {self.out}", f"it cannot be written ({error})", REMEDY) from error
 
     def _check_out(self) -> None:
         """A checkpoint will find its place: known now, and not after the first hundred steps."""
@@ -397,25 +376,15 @@ class Trainer:
             facts = json.loads(state["facts"])
         except Exception as error:  # torch raises many kinds for a broken file
             raise ConfigError(f"checkpoint {path}", f"it cannot be read ({error})", "name another --out") from error
-        self._same_run(facts, path)
+        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
+        found, own = ({k: v for k, v in f.items() if k not in reports} for f in (facts, self.facts))
+        require_same(f"checkpoint {path}", found, own, "name another --out, or repeat the settings of the first run")
         for name, parameter in self.trained.items():
             parameter.data.copy_(state["parameters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["step"], state["tokens"]
         self._trim_log()
         return True
-
-    def _same_run(self, facts: Mapping[str, Any], path: Path) -> None:
-        own = json.loads(json.dumps(self.facts))
-        reports = {"log_every", "evaluate_every", "save_every"}  # these change no weight
-        differ = sorted(k for k in {*facts, *own} - reports if facts.get(k) != own.get(k))
-        if differ:
-            first = "recipe" if "recipe" in differ else differ[0]
-            raise ConfigError(
-                f"checkpoint {path}",
-                f"it is of another run: its {first} is {facts.get(first)!r}, this run's {own.get(first)!r}",
-                "name another --out, or repeat the settings of the first run",
-            )
 
     def _trim_log(self) -> None:
         """Drop the log's lines after the checkpoint: their steps are repeated."""
@@ -447,6 +416,12 @@ class Trainer:
     def interrupted(self) -> bool:
         """Whether a signal ended the run."""
         return self._stop.is_set()
+
+
+def _add(total: dict[str, float], figures: Mapping[str, float], share: float = 1.0) -> None:
+    """Add a share of figures to their sums by name."""
+    for name, value in figures.items():
+        total[name] = total.get(name, 0.0) + value * share
 
 
 def _step_of(line: str) -> float:
@@ -482,27 +457,17 @@ def plan(mixture: Mixture, phases: Sequence[Phase], config: TrainConfig) -> Iter
         first = until
 
 
-def _check_phases(phases: Sequence[Phase], config: TrainConfig) -> None:
+def _check_phases(phases: Sequence[Phase], accumulate: int, processes: int) -> None:
     ends = [p.until for p in phases]
     if not phases or ends != sorted(ends) or ends[-1] != 1.0 or min(ends) <= 0:
         raise ConfigError(
             f"phases that end at {ends}", "they must rise to 1.0", "give each phase a later end, the last 1.0"
         )
     for phase in phases:
-        if phase.rows < 1 or phase.length < 2 or phase.rows % config.accumulate:
+        if phase.rows < 1 or phase.length < 2 or phase.rows % (accumulate * processes):
             raise ConfigError(
-                f"a phase of {phase.rows} rows of {phase.length} tokens, accumulate={config.accumulate}",
-                "rows must be a multiple of accumulate, and rows at least two tokens long",
-                "change the phase or accumulate",
-            )
-
-
-def _check_processes(phases: Sequence[Phase], config: TrainConfig, processes: int) -> None:
-    for phase in phases:
-        if phase.rows % (config.accumulate * processes):
-            raise ConfigError(
-                f"a phase of {phase.rows} rows in {processes} processes, accumulate={config.accumulate}",
-                "rows must be a multiple of both together",
+                f"{phase.rows} rows of {phase.length} tokens, accumulate={accumulate}, processes={processes}",
+                "rows must be a multiple of accumulate times processes, and rows at least two tokens long",
                 "change the phase, accumulate or the number of processes",
             )
 
@@ -511,7 +476,4 @@ def _groups(trained: Mapping[str, nn.Parameter], config: TrainConfig) -> list[di
     """AdamW's groups: matrices decay, vectors do not (Loshchilov and Hutter 2019 leave this open; common practice)."""
     matrices = [p for p in trained.values() if p.ndim > 1]
     vectors = [p for p in trained.values() if p.ndim <= 1]
-    return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    return [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,0 +1,269 @@
+"""Losses over rows whose logits are never all held: a walk over chunks that makes the gradients on its way.
+
+No more than one chunk's [chunk, V] logits exist at a time. Gradients with respect to ``hidden`` and ``head`` are known
+in closed form (`losses`), so they are made in the same walk and only scaled in the backward pass: the head is applied
+once, not once more to recompute. Rows of weight 0 (padding, prompts) are left out before the head is applied, so they
+cost nothing, and what their inputs and targets hold does not matter.
+
+Logits, probabilities and sums are float32 (float64 for float64 inputs), under autocast too; the products take 16-bit
+factors there: a GPU keeps their float32 sums, a CPU, which has no such product, rounds each logit to 16 bit once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core.errors import ConfigError
+
+_CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8 MiB and 256 MiB in float32
+Rows: TypeAlias = "slice | Tensor"  # of a chunk: all in order, or the indices of those that have a weight
+# (logits [chunk, V], which may be overwritten; the chunk's rows; whether a derivative is wanted)
+#   -> losses [chunk], and their derivative by the logits [chunk, V]
+RowLoss: TypeAlias = "Callable[[Tensor, Rows, bool], tuple[Tensor, Tensor | None]]"
+
+
+class RowOptions(TypedDict, total=False):
+    """How the rows of a loss are visited; every loss takes these by name."""
+
+    # What the weighted sum is divided by; None: the sum of the weights. With gradient accumulation give the sum over
+    # all micro-batches, so that their losses add up to that of the whole batch.
+    denominator: Tensor | float | None
+    chunk_rows: int | None  # rows whose logits exist at once; None: about 8 MiB of logits on a CPU, 256 MiB on a GPU
+    check: bool  # refuse NaN, targets out of range and negative weights (the default); a GPU is waited for
+
+
+# -- what the target says
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLogits:
+    """A soft target given as logits."""
+
+    logits: Tensor  # [rows, V]
+
+    def reader(self, dtype: torch.dtype) -> Callable[[Rows], Tensor]:
+        """A function from rows to the target's logits [chunk, V] in ``dtype``."""
+        logits = self.logits.detach()
+        return lambda rows: logits[rows].to(dtype)
+
+    def check(self, rows: int, vocab: int) -> None:
+        """Refuse a shape that does not fit the logits in training."""
+        same_shape("target logits", self.logits, (rows, vocab))
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Its tensors by the names that messages give them."""
+        return {"target logits": self.logits}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHidden:
+    """A soft target given as hidden states after the target's final norm, and the target's head: d times smaller."""
+
+    hidden: Tensor  # [rows, d_target]
+    head: Tensor  # [V, d_target]
+
+    def reader(self, dtype: torch.dtype) -> Callable[[Rows], Tensor]:
+        """A function from rows to the target's logits [chunk, V] in ``dtype``."""
+        hidden, head = self.hidden.detach(), self.head.detach()
+        factor = _factor_dtype(hidden, head, dtype)
+        transposed = head.to(factor).t()
+        return lambda rows: _matmul(hidden[rows].to(factor), transposed, dtype)
+
+    def check(self, rows: int, vocab: int) -> None:
+        """Refuse a shape that does not fit the logits in training."""
+        same_shape("target hidden states", self.hidden, (rows, self.head.shape[1]))
+        same_shape("target head", self.head, (vocab, self.hidden.shape[1]))
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Its tensors by the names that messages give them."""
+        return {"target hidden states": self.hidden, "target head": self.head}
+
+
+SoftTarget: TypeAlias = "TargetLogits | TargetHidden"
+
+
+# -- a loss over a walk
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Which rows a loss visits, and in what portions."""
+
+    rows: Tensor | None  # [kept] indices of the rows that have a weight; None: all
+    weights: Tensor | None  # [kept]; None: 1
+    scale: Tensor  # scalar, 1 / denominator
+    chunk: int  # rows
+
+    @staticmethod
+    def of(hidden: Tensor, head: Tensor, weights: Tensor | None, **options: Unpack[RowOptions]) -> Walk:
+        """The walk of a loss.
+
+        Raises:
+            ConfigError: shapes that do not fit; with ``check`` also weights that are negative or NaN.
+        """
+        if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
+            raise ConfigError(
+                f"hidden states {tuple(hidden.shape)} and head {tuple(head.shape)}",
+                "they must be [rows, d] and [V, d] with one d",
+                "flatten batch and length, and pass the head that reads these states",
+            )
+        denominator, chunk = options.get("denominator"), options.get("chunk_rows")
+        if chunk is not None and chunk < 1:
+            raise ConfigError(f"chunk_rows={chunk}", "it must be 1 or more", "leave it out for the default")
+        dtype = wide(hidden, head)
+        chunk = chunk or max(1, _CHUNK_LOGITS.get(hidden.device.type, _CHUNK_LOGITS["cuda"]) // head.shape[0])
+        if weights is None:
+            return Walk(None, None, inverse(len(hidden) if denominator is None else denominator, hidden, dtype), chunk)
+        same_shape("weights", weights, (len(hidden),))
+        weights = weights.detach().to(dtype)
+        if options.get("check", True) and not bool((weights >= 0).all()):  # NaN fails too
+            raise ConfigError("weights of rows", "some are negative or NaN", "use 0 for a row that does not count")
+        rows = weights.nonzero()[:, 0]
+        scale = inverse(weights.sum() if denominator is None else denominator, hidden, dtype)
+        return Walk(rows, weights[rows], scale, chunk)
+
+    def chunks(self, count: int) -> Iterator[tuple[Rows, slice]]:
+        """Rows of each chunk, and their places among the rows kept."""
+        kept = count if self.rows is None else len(self.rows)
+        for start in range(0, kept, self.chunk):
+            places = slice(start, min(start + self.chunk, kept))
+            yield places if self.rows is None else self.rows[places], places
+
+
+def chunked_loss(
+    hidden: Tensor, head: Tensor, loss: RowLoss, walk: Walk, check: bool, inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The weighted mean of a loss over a walk, differentiable, and the losses of the rows kept.
+
+    Args:
+        hidden: [rows, d].
+        head: [V, d].
+        loss: of some rows, from their logits.
+        walk: which rows, see `Walk.of`.
+        check: refuse a mean that is NaN.
+        inputs: what ``loss`` reads, by the names that the message about NaN gives them.
+    """
+    mean, losses = _ChunkedLoss.apply(hidden, head, loss, walk, torch.is_grad_enabled())
+    if check:
+        refuse_nan(mean, {"hidden states": hidden, "head": head, **inputs})
+    return mean, losses
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """(hidden, head) -> (loss, losses of the rows kept); gradients are made in the forward walk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, loss: RowLoss, walk: Walk, derive: bool
+    ) -> tuple[Tensor, Tensor]:
+        needs = (derive and ctx.needs_input_grad[0], derive and ctx.needs_input_grad[1])
+        dtype = wide(hidden, head)
+        factor = _factor_dtype(hidden, head, dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            losses, grads = _visit(hidden, head.to(factor), loss, walk, dtype, needs)
+        ctx.dtypes, ctx.scale = (hidden.dtype, head.dtype), walk.scale
+        ctx.save_for_backward(*grads)
+        weighted = losses if walk.weights is None else losses * walk.weights
+        ctx.mark_non_differentiable(losses)
+        return weighted.sum() * walk.scale, losses
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        factor = grad * ctx.scale
+        by_hidden, by_head = (
+            None if made is None else (made * factor).to(dtype)
+            for made, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return by_hidden, by_head, None, None, None
+
+
+def _visit(
+    hidden: Tensor, head: Tensor, row_loss: RowLoss, walk: Walk, dtype: torch.dtype, needs: tuple[bool, bool]
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+    """Losses [kept], and the gradients of their weighted sum by hidden [rows, d] and head [V, d], where needed."""
+    by_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needs[0] else None
+    by_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if needs[1] else None
+    losses = [hidden.new_zeros(0, dtype=dtype)]
+    for rows, places in walk.chunks(len(hidden)):
+        inputs = hidden[rows].to(head.dtype)  # [chunk, d]
+        loss, slope = row_loss(_matmul(inputs, head.t(), dtype), rows, any(needs))
+        losses.append(loss)
+        if slope is None:
+            continue
+        slope = (slope if walk.weights is None else slope.mul_(walk.weights[places, None])).to(head.dtype)
+        if by_hidden is not None:
+            by_hidden[rows] = _matmul(slope, head, dtype)
+        if by_head is not None:
+            _add_product(by_head, slope.t(), inputs)
+    return torch.cat(losses), (by_hidden, by_head)
+
+
+# -- dtypes and products
+
+
+def wide(*tensors: Tensor) -> torch.dtype:
+    """The dtype of logits and sums: float64 where an input is, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def inverse(denominator: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 / denominator, on the device of ``like``; 0 for 0, where there is nothing to average."""
+    value = torch.as_tensor(denominator, dtype=dtype, device=like.device)
+    return torch.where(value > 0, 1 / value, 0.0)
+
+
+def _factor_dtype(hidden: Tensor, head: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What the factors of a product are cast to: under autocast what it says, else 16 bit only on a GPU."""
+    kind = hidden.device.type
+    if torch.version.hip is not None or dtype != torch.float32:
+        return dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype if kind == "cuda" and hidden.dtype == head.dtype else dtype
+
+
+def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in ``dtype``, also of 16-bit factors; a GPU then keeps its float32 sums, a CPU rounds them once."""
+    if left.dtype == dtype:
+        return left @ right
+    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else (left @ right).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right, in place."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(_matmul(left, right, total.dtype))
+
+
+# -- bad input
+
+
+def same_shape(what: str, found: Tensor, wanted: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape (ConfigError)."""
+    if tuple(found.shape) != wanted:
+        raise ConfigError(
+            f"{what} of shape {tuple(found.shape)}", f"the shape must be {wanted}", "pass one entry a row"
+        )
+
+
+def refuse_nan(loss: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that is NaN (ConfigError), and name the input that made it so."""
+    if not bool(loss.isnan()):
+        return
+    bad = [name for name, tensor in inputs.items() if not bool(tensor.isfinite().all())]
+    raise ConfigError(
+        "a training loss",
+        f"it is NaN: NaN or infinity in {', '.join(bad) or 'the logits'}",
+        "load the parameters before training; if they were loaded, lower the learning rate",
+    )

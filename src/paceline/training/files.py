@@ -1,0 +1,43 @@
+"""Files that runs leave and go on with: written, or refused with what to do; of the same run, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..core.errors import ConfigError
+
+OTHER_RUN = "it is of another run: its {name} is {found!r}, this run's {own!r}"
+
+
+@contextmanager
+def writing(what: str, remedy: str, *more: type[Exception]) -> Iterator[None]:
+    """Around what writes a file: OSError, and ``more`` that a writer raises, become a ConfigError."""
+    kinds: tuple[type[Exception], ...] = (OSError, *more)
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(what, f"it cannot be written ({error})", remedy) from error
+
+
+def require_same(
+    what: str, found: Mapping[str, Any], own: Mapping[str, Any], remedy: str, wrong: str = OTHER_RUN
+) -> None:
+    """Refuse a file whose facts ``found``, as JSON gave them, are not the ``own`` ones that it must have.
+
+    Raises:
+        ConfigError: a fact differs; ``wrong`` gets the ``name`` of the first, what was ``found``, what is ``own``.
+    """
+    wanted = plain(own)
+    differ = [name for name in {*found, *wanted} if found.get(name) != wanted.get(name)]
+    if differ:
+        name = min(differ, key=lambda name: (name != "recipe", name))  # of another recipe much else differs, too
+        raise ConfigError(what, wrong.format(name=name, found=found.get(name), own=wanted.get(name)), remedy)
+
+
+def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts as they come back from a JSON file."""
+    values: dict[str, Any] = json.loads(json.dumps(facts))
+    return values
