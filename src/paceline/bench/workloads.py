@@ -17,10 +17,11 @@ import gzip
 import hashlib
 import json
 import random
+import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,36 +53,28 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A workload that is known by name."""
+    """A workload, apart from its prompts."""
 
     name: str
     title: str
     description: str
     source: str
     licence: str
-    file: str  # its full version, in a folder of data
-    packaged: bool  # a sample is in bench/data
     chat: bool  # turns go through the chat template, where the model has one; else raw text
     max_new_tokens: int
     long_context: bool = False  # text to be continued: longer contexts are natural, not padding
+    file: str = ""  # its full version, in a folder of data
+    packaged: bool = False  # a sample is in bench/data
     strata: str = "category"  # the key that a choice of prompts is spread over
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Entry):
     """Prompts, and what a report must say about them."""
 
-    name: str
-    title: str
-    description: str
-    source: str
-    licence: str
     origin: str  # "packaged sample", or the file or folder that was read
     prompts: tuple[Prompt, ...]
     total: int  # prompts there were to choose from
-    chat: bool
-    max_new_tokens: int
-    long_context: bool
 
     @property
     def categories(self) -> dict[str, int]:
@@ -102,148 +95,19 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadRow:
+class WorkloadRow(Entry):
     """One line of the list of workloads."""
 
-    name: str
-    title: str
-    source: str
-    licence: str
-    packaged: bool  # a sample comes with the package
-    file: str  # the file name that is looked for in a folder
     found: bool  # it can be loaded: from the folder, or as the packaged sample
     origin: str  # what `load` would read, or what is needed
 
 
-WORKLOADS: dict[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        Entry(
-            name="spec_bench",
-            title="Spec-Bench",
-            description="translation, summarisation, QA, maths, RAG, and the 8 categories of MT-bench (2 turns)",
-            source="github.com/hemingkx/Spec-Bench @ fd2c1cd7d220",
-            licence="Apache-2.0; RAG passages are Wikipedia's, CC BY-SA 3.0",
-            file="bench_spec_bench.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=128,
-        ),
-        Entry(
-            name="gsm8k",
-            title="GSM8K",
-            description="grade-school word problems, test set",
-            source="github.com/openai/grade-school-math @ 3101c7d50724",
-            licence="MIT",
-            file="bench_gsm8k_test.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=192,
-        ),
-        Entry(
-            name="humaneval",
-            title="HumanEval",
-            description="Python functions to complete",
-            source="github.com/openai/human-eval @ 6d43fb980f9f",
-            licence="MIT",
-            file="bench_humaneval.jsonl",
-            packaged=True,
-            chat=False,
-            max_new_tokens=192,
-        ),
-        Entry(
-            name="humaneval_x",
-            title="HumanEval-X",
-            description="functions to complete in Python, C++, Java, JavaScript, Go and Rust",
-            source="github.com/THUDM/CodeGeeX @ 2838420b7b44",
-            licence="Apache-2.0",
-            file="bench_humaneval_x.jsonl",
-            packaged=True,
-            chat=False,
-            max_new_tokens=192,
-        ),
-        Entry(
-            name="mmlu",
-            title="MMLU",
-            description="multiple-choice questions of 57 subjects, test set: very short answers",
-            source="github.com/hendrycks/test, by way of github.com/NagusameCS/HyperTensor @ fe7264328a06",
-            licence="MIT",
-            file="bench_mmlu.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=32,
-            strata="subject",
-        ),
-        Entry(
-            name="wikisql",
-            title="WikiSQL",
-            description="a question and a table to SQL, test set",
-            source="github.com/salesforce/WikiSQL, by way of github.com/jkkummerfeld/text2sql-data @ 5050bad2309a",
-            licence="BSD-3-Clause",
-            file="app_wikisql_test.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=64,
-        ),
-        Entry(
-            name="books",
-            title="Book continuation",
-            description="300-word passages of old books, to be continued",
-            source="Project Gutenberg, by way of the repositories in bench/data/SOURCES.md",
-            licence="public domain",
-            file="bench_book_continuation.jsonl",
-            packaged=True,
-            chat=False,
-            max_new_tokens=128,
-            long_context=True,
-            strata="book",
-        ),
-        Entry(
-            name="drop",
-            title="DROP",
-            description="questions that need reading and arithmetic over a passage, dev set",
-            source="github.com/ShengranHu/ADAS @ 2702bee8fefd, dataset/drop_v0_dev.jsonl.gz",
-            licence="CC BY-SA 4.0",
-            file="bench_drop.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=32,
-        ),
-        Entry(
-            name="triviaqa",
-            title="TriviaQA",
-            description="closed-book trivia questions",
-            source="github.com/mosaicml/llm-foundry @ 8c8dd48f7216, world_knowledge/triviaqa_sm_sub.jsonl",
-            licence="unclear",
-            file="bench_triviaqa.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=32,
-        ),
-        Entry(
-            name="e2e",
-            title="E2E NLG",
-            description="a sentence about a restaurant from its attributes, test set",
-            source="github.com/tuetschek/e2e-dataset @ ab0d967dd572, testset_w_refs.csv",
-            licence="CC BY-SA 4.0",
-            file="app_e2e_nlg_test.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=64,
-        ),
-        Entry(
-            name="dialogsum",
-            title="DialogSum",
-            description="summaries of everyday dialogues, test set",
-            source="github.com/cylnlp/dialogsum @ 848cc8c05e0a",
-            licence="CC BY-NC-SA 4.0 (non-commercial)",
-            file="app_dialogsum_test.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=96,
-        ),
-    )
-}
+def _catalogue() -> dict[str, Entry]:
+    text = (resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8")
+    return {name: Entry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
+
+
+WORKLOADS = _catalogue()
 
 
 # -- finding and loading
@@ -296,19 +160,8 @@ def load(
         path = _existing_path(name_or_path)
         entry, origin, prompts = _unnamed(path), str(path), _read_path(path)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
-    return Workload(
-        name=entry.name,
-        title=entry.title,
-        description=entry.description,
-        source=entry.source,
-        licence=entry.licence,
-        origin=origin,
-        prompts=tuple(chosen),
-        total=len(prompts),
-        chat=entry.chat if chat is None else chat,
-        max_new_tokens=entry.max_new_tokens,
-        long_context=entry.long_context,
-    )
+    made = Workload(**vars(entry), origin=origin, prompts=tuple(chosen), total=len(prompts))
+    return made if chat is None else replace(made, chat=chat)
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
@@ -357,16 +210,7 @@ def _in_folder(entry: Entry, folder: Path | None) -> Path | None:
 def _row(entry: Entry, folder: Path | None) -> WorkloadRow:
     path = _in_folder(entry, folder)
     origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
-    return WorkloadRow(
-        name=entry.name,
-        title=entry.title,
-        source=entry.source,
-        licence=entry.licence,
-        packaged=entry.packaged,
-        file=entry.file,
-        found=entry.packaged or path is not None,
-        origin=origin,
-    )
+    return WorkloadRow(**vars(entry), found=entry.packaged or path is not None, origin=origin)
 
 
 def _known_data(entry: Entry, folder: Path | None) -> tuple[bytes, str]:
@@ -400,18 +244,9 @@ def _existing_path(name_or_path: str | Path) -> Path:
 
 
 def _unnamed(path: Path) -> Entry:
-    name = _stem(path)
-    return Entry(
-        name=name,
-        title=name,
-        description="prompts from a folder" if path.is_dir() else "prompts from a file",
-        source=str(path),
-        licence="not stated",
-        file=path.name,
-        packaged=False,
-        chat=True,
-        max_new_tokens=128,
-    )
+    name, kind = _stem(path), "a folder" if path.is_dir() else "a file"
+    facts = {"source": str(path), "licence": "not stated", "description": f"prompts from {kind}", "file": path.name}
+    return Entry(name=name, title=name, chat=True, max_new_tokens=128, **facts)
 
 
 def _stem(path: Path) -> str:
@@ -429,14 +264,12 @@ def _read_path(path: Path) -> list[Prompt]:
         raise ConfigError(
             f"workload {path}", f"{clashes[0]}.jsonl is there twice, plain and compressed", "keep one of them"
         )
-    return [prompt for file in files for prompt in _as_category(_parse(_bytes(file), str(file), _stem(file)), file)]
-
-
-def _as_category(prompts: Sequence[Prompt], file: Path) -> Iterator[Prompt]:
-    """The file names the category, and makes ids of different files differ."""
-    stem = _stem(file)
-    for p in prompts:
-        yield Prompt(id=f"{stem}/{p.id}", category=stem, turns=p.turns, reference=p.reference, extra=p.extra)
+    # The file names the category, and makes ids of different files differ.
+    return [
+        replace(prompt, id=f"{_stem(file)}/{prompt.id}", category=_stem(file))
+        for file in files
+        for prompt in _parse(_bytes(file), str(file), _stem(file))
+    ]
 
 
 def _bytes(path: Path) -> bytes:
@@ -522,14 +355,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _joined(first: Prompt, other: Prompt) -> Prompt:
-    fresh = tuple(text for text in other.reference if text not in first.reference)
-    return Prompt(
-        id=first.id,
-        category=first.category,
-        turns=first.turns,
-        reference=first.reference + fresh,
-        extra=first.extra,
-    )
+    return replace(first, reference=tuple(dict.fromkeys((*first.reference, *other.reference))))
 
 
 # -- token ids

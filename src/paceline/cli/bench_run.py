@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ..core.errors import ConfigError
 from .console import stderr, stdout
+from .session import DEFAULT_MODEL
 
 if TYPE_CHECKING:  # torch is loaded when the command runs, not when its help is shown
     from ..bench.measure import Group
@@ -23,7 +24,11 @@ if TYPE_CHECKING:  # torch is loaded when the command runs, not when its help is
     from ..bench.records import Method
     from ..bench.run import BenchConfig, Outcome
 
-DEFAULT_MODEL = "paceline-small"
+ModelOption = Annotated[
+    str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
+]
+DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
+ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 LINE_EVERY_S = 10.0  # between lines of progress, where there is no terminal
 
@@ -44,9 +49,7 @@ QUICK = Size(prompts=8, repeats=2, max_new_tokens="48", time_limit_s=110.0)
 
 def bench(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
-    ] = DEFAULT_MODEL,
+    model: ModelOption = DEFAULT_MODEL,
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,9 +116,9 @@ def bench(
         int | None, typer.Option(metavar="N", help=f"Times each prompt runs [default: {FULL.repeats}]")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of prompts and of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")] = "auto",
+    dtype: DtypeOption = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
+    threads: ThreadsOption = None,
     ignore_eos: Annotated[
         bool | None,
         typer.Option(
