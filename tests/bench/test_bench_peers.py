@@ -77,11 +77,11 @@ for line in sys.stdin:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Peer]]:
     """Makes and starts a peer that counts on from the last token of a prompt."""
-    modes = {name: PeerMode(title=name) for name in ("plain", "broken", "dead")}
-    modes |= {"drafting": PeerMode(title="d", draft=True, max_batch=1, options={"depth": 3, "width": None})}
+    modes = {name: PeerMode() for name in ("plain", "broken", "dead")}
+    modes |= {"drafting": PeerMode(draft=True, max_batch=1, options={"depth": 3, "width": None})}
     for name, text in (("fake", FAKE), ("babble", BABBLE)):
         (tmp_path / f"{name}.py").write_text(text)
-        kind = PeerKind(name=name, title=name, worker=str(tmp_path / f"{name}.py"), modes=modes)
+        kind = PeerKind(name=name, worker=str(tmp_path / f"{name}.py"), modes=modes)
         monkeypatch.setitem(PEERS, name, kind)
         (tmp_path / name / "venv/bin").mkdir(parents=True)
         (tmp_path / name / "venv/bin/python").symlink_to(sys.executable)

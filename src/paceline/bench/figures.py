@@ -200,14 +200,16 @@ def _spread(series: Series) -> list[list[float]] | None:
 def _lines(axis: Axes, panel: Panel, place: int) -> None:
     for number, series in enumerate(panel.series):
         look = _look(series, number)
-        axis.errorbar(list(series.x), series.y, yerr=_spread(series), label=series.label, capsize=2.5, **look)
+        x: Any = list(series.x)
+        axis.errorbar(x, series.y, yerr=_spread(series), label=series.label, capsize=2.5, **look)
     _finish(axis, panel)
     _whole_ticks(axis, panel)
 
 
 def _points(axis: Axes, panel: Panel, place: int) -> None:
     for number, series in enumerate(panel.series):
-        axis.plot(list(series.x), series.y, label=series.label, **{**_look(series, number), "linestyle": "none"})
+        places: Any = list(series.x)
+        axis.plot(places, series.y, label=series.label, **{**_look(series, number), "linestyle": "none"})
         for x, y in zip(series.x, series.y, strict=True) if panel.names else ():
             axis.annotate(series.label, (x, y), (4, 4), textcoords="offset points", fontsize=8, rotation=35)
     axis.margins(0.12, 0.18)  # room for the names

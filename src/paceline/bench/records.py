@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -37,7 +37,8 @@ class Record:
             ValueError: a key that is missing or unknown, or a value of another type; the first of them is named.
         """
         try:
-            return _adapter(cls).validate_python(values)
+            found: Self = _adapter(cast(Any, cls)).validate_python(values)
+            return found
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))

@@ -245,8 +245,16 @@ def _existing_path(name_or_path: str | Path) -> Path:
 
 def _unnamed(path: Path) -> Entry:
     name, kind = _stem(path), "a folder" if path.is_dir() else "a file"
-    facts = {"source": str(path), "licence": "not stated", "description": f"prompts from {kind}", "file": path.name}
-    return Entry(name=name, title=name, chat=True, max_new_tokens=128, **facts)
+    return Entry(
+        name=name,
+        title=name,
+        description=f"prompts from {kind}",
+        source=str(path),
+        licence="not stated",
+        file=path.name,
+        chat=True,
+        max_new_tokens=128,
+    )
 
 
 def _stem(path: Path) -> str:

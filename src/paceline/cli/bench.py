@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from .. import zoo
+from ..bench import calibrate as calibration
+from ..bench import decode as decoding
+from ..bench import machine
+from ..bench import step as stepping
+from ..bench.compare import compare as compare_reports
+from ..bench.compare import render_terminal
+from ..bench.models import materialised
+from ..bench.report import load_report
+from ..bench.workloads import available
 from ..core.errors import ConfigError
+from ..engine.costs import CostTable
 from ..llm import LLM
+from ..target.loader import resolve_folder
 from .bench_run import DtypeOption, ModelOption, ThreadsOption, bench
 from .console import stdout
 from .session import DEFAULT_MODEL, counting
-
-if TYPE_CHECKING:  # torch is loaded when a command runs, not when its help is shown
-    from ..bench.decode import DecodeRate
-    from ..bench.step import StepCost
-    from ..engine.costs import CostTable
 
 app = typer.Typer(add_completion=False)
 app.callback(invoke_without_command=True)(bench)
@@ -36,8 +44,6 @@ def workloads(
     ] = None,
 ) -> None:
     """List what can be asked: workloads that come with Paceline, and those read from a folder."""
-    from ..bench.workloads import available
-
     table = Table(box=None, header_style="bold")
     for name in ("workload", "title", "read from", "licence", "source"):
         table.add_column(name, overflow="fold")
@@ -52,10 +58,6 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
 ) -> None:
     """Hold one report against another: what differs, and what became faster or slower (B over A)."""
-    from ..bench.compare import compare as compare_reports
-    from ..bench.compare import render_terminal
-    from ..bench.report import load_report
-
     stdout().print(render_terminal(compare_reports(load_report(first), load_report(second))))
 
 
@@ -73,18 +75,14 @@ def calibrate(
     threads: ThreadsOption = None,
 ) -> None:
     """Measure what passes cost, for the draft budget "auto", and keep it beside the model."""
-    from .. import zoo
-    from ..bench.calibrate import CalibrateConfig, rounds
-    from ..bench.calibrate import calibrate as measure
-
     _positive("--repeats", repeats)
     if model.startswith("random:"):
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
     chosen = drafter if drafter is not None else zoo.default_drafter(model)
-    config = CalibrateConfig(repeats=repeats)
+    config = calibration.CalibrateConfig(repeats=repeats)
     llm = LLM(model, dtype=dtype, device=device, exact=exact, threads=threads)
-    with counting("timing passes", rounds(config, chosen)) as progress:
-        made, file = measure(llm, chosen, config, progress)
+    with counting("timing passes", calibration.rounds(config, chosen)) as progress:
+        made, file = calibration.calibrate(llm, chosen, config, progress)
     console = stdout()
     console.print(_cost_table({model: made.table, **made.drafts}))
     console.print(f"written to {file}", markup=False)
@@ -104,10 +102,6 @@ def step(
     out: OutOption = None,
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth."""
-    from ..bench import machine
-    from ..bench import step as bench
-    from ..bench.models import materialised
-
     row_counts, contexts = _numbers("--rows", rows), _numbers("--context", context)
     _positive("--repeats", repeats)
     _check_out(out)
@@ -122,7 +116,7 @@ def step(
             )
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 2) as progress:
-            costs = bench.measure(llm.decoder, row_counts, contexts, repeats, progress)
+            costs = stepping.measure(llm.decoder, row_counts, contexts, repeats, progress)
     facts = machine.describe(device)
     console = stdout()
     console.print(
@@ -131,20 +125,18 @@ def step(
     console.print(facts.line())
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs, bandwidth))
-    _write(
-        out,
-        {
-            "command": "bench step",
-            "model": model,
-            "dtype": str(llm.decoder.dtype),
-            "exact": exact,
-            "kernels": llm.kernels,
-            "machine": facts.as_dict(),
-            "read_bandwidth_bytes_per_s": bandwidth,
-            "repeats": repeats,
-            "rows": [c.as_dict(bandwidth) for c in costs],
-        },
-    )
+    figures = {
+        "command": "bench step",
+        "model": model,
+        "dtype": str(llm.decoder.dtype),
+        "exact": exact,
+        "kernels": llm.kernels,
+        "machine": facts.as_dict(),
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "repeats": repeats,
+        "rows": [c.as_dict(bandwidth) for c in costs],
+    }
+    _write(out, figures)
 
 
 @app.command()
@@ -165,11 +157,6 @@ def decode(
     out: OutOption = None,
 ) -> None:
     """Plain decoding, one request and many at once, in turns with transformers on the same weights."""
-    from ..bench import decode as bench
-    from ..bench import machine
-    from ..bench.models import materialised
-    from ..target.loader import resolve_folder
-
     batches = _numbers("--batch", batch)
     for name, value in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens), ("--repeats", repeats)):
         _positive(name, value)
@@ -178,16 +165,16 @@ def decode(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads}
         options["max_sequences"] = max(*batches, 1) if len(batches) > 1 else batches[0]
         llm = LLM(folder, **options)
-        engines = {"paceline": bench.paceline_runner(llm)}
+        engines = {"paceline": decoding.paceline_runner(llm)}
         if exact:
-            engines["paceline exact"] = bench.paceline_runner(LLM(folder, exact=True, **options))
+            engines["paceline exact"] = decoding.paceline_runner(LLM(folder, exact=True, **options))
         if torch:
-            engines["paceline on torch"] = bench.paceline_runner(LLM(folder, kernels="torch", **options))
+            engines["paceline on torch"] = decoding.paceline_runner(LLM(folder, kernels="torch", **options))
         if transformers:
             resolved = str(resolve_folder(folder))
-            engines["transformers"] = bench.transformers_runner(resolved, llm.decoder.dtype, device)
+            engines["transformers"] = decoding.transformers_runner(resolved, llm.decoder.dtype, device)
         with counting("decoding", repeats) as progress:
-            rates, ratios = bench.measure(
+            rates, ratios = decoding.measure(
                 engines, batches, prompt_tokens, new_tokens, llm.decoder.config.vocab_size, repeats, progress
             )
     facts = machine.describe(device)
@@ -197,20 +184,18 @@ def decode(
     )
     console.print(facts.line())
     console.print(_decode_table(rates, ratios, batches[0]))
-    _write(
-        out,
-        {
-            "command": "bench decode",
-            "model": model,
-            "dtype": dtype,
-            "machine": facts.as_dict(),
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "repeats": repeats,
-            "rates": [r.as_dict() for r in rates],
-            "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
-        },
-    )
+    figures = {
+        "command": "bench decode",
+        "model": model,
+        "dtype": dtype,
+        "machine": facts.as_dict(),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "rates": [asdict(r) for r in rates],
+        "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
+    }
+    _write(out, figures)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> Table:
@@ -233,7 +218,7 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
     return _table(["a pass of", *(f"{name}, ms" for name in tables)], rows, left=1)
 
 
-def _step_table(costs: Sequence[StepCost], bandwidth: float) -> Table:
+def _step_table(costs: Sequence[stepping.StepCost], bandwidth: float) -> Table:
     """One line a row count and context."""
     one = {c.context: c.step_ms for c in costs if c.rows == 1}
     head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | linear ms | linear share"
@@ -254,7 +239,9 @@ def _step_table(costs: Sequence[StepCost], bandwidth: float) -> Table:
     return _table(head.split(" | "), rows)
 
 
-def _decode_table(rates: Sequence[DecodeRate], ratios: Mapping[tuple[str, str, int], float], first_batch: int) -> Table:
+def _decode_table(
+    rates: Sequence[decoding.DecodeRate], ratios: Mapping[tuple[str, str, int], float], first_batch: int
+) -> Table:
     """One line an engine and batch size."""
     head = ["engine", "batch", "tokens/s", "low-high", "over transformers", f"over batch {first_batch}"]
     first = {r.engine: r.tokens_per_s for r in rates if r.batch == first_batch}

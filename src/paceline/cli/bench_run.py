@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ..bench import methods as known
+from ..bench.config import BenchConfig, Watcher
+from ..bench.measure import Group
+from ..bench.methods import CELL_SETTINGS, Sweep
+from ..bench.peers import PEERS
+from ..bench.records import Method
+from ..bench.report.terminal import render
+from ..bench.run import Run
 from ..core.errors import ConfigError
 from .console import stderr, stdout
 from .session import DEFAULT_MODEL
-
-if TYPE_CHECKING:  # torch is loaded when the command runs, not when its help is shown
-    from ..bench.measure import Group
-    from ..bench.methods import Sweep
-    from ..bench.records import Method
-    from ..bench.run import BenchConfig, Outcome
 
 ModelOption = Annotated[
     str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
@@ -39,12 +41,12 @@ class Size:
 
     prompts: int
     repeats: int
-    max_new_tokens: str | None  # None: each workload's own
+    max_new_tokens: int | None  # None: each workload's own
     time_limit_s: float | None
 
 
 FULL = Size(prompts=20, repeats=3, max_new_tokens=None, time_limit_s=None)
-QUICK = Size(prompts=8, repeats=2, max_new_tokens="48", time_limit_s=110.0)
+QUICK = Size(prompts=8, repeats=2, max_new_tokens=48, time_limit_s=110.0)
 
 
 def bench(
@@ -153,22 +155,22 @@ def bench(
         return
     sweeps = _sweeps(sweep or [])
     size = QUICK if quick else FULL
-    cells = {
-        "batches": _values("batch", batch, sweeps) or (1,),
-        "contexts": _values("context", context_length, sweeps) or (None,),
-        "temperatures": _values("temperature", temperature, sweeps) or (0.0,),
-        "top_ks": _values("top_k", top_k, sweeps) or (0,),
-        "max_new_tokens": _new_tokens(model, max_new_tokens, sweeps, size),
-    }
-    names = _peers(peers, peer or [])
     applications = named_folders("--application", application or [])
-    config = _config(
+    named = list(
+        dict.fromkeys([*(peer or []), *(PEERS if peers else ())])
+    )  # what is not built will be named in the report
+    config = BenchConfig(
         model=model,
-        methods=_methods(model, method or [], names, sweeps, dtype, applications),
+        methods=_methods(model, method or [], named, sweeps.values(), dtype, applications),
         applications=applications,
         workloads=tuple(workload or ()),
         data=data,
         prompts=size.prompts if prompts is None else prompts,
+        batches=_values("batch", batch, sweeps, 1),
+        contexts=_values("context", context_length, sweeps, None),
+        temperatures=_values("temperature", temperature, sweeps, 0.0),
+        top_ks=_values("top_k", top_k, sweeps, 0),
+        max_new_tokens=_values("max_new_tokens", max_new_tokens, sweeps, size.max_new_tokens),
         repeats=size.repeats if repeats is None else repeats,
         seed=seed,
         device=device,
@@ -177,49 +179,30 @@ def bench(
         check=check,
         time_limit_s=size.time_limit_s,
         title=title,
-        **cells,
         **_prompt_tokens(model, prompt_tokens),
     )
     _run(config, out, resume, overwrite)
 
 
 def _run(config: BenchConfig, out: Path | None, resume: bool, overwrite: bool) -> None:
-    from ..bench.run import Run
-
     command = ["paceline", *(a for a in sys.argv[1:] if a not in ("--resume", "--overwrite"))]
     with watching() as watcher:
         run = Run(config, out=out, resume=resume, overwrite=overwrite, command=command, watcher=watcher)
         outcome = run.execute()
-    _show(outcome)
+    console, report = stdout(), outcome.report
+    if report.trials:
+        console.print(render(report))
+    for file in outcome.files:
+        console.print(str(file), markup=False, highlight=False)
     if outcome.interrupted:
         how = "the same command with --resume goes on" if out else "with --out DIR a run can be resumed"
         stderr().print(f"interrupted: {how}", style="yellow", markup=False)
         raise typer.Exit(INTERRUPTED)
-    if any(not e.passed and _is_ours(e.method, outcome) for e in outcome.report.exactness):
+    if any(not e.passed and report.is_own(e.method) for e in report.exactness):
         raise typer.Exit(1)
 
 
-def _is_ours(name: str, outcome: Outcome) -> bool:
-    return any(m.name == name and m.engine == "paceline" for m in outcome.report.methods)
-
-
-def _show(outcome: Outcome) -> None:
-    from ..bench.report.terminal import render
-
-    console = stdout()
-    if outcome.report.trials:
-        console.print(render(outcome.report))
-    for file in outcome.files:
-        console.print(str(file), markup=False, highlight=False)
-
-
 # -- options
-
-
-def _config(**values: Any) -> BenchConfig:
-    from ..bench.run import BenchConfig
-
-    return BenchConfig(**values)
 
 
 def _prompt_tokens(model: str, given: int | None) -> dict[str, int]:
@@ -232,39 +215,29 @@ def _prompt_tokens(model: str, given: int | None) -> dict[str, int]:
     return {"prompt_tokens": given}
 
 
-def _sweeps(texts: list[str]) -> list[Sweep]:
-    from ..bench.methods import parse_sweep
-
-    sweeps = [parse_sweep(text) for text in texts]
-    for sweep in sweeps:
-        if sum(sweep.setting == other.setting for other in sweeps) > 1:
-            raise ConfigError(f"--sweep {sweep.text}", f"{sweep.setting} is swept twice", "sweep it once")
+def _sweeps(texts: list[str]) -> dict[str, Sweep]:
+    """By setting."""
+    sweeps: dict[str, Sweep] = {}
+    for sweep in map(known.parse_sweep, texts):
+        if sweeps.setdefault(sweep.setting, sweep) is not sweep:
+            first = sweeps[sweep.setting]
+            raise ConfigError(f"--sweep {first.text}", f"{sweep.setting} is swept twice", "sweep it once")
     return sweeps
 
 
-def _values(setting: str, text: str | None, sweeps: list[Sweep]) -> tuple[Any, ...]:
+def _values(setting: str, text: str | None, sweeps: dict[str, Sweep], default: Any) -> tuple[Any, ...]:
     """The values of a setting that makes cells, from its own flag or from its sweep."""
-    from ..bench.methods import CELL_SETTINGS
-
-    flag = "--" + setting.replace("_", "-")
-    swept = [sweep for sweep in sweeps if sweep.setting == setting]
+    flag, swept = "--" + setting.replace("_", "-"), sweeps.get(setting)
     if text is None:
-        return swept[0].values if swept else ()
+        return swept.values if swept else (default,)
     if swept:
-        raise ConfigError(f"{flag} {text} with --sweep {swept[0].text}", "both say the same thing", "give one of them")
+        raise ConfigError(f"{flag} {text} with --sweep {swept.text}", "both say the same thing", "give one of them")
     try:
         return tuple(CELL_SETTINGS[setting](part.strip()) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(
             f"{flag} {text}", "not numbers with commas between", f"write {flag} 1 or {flag} 1,8"
         ) from error
-
-
-def _new_tokens(model: str, text: str | None, sweeps: list[Sweep], size: Size) -> tuple[Any, ...]:
-    given = _values("max_new_tokens", text, sweeps)
-    if given:
-        return given
-    return (None,) if size.max_new_tokens is None else (int(size.max_new_tokens),)
 
 
 def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
@@ -284,26 +257,17 @@ def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
 
 
 def _methods(
-    model: str, texts: list[str], peers: list[str], sweeps: list[Sweep], dtype: str, applications: dict[str, str]
+    model: str, texts: list[str], peers: list[str], sweeps: Iterable[Sweep], dtype: str, applications: dict[str, str]
 ) -> tuple[Method, ...]:
-    from ..bench import methods as known
-
     chosen = known.parse_methods(texts, dtype) if texts else known.default_methods(model, dtype)
     added = [m for m in known.peer_methods(peers, dtype) if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added], applications), sweeps))
-
-
-def _peers(every: bool, named: list[str]) -> list[str]:
-    """Peers that were named, and with ``--peers`` all; one that is not built is reported as unavailable."""
-    from ..bench.peers import PEERS
-
-    return list(dict.fromkeys([*named, *(PEERS if every else ())]))
+    return tuple(known.expand(known.with_plain([*chosen, *added], applications), list(sweeps)))
 
 
 # -- progress
 
 
-class Bar:
+class Bar(Watcher):
     """Progress on a terminal: a bar with the time left."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
@@ -311,17 +275,15 @@ class Bar:
         self._task = task
 
     def stage(self, text: str) -> None:
-        """What is being done now."""
         self._progress.update(self._task, description=text, refresh=True)
 
     def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """How far the trials are."""
         self._progress.update(
             self._task, description=f"{group.cell.workload}, {method.name}", completed=done, total=total, refresh=True
         )
 
 
-class Lines:
+class Lines(Watcher):
     """Progress in a log: a line for each stage, and one now and then."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -331,11 +293,9 @@ class Lines:
         self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
 
     def stage(self, text: str) -> None:
-        """What is being done now."""
         self._say(text)
 
     def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """How far the trials are, if there was no line for a while."""
         now = self._clock()
         self._first = self._first or (now, done)
         if now - self._last < LINE_EVERY_S:

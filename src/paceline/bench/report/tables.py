@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..records import Report
 from ..summary import Curve, Index, Interval, Row, Section, Summary, against, batch_curve
@@ -55,7 +56,7 @@ def _figure(name: str, short: str, path: str, show: Callable[[float | None], str
     """A figure by its place in `Figures`, such as ``waits.p50_ms``."""
 
     def cell(row: Row) -> Cell:
-        value = row.figures
+        value: Any = row.figures
         for part in path.split("."):
             value = getattr(value, part) if value is not None else None
         return Cell(text=show(value), value=value)
@@ -208,7 +209,7 @@ def peers(index: Index, section: Section) -> Table | None:
 def curves(summary: Summary) -> list[tuple[str, Sequence[Curve], Table]]:
     """Speed-up by batch size, where several were run: what else is the same, the curves, and their table."""
     found = batch_curve(summary)
-    made = []
+    made: list[tuple[str, Sequence[Curve], Table]] = []
     for section in dict.fromkeys(curve.section for curve in found):
         here = [curve for curve in found if curve.section == section]
         batches = sorted({batch for curve in here for batch, _ in curve.points})
