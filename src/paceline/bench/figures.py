@@ -130,6 +130,7 @@ def svg(panels: Sequence[Panel], kind: str) -> str:
     Raises:
         CapabilityError: there is no matplotlib.
     """
+    require_matplotlib()
     text = io.StringIO()
     _draw(panels, kind, 1.0, _ON_A_PAGE, text, format="svg", metadata={"Date": None, "Creator": None})
     found = re.sub(r"<(metadata|style)\b.*?</\1>", "", text.getvalue(), flags=re.DOTALL)
@@ -139,6 +140,7 @@ def svg(panels: Sequence[Panel], kind: str) -> str:
 
 
 def _save(panels: Sequence[Panel], path: Path, kind: str, width: float = 1.0) -> Path:
+    require_matplotlib()
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,6 @@ def _save(panels: Sequence[Panel], path: Path, kind: str, width: float = 1.0) ->
 
 
 def _draw(panels: Sequence[Panel], kind: str, width: float, style: Any, target: Any, **save: Any) -> None:
-    require_matplotlib()
     from matplotlib import rc_context
 
     with rc_context({**_STYLE, **style}):
@@ -233,13 +234,12 @@ def _stacked(axis: Axes, panel: Panel, place: int) -> None:
     names = [str(x) for x in panel.series[0].x]
     left = [0.0] * len(names)
     for number, series in enumerate(panel.series):
+        look: dict[str, Any] = {"label": series.label, "color": _colour(series, number)}
         if series.ticks:
-            axis.plot(
-                series.y, range(len(names)), "|", label=series.label, color=_colour(series, number), markersize=13
-            )
-            continue
-        axis.barh(range(len(names)), series.y, 0.6, left=left, label=series.label, color=_colour(series, number))
-        left = [a + b for a, b in zip(left, series.y, strict=True)]
+            axis.plot(series.y, range(len(names)), "|", markersize=13, **look)
+        else:
+            axis.barh(range(len(names)), series.y, 0.6, left=left, **look)
+            left = [a + b for a, b in zip(left, series.y, strict=True)]
     _rows(axis, panel, names, place)
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
+from typing import Any
 
 from ..core.errors import ConfigError
 from ..llm import LLM
@@ -61,12 +62,6 @@ Explain = Callable[[Trial, int, Said, Said, int], Finding]
 """(trial, index of the prompt in its group, reference's output, trial's output, first difference) -> verdict"""
 
 
-def explained_by(judge: Callable[[], Judge], asked: AskedOf) -> Explain:
-    """What `compare_outputs` wants, from a judge that is made at the first difference: most runs have none."""
-    made = cache(judge)
-    return lambda trial, i, reference, other, at: made().look(asked(trial, i), reference, other, at)
-
-
 def compare_outputs(
     reference: Sequence[Trial], other: Sequence[Trial], explain: Explain | None = None, finish: bool = True
 ) -> Exactness:
@@ -78,7 +73,7 @@ def compare_outputs(
     Args:
         reference: trials of plain decoding in the cell.
         other: trials of the method in the same cell.
-        explain: judges differences (see `explained_by`); without it none is explained.
+        explain: judges differences (see `Explain`); without it none is explained.
         finish: whether the reasons for ending are compared (a peer may have its own words).
 
     Raises:
@@ -228,22 +223,26 @@ def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> li
         if name == reference:
             found += _against_itself(trials)
         elif any(_paired(base, trials)):
-            judge = partial(_judge, judges, method, index.methods[reference], llm_of, base, asked)
+            explain = partial(_explained, judges, method, index.methods[reference], llm_of, base, asked)
             # The judge runs the base model: it has no word on what an application says.
-            explain = explained_by(judge, asked) if method.application is None else None
-            found.append(compare_outputs(base, trials, explain, finish=method.own))
+            judged = explain if method.application is None else None
+            found.append(compare_outputs(base, trials, judged, finish=method.own))
     return found
 
 
-def _judge(
+def _explained(
     made: dict[tuple[str, bool, bool], Judge],
     method: Method,
     reference: Method,
     llm_of: Callable[[Method], LLM],
     base: Sequence[Trial],
     asked: AskedOf,
-) -> Judge:
-    """The judge of a method: one serves all that are held against one reference with one kind of tolerance."""
+    *where: Any,
+) -> Finding:
+    """What the judge of a method says; one serves all held against one reference with one kind of tolerance.
+
+    It is made at the first difference: most runs have none.
+    """
     exact = bool(method.settings.get("exact")) and bool(reference.settings.get("exact"))
     key = (reference.name, method.own, exact)
     if key not in made:
@@ -253,7 +252,8 @@ def _judge(
         decoder = llm.decoder
         tolerance = Tolerance.own(decoder, exact, texts) if method.own else Tolerance.foreign(decoder.dtype)
         made[key] = Judge(llm, tolerance, method.own)
-    return made[key]
+    trial, i, said, other, at = where
+    return made[key].look(asked(trial, i), said, other, at)
 
 
 def _against_itself(trials: Sequence[Trial]) -> list[Exactness]:

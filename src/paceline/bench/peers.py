@@ -110,13 +110,13 @@ class PeerResult:
     ttft_ms: list[float] | None = None  # of each prompt; None where the peer does not tell
     waits_ms: list[float] = field(default_factory=list)  # as in `Trial`; empty where the peer does not tell
     arrivals: list[int] = field(default_factory=list)
-    drafted: int | None = None  # tokens; None where the mode does not draft
-    accepted: int | None = None
+    drafted: int = 0  # tokens
+    accepted: int = 0
 
     @property
     def passes(self) -> int:
         """Target passes that chose tokens: each gives what it accepts and one token more."""
-        return sum(map(len, self.outputs)) - (self.accepted or 0)
+        return sum(map(len, self.outputs)) - self.accepted
 
 
 def peers_folder() -> Path:

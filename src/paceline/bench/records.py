@@ -218,6 +218,8 @@ class Report(Record):
         Raises:
             ValueError: another schema, or what `Record.from_dict` says.
         """
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
         return super().from_dict(values)

@@ -152,6 +152,7 @@ def prepare(
         ConfigError: a prompt that does not fit, a batch that cannot be filled.
     """
     cells = cells_of(config, loaded)
+    known = {workload.name: workload for workload in loaded}
     prompts: dict[tuple[str, int | None], list[PromptIds]] = {}
     prepared = Prepared(groups={})
     asker = _Asker(config, builder, journal, watcher)
@@ -159,8 +160,7 @@ def prepare(
         key = (cell.workload, cell.context)
         if key not in prompts:
             longest = max(c.max_new_tokens for c in cells if (c.workload, c.context) == key)
-            workload = next(w for w in loaded if w.name == cell.workload)
-            prompts[key], notes = asker.ids(workload, cell.context, longest)
+            prompts[key], notes = asker.ids(known[cell.workload], cell.context, longest)
             prepared.notes += notes
         prepared.groups[cell] = groups_of(cell, prompts[key], config.seed)
         spare = -len(prompts[key]) % cell.batch
@@ -176,19 +176,17 @@ class _Asker:
     """Makes prompts into ids; answers the earlier turns of conversations."""
 
     def __init__(self, config: BenchConfig, builder: Builder, journal: Journal, watcher: Watcher) -> None:
-        self._config = config
-        self._builder = builder
-        self._journal = journal
-        self._watcher = watcher
+        self._config, self._builder = config, builder
+        self._journal, self._watcher = journal, watcher
         self._plain = next(m for m in config.methods if m.plain and m.own)
         self._target = builder.llm(self._plain)
 
     def ids(self, workload: Workload, context: int | None, max_new_tokens: int) -> tuple[list[PromptIds], list[str]]:
         """All prompts of a workload, first turns before later ones, and what must be said about them."""
-        shape = self._target.decoder.config
-        if self._config.random:
-            length = context or self._config.prompt_tokens
-            return workloads.random_prompts(len(workload.prompts), length, shape.vocab_size, self._config.seed), []
+        shape, config = self._target.decoder.config, self._config
+        if config.random:
+            length = context or config.prompt_tokens
+            return workloads.random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
         encoded = workloads.encode(
             workload,
             self._target.tokenizer,
@@ -196,22 +194,17 @@ class _Asker:
             max_model_len=shape.max_position,
             max_new_tokens=max_new_tokens,
         )
+        found = list(encoded.prompts)
         turns = max(len(p.turns) for p in workload.prompts)
-        later: list[PromptIds] = []
         if turns > 1:
             self._watcher.stage(f"answering the earlier turns of {workload.name}'s conversations")
-            llm = self._builder.llm(self._plain, self._room(shape.max_position))
+            room = (shape.max_position + SPARE_TOKENS) * PREPARE_TOGETHER
+            limits = Limits(max_sequences=PREPARE_TOGETHER, max_model_len=shape.max_position, pool_tokens=room)
+            llm = self._builder.llm(self._plain, limits)
             latest = {p.id: list(ids.ids) for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
             for turn in range(1, turns):
-                later += self._turn(llm, workload, encoded, turn, latest, max_new_tokens)
-        return [*encoded.prompts, *later], encoded.notes()
-
-    def _room(self, positions: int) -> Limits:
-        return Limits(
-            max_sequences=PREPARE_TOGETHER,
-            max_model_len=positions,
-            pool_tokens=(positions + SPARE_TOKENS) * PREPARE_TOGETHER,
-        )
+                found += self._turn(llm, workload, encoded, turn, latest, max_new_tokens)
+        return found, encoded.notes()
 
     def _turn(
         self,

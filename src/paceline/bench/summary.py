@@ -567,8 +567,5 @@ def against(report: Report | Index, section: Section) -> dict[str, dict[str, Int
     cells = list(dict.fromkeys(cell for cell, _, _ in entries))
     names = list(dict.fromkeys(method.name for _, method, _ in entries))
     peers = [n for n in names if not index.methods[n].own and index.methods[n].plain]
-    found = {}
-    for peer in peers:
-        ratios = {name: overall_ratio(index, name, peer, cells) for name in names if name != peer}
-        found[peer] = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    return found
+    ratios = {p: {n: overall_ratio(index, n, p, cells) for n in names if n != p} for p in peers}
+    return {peer: {name: ratio for name, ratio in of.items() if ratio is not None} for peer, of in ratios.items()}

@@ -71,8 +71,8 @@ class PeerRunner:
             ttft_ms=list(result.ttft_ms or []),
             waits_ms=list(result.waits_ms),
             arrivals=list(result.arrivals),
-            drafted=result.drafted or 0,
-            accepted=result.accepted or 0,
+            drafted=result.drafted,
+            accepted=result.accepted,
             passes=result.passes,
         )
 

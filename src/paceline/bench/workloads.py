@@ -17,14 +17,16 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.errors import ConfigError
 from ..engine.tokens import chat_ids
@@ -34,7 +36,6 @@ from .records import PromptIds
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 SEPARATOR = "\n\n"  # between turns and answers of a conversation, for a model without a chat template
 _KNOWN_KEYS = {"id", "category", "turns", "reference", "prompt", "completion", "references"}
-_T = TypeVar("_T")
 
 
 # -- what a workload is
@@ -119,7 +120,12 @@ def available(folder: str | Path | None = None) -> list[WorkloadRow]:
     Raises:
         ConfigError: ``folder`` is no folder.
     """
-    return [_row(entry, _folder(folder)) for entry in WORKLOADS.values()]
+    rows = []
+    for entry in WORKLOADS.values():
+        path = _in_folder(entry, _folder(folder))
+        origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
+        rows.append(WorkloadRow(**vars(entry), found=entry.packaged or path is not None, origin=origin))
+    return rows
 
 
 def load(
@@ -177,17 +183,13 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
     groups: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda p: p.id):  # what is chosen depends on the ids, not on the file's order
         groups.setdefault(str(prompt.extra.get(strata, prompt.category)), []).append(prompt)
-    generator = random.Random(seed)
-    decks = [_shuffled(groups[name], generator) for name in _shuffled(sorted(groups), generator)]
-    longest = max(map(len, decks), default=0)
-    turns = (deck[i] for i in range(longest) for deck in decks if i < len(deck))
-    return [prompt for prompt, _ in zip(turns, range(limit), strict=False)]
+    draw = random.Random(seed).random  # whose sequence Python keeps the same between versions
 
+    def shuffled(items: Iterable[Any]) -> list[Any]:
+        return sorted(items, key=lambda _: draw())
 
-def _shuffled(items: Sequence[_T], generator: random.Random) -> list[_T]:
-    """In an order drawn from ``random()`` alone, whose sequence Python keeps the same between versions."""
-    keyed = [(generator.random(), i) for i in range(len(items))]
-    return [items[i] for _, i in sorted(keyed)]
+    decks = [shuffled(groups[name]) for name in shuffled(sorted(groups))]
+    return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
 
 
 def _normal(name: str | Path) -> str:
@@ -195,22 +197,14 @@ def _normal(name: str | Path) -> str:
 
 
 def _folder(folder: str | Path | None) -> Path | None:
-    if folder is None:
-        return None
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
-    return Path(folder)
+    return None if folder is None else Path(folder)
 
 
 def _in_folder(entry: Entry, folder: Path | None) -> Path | None:
     candidates = [folder / entry.file, folder / f"{entry.file}.gz"] if folder else []
     return next((path for path in candidates if path.is_file()), None)
-
-
-def _row(entry: Entry, folder: Path | None) -> WorkloadRow:
-    path = _in_folder(entry, folder)
-    origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
-    return WorkloadRow(**vars(entry), found=entry.packaged or path is not None, origin=origin)
 
 
 def _known_data(entry: Entry, folder: Path | None) -> tuple[bytes, str]:
@@ -267,11 +261,9 @@ def _read_path(path: Path) -> list[Prompt]:
     files = sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz")))
     if not files:
         raise ConfigError(f"workload {path}", "the folder has no .jsonl or .jsonl.gz file", f"put files there, {FORM}")
-    clashes = [name for name, count in Counter(map(_stem, files)).items() if count > 1]
-    if clashes:
-        raise ConfigError(
-            f"workload {path}", f"{clashes[0]}.jsonl is there twice, plain and compressed", "keep one of them"
-        )
+    [(name, count)] = Counter(map(_stem, files)).most_common(1)
+    if count > 1:
+        raise ConfigError(f"workload {path}", f"{name}.jsonl is there twice, plain and compressed", "keep one of them")
     # The file names the category, and makes ids of different files differ.
     return [
         replace(prompt, id=f"{_stem(file)}/{prompt.id}", category=_stem(file))
@@ -303,12 +295,18 @@ def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
         if not line.strip():
             continue
         where = f"{origin}, line {number}"
-        record = _object(line, where)
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(where, f"it is not JSON ({error})", f"give {FORM}") from error
+        if not isinstance(record, dict):
+            raise ConfigError(where, f"it is a {type(record).__name__}, not an object", f"give {FORM}")
         prompt = _prompt(record, where, default_id=f"{name}-{number}", default_category=name)
         bare = "prompt" in record and "id" not in record
         twin = by_text.setdefault(prompt.turns[0], prompt.id) if bare else prompt.id
         if twin != prompt.id:  # another reference for a prompt that is there already
-            found[twin] = (found[twin][0], _joined(found[twin][1], prompt))
+            first, known = found[twin]
+            found[twin] = (first, replace(known, reference=tuple(dict.fromkeys(known.reference + prompt.reference))))
             continue
         if prompt.id in found:
             raise ConfigError(where, f"id {prompt.id!r} is that of line {found[prompt.id][0]} too", "make ids unique")
@@ -316,16 +314,6 @@ def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
     if not found:
         raise ConfigError(f"workload {origin}", "it holds no record", f"give {FORM}")
     return [prompt for _, prompt in found.values()]
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(where, f"it is not JSON ({error})", f"give {FORM}") from error
-    if not isinstance(record, dict):
-        raise ConfigError(where, f"it is a {type(record).__name__}, not an object", f"give {FORM}")
-    return record
 
 
 def _prompt(record: dict[str, Any], where: str, default_id: str, default_category: str) -> Prompt:
@@ -348,11 +336,9 @@ def _prompt(record: dict[str, Any], where: str, default_id: str, default_categor
 
 
 def _references(record: dict[str, Any], where: str) -> tuple[str, ...]:
-    key = next((key for key in ("reference", "references", "completion") if record.get(key) is not None), None)
-    if key is None:
-        return ()
+    key = next((key for key in ("reference", "references", "completion") if record.get(key) is not None), "")
     # A list a turn is a form too (Spec-Bench's rag has it); which turn an answer belongs to is not kept.
-    many = [text for item in _listed(record[key]) for text in _listed(item)]
+    many = [text for item in _listed(record[key] if key else []) for text in _listed(item)]
     if not all(isinstance(text, str) for text in many):
         raise ConfigError(where, f"{key!r} must be a text or a list of texts", "mend it, or leave it out")
     return tuple(many)
@@ -360,10 +346,6 @@ def _references(record: dict[str, Any], where: str) -> tuple[str, ...]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _joined(first: Prompt, other: Prompt) -> Prompt:
-    return replace(first, reference=tuple(dict.fromkeys((*first.reference, *other.reference))))
 
 
 # -- token ids
@@ -433,7 +415,7 @@ class Encoded:
 
     def _fit(self, prompt: Prompt, name: str, turns: Sequence[str], answers: Sequence[str]) -> PromptIds:
         self._encoded.add(name)
-        texts = _alternate(turns, answers)
+        texts = [text for pair in zip_longest(turns, answers) for text in pair if text is not None]
         ids, rendered = self._ids(texts)
         most, own = self.context or self.max_prompt, len(ids)
         if own > most or (self.context and own < most):
@@ -462,7 +444,7 @@ class Encoded:
         marks = [f"paceline{i:04d}mark" for i in range(len(texts))]
         template = _split(chat_ids(_messages(marks), self._tokenizer, "this model")[1], marks)
         for said in (list(texts), [text.strip() for text in texts]):  # most templates trim
-            if template and _weave(template, said) == rendered:
+            if template and "".join(a + t for a, t in zip(template, (*said, ""), strict=True)) == rendered:
                 return _interleave(template, said, self._plain)
         raise ConfigError(
             f"prompts of {self._workload.name} at {self.context or self.max_prompt} tokens",
@@ -489,7 +471,8 @@ class Encoded:
         that a batch of them is not one long common prefix.
         """
         if self._filler is None:
-            self._filler = [(p.extra.get("book"), self._plain(_passage(p))) for p in load("books").prompts]
+            texts = [(p, " ".join((*p.turns, *p.reference)) + "\n\n") for p in load("books").prompts]
+            self._filler = [(p.extra.get("book"), self._plain(text)) for p, text in texts]
         passages = [ids for book, ids in self._filler if book != prompt.extra.get("book")]
         start = zlib.crc32(prompt.id.encode()) % len(passages)
         ids: list[int] = []
@@ -526,7 +509,13 @@ def encode(
         raise ConfigError(
             f"workload {workload.name!r}", "this model has no tokenizer, so text means nothing to it", "add its files"
         )
-    max_prompt = _room(max_model_len, max_new_tokens)
+    max_prompt = max_model_len - max_new_tokens
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
+    if max_prompt < 1:
+        less = f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len"
+        wrong = f"max_model_len={max_model_len} leaves no room for a prompt"
+        raise ConfigError(f"max_new_tokens={max_new_tokens}", wrong, less)
     if context is not None and context < 1:
         raise ConfigError(f"context={context}", "a prompt has at least one token", "give 1 or more")
     if context is not None and context > max_prompt:
@@ -549,41 +538,16 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     for name, value, least in (("prompts", count, 1), ("prompt length", length, 1), ("vocabulary", vocab_size, 2)):
         if value < least:
             raise ConfigError(f"{name}={value}", f"it must be {least} or more", f"give {least} or more")
-    return [_random_prompt(i, length, vocab_size, seed) for i in range(count)]
-
-
-def _random_prompt(index: int, length: int, vocab_size: int, seed: int) -> PromptIds:
-    generator = random.Random(f"{seed}/{index}")
-    ids = tuple(int(generator.random() * vocab_size) for _ in range(length))
-    return PromptIds(id=f"random-{index}", category="random", ids=ids)
-
-
-def _room(max_model_len: int, max_new_tokens: int) -> int:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
-    if max_new_tokens >= max_model_len:
-        raise ConfigError(
-            f"max_new_tokens={max_new_tokens}",
-            f"max_model_len={max_model_len} leaves no room for a prompt",
-            f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len",
-        )
-    return max_model_len - max_new_tokens
-
-
-def _alternate(turns: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """Turn, answer, turn, ..., turn."""
-    texts = [turns[0]]
-    for answer, turn in zip(answers, turns[1:], strict=True):
-        texts += [answer, turn]
-    return texts
+    made = []
+    for i in range(count):
+        draw = random.Random(f"{seed}/{i}").random
+        ids = tuple(int(draw() * vocab_size) for _ in range(length))
+        made.append(PromptIds(id=f"random-{i}", category="random", ids=ids))
+    return made
 
 
 def _messages(texts: Sequence[str]) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def _passage(prompt: Prompt) -> str:
-    return " ".join((*prompt.turns, *prompt.reference)) + "\n\n"
 
 
 def _added(ids: list[int], plain: list[int], name: str) -> tuple[list[int], list[int]]:
@@ -600,24 +564,13 @@ def _added(ids: list[int], plain: list[int], name: str) -> tuple[list[int], list
 
 def _split(rendered: str, marks: Sequence[str]) -> list[str]:
     """The template around its messages, one piece more than messages; empty where a message is not there once."""
-    pieces = []
-    for mark in marks:
-        if rendered.count(mark) != 1:
-            return []
-        before, rendered = rendered.split(mark)
-        pieces.append(before)
-    return [*pieces, rendered]
+    pattern = "|".join(marks)
+    return re.split(pattern, rendered) if re.findall(pattern, rendered) == list(marks) else []
 
 
-def _weave(around: Sequence[str], texts: Sequence[str]) -> str:
-    return "".join(a + t for a, t in zip(around, (*texts, ""), strict=True))
-
-
-def _interleave(around: Sequence[str], texts: Sequence[str], encode_plain: Any) -> list[_Piece]:
-    pieces = []
-    for before, text in zip(around, texts, strict=False):
-        pieces += [_Piece(encode_plain(before), False), _Piece(encode_plain(text), True)]
-    return [*pieces, _Piece(encode_plain(around[-1]), False)]
+def _interleave(around: Sequence[str], texts: Sequence[str], ids_of: Callable[[str], list[int]]) -> list[_Piece]:
+    inner = ((_Piece(ids_of(a), False), _Piece(ids_of(t), True)) for a, t in zip(around, texts, strict=False))
+    return [*chain.from_iterable(inner), _Piece(ids_of(around[-1]), False)]
 
 
 def _cut_oldest(pieces: Sequence[_Piece], room: int, name: str) -> list[int]:

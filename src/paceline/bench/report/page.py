@@ -125,7 +125,11 @@ def _curve(label: str, plot: Markup, table: Table) -> dict[str, Any]:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    facts = [("machine", say.machine_line(report)), ("model", say.model_line(report))]
-    facts += [("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items()))]
-    facts += [("commit", report.commit or "not known"), ("date", say.created(report))]
-    return facts + [(str(key), say.setting(value)) for key, value in report.settings.items()]
+    return [
+        ("machine", say.machine_line(report)),
+        ("model", say.model_line(report)),
+        ("versions", say.versions_line(report)),
+        ("commit", report.commit or "not known"),
+        ("date", say.created(report)),
+        *((str(key), say.setting(value)) for key, value in report.settings.items()),
+    ]

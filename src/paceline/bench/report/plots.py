@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from markupsafe import Markup
 
@@ -61,16 +62,13 @@ def speedups(summary: Summary, section: Section, look: Mapping[str, Series]) -> 
 
 def acceptance(rows: Sequence[Row], look: Mapping[str, Series]) -> Markup:
     """Share accepted at each depth; a line a method."""
-    series, words = [], []
-    for row in rows:
-        shares = row.figures.acceptance
-        if shares:
-            depths = [str(d + 1) for d in range(len(shares))]
-            series.append(replace(look[row.method.name], x=depths, y=[100 * share for share in shares]))
-            words.append(f"{say.method_name(row.method)}: " + ", ".join(map(say.share, shares)))
-    longest = max(series, key=lambda s: len(s.x))  # first, so that its depths are in order on the axis
-    series.sort(key=lambda s: s is not longest)
-    return _plot("lines", series, words, "position in the draft", "accepted, %", y_from=0.0)
+    found = [(row, row.figures.acceptance) for row in rows if row.figures.acceptance]
+    series = [
+        replace(look[row.method.name], x=range(1, len(shares) + 1), y=[100 * share for share in shares])
+        for row, shares in found
+    ]
+    words = [f"{say.method_name(row.method)}: " + ", ".join(map(say.share, shares)) for row, shares in found]
+    return _plot("lines", series, words, x="position in the draft", y="accepted, %", y_from=0.0)
 
 
 def time_shares(rows: Sequence[Row]) -> Markup:
@@ -82,7 +80,7 @@ def time_shares(rows: Sequence[Row]) -> Markup:
         for part, colour in PARTS.items()
     ]
     shown = [", ".join(f"{part} {say.share(getattr(shares, part))}" for part in PARTS) for _, shares in found]
-    return _plot("stacked", series, [f"{n}, {s}" for n, s in zip(names, shown, strict=True)], "% of the wall time")
+    return _plot("stacked", series, [f"{n}, {s}" for n, s in zip(names, shown, strict=True)], x="% of the wall time")
 
 
 def floor(rows: Sequence[Row], plain_floor: float | None) -> Markup:
@@ -109,7 +107,7 @@ def floor(rows: Sequence[Row], plain_floor: float | None) -> Markup:
         f"{name}, {say.number(row.speed)} tokens/s" + (f", floor {say.number(value)} tokens/s" if value else "")
         for name, value, row in zip(names, floors, rows, strict=True)
     ]
-    return _plot("stacked", series, words, "tokens/s", line_at=plain_floor)
+    return _plot("stacked", series, words, x="tokens/s", line_at=plain_floor)
 
 
 def batches(curves: Sequence[Curve], look: Mapping[str, Series]) -> Markup:
@@ -117,27 +115,18 @@ def batches(curves: Sequence[Curve], look: Mapping[str, Series]) -> Markup:
     series, words = [], []
     for curve in curves:
         sizes, ratios = zip(*curve.points, strict=True)
-        series.append(
-            replace(
-                look[curve.method.name],
-                x=[math.log2(size) for size in sizes],
-                y=[ratio.value for ratio in ratios],
-                low=[ratio.low for ratio in ratios],
-                high=[ratio.high for ratio in ratios],
-            )
-        )
+        value, low, high = zip(*((ratio.value, ratio.low, ratio.high) for ratio in ratios), strict=True)
+        series.append(replace(look[curve.method.name], x=sizes, y=value, low=low, high=high))
         shown = ", ".join(f"batch {size}: {say.interval(ratio)}" for size, ratio in curve.points)
         words.append(f"{say.method_name(curve.method)}, {shown}")
-    return _plot("lines", series, words, "batch size", "times plain decoding", line_at=1.0)
+    return _plot("lines", series, words, x="batch size", y="times plain decoding", line_at=1.0, log_x=True)
 
 
-def _plot(
-    kind: str, series: Sequence[Series], words: Sequence[str], x: str = "", y: str = "", **more: float | None
-) -> Markup:
+def _plot(kind: str, series: Sequence[Series], words: Sequence[str], x: str = "", y: str = "", **more: Any) -> Markup:
     """The figure, in words too; nothing where there is no matplotlib."""
     if not figures.drawable() or not series:
         return Markup("")
-    panel = Panel(title="", x_label=x, y_label=y, series=series, columns=2, **more)  # type: ignore[arg-type]
+    panel = Panel(title="", x_label=x, y_label=y, series=series, columns=2, **more)
     frame = Markup('<div class="plot" role="img" aria-label="{}">{}</div>')
     return frame.format("; ".join(words), Markup(figures.svg([panel], kind)))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import shlex
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
+from typing import Any
 
 from ..records import Cell, Exactness, Method, Report
 from ..summary import (
@@ -141,44 +142,49 @@ def count_of(amount: int, noun: str) -> str:
 # -- lines
 
 
+Shown = Mapping[str, Callable[[Any], str]]  # fact of the model or the machine -> how it is shown
+MODEL: Shown = {
+    "name": str,
+    "parameters": lambda value: f"{number(value / 1e6)}M parameters",
+    "dtype": str,
+    "pass_bytes": lambda value: f"{size(value)} read a pass",
+    "kernels": lambda value: f"kernels: {value}",
+}
+MACHINE: Shown = {
+    "processor": str,
+    "cores": lambda value: f"{value} cores",
+    "system": str,
+    "device": str,
+    "read_bandwidth_bytes_per_s": lambda value: f"reads {value / 1e9:.0f} GB/s",
+}
+
+
+def _facts(facts: Mapping[str, Any], shown: Shown) -> str:
+    return ", ".join(show(facts[key]) for key, show in shown.items() if facts.get(key))
+
+
 def model_line(report: Report) -> str:
     """The model in one line."""
-    model = report.model
-    parts = [str(model.get("name", "model"))]
-    if model.get("parameters"):
-        parts.append(f"{number(model['parameters'] / 1e6)}M parameters")
-    parts += [str(model["dtype"])] if model.get("dtype") else []
-    if model.get("pass_bytes"):
-        parts.append(f"{size(model['pass_bytes'])} read a pass")
-    if model.get("kernels"):
-        parts.append(f"kernels: {model['kernels']}")
-    return ", ".join(parts)
+    return _facts({"name": "model", **report.model}, MODEL)
 
 
 def machine_line(report: Report) -> str:
     """The machine in one line."""
     machine = report.machine
-    parts = [str(machine[key]) for key in ("processor",) if machine.get(key)]
-    if machine.get("cores"):
-        parts.append(f"{machine.get('threads', machine['cores'])} of {machine['cores']} cores")
-    parts += [str(machine[key]) for key in ("system", "device") if machine.get(key)]
-    if machine.get("read_bandwidth_bytes_per_s"):
-        parts.append(f"reads {machine['read_bandwidth_bytes_per_s'] / 1e9:.0f} GB/s")
-    return ", ".join(parts)
+    used = f"{machine.get('threads', machine['cores'])} of {machine['cores']}" if machine.get("cores") else None
+    return _facts({**machine, "cores": used}, MACHINE)
 
 
 def run_line(report: Report) -> str:
-    """Versions, commit and date in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    return ", ".join(filter(None, [versions, commit_line(report), created(report)]))
+    """Versions, commit (short; ``-dirty`` where the tree was changed) and date in one line."""
+    name, dash, changed = (report.commit or "").partition("-")
+    commit = f"commit {name[:12]}{dash}{changed}" if report.commit else "no commit known"
+    return ", ".join(filter(None, [versions_line(report), commit, created(report)]))
 
 
-def commit_line(report: Report) -> str:
-    """The commit, short; ``-dirty`` where the tree was changed."""
-    if not report.commit:
-        return "no commit known"
-    name, _, changed = report.commit.partition("-")
-    return f"commit {name[:12]}" + (f"-{changed}" if changed else "")
+def versions_line(report: Report) -> str:
+    """Packages and their versions."""
+    return ", ".join(f"{name} {version}" for name, version in report.versions.items())
 
 
 def created(report: Report) -> str:
