@@ -292,8 +292,8 @@ from pathlib import Path
 from paceline.bench import peers
 from paceline.bench.records import Method
 folder = Path({str(tmp_path)!r})
-modes = {{"plain": peers.PeerMode(title="")}}
-peers.PEERS["fake"] = peers.PeerKind(name="fake", title="", worker=str(folder / "fake.py"), modes=modes)
+modes = {{"plain": peers.PeerMode()}}
+peers.PEERS["fake"] = peers.PeerKind(name="fake", worker=str(folder / "fake.py"), modes=modes)
 peer = peers.Peer("fake").start(Method(name="m", engine="fake"), folder, threads=1, max_model_len=8)
 print(peer.about["pid"], peer.about["child"], flush=True)
 if {doing!r} == "busy":

@@ -224,7 +224,8 @@ class Judge:
             return here
         if behind_reference > allowed[at]:
             return replace(here, what="plain decoding's own token is not the target's choice")
-        return self._rest(other, at, behind, allowed) or self._ending(asked, other) or _near_tie(here)
+        tie = replace(here, what="near tie", explained=True)
+        return self._rest(other, at, behind, allowed) or self._ending(asked, other) or tie
 
     def _impossible(self, asked: Asked, reference: Said, other: Said) -> str | None:
         """What the target could not even be asked about."""
@@ -274,10 +275,8 @@ class Judge:
 
     def _ending(self, asked: Asked, said: Said) -> Finding | None:
         """Where the output does not end as the stop rules say; those of this engine, so not for a peer."""
-        what = self._wrong_end(asked, said) if self._finish else None
-        return None if what is None else Finding(what=what, position=len(said.ids) - 1)
-
-    def _wrong_end(self, asked: Asked, said: Said) -> str | None:
+        if not self._finish:
+            return None
         limits = self._llm.engine.limits
         room = limits.max_model_len - len(asked.prompt_ids)
         most = room if asked.params.max_tokens is None else min(asked.params.max_tokens, room)
@@ -285,14 +284,14 @@ class Judge:
         stream = self._texts.stream(asked.prompt_ids, skip) if self._texts else None
         kept, finish, _ = StopChecker(asked.params, limits.eos_ids, most, stream).feed(said.ids)
         if kept < len(said.ids):
-            return count_tokens(len(said.ids) - kept, "long: the stop rules end it before")
-        if finish is None:
-            return "short: no stop rule ends it here"
-        return None if finish == said.finish else f"ended as {said.finish!r}, and the stop rules say {finish!r}"
-
-
-def _near_tie(here: Finding) -> Finding:
-    return replace(here, what="near tie", explained=True)
+            what = count_tokens(len(said.ids) - kept, "long: the stop rules end it before")
+        elif finish is None:
+            what = "short: no stop rule ends it here"
+        elif finish != said.finish:
+            what = f"ended as {said.finish!r}, and the stop rules say {finish!r}"
+        else:
+            return None
+        return Finding(what=what, position=len(said.ids) - 1)
 
 
 def _shown(gap: float) -> float | None:

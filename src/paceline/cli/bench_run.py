@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typer import Option
 
 from ..bench import methods as known
 from ..bench.config import BenchConfig, Watcher
@@ -31,6 +32,7 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+Many, Text, Count = list[str] | None, str | None, int | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 LINE_EVERY_S = 10.0  # between lines of progress, where there is no terminal
 
@@ -53,98 +55,85 @@ def bench(
     context: typer.Context,
     model: ModelOption = DEFAULT_MODEL,
     workload: Annotated[
-        list[str] | None,
-        typer.Option(
+        Many,
+        Option(
             metavar="NAME|PATH",
             help="What to ask; repeat it. `paceline bench workloads` lists the names. Default: all "
             "that come with Paceline.",
         ),
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of workloads that do not come along, and of full versions."),
+        Path | None, Option(metavar="DIR", help="Folder of workloads that do not come along, and of full versions.")
     ] = None,
-    prompts: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Prompts of each workload [default: {FULL.prompts}]")
-    ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(metavar="N", help="Length of a random model's prompts.")] = None,
+    prompts: Annotated[Count, Option(metavar="N", help=f"Prompts of each workload [default: {FULL.prompts}]")] = None,
+    prompt_tokens: Annotated[Count, Option(metavar="N", help="Length of a random model's prompts.")] = None,
     max_new_tokens: Annotated[
-        str | None, typer.Option(metavar="N,N,..", help="Tokens of an answer [default: the workload's own]")
+        Text, Option(metavar="N,N,..", help="Tokens of an answer [default: the workload's own]")
     ] = None,
     method: Annotated[
-        list[str] | None,
-        typer.Option(
+        Many,
+        Option(
             metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
             help="A drafter with its settings, such as 'fast=ngram,depth=4;budget=8', or a peer's mode, such as "
             "llama.cpp/plain; repeat it. Plain decoding always runs. Default: every drafter that fits the model.",
         ),
     ] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Add every mode of the peers that `make peers` builds.")
-    ] = False,
+    peers: Annotated[bool, Option("--peers", help="Add every mode of the peers that `make peers` builds.")] = False,
     peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Add every mode of one peer: transformers, llama.cpp, vllm."),
+        Many, Option(metavar="NAME", help="Add every mode of one peer: transformers, llama.cpp, vllm.")
     ] = None,
     sweep: Annotated[
-        list[str] | None,
-        typer.Option(
+        Many,
+        Option(
             metavar="SETTING=V,V,..",
             help="Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; "
             "repeat it.",
         ),
     ] = None,
-    batch: Annotated[str | None, typer.Option(metavar="N,N,..", help="Prompts at once [default: 1]")] = None,
+    batch: Annotated[Text, Option(metavar="N,N,..", help="Prompts at once [default: 1]")] = None,
     context_length: Annotated[
-        str | None,
-        typer.Option(
-            "--context", metavar="N,N,..", help="Cut and fill prompts to so many tokens [default: as they are]"
-        ),
+        Text,
+        Option("--context", metavar="N,N,..", help="Cut and fill prompts to so many tokens [default: as they are]"),
     ] = None,
-    temperature: Annotated[
-        str | None, typer.Option(metavar="T,T,..", help="Of sampling; 0 is greedy [default: 0]")
-    ] = None,
+    temperature: Annotated[Text, Option(metavar="T,T,..", help="Of sampling; 0 is greedy [default: 0]")] = None,
     top_k: Annotated[
-        str | None, typer.Option(metavar="N,N,..", help="Likeliest tokens that sampling chooses from [default: 0, all]")
+        Text, Option(metavar="N,N,..", help="Likeliest tokens that sampling chooses from [default: 0, all]")
     ] = None,
     application: Annotated[
-        list[str] | None,
-        typer.Option(
+        Many,
+        Option(
             metavar="NAME=FOLDER",
             help="A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
         ),
     ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Times each prompt runs [default: {FULL.repeats}]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts and of sampling.")] = 0,
+    repeats: Annotated[Count, Option(metavar="N", help=f"Times each prompt runs [default: {FULL.repeats}]")] = None,
+    seed: Annotated[int, Option(help="Of the choice of prompts and of sampling.")] = 0,
     dtype: DtypeOption = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
     threads: ThreadsOption = None,
     ignore_eos: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--ignore-eos/--stop-at-eos",
             help="Go on to the full length, so that all engines give the same number of tokens [default: where peers "
             "or a random model run]",
         ),
     ] = None,
-    check: Annotated[bool, typer.Option(help="Compare every method's token ids with plain decoding's.")] = True,
+    check: Annotated[bool, Option(help="Compare every method's token ids with plain decoding's.")] = True,
     quick: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--quick",
             help=f"{QUICK.prompts} prompts, {QUICK.repeats} repeats, {QUICK.max_new_tokens} new tokens: done within "
             "three minutes.",
         ),
     ] = False,
-    title: Annotated[str, typer.Option(help="Of the report.")] = "",
+    title: Annotated[str, Option(help="Of the report.")] = "",
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write report.json, report.html and report.md there, and a journal."),
+        Path | None, Option(metavar="DIR", help="Write report.json, report.html and report.md there, and a journal.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out that was cut off.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again where --out holds a run.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Go on with the run in --out that was cut off.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Start again where --out holds a run.")] = False,
 ) -> None:
     """Measure what speculation is worth here: per task and method, beside other engines, against the physical floor.
 
