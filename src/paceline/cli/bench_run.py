@@ -32,7 +32,9 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
-Many, Text, Count = list[str] | None, str | None, int | None
+Many = list[str] | None
+Text = str | None
+Count = int | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 LINE_EVERY_S = 10.0  # between lines of progress, where there is no terminal
 
