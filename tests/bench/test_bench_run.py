@@ -370,6 +370,14 @@ class TestGoingOn:
         with pytest.raises(ConfigError, match="no journal of this version"):
             Journal(path, {}, resume=True)
 
+    def test_a_journal_with_a_record_of_another_form_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal.jsonl"
+        Journal(path, {}, resume=False).close()
+        with path.open("a") as file:
+            file.write('{"trial": {"method": "plain", "colour": "blue"}}\n')
+        with pytest.raises(ConfigError, match="what no run writes"):
+            Journal(path, {}, resume=True)
+
     def test_a_journal_gives_back_what_it_was_given(self, tmp_path: Path) -> None:
         path = tmp_path / "journal.jsonl"
         group = Group(cell=Cell(workload="ä"), index=0, prompts=tuple(prompts_of(1)), seed=0)

@@ -63,18 +63,9 @@ class PeerRunner:
         """One trial."""
         most = group.cell.max_new_tokens
         result = self._ask(group, most)
-        return replace(
-            group.blank(self.method.name, repeat),
-            outputs=result.outputs,
-            finish=["length" if len(ids) >= most else "stop" for ids in result.outputs],
-            wall_ms=result.wall_ms,
-            ttft_ms=list(result.ttft_ms or []),
-            waits_ms=list(result.waits_ms),
-            arrivals=list(result.arrivals),
-            drafted=result.drafted,
-            accepted=result.accepted,
-            passes=result.passes,
-        )
+        finish = ["length" if len(ids) >= most else "stop" for ids in result.outputs]
+        facts = vars(result) | {"ttft_ms": result.ttft_ms or [], "finish": finish, "passes": result.passes}
+        return replace(group.blank(self.method.name, repeat), **facts)
 
     def _ask(self, group: Group, max_new_tokens: int) -> PeerResult:
         try:

@@ -25,13 +25,16 @@ from ..core.errors import ConfigError
 from ..engine.costs import CostTable
 from ..llm import LLM
 from ..target.loader import resolve_folder
-from .bench_run import DtypeOption, ModelOption, ThreadsOption, bench
+from .bench_run import DTYPE_HELP, MODEL_HELP, THREADS_HELP, bench
 from .console import stdout
 from .session import DEFAULT_MODEL, counting
 
 app = typer.Typer(add_completion=False)
 app.callback(invoke_without_command=True)(bench)
 
+ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
+DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
+ThreadsOption = Annotated[int | None, typer.Option(help=THREADS_HELP)]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 KernelsOption = Annotated[str, typer.Option(help="auto, native (compiled for this processor) or torch.")]
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]

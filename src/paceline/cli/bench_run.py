@@ -6,14 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from typer import Option
 
 from ..bench import methods as known
 from ..bench.config import BenchConfig, Watcher
@@ -25,13 +24,12 @@ from ..bench.report.terminal import render
 from ..bench.run import Run
 from ..core.errors import ConfigError
 from .console import stderr, stdout
+from .options import takes
 from .session import DEFAULT_MODEL
 
-ModelOption = Annotated[
-    str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
-]
-DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
+MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama)."
+DTYPE_HELP = "auto (the checkpoint's), bfloat16, float32, float64 or int8."
+THREADS_HELP = "CPU threads; default: torch's choice."
 Many = list[str] | None
 Text = str | None
 Count = int | None
@@ -53,90 +51,69 @@ FULL = Size(prompts=20, repeats=3, max_new_tokens=None, time_limit_s=None)
 QUICK = Size(prompts=8, repeats=2, max_new_tokens=48, time_limit_s=110.0)
 
 
-def bench(
-    context: typer.Context,
-    model: ModelOption = DEFAULT_MODEL,
-    workload: Annotated[
-        Many,
-        Option(
-            metavar="NAME|PATH",
-            help="What to ask; repeat it. `paceline bench workloads` lists the names. Default: all "
-            "that come with Paceline.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None, Option(metavar="DIR", help="Folder of workloads that do not come along, and of full versions.")
-    ] = None,
-    prompts: Annotated[Count, Option(metavar="N", help=f"Prompts of each workload [default: {FULL.prompts}]")] = None,
-    prompt_tokens: Annotated[Count, Option(metavar="N", help="Length of a random model's prompts.")] = None,
-    max_new_tokens: Annotated[
-        Text, Option(metavar="N,N,..", help="Tokens of an answer [default: the workload's own]")
-    ] = None,
-    method: Annotated[
-        Many,
-        Option(
-            metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
-            help="A drafter with its settings, such as 'fast=ngram,depth=4;budget=8', or a peer's mode, such as "
-            "llama.cpp/plain; repeat it. Plain decoding always runs. Default: every drafter that fits the model.",
-        ),
-    ] = None,
-    peers: Annotated[bool, Option("--peers", help="Add every mode of the peers that `make peers` builds.")] = False,
-    peer: Annotated[
-        Many, Option(metavar="NAME", help="Add every mode of one peer: transformers, llama.cpp, vllm.")
-    ] = None,
-    sweep: Annotated[
-        Many,
-        Option(
-            metavar="SETTING=V,V,..",
-            help="Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; "
-            "repeat it.",
-        ),
-    ] = None,
-    batch: Annotated[Text, Option(metavar="N,N,..", help="Prompts at once [default: 1]")] = None,
-    context_length: Annotated[
-        Text,
-        Option("--context", metavar="N,N,..", help="Cut and fill prompts to so many tokens [default: as they are]"),
-    ] = None,
-    temperature: Annotated[Text, Option(metavar="T,T,..", help="Of sampling; 0 is greedy [default: 0]")] = None,
-    top_k: Annotated[
-        Text, Option(metavar="N,N,..", help="Likeliest tokens that sampling chooses from [default: 0, all]")
-    ] = None,
-    application: Annotated[
-        Many,
-        Option(
-            metavar="NAME=FOLDER",
-            help="A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
-        ),
-    ] = None,
-    repeats: Annotated[Count, Option(metavar="N", help=f"Times each prompt runs [default: {FULL.repeats}]")] = None,
-    seed: Annotated[int, Option(help="Of the choice of prompts and of sampling.")] = 0,
-    dtype: DtypeOption = "auto",
-    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
-    threads: ThreadsOption = None,
-    ignore_eos: Annotated[
-        bool | None,
-        Option(
-            "--ignore-eos/--stop-at-eos",
-            help="Go on to the full length, so that all engines give the same number of tokens [default: where peers "
-            "or a random model run]",
-        ),
-    ] = None,
-    check: Annotated[bool, Option(help="Compare every method's token ids with plain decoding's.")] = True,
-    quick: Annotated[
-        bool,
-        Option(
-            "--quick",
-            help=f"{QUICK.prompts} prompts, {QUICK.repeats} repeats, {QUICK.max_new_tokens} new tokens: done within "
-            "three minutes.",
-        ),
-    ] = False,
-    title: Annotated[str, Option(help="Of the report.")] = "",
-    out: Annotated[
-        Path | None, Option(metavar="DIR", help="Write report.json, report.html and report.md there, and a journal.")
-    ] = None,
-    resume: Annotated[bool, Option("--resume", help="Go on with the run in --out that was cut off.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Start again where --out holds a run.")] = False,
-) -> None:
+def _option(help: str, default: Any = None, **more: str) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The flags of ``paceline bench``. None: by the size of the run, or as `BenchConfig` has it."""
+
+    model: str = _option(MODEL_HELP, DEFAULT_MODEL)
+    workload: Many = _option(
+        "What to ask; repeat it. `paceline bench workloads` lists the names. Default: all that come with Paceline.",
+        metavar="NAME|PATH",
+    )
+    data: Text = _option("Folder of workloads that do not come along, and of full versions.", metavar="DIR")
+    prompts: Count = _option(f"Prompts of each workload [default: {FULL.prompts}]", metavar="N")
+    prompt_tokens: Count = _option("Length of a random model's prompts.", metavar="N")
+    max_new_tokens: Text = _option("Tokens of an answer [default: the workload's own]", metavar="N,N,..")
+    method: Many = _option(
+        "A drafter with its settings, such as 'fast=ngram,depth=4;budget=8', or a peer's mode, such as "
+        "llama.cpp/plain; repeat it. Plain decoding always runs. Default: every drafter that fits the model.",
+        metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
+    )
+    peers: bool = _option("Add every mode of the peers that `make peers` builds.", False, flag="--peers")
+    peer: Many = _option("Add every mode of one peer: transformers, llama.cpp, vllm.", metavar="NAME")
+    sweep: Many = _option(
+        "Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; repeat it.",
+        metavar="SETTING=V,V,..",
+    )
+    batch: Text = _option("Prompts at once [default: 1]", metavar="N,N,..")
+    context_length: Text = _option(
+        "Cut and fill prompts to so many tokens [default: as they are]", metavar="N,N,..", flag="--context"
+    )
+    temperature: Text = _option("Of sampling; 0 is greedy [default: 0]", metavar="T,T,..")
+    top_k: Text = _option("Likeliest tokens that sampling chooses from [default: 0, all]", metavar="N,N,..")
+    application: Many = _option(
+        "A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
+        metavar="NAME=FOLDER",
+    )
+    repeats: Count = _option(f"Times each prompt runs [default: {FULL.repeats}]", metavar="N")
+    seed: int = _option("Of the choice of prompts and of sampling.", 0)
+    dtype: str = _option(DTYPE_HELP, "auto")
+    device: str = _option("cpu or cuda.", "cpu")
+    threads: Count = _option(THREADS_HELP)
+    ignore_eos: bool | None = _option(
+        "Go on to the full length, so that all engines give the same number of tokens [default: where peers or a "
+        "random model run]",
+        flag="--ignore-eos/--stop-at-eos",
+    )
+    check: bool = _option("Compare every method's token ids with plain decoding's.", True)
+    quick: bool = _option(
+        f"{QUICK.prompts} prompts, {QUICK.repeats} repeats, {QUICK.max_new_tokens} new tokens: done within three "
+        "minutes.",
+        False,
+        flag="--quick",
+    )
+    title: str = _option("Of the report.", "")
+    out: Text = _option("Write report.json, report.html and report.md there, and a journal.", metavar="DIR")
+    resume: bool = _option("Go on with the run in --out that was cut off.", False, flag="--resume")
+    overwrite: bool = _option("Start again where --out holds a run.", False, flag="--overwrite")
+
+
+@takes(options=RunOptions)
+def bench(context: typer.Context, options: dict[str, Any]) -> None:
     """Measure what speculation is worth here: per task and method, beside other engines, against the physical floor.
 
     Without a subcommand, all methods run in turn on the same prompts, and a table with paired speed-ups and their 95 %
@@ -144,35 +121,26 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    sweeps = _sweeps(sweep or [])
-    size = QUICK if quick else FULL
-    applications = named_folders("--application", application or [])
-    named = list(
-        dict.fromkeys([*(peer or []), *(PEERS if peers else ())])
-    )  # what is not built will be named in the report
+    asked = RunOptions(**options)
+    sweeps = _sweeps(asked.sweep or [])
+    size = QUICK if asked.quick else FULL
     config = BenchConfig(
-        model=model,
-        methods=_methods(model, method or [], named, sweeps.values(), dtype, applications),
-        applications=applications,
-        workloads=tuple(workload or ()),
-        data=data,
-        prompts=size.prompts if prompts is None else prompts,
-        batches=_values("batch", batch, sweeps, 1),
-        contexts=_values("context", context_length, sweeps, None),
-        temperatures=_values("temperature", temperature, sweeps, 0.0),
-        top_ks=_values("top_k", top_k, sweeps, 0),
-        max_new_tokens=_values("max_new_tokens", max_new_tokens, sweeps, size.max_new_tokens),
-        repeats=size.repeats if repeats is None else repeats,
-        seed=seed,
-        device=device,
-        threads=threads,
-        ignore_eos=ignore_eos,
-        check=check,
+        methods=_methods(asked, sweeps.values()),
+        applications=_applications(asked),
+        workloads=tuple(asked.workload or ()),
+        data=Path(asked.data) if asked.data else None,
+        prompts=size.prompts if asked.prompts is None else asked.prompts,
+        repeats=size.repeats if asked.repeats is None else asked.repeats,
+        batches=_values("batch", asked.batch, sweeps, 1),
+        contexts=_values("context", asked.context_length, sweeps, None),
+        temperatures=_values("temperature", asked.temperature, sweeps, 0.0),
+        top_ks=_values("top_k", asked.top_k, sweeps, 0),
+        max_new_tokens=_values("max_new_tokens", asked.max_new_tokens, sweeps, size.max_new_tokens),
         time_limit_s=size.time_limit_s,
-        title=title,
-        **_prompt_tokens(model, prompt_tokens),
+        **{name: options[name] for name in ("model", "seed", "device", "threads", "ignore_eos", "check", "title")},
+        **_prompt_tokens(asked.model, asked.prompt_tokens),
     )
-    _run(config, out, resume, overwrite)
+    _run(config, Path(asked.out) if asked.out else None, asked.resume, asked.overwrite)
 
 
 def _run(config: BenchConfig, out: Path | None, resume: bool, overwrite: bool) -> None:
@@ -196,7 +164,7 @@ def _run(config: BenchConfig, out: Path | None, resume: bool, overwrite: bool) -
 # -- options
 
 
-def _prompt_tokens(model: str, given: int | None) -> dict[str, int]:
+def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
     if given is None:
         return {}
     if not model.startswith("random:"):
@@ -247,12 +215,17 @@ def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def _methods(
-    model: str, texts: list[str], peers: list[str], sweeps: Iterable[Sweep], dtype: str, applications: dict[str, str]
-) -> tuple[Method, ...]:
-    chosen = known.parse_methods(texts, dtype) if texts else known.default_methods(model, dtype)
-    added = [m for m in known.peer_methods(peers, dtype) if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added], applications), list(sweeps)))
+def _applications(asked: RunOptions) -> dict[str, str]:
+    return named_folders("--application", asked.application or [])
+
+
+def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
+    # The report says which peers are not built.
+    peers = known.peer_methods(dict.fromkeys([*(asked.peer or []), *(PEERS if asked.peers else ())]), asked.dtype)
+    texts = asked.method
+    chosen = known.parse_methods(texts, asked.dtype) if texts else known.default_methods(asked.model, asked.dtype)
+    added = [m for m in peers if m.name not in {c.name for c in chosen}]
+    return tuple(known.expand(known.with_plain([*chosen, *added], _applications(asked)), list(sweeps)))
 
 
 # -- progress
