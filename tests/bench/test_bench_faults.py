@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import lossless, machine
+from paceline.bench import machine, near_ties
 from paceline.bench.measure import EngineRunner, Group
 from paceline.bench.methods import parse_methods
 from paceline.bench.records import Exactness, Report, Trial
@@ -125,7 +125,7 @@ def test_one_wrong_token_is_caught(
 ):
     """With torch's kernels a near tie would be explained in bf16; this is none."""
     if kernels == "torch":
-        monkeypatch.setattr(lossless, "pass_spread", lambda *_: 0.01)
+        monkeypatch.setattr(near_ties, "pass_spread", lambda *_: 0.01)
     report = bench(dtype, kernels, temperatures=(temperature,))
     found = verdict(report)
     assert not found.passed and len(found.failures) == 1

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EOS, VOCAB, assemble, draft_model, full_logits, run, tiny_config, tiny_decoder
+from tiny import EOS, VOCAB, assemble, draft_model, full_logits, run, tiny_decoder
 
-from paceline.bench import lossless
-from paceline.bench.lossless import Asked, Finding, Judge, Said, Tolerance, compare_outputs, compare_sequence
+from paceline.bench import lossless, near_ties
+from paceline.bench.lossless import compare_outputs, compare_sequence
+from paceline.bench.near_ties import Asked, Finding, Judge, Said, Tolerance
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
@@ -206,9 +207,9 @@ def test_teacher_forcing_is_one_causal_pass(rows: int):
     decoder = tiny_decoder()
     prompt, output = prompts(1)[0], prompts(1, seed=2)[0]
     expected = full_logits(decoder, [*prompt, *output])[len(prompt) - 1 : -1]
-    torch.testing.assert_close(lossless.teacher_forced(decoder, prompt, output, rows), expected, rtol=1e-9, atol=1e-9)
-    assert lossless.teacher_forced(decoder, prompt, []).shape == (0, VOCAB)
-    assert lossless.teacher_forced(decoder, prompt[:1], output[:1]).shape == (1, VOCAB)
+    torch.testing.assert_close(near_ties.teacher_forced(decoder, prompt, output, rows), expected, rtol=1e-9, atol=1e-9)
+    assert near_ties.teacher_forced(decoder, prompt, []).shape == (0, VOCAB)
+    assert near_ties.teacher_forced(decoder, prompt[:1], output[:1]).shape == (1, VOCAB)
 
 
 def test_ulp_is_the_distance_to_the_next_number():
@@ -218,25 +219,25 @@ def test_ulp_is_the_distance_to_the_next_number():
         step = torch.nextafter(rounded.float(), torch.tensor(1e9)) if dtype == torch.float32 else None
         if step is None:
             step = (rounded.view(torch.int16) + 1).view(dtype).float()
-        torch.testing.assert_close(lossless.ulp(rounded.float(), dtype), (step - rounded.float()).double())
+        torch.testing.assert_close(near_ties.ulp(rounded.float(), dtype), (step - rounded.float()).double())
 
 
 def test_the_spread_is_measured_and_exact_passes_have_none():
     texts = [(prompt, output) for prompt, output in zip(prompts(3), prompts(3, seed=2), strict=True)]
     loose, exact = tiny_decoder(dtype=torch.bfloat16), tiny_decoder(dtype=torch.bfloat16, exact=True)
-    assert lossless.pass_spread(exact, texts) == 0
-    spread = lossless.pass_spread(loose, texts)
-    logits = torch.cat([lossless.teacher_forced(loose, *text) for text in texts])
+    assert near_ties.pass_spread(exact, texts) == 0
+    spread = near_ties.pass_spread(loose, texts)
+    logits = torch.cat([near_ties.teacher_forced(loose, *text) for text in texts])
     tolerance = Tolerance.measured(loose, texts).of_rows(logits)
-    cap = lossless.ULPS[torch.bfloat16] * lossless.ulp(logits.abs().amax(dim=-1), torch.bfloat16)
+    cap = near_ties.ULPS[torch.bfloat16] * near_ties.ulp(logits.abs().amax(dim=-1), torch.bfloat16)
     assert torch.equal(tolerance, cap.clamp(max=2 * spread))
 
 
 def test_a_wrong_pass_does_not_widen_what_excuses_it(monkeypatch: pytest.MonkeyPatch):
     """Passes of many rows that are off by 100 are a fault, not rounding: the tolerance stays at its cap."""
     decoder = tiny_decoder(dtype=torch.bfloat16)
-    right = lossless.teacher_forced
-    monkeypatch.setattr(lossless, "teacher_forced", lambda d, p, o, rows=512: right(d, p, o, rows) + 100 * (rows > 1))
+    right = near_ties.teacher_forced
+    monkeypatch.setattr(near_ties, "teacher_forced", lambda d, p, o, rows=512: right(d, p, o, rows) + 100 * (rows > 1))
     tolerance = Tolerance.measured(decoder, [(prompts(1)[0], prompts(1, seed=2)[0])])
     assert tolerance.most >= 200
     assert float(tolerance.of_rows(torch.tensor([[12.0, -3.0]]))) == 8 * 2**-4
@@ -248,7 +249,7 @@ def test_a_wrong_pass_does_not_widen_what_excuses_it(monkeypatch: pytest.MonkeyP
 )
 def test_who_must_be_identical(dtype: torch.dtype, exact: bool, open_to_doubt: bool):
     text = [(prompts(1)[0], prompts(1, seed=2)[0])]
-    tolerance = lossless.own_tolerance(tiny_llm(dtype), exact, text)
+    tolerance = Tolerance.own(tiny_llm(dtype).decoder, exact, text)
     assert (tolerance.ulps > 0) == open_to_doubt
 
 
@@ -257,8 +258,8 @@ def test_who_must_be_identical(dtype: torch.dtype, exact: bool, open_to_doubt: b
 
 def gaps(llm: Any, asked: Asked, said: Said) -> list[tuple[float, int]]:
     """(gap between the two best scores, second best token) at every position of an output."""
-    judge = Judge(llm, Tolerance.none(llm.decoder.dtype))
-    scores = judge._scores(asked, lossless.teacher_forced(llm.decoder, asked.prompt_ids, said.ids), said.ids)
+    judge = Judge(llm, Tolerance(dtype=llm.decoder.dtype, ulps=0))
+    scores = judge._scores(asked, near_ties.teacher_forced(llm.decoder, asked.prompt_ids, said.ids), said.ids)
     top = scores.topk(2, dim=-1)
     return [(float(v[0] - v[1]), int(i[1])) for v, i in zip(top.values, top.indices, strict=True)]
 
@@ -318,7 +319,7 @@ def test_a_gap_above_the_tolerance_does_not(llm: Any, parting: Parting):
 
 
 def test_nothing_is_explained_without_a_tolerance(llm: Any, parting: Parting):
-    judge = Judge(llm, Tolerance.none(torch.bfloat16))
+    judge = Judge(llm, Tolerance(dtype=torch.bfloat16, ulps=0))
     finding = judge.look(parting.asked, parting.plain, parting.other, parting.at)
     assert (finding.explained, finding.what) == (False, "wrong token")
     assert finding.gap == pytest.approx(parting.gap, abs=1e-6)
@@ -396,8 +397,8 @@ def test_penalties_are_part_of_the_scores():
     params = replace(GREEDY, repetition_penalty=1.8, frequency_penalty=0.7)
     prompt = prompts(1)[0]
     said = llm.say(prompt, params)
-    judge = Judge(llm, Tolerance.none(torch.float64))
-    logits = lossless.teacher_forced(llm.decoder, prompt, said.ids)
+    judge = Judge(llm, Tolerance(dtype=torch.float64, ulps=0))
+    logits = near_ties.teacher_forced(llm.decoder, prompt, said.ids)
     chosen = judge._scores(Asked(prompt_ids=prompt, params=params), logits, said.ids).argmax(dim=-1).tolist()
     assert chosen == list(said.ids)
     assert logits.argmax(dim=-1).tolist() != chosen
@@ -414,8 +415,9 @@ def test_what_the_target_cannot_be_asked_is_a_failure_too(llm: Any, ids: list[in
 
 def test_a_warm_output_needs_its_seed(llm: Any):
     asked = Asked(prompt_ids=prompts(1)[0], params=SamplingParams(temperature=1))
+    judge = Judge(llm, Tolerance(dtype=torch.bfloat16, ulps=0))
     with pytest.raises(ConfigError, match="seed"):
-        Judge(llm, Tolerance.none(torch.bfloat16)).look(asked, Said([1, 2], "length"), Said([1, 3], "length"), 1)
+        judge.look(asked, Said([1, 2], "length"), Said([1, 3], "length"), 1)
 
 
 # -- a whole report
@@ -465,7 +467,7 @@ def test_check_finds_a_real_method_identical(params: SamplingParams):
 
 
 def test_check_judges_with_the_target_of_the_reference(loose: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lossless, "pass_spread", lambda *_: 0.01)
+    monkeypatch.setattr(near_ties, "pass_spread", lambda *_: 0.01)
     base = answers(loose, "plain", GREEDY)
     other = replace(base, method="fast", outputs=[list(ids) for ids in base.outputs])
     other.outputs[2][5] = (other.outputs[2][5] + 1) % VOCAB
@@ -542,22 +544,3 @@ def test_exactness_survives_json(llm: Any):
     report.exactness = lossless.check(report, lambda m: llm, asked_of(GREEDY))
     again = Report.from_dict(report.as_dict())
     assert again.exactness == report.exactness and not again.exactness[0].passed
-
-
-# -- on its own
-
-
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_verify_method(params: SamplingParams):
-    decoder = tiny_decoder(tiny_config())
-    plain: Any = TinyLLM(decoder)
-    fast: Any = TinyLLM(decoder, draft_model(depth=3))
-    assert lossless.verify_method(plain, fast, prompts(3), params).identical == 3
-    other: Any = TinyLLM(tiny_decoder(seed=1))
-    assert len(lossless.verify_method(plain, other, prompts(3), params).failures) == 3
-
-
-@pytest.mark.parametrize("params", [SamplingParams(temperature=1), SamplingParams(temperature=0, n=2)])
-def test_verify_method_needs_one_sample_and_a_seed(llm: Any, params: SamplingParams):
-    with pytest.raises(ConfigError):
-        lossless.verify_method(llm, llm, prompts(1), params)

@@ -77,11 +77,11 @@ for line in sys.stdin:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Peer]]:
     """Makes and starts a peer that counts on from the last token of a prompt."""
-    modes = {name: PeerMode(title=name) for name in ("plain", "broken", "dead")}
-    modes |= {"drafting": PeerMode(title="d", draft=True, max_batch=1, options={"depth": 3, "width": None})}
+    modes = {name: PeerMode() for name in ("plain", "broken", "dead")}
+    modes |= {"drafting": PeerMode(draft=True, max_batch=1, options={"depth": 3, "width": None})}
     for name, text in (("fake", FAKE), ("babble", BABBLE)):
         (tmp_path / f"{name}.py").write_text(text)
-        kind = PeerKind(name=name, title=name, worker=str(tmp_path / f"{name}.py"), modes=modes)
+        kind = PeerKind(name=name, worker=str(tmp_path / f"{name}.py"), modes=modes)
         monkeypatch.setitem(PEERS, name, kind)
         (tmp_path / name / "venv/bin").mkdir(parents=True)
         (tmp_path / name / "venv/bin/python").symlink_to(sys.executable)
@@ -292,8 +292,8 @@ from pathlib import Path
 from paceline.bench import peers
 from paceline.bench.records import Method
 folder = Path({str(tmp_path)!r})
-modes = {{"plain": peers.PeerMode(title="")}}
-peers.PEERS["fake"] = peers.PeerKind(name="fake", title="", worker=str(folder / "fake.py"), modes=modes)
+modes = {{"plain": peers.PeerMode()}}
+peers.PEERS["fake"] = peers.PeerKind(name="fake", worker=str(folder / "fake.py"), modes=modes)
 peer = peers.Peer("fake").start(Method(name="m", engine="fake"), folder, threads=1, max_model_len=8)
 print(peer.about["pid"], peer.about["child"], flush=True)
 if {doing!r} == "busy":
@@ -457,5 +457,5 @@ def test_float32_ids_of_a_peer_are_ours(
             results = [peer.run(group, NEW_TOKENS, ignore_eos) for group in groups]
             assert [ids for result in results for ids in result.outputs] == expected
             if mode != "plain":
-                assert all(0 <= r.accepted <= r.drafted for r in results)  # type: ignore[operator]
+                assert all(0 <= r.accepted <= r.drafted for r in results)
             assert all(t > 0 for r in results for t in r.ttft_ms or [1.0])

@@ -23,6 +23,8 @@ import pytest
 from reports import TRUTHS, Truth, World, differ, fail
 from rich.console import Console
 
+from paceline.bench import figures
+from paceline.bench.figures import Panel
 from paceline.bench.records import Method, Report
 from paceline.bench.report import load_report, markdown, page, plots, save_report, terminal, write_all
 from paceline.bench.report import wording as say
@@ -145,8 +147,9 @@ def test_page_is_whole_and_loads_nothing(report: Report) -> None:
     for tag, attrs in found.tags:
         assert tag not in ("img", "iframe", "object", "embed", "base", "form")
         assert tag != "script" or not attrs
-        for name in ("src", "srcset", "action", "data", "poster", "background", "xlink:href"):
+        for name in ("src", "srcset", "action", "data", "poster", "background"):
             assert name not in attrs
+        assert attrs.get("xlink:href", "#")[:1] == "#"  # a mark that is drawn again and again
         assert not any(name.startswith("on") for name in attrs)
         if "href" in attrs:
             assert attrs["href"] in ("report.json", "data:,")
@@ -156,12 +159,13 @@ def test_page_is_whole_and_loads_nothing(report: Report) -> None:
 
 
 def test_no_plot_has_a_place_outside_of_it(report: Report) -> None:
-    """Every percentage lies within its lane, every figure is a number."""
+    """Every mark lies within its picture, every figure is a number."""
     text = page.render(report)
     body = text[: text.index("<script>")]
     assert not re.search(r"""["'> ](nan|-?inf)\b""", body, re.I)
-    for value in re.findall(r'\b(?:x|x1|x2|cx|width)="(-?[0-9.]+)%"', text):
-        assert 0 <= float(value) <= 100.01
+    for width, height, plot in re.findall(r'<svg[^>]*viewBox="0 0 ([0-9.]+) ([0-9.]+)"[^>]*>(.*?)</svg>', text, re.S):
+        for x, y in re.findall(r'<use [^>]*x="(-?[0-9.]+)" y="(-?[0-9.]+)"', plot):
+            assert 0 <= float(x) <= float(width) and 0 <= float(y) <= float(height)
 
 
 def test_terminal_fits_80_columns_and_cuts_nothing(report: Report) -> None:
@@ -262,7 +266,7 @@ def test_synthetic_methods_carry_the_word_in_every_view() -> None:
     found = Page(page.render(report))
     cells = [cell for table in found.tables for row in table for cell in row if cell.startswith("right-at-0.9")]
     assert cells and all(cell.startswith(marked) for cell in cells)
-    labels = [a["aria-label"] or "" for t, a in found.tags if t == "svg" and "right-at" in (a.get("aria-label") or "")]
+    labels = [a["aria-label"] or "" for t, a in found.tags if "right-at" in (a.get("aria-label") or "")]
     assert labels and all(label.count("right-at-0.9") == label.count(marked) for label in labels)
     assert "right-at-0.9" not in say.headline(summarise(report))
 
@@ -323,31 +327,46 @@ def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
 # -- plots
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.5, 4.7), (1, 1), (0, 0), (0.99, 1.01), (0, 3721.5), (0, 12)])
-def test_an_axis_holds_its_range_on_round_ticks(low: float, high: float) -> None:
-    axis = plots.scale(low, high)
-    assert axis.low <= low and axis.high >= high and 2 <= len(axis.ticks) <= 9
-    assert 0 <= axis.at(low) <= axis.at(high) <= 100
-    steps = {round(b - a, 9) for a, b in zip(axis.ticks, axis.ticks[1:], strict=False)}
-    assert len(steps) == 1
-    assert round(next(iter(steps)) / 10 ** math.floor(math.log10(next(iter(steps)))), 6) in (1, 2, 2.5, 5)
-
-
 def test_every_method_has_a_look_of_its_own() -> None:
-    methods = [Method(name=f"m{i}", drafter="ngram") for i in range(16)]
-    looks = plots.marks(methods)
-    assert len({(mark.classes, mark.shape) for mark in looks.values()}) == 16
+    ours = [Method(name=f"m{i}", drafter="ngram") for i in range(16)]
+    theirs = [Method(name=f"p{i}", engine="vllm", drafter="ngram") for i in range(6)]
+    looks = plots.looks([*ours, *theirs, Method(name="plain"), Method(name="s", drafter="x", synthetic=True)])
+    assert len({(look.colour, look.marker, look.hollow) for look in looks.values()}) == 16 + 6 + 2
+    assert {looks[m.name].marker for m in ours}.isdisjoint({looks[m.name].marker for m in theirs})
+    assert looks["plain"].colour == plots.GREY and looks["s"].hollow
 
 
-def test_a_plot_shows_the_interval_where_the_axis_says() -> None:
+def test_a_plot_shows_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each workload and for all of them; the whiskers end where the intervals do."""
+    drawn: list[tuple[Panel, str]] = []
+    monkeypatch.setattr(figures, "svg", lambda panels, kind: drawn.append((panels[0], kind)) or "")
     summary = summarise(World().report())
-    row = next(r for r in summary.overall if r.method.name == "hybrid")
-    assert row.speedup is not None
-    axis = plots.speedup_scale([row])
-    plot = plots.speedup_panel([row], axis, plots.marks([row.method]))
-    (found,) = re.findall(r'class="whisker [^"]*" x1="([0-9.]+)%" x2="([0-9.]+)%"', plot)
-    at = [axis.low + float(x) / 100 * (axis.high - axis.low) for x in found]
-    assert at == pytest.approx([row.speedup.low, row.speedup.high], abs=0.001)
+    section = summary.sections[0]
+    words = plots.speedups(summary, section, plots.looks(summary.report.methods))
+    [(panel, kind)] = drawn
+    assert kind == "dots" and panel.line_at == 1.0
+    rows = {row.method.name: row for row in summary.total(section) if row.speedup}
+    assert [series.label.replace("\n", " ") for series in panel.series] == [
+        say.method_name(r.method) for r in rows.values()
+    ]
+    picture = figures.figure([panel], "dots")
+    for series, container, row in zip(panel.series, picture.axes[0].containers, rows.values(), strict=True):
+        ratios = [row.speedup, *(r.speedup for r in summary.of(section) if r.method == row.method)]
+        assert len(series.x) == len(ratios) == 6
+        ends = [segment[:, 0].tolist() for segment in container[2][0].get_segments()]
+        assert ends == [pytest.approx([ratio.low, ratio.high]) for ratio in ratios if ratio]
+        assert all(say.interval(ratio) in words for ratio in ratios)
+
+
+def test_without_matplotlib_the_page_is_written_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_plots = Page(page.render(World().report()))
+    monkeypatch.setattr(figures, "drawable", lambda: False)
+    monkeypatch.setattr(page, "drawable", lambda: False)
+    without = Page(page.render(World().report()))
+    assert without.tables == with_plots.tables and without.tables
+    assert any(tag == "svg" for tag, _ in with_plots.tags) and not any(tag == "svg" for tag, _ in without.tags)
+    assert "pip install 'paceline[bench]'" in " ".join(without.words)
+    assert "pip install" not in " ".join(with_plots.words)
 
 
 # -- files
@@ -468,14 +487,14 @@ Promise.all(frames.map((entry) => entry[2])).then(() => {
     const input = page.querySelector(".filter input");
     input.value = "gsm8k hybrid";
     input.dispatchEvent(new Event("input"));
-    const outside = [...page.querySelectorAll(".label, .figure, .tile, h1, h2, h3, h4, p, li")].filter((element) => {
+    const outside = [...page.querySelectorAll(".plot, .tile, h1, h2, h3, h4, p, li")].filter((element) => {
       const box = element.getBoundingClientRect();
       return box.width && (box.left < -0.5 || box.right > width + 0.5);
     });
     found[width] = {
       scroll: page.documentElement.scrollWidth,
       outside: outside.map((element) => element.outerHTML.slice(0, 80)),
-      lanes: [...page.querySelectorAll(".lane svg")].every((lane) => lane.getBoundingClientRect().width > 60),
+      plots: [...page.querySelectorAll(".plot svg")].every((plot) => plot.getBoundingClientRect().width > 200),
       requests: frame.contentWindow.performance.getEntriesByType("resource").map((entry) => entry.name),
       descending: sorted.every((speed, i) => !i || sorted[i - 1] >= speed),
       all, filtered: visible(),
@@ -538,7 +557,7 @@ def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
     for width, seen in found.items():
         assert seen["scroll"] <= int(width), f"the page is wider than {width} px"
         assert seen["outside"] == []
-        assert seen["lanes"], f"plots are squeezed at {width} px"
+        assert seen["plots"], f"plots are squeezed at {width} px"
         assert seen["requests"] == []
         assert seen["descending"]
         assert 0 < seen["filtered"] < seen["all"]

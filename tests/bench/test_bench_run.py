@@ -22,13 +22,15 @@ from tiny import tiny_config, tiny_decoder
 from paceline import zoo
 from paceline.bench import measure
 from paceline.bench import run as bench
+from paceline.bench import trials as trials_module
 from paceline.bench.journal import Journal
 from paceline.bench.measure import Builder, Group, Limits, Memory, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
 from paceline.bench.peers import PeerError, PeerResult
 from paceline.bench.records import Cell, Method, PromptIds, Trial
 from paceline.bench.report import load_report
-from paceline.bench.run import BenchConfig, Run, cells_of, groups_of, interleaved, rotated
+from paceline.bench.run import BenchConfig, Run
+from paceline.bench.schedule import cells_of, groups_of, interleaved, rotated
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
 
@@ -368,6 +370,14 @@ class TestGoingOn:
         with pytest.raises(ConfigError, match="no journal of this version"):
             Journal(path, {}, resume=True)
 
+    def test_a_journal_with_a_record_of_another_form_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal.jsonl"
+        Journal(path, {}, resume=False).close()
+        with path.open("a") as file:
+            file.write('{"trial": {"method": "plain", "colour": "blue"}}\n')
+        with pytest.raises(ConfigError, match="what no run writes"):
+            Journal(path, {}, resume=True)
+
     def test_a_journal_gives_back_what_it_was_given(self, tmp_path: Path) -> None:
         path = tmp_path / "journal.jsonl"
         group = Group(cell=Cell(workload="ä"), index=0, prompts=tuple(prompts_of(1)), seed=0)
@@ -386,7 +396,8 @@ class TestGoingOn:
 
     def test_a_time_limit_ends_a_run_between_comparisons(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = iter(range(0, 100_000, 10))
-        monkeypatch.setattr(bench, "perf_counter", lambda: float(next(clock)))
+        for module in (bench, trials_module):
+            monkeypatch.setattr(module, "perf_counter", lambda: float(next(clock)))
         report = Run(config(time_limit_s=25.0)).execute().report
         assert 0 < len(report.trials) < 12 and len(report.trials) % 3 == 0
         assert any("stopped after 25 s" in note for note in report.notes)
@@ -451,9 +462,9 @@ class TestPeers:
     @pytest.fixture(autouse=True)
     def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakePeer.made, FakePeer.fail_after = [], None
-        monkeypatch.setattr(bench, "Peer", FakePeer)
+        monkeypatch.setattr(trials_module, "Peer", FakePeer)
         built = {"transformers": "it is not built", "llama.cpp": None, "vllm": None}
-        monkeypatch.setattr(bench, "peer_available", lambda name: built[name])
+        monkeypatch.setattr(trials_module, "peer_available", lambda name: built[name])
 
     def test_peers_run_in_turns_and_one_that_cannot_says_why(self) -> None:
         texts = ["plain", "llama.cpp/plain", "llama.cpp/ngram-mod", "transformers/plain"]

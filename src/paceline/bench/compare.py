@@ -19,17 +19,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .records import Cell, Report, Trial
+from .records import Cell, Report
 from .report import wording as say
+from .report.tables import NONE
+from .report.tables import Cell as Shown
+from .report.terminal import add_block, rich_table
 from .summary import SEED, Floats, Index, Interval, bootstrap, draw_groups, percentile_bounds, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
-STYLES: dict[Verdict, tuple[str, str]] = {  # mark, style
-    "faster": ("▲", "green"),
-    "slower": ("▼", "bold red"),
+MARKS: dict[Verdict, tuple[str, str]] = {  # mark, kind of the cell
+    "faster": ("▲", "good"),
+    "slower": ("▼", "bad"),
     "same": ("=", ""),
-    "unknown": ("?", "dim"),
+    "unknown": ("?", ""),
 }
 
 
@@ -136,9 +139,10 @@ def _key_label(index: Index, key: tuple[Cell, str]) -> str:
 
 
 def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
-    sides = [(_speed_logs(left, name, c), _speed_logs(right, name, c)) for c in cells]
-    ratios = [(_speedup_logs(left, name, c), _speedup_logs(right, name, c)) for c in cells]
-    ratios = [(a, b) for a, b in ratios if a and b]
+    sides = [(_logs(left, name, c), _logs(right, name, c)) for c in cells]
+    ratios = [
+        (a, b) for c in cells if (a := _logs(left, name, c, paired=True)) and (b := _logs(right, name, c, paired=True))
+    ]
     ratio = _ratio(sides, f"{name}|{cell}")
     assert ratio is not None  # a common cell has finished trials on both sides
     return ComparedRow(
@@ -151,26 +155,18 @@ def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell
     )
 
 
-def _speed_logs(index: Index, name: str, cell: Cell) -> Logs:
+def _logs(index: Index, name: str, cell: Cell, paired: bool = False) -> Logs:
+    """Logs of speeds; paired: of their ratios to plain decoding's, and none of plain decoding itself."""
     trials = index.trials[cell, name]
-    return _by_prompts(trials, {key: float(np.log(speed)) for key, speed in speeds(trials).items()})
-
-
-def _speedup_logs(index: Index, name: str, cell: Cell) -> Logs:
-    """Logs of the paired ratios to plain decoding; none of plain decoding itself."""
-    reference = index.reference(index.methods[name])
-    if reference is None or reference == name:
-        return {}
-    trials, plain = index.trials[cell, name], speeds(index.trials.get((cell, reference), ()))
-    mine = speeds(trials)
-    return _by_prompts(trials, {key: float(np.log(mine[key] / plain[key])) for key in mine.keys() & plain.keys()})
-
-
-def _by_prompts(trials: Sequence[Trial], values: Mapping[tuple[int, int], float]) -> Logs:
+    values = speeds(trials)
+    if paired:
+        reference = index.reference(index.methods[name])
+        plain = speeds(index.trials.get((cell, reference), ())) if reference not in (None, name) else {}
+        values = {key: speed / plain[key] for key, speed in values.items() if key in plain}
     found: Logs = {}
     for trial in trials:
         if (trial.group, trial.repeat) in values:
-            found.setdefault(tuple(trial.prompts), []).append(values[trial.group, trial.repeat])
+            found.setdefault(tuple(trial.prompts), []).append(float(np.log(values[trial.group, trial.repeat])))
     return found
 
 
@@ -216,10 +212,9 @@ def render_terminal(comparison: Comparison) -> RenderableType:
     """Differences of the runs first, then the figures, then what only one of them has."""
     parts: list[RenderableType] = [Text(f"A: {comparison.a}"), Text(f"B: {comparison.b}"), Text()]
     parts.append(_difference_table(comparison) if comparison.differences else Text("the runs differ in nothing known"))
-    parts += [Text(), main_table(comparison) if comparison.rows else Text("no method ran in the same cell in both")]
+    parts += [Text(), _main_table(comparison) if comparison.rows else Text("no method ran in the same cell in both")]
     for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
-        if only:
-            parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in only)]
+        parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in only)] if only else []
     note = (
         "Ratios B/A with 95% intervals; ▲ faster, ▼ slower, = the interval covers 1, ? too few trials. "
         "The runs were not interleaved: a machine that was slower at "
@@ -228,34 +223,23 @@ def render_terminal(comparison: Comparison) -> RenderableType:
     return Group(*parts, Text(f"\n{note}", style="dim"))
 
 
-def main_table(comparison: Comparison) -> Table:
+def _main_table(comparison: Comparison) -> Table:
     """The figures: over all common cells, then by cell."""
-    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold")
-    for name in ("A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = rich_table("method", "A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A")
     for cell in dict.fromkeys(row.cell for row in comparison.rows):
         title = "all common cells" if cell is None else say.cell_label(cell)
-        table.add_row(Text(title, style="bold"))
-        for row in comparison.rows:
-            if row.cell == cell:
-                table.add_row(*_cells(row))
+        add_block(table, title, (_cells(row) for row in comparison.rows if row.cell == cell))
     return table
 
 
-def _cells(row: ComparedRow) -> tuple[Text | str, ...]:
-    return (
-        Text("  " + row.method),
-        say.number(row.tokens_per_s[0]),
-        say.number(row.tokens_per_s[1]),
-        _judged(row.ratio, row.verdict),
-        _judged(row.speedup_ratio, row.speedup_verdict) if row.speedup_ratio else say.NOTHING,
-    )
+def _cells(row: ComparedRow) -> list[Shown]:
+    speeds = (Shown(text=say.number(speed)) for speed in row.tokens_per_s)
+    return [Shown(text=row.method), *speeds, _judged(row.ratio), _judged(row.speedup_ratio)]
 
 
-def _judged(ratio: Interval | None, judged: Verdict) -> Text:
-    mark, style = STYLES[judged]
-    return Text(f"{say.interval(ratio)} {mark}", style=style)
+def _judged(ratio: Interval | None) -> Shown:
+    mark, kind = MARKS[verdict(ratio)]
+    return Shown(text=f"{say.interval(ratio)} {mark}", kind=kind) if ratio else NONE
 
 
 def _difference_table(comparison: Comparison) -> Table:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import permutations
 from statistics import geometric_mean, median
 from time import perf_counter
 from typing import Any
@@ -26,10 +27,6 @@ class DecodeRate:
     low: float  # slowest repeat
     high: float  # fastest repeat
     repeats: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
 
 
 def measure(
@@ -61,16 +58,12 @@ def measure(
         if progress:
             progress(repeat)
     rows = [
-        DecodeRate(
-            engine=name, batch=b, tokens_per_s=median(found), low=min(found), high=max(found), repeats=len(found)
-        )
-        for (name, b), found in rates.items()
+        DecodeRate(engine=name, batch=b, tokens_per_s=median(r), low=min(r), high=max(r), repeats=len(r))
+        for (name, b), r in rates.items()
     ]
     ratios = {
         (a, c, b): geometric_mean(x / y for x, y in zip(rates[a, b], rates[c, b], strict=True))
-        for a in engines
-        for c in engines
-        if a != c
+        for a, c in permutations(engines, 2)
         for b in batches
     }
     return rows, ratios

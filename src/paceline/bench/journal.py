@@ -98,11 +98,15 @@ class Journal:
                 f"it was begun with other settings: {said}",
                 "give the same settings, or start again with --overwrite",
             )
-        for record, _ in records[1:]:
-            if "trial" in record:
-                self.trials.append(Trial.from_dict(record["trial"]))
-            else:
-                self.answers.setdefault(record["conversation"], []).append(record["answer"])
+        try:
+            for record, _ in records[1:]:
+                if "trial" in record:
+                    self.trials.append(Trial.from_dict(record["trial"]))
+                else:
+                    self.answers.setdefault(record["conversation"], []).append(record["answer"])
+        except (KeyError, ValueError) as error:
+            wrong = f"it holds what no run writes ({error})"
+            raise ConfigError(f"--resume with {path}", wrong, "start again with --overwrite") from error
         return records[-1][1]
 
 

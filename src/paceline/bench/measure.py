@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +32,11 @@ from .records import Cell, Method, PromptIds, Trial
 log = logging.getLogger(__name__)
 
 _SELF = Path("/proc/self")
+# What a trial takes from the engine's own statistics.
+COUNTED = (
+    *("passes", "drafted", "accepted", "depth_offered", "depth_accepted"),
+    *("row_layers", "upper_row_layers", "pruned", "draft_ms", "verify_ms", "host_ms"),
+)
 _PEAK_RESET = "5"  # what clears VmHWM, see proc(5)
 
 
@@ -68,12 +73,6 @@ class Group:
             wall_ms=0.0,
             ttft_ms=[],
         )
-
-    def failed(self, method: str, repeat: int, error: BaseException) -> Trial:
-        """A trial that ended in an error."""
-        trial = self.blank(method, repeat)
-        trial.error = f"{type(error).__name__}: {error}"
-        return trial
 
 
 # -- memory
@@ -172,6 +171,13 @@ class Arrivals:
         """From the submission of the group to its last token."""
         return (max(w.last for w in self.watches.values()) - self.submitted) * 1e3
 
+    def stats(self) -> SpecStats:
+        """Of all requests together."""
+        merged = SpecStats()
+        for watch in self.watches.values():
+            merged = merged.merge(watch.sequence.state.stats)
+        return merged
+
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
@@ -214,7 +220,7 @@ class EngineRunner:
             Exception: whatever the engine raises.
         """
         self._forget()
-        self._drive(group, self._submit(group, max_new_tokens))
+        self._drive(self._submit(group, max_new_tokens))
 
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial. An error of the engine becomes the trial's."""
@@ -224,27 +230,21 @@ class EngineRunner:
         try:
             with quiet_collector():
                 before, can_peak = self._memory.held(), self._memory.reset_peak()
-                arrivals, (steps, bytes_read) = self._timed(group)
+                arrivals = self._submit(group)
+                trial.steps, trial.bytes_read = self._drive(arrivals)
         except Exception as error:
             self._abort_all()
             log.warning("%s failed on group %d of %s", self.method.name, group.index, group.cell, exc_info=error)
-            return group.failed(self.method.name, repeat, error)
+            return replace(trial, error=f"{type(error).__name__}: {error}")
         except BaseException:
             self._abort_all()
             raise
         trial.peak_bytes = self._peak(before) if can_peak else None
-        trial.steps, trial.bytes_read = steps, bytes_read
         _fill(trial, arrivals)
         trial.budget = _rounded(self.llm.engine.budget.describe())
-        trial.off_reason = self._off_reason(arrivals)
+        off = None if self.method.plain else arrivals.stats().off_reason
+        trial.off_reason = self.llm.engine.round.failure or off
         return trial
-
-    def close(self) -> None:
-        """Nothing outlives the process."""
-
-    def _timed(self, group: Group) -> tuple[Arrivals, tuple[int, int]]:
-        arrivals = self._submit(group)
-        return arrivals, self._drive(group, arrivals)
 
     def _submit(self, group: Group, max_new_tokens: int | None = None) -> Arrivals:
         engine = self.llm.engine
@@ -255,7 +255,7 @@ class EngineRunner:
             arrivals.watches[request_id] = _Watch(engine.live[request_id].sequences[0])
         return arrivals
 
-    def _drive(self, group: Group, arrivals: Arrivals) -> tuple[int, int]:
+    def _drive(self, arrivals: Arrivals) -> tuple[int, int]:
         """Step until all are answered. Returns steps, and bytes that their passes had to read."""
         engine, decoder = self.llm.engine, self.llm.decoder
         weights, steps, keys = decoder.pass_bytes, 0, 0
@@ -290,12 +290,6 @@ class EngineRunner:
         self._holds += max(0, after - before)
         return found
 
-    def _off_reason(self, arrivals: Arrivals) -> str | None:
-        if self.llm.engine.round.failure:
-            return self.llm.engine.round.failure
-        stats = _merged(arrivals)
-        return None if self.method.plain else stats.off_reason
-
 
 def _rounded(value: Any) -> Any:
     """Floats to four digits, for a journal that is read by people too."""
@@ -306,26 +300,17 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _merged(arrivals: Arrivals) -> SpecStats:
-    merged = SpecStats()
-    for watch in arrivals.watches.values():
-        merged = merged.merge(watch.sequence.state.stats)
-    return merged
-
-
 def _fill(trial: Trial, arrivals: Arrivals) -> None:
     """What the requests say about themselves."""
     states = [watch.sequence.state for watch in arrivals.watches.values()]
-    stats = _merged(arrivals)
+    stats = arrivals.stats()
     trial.outputs = [list(state.token_ids) for state in states]
     trial.finish = [str(state.checker.finish_reason) for state in states]
     trial.wall_ms = arrivals.wall_ms()
     trial.ttft_ms = arrivals.ttft_ms()
     trial.waits_ms, trial.arrivals = arrivals.waits_ms, arrivals.counts
-    trial.passes, trial.drafted, trial.accepted = stats.passes, stats.drafted, stats.accepted
-    trial.depth_offered, trial.depth_accepted = stats.depth_offered, stats.depth_accepted
-    trial.row_layers, trial.upper_row_layers, trial.pruned = stats.row_layers, stats.upper_row_layers, stats.pruned
-    trial.draft_ms, trial.verify_ms, trial.host_ms = stats.draft_ms, stats.verify_ms, stats.host_ms
+    for name in COUNTED:
+        setattr(trial, name, getattr(stats, name))
 
 
 # -- building them
@@ -382,7 +367,8 @@ class Builder:
             "drafter": drafter_config(method, answers),
             "round": method.round,
             "dtype": method.dtype,
-            "applications": self._named(method),
+            # No engine holds sets that it does not run.
+            "applications": {name: self._applications[name]} if (name := method.application) else None,
             **method.settings,
         }
         target, held = self._target(options)
@@ -393,10 +379,6 @@ class Builder:
         before = self.memory.held()
         llm = LLM(**options, share=target)
         return llm, held, _growth(before, self.memory.held())
-
-    def _named(self, method: Method) -> dict[str, str] | None:
-        """The method's application alone: no engine holds sets that it does not run."""
-        return None if method.application is None else {method.application: self._applications[method.application]}
 
     def _target(self, options: dict[str, Any]) -> tuple[LLM, int | None]:
         """The target that these options want, loaded where it is not there yet."""

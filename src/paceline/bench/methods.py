@@ -34,9 +34,10 @@ from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
 from ..target.loader import resolve_folder
 from ..target.streams import read_config
+from .peers import PEERS, PeerKind
+from .peers import check as check_peer
 from .records import PLAIN, PLAIN_MODES, Method
 
-OWN = "paceline"  # the engine of our own methods
 NONE = "none"  # the drafter of plain decoding
 ANSWERS = "answers"  # the option of a drafter that looks at recorded answers
 RECORDED = "recorded"  # stands for the file that the run records
@@ -91,7 +92,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
     settings = dict(_assignment(item, text) for item in rest)
     if len(settings) < len(rest):
         raise ConfigError(f"--method {text!r}", "an option is given twice", "give it once")
-    if _is_peer(body):
+    if "/" in re.split(r"[,:=]", body, maxsplit=1)[0]:
         return _peer_method(text, name, body, settings, dtype)
     return _own_method(text, name, body, settings, dtype)
 
@@ -134,19 +135,15 @@ def _sweep_value(setting: str, value: str, text: str) -> Any:
             raise ConfigError(asked, f"{drafter} has no option {option!r}", _near(option, known))
         return value
     if setting in CELL_SETTINGS:
-        return _number(CELL_SETTINGS[setting], value, asked)
-    if setting == "dtype":
-        return value
+        try:
+            return CELL_SETTINGS[setting](value)
+        except ValueError as error:
+            raise ConfigError(asked, f"{value!r} is no number of this kind", "write it like batch=1,2,4") from error
     if setting == "round":
         return _known_round(value, asked)
+    if setting == "dtype":
+        return value
     return _setting_value(setting, value, asked, [*CELL_SETTINGS, "dtype", "round", "DRAFTER.OPTION"])
-
-
-def _number(kind: Callable[[str], Any], value: str, asked: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ConfigError(asked, f"{value!r} is no number of this kind", "write it like batch=1,2,4") from error
 
 
 def _named(head: str) -> tuple[str | None, str]:
@@ -160,10 +157,6 @@ def _assignment(item: str, text: str) -> tuple[str, str]:
     if not key or not equals or not value:
         raise ConfigError(f"--method {text!r}", f"{item!r} is not option=value", _FORM)
     return key, value
-
-
-def _is_peer(body: str) -> bool:
-    return "/" in re.split(r"[,:=]", body, maxsplit=1)[0]
 
 
 def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, str], dtype: str) -> Method:
@@ -200,21 +193,20 @@ def _default_name(drafter: str, settings: dict[str, str]) -> str:
 
 
 def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str], dtype: str) -> Method:
-    from .peers import PEERS
-    from .peers import check as check_peer
-
-    asked = f"--method {text!r}"
     engine, _, mode = body.partition("/")
-    if engine not in PEERS:
-        raise ConfigError(asked, f"there is no peer {engine!r}", _near(engine, PEERS))
-    if mode not in PEERS[engine].modes:
-        raise ConfigError(asked, f"{engine} has no mode {mode!r}", _near(mode, PEERS[engine].modes))
-    found = dict(settings)
-    dtype = found.pop("dtype", dtype)
-    values = {key: _plain_value(value) for key, value in found.items()}
+    modes = _peer(engine, f"--method {text!r}").modes
+    if mode not in modes:
+        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", _near(mode, modes))
+    dtype, values = settings.get("dtype", dtype), {k: _plain_value(v) for k, v in settings.items() if k != "dtype"}
     method = Method(name=name or text, engine=engine, drafter=mode, settings=values, dtype=dtype)
     check_peer(method)
     return method
+
+
+def _peer(name: str, asked: str) -> PeerKind:
+    if name not in PEERS:
+        raise ConfigError(asked, f"there is no peer {name!r}", _near(name, PEERS))
+    return PEERS[name]
 
 
 def _plain_value(text: str) -> Any:
@@ -278,11 +270,6 @@ def check(method: Method) -> None:
     LLMConfig(model="any", drafter=drafter_config(method), round=method.round, dtype=method.dtype, **method.settings)
 
 
-def is_plain(method: Method) -> bool:
-    """Whether nobody drafts."""
-    return method.plain
-
-
 def drafter_config(method: Method, answers: str | None = None) -> registry.DrafterConfig | None:
     """The drafter of one of our own methods; None where there is none.
 
@@ -297,7 +284,7 @@ def drafter_config(method: Method, answers: str | None = None) -> registry.Draft
 
 def records_answers(method: Method) -> bool:
     """Whether the run must record the target's answers for this method's drafter."""
-    config = drafter_config(method) if method.engine == OWN else None
+    config = drafter_config(method) if method.own else None
     return config is not None and _answers_of(config) == RECORDED
 
 
@@ -340,16 +327,11 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
         # The draft in the form in which the zoo uses it.
         form = getattr(registry.parse(entry.drafter), "dtype", "auto") if entry.drafter else "auto"
         texts.append(f"draft_model:{entry.draft}" + ("" if form == "auto" else f",dtype={form}"))
-    if entry is not None and entry.drafter:
-        texts.append(entry.drafter)
-    methods = [parse_method(text, dtype) for text in texts]
-    kinds = [_kind(m.drafter) for m in methods]
-    named = [
-        m if kind == NONE or kinds.count(kind) > 1 else replace(m, name=kind)
-        for m, kind in zip(methods, kinds, strict=True)
-    ]
-    _refuse_twins(named)
-    return named
+    texts += [entry.drafter] if entry is not None and entry.drafter else []
+    kinds = [_kind(text) for text in texts]
+    # A kind that is there once is name enough.
+    named = [text if text == PLAIN or kinds.count(_kind(text)) > 1 else f"{_kind(text)}={text}" for text in texts]
+    return parse_methods(named, dtype)
 
 
 def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
@@ -358,16 +340,11 @@ def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
     Raises:
         ConfigError: no such peer.
     """
-    from .peers import PEERS
-
-    found = []
-    for engine in engines:
-        if engine not in PEERS:
-            raise ConfigError(f"--peer {engine}", "there is no such peer", _near(engine, PEERS))
-        found += [
-            Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype) for mode in PEERS[engine].modes
-        ]
-    return found
+    return [
+        Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype)
+        for engine in engines
+        for mode in _peer(engine, f"--peer {engine}").modes
+    ]
 
 
 def with_plain(methods: Sequence[Method], applications: Mapping[str, str] | None = None) -> list[Method]:
@@ -382,8 +359,8 @@ def with_plain(methods: Sequence[Method], applications: Mapping[str, str] | None
     Raises:
         ConfigError: a trained set that cannot be read, or methods whose options make an application answer differently.
     """
-    own = [m for m in methods if m.engine == OWN]
-    covered = {(m.dtype, m.application) for m in own if is_plain(m)}
+    own = [m for m in methods if m.own]
+    covered = {(m.dtype, m.application) for m in own if m.plain}
     firsts: dict[tuple[str, str | None], Method] = {}
     for method in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")]:
         firsts.setdefault((method.dtype, method.application), method)
@@ -404,18 +381,13 @@ def _plain_for(method: Method, dtypes: bool, named: bool, applications: Mapping[
     if method.application is None:
         return plain
     kept = {key: method.settings[key] for key in _OF_TARGET if key in method.settings}
-    if not read_config(Path(resolve_folder(_folder_of(method.application, applications)))).gamma:
+    if method.application not in applications:
+        known = ", ".join(applications) or "none"
+        wrong = f"no folder is given for it (known: {known})"
+        raise ConfigError(f"application {method.application!r}", wrong, "--application NAME=FOLDER")
+    if not read_config(Path(resolve_folder(applications[method.application]))).gamma:
         return replace(plain, settings=kept)
     return replace(plain, drafter=method.drafter, round=method.round, settings={**kept, "budget": 0})
-
-
-def _folder_of(application: str, applications: Mapping[str, str]) -> str:
-    if application not in applications:
-        known = ", ".join(applications) or "none"
-        raise ConfigError(
-            f"application {application!r}", f"no folder is given for it (known: {known})", "--application NAME=FOLDER"
-        )
-    return applications[application]
 
 
 def _refuse_other_answers(methods: Sequence[Method]) -> None:
@@ -449,7 +421,7 @@ def expand(methods: Sequence[Method], sweeps: Sequence[Sweep]) -> list[Method]:
         ]
     _refuse_twins(found)
     for method in found:
-        if method.engine == OWN:
+        if method.own:
             check(method)
             drafter_config(method)
     return found
@@ -458,11 +430,11 @@ def expand(methods: Sequence[Method], sweeps: Sequence[Sweep]) -> list[Method]:
 def _takes(method: Method, setting: str) -> bool:
     if setting == "dtype":
         return True
-    if method.engine != OWN:
+    if not method.own:
         return False
     if "." in setting:
         return _kind(method.drafter) == setting.partition(".")[0]
-    return not (is_plain(method) and (setting in _NEED_DRAFTS or setting == "round"))
+    return not (method.plain and (setting in _NEED_DRAFTS or setting == "round"))
 
 
 def _with(method: Method, sweep: Sweep, value: Any) -> Method:

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
-from .records import Method
+from .records import PLAIN, Method
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
 LOG_LINES = 12  # of a worker's log, quoted when it fails
 KILL_AFTER_S = 5.0
-PLAIN_MODES = ("none", "plain")  # both name plain decoding: a method's default drafter is "none"
 
 
 class PeerError(PacelineError):
@@ -39,7 +38,6 @@ class PeerError(PacelineError):
 class PeerMode:
     """One way of decoding that a peer has."""
 
-    title: str
     draft: bool = False  # needs a draft model
     max_batch: int | None = None  # None: any
     options: Mapping[str, Any] = field(default_factory=dict)  # what a method may set -> default; None: the peer's own
@@ -50,12 +48,10 @@ class PeerKind:
     """One peer, as data."""
 
     name: str  # as `Method.engine` names it, and its folder under `.peers`
-    title: str
     worker: str  # file in `peer_workers`
     modes: Mapping[str, PeerMode]
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     needs: tuple[str, ...] = ("venv/bin/python",)  # files in its folder, beside the stamp of a finished build
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def install(self) -> str:
@@ -63,60 +59,42 @@ class PeerKind:
         return f"make peer-{self.name}"
 
 
+ASSISTED = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+# vLLM has no number of its own for n-grams; 5 and 2..5 are those of its documentation's example.
+VLLM_NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+
 PEERS: dict[str, PeerKind] = {
     kind.name: kind
     for kind in (
         PeerKind(
-            name="transformers",
-            title="Hugging Face transformers, generate()",
+            name="transformers",  # generate()
             worker="transformers_worker.py",
             modes={
-                "plain": PeerMode(title="plain"),
-                "assisted": PeerMode(
-                    title="assistant model, its own schedule",
-                    draft=True,
-                    max_batch=1,
-                    options={
-                        "num_assistant_tokens": None,
-                        "num_assistant_tokens_schedule": None,
-                        "assistant_confidence_threshold": None,
-                    },
-                ),
+                "plain": PeerMode(),
+                "assisted": PeerMode(draft=True, max_batch=1, options=dict.fromkeys(ASSISTED)),
                 "prompt_lookup": PeerMode(
-                    title="prompt lookup",
-                    max_batch=1,
-                    options={"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": None},
+                    max_batch=1, options={"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": None}
                 ),
             },
         ),
         PeerKind(
-            name="llama.cpp",
-            title="llama.cpp, llama-server",
+            name="llama.cpp",  # llama-server
             worker="llama_worker.py",
             modes={
-                "plain": PeerMode(title="plain"),
-                "draft-simple": PeerMode(
-                    title="draft model", draft=True, options={"draft_tokens": None, "p_min": None}
-                ),
-                "ngram-mod": PeerMode(
-                    title="n-grams seen so far", options={"n_match": None, "n_min": None, "n_max": None}
-                ),
+                "plain": PeerMode(),
+                "draft-simple": PeerMode(draft=True, options=dict.fromkeys(("draft_tokens", "p_min"))),
+                "ngram-mod": PeerMode(options=dict.fromkeys(("n_match", "n_min", "n_max"))),
             },
             dtypes=("bfloat16", "float16", "float32"),
             needs=("venv/bin/python", "build/bin/llama-server"),
         ),
         PeerKind(
-            name="vllm",
-            title="vLLM, build for CPUs",
+            name="vllm",  # its build for CPUs
             worker="vllm_worker.py",
             modes={
-                "plain": PeerMode(title="plain"),
-                "ngram": PeerMode(
-                    title="n-grams of the context",
-                    # It has no default of its own for the number; 5 and 2..5 are those of its documentation's example.
-                    options={"num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2},
-                ),
-                "draft_model": PeerMode(title="draft model", draft=True, options={"num_speculative_tokens": 5}),
+                "plain": PeerMode(),
+                "ngram": PeerMode(options=VLLM_NGRAM),
+                "draft_model": PeerMode(draft=True, options={"num_speculative_tokens": 5}),
             },
         ),
     )
@@ -132,13 +110,13 @@ class PeerResult:
     ttft_ms: list[float] | None = None  # of each prompt; None where the peer does not tell
     waits_ms: list[float] = field(default_factory=list)  # as in `Trial`; empty where the peer does not tell
     arrivals: list[int] = field(default_factory=list)
-    drafted: int | None = None  # tokens; None where the mode does not draft
-    accepted: int | None = None
+    drafted: int = 0  # tokens
+    accepted: int = 0
 
     @property
     def passes(self) -> int:
         """Target passes that chose tokens: each gives what it accepts and one token more."""
-        return sum(map(len, self.outputs)) - (self.accepted or 0)
+        return sum(map(len, self.outputs)) - self.accepted
 
 
 def peers_folder() -> Path:
@@ -192,7 +170,7 @@ def check(method: Method, *, draft: bool = True, batch: int = 1) -> tuple[PeerKi
         ConfigError: an unknown peer, mode, option or dtype, no draft model, too large a batch.
     """
     kind = kind_of(method.engine)
-    name = "plain" if method.drafter in PLAIN_MODES else method.drafter
+    name = PLAIN if method.plain else method.drafter
     asked = f"method {method.name!r}"
     if name not in kind.modes:
         raise ConfigError(asked, f"{kind.name} has no mode {name!r}", f"choose from {', '.join(kind.modes)}")
@@ -332,22 +310,22 @@ class Peer:
 
     def close(self) -> None:
         """End the worker and its children; twice is once."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
-        if process.poll() is None and not self._paused:
+        assert process.stdin is not None and process.stdout is not None
+        if self.alive and not self._paused:
             with contextlib.suppress(OSError):
-                process.stdin.write(b'{"op": "quit"}\n')  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
+                process.stdin.write(b'{"op": "quit"}\n')
+                process.stdin.flush()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_AFTER_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group, also where only children are left
-            os.killpg(process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)  # the group, also where only children are left
         process.wait()
-        self._paused, self._buffer = False, b""
+        self._process, self._paused, self._buffer = None, False, b""
         for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
+                stream.close()
 
     def __enter__(self) -> Peer:
         return self
@@ -379,7 +357,7 @@ class Peer:
         own = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD"}
         kept = {key: value for key, value in os.environ.items() if key not in own}
         path = f"{home / 'venv/bin'}{os.pathsep}{kept.get('PATH', os.defpath)}"
-        return {**kept, "PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **self.kind.environment}
+        return {**kept, "PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def _call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if not self.alive:
@@ -392,7 +370,8 @@ class Peer:
         except OSError as error:
             raise self._failed(f"ended during {request['op']!r} ({error})") from error
         if line is None:
-            self._kill()
+            self._signal(signal.SIGKILL)
+            self._process.wait()
             raise self._failed(f"did not finish {request['op']!r} within {timeout_s:g} s and was ended")
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -429,17 +408,11 @@ class Peer:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 
-    def _kill(self) -> None:
-        self._signal(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
-
     def _failed(self, what: str) -> PeerError:
-        text = f"{self.kind.name} {what}"
-        tail = self._log_tail()
+        text, tail = f"{self.kind.name} {what}", self._log_tail()
         return PeerError(f"{text}\nlast lines of {self.log}:\n{tail}" if tail else text)
 
     def _log_tail(self) -> str:

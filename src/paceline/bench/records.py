@@ -13,25 +13,60 @@ another one, and repeated. Aggregates are never stored without the trials behind
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar, Self, cast
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+OWN = "paceline"  # the engine of our own methods
 SCHEMA = 1  # of the JSON report; raised when a reader of an older one would go wrong
 PLAIN = "plain"  # name of the method that every speed-up is over
 PLAIN_MODES = ("none", PLAIN)  # `Method.drafter` of decoding without speculation, ours and the peers'
 
 
+class Record:
+    """What is written as JSON and read back: values are checked, unknown keys are refused."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Self:
+        """From what JSON gives.
+
+        Raises:
+            ValueError: a key that is missing or unknown, or a value of another type; the first of them is named.
+        """
+        try:
+            found: Self = _adapter(cast(Any, cls)).validate_python(values)
+            return found
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}") from error
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Record):
     """One way of decoding."""
 
     name: str  # unique in a report, shown everywhere
-    engine: str = "paceline"  # or a peer: "transformers", "llama.cpp", "vllm"
+    engine: str = OWN  # or a peer: "transformers", "llama.cpp", "vllm"
     drafter: str = "none"  # as the registry reads it; of a peer: the name of its mode
     round: str = "auto"  # by the drafter
     settings: dict[str, Any] = field(default_factory=dict)  # options of LLM beyond drafter and round; a peer's own
     dtype: str = "auto"
     synthetic: bool = False  # accepts at a stated rate instead of guessing: measures the engine, not a drafter
     application: str | None = None  # whose adapters answer; None: the base model
+
+    @property
+    def own(self) -> bool:
+        """Whether it runs in this engine."""
+        return self.engine == OWN
 
     @property
     def plain(self) -> bool:
@@ -44,7 +79,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(Record):
     """What is the same for all methods of one comparison."""
 
     workload: str
@@ -66,7 +101,7 @@ class PromptIds:
 
 
 @dataclass(kw_only=True)
-class Trial:
+class Trial(Record):
     """One method on one group of prompts, once."""
 
     method: str
@@ -124,14 +159,9 @@ class Trial:
             found[name] = [round(value, 3) for value in found[name]]
         return found
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Trial:
-        """The inverse of `as_dict`; unknown keys are refused."""
-        return cls(**{**values, "cell": Cell(**values["cell"])})
-
 
 @dataclass(kw_only=True)
-class Exactness:
+class Exactness(Record):
     """How one method's ids compare with the reference's in one cell (see `bench.lossless`)."""
 
     method: str
@@ -148,14 +178,9 @@ class Exactness:
         """Whether nothing is left unexplained."""
         return not self.failures
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Exactness:
-        """From JSON."""
-        return cls(**{**values, "cell": Cell(**values["cell"])})
-
 
 @dataclass(kw_only=True)
-class Report:
+class Report(Record):
     """A whole run, enough to repeat it."""
 
     title: str
@@ -182,17 +207,19 @@ class Report:
         found["exactness"] = [asdict(e) for e in self.exactness]
         return found
 
+    def is_own(self, name: str) -> bool:
+        """Whether a method of that name ran in this engine; one that is not listed counts as ours."""
+        return next((method.own for method in self.methods if method.name == name), True)
+
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Report:
+    def from_dict(cls, values: Any) -> Self:
         """The inverse of `as_dict`.
 
         Raises:
-            ValueError: another schema.
+            ValueError: another schema, or what `Record.from_dict` says.
         """
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
-        made = dict(values)
-        made["methods"] = [Method(**m) for m in values["methods"]]
-        made["trials"] = [Trial.from_dict(t) for t in values["trials"]]
-        made["exactness"] = [Exactness.from_dict(e) for e in values["exactness"]]
-        return cls(**made)
+        return super().from_dict(values)

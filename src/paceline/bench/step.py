@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..kv.pool import KVPool, SequenceCache
+from ..engine.calibration import PassTimer
+from ..kv.pool import KVPool
 from ..target.decoder import Decoder
-from ..target.packing import RowPacker
 
-SPARE = 256  # slots behind a context: its rows, and room to place it contiguously
+WARM_UP = 2  # passes of each kind that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,81 +59,35 @@ def measure(
     progress: Callable[[int], None] | None = None,
 ) -> list[StepCost]:
     """Time passes of every row count at every context, interleaved so that a slow moment hits all alike."""
-    shape = decoder.config
-    pool = KVPool(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.head_dim,
-        2 * len(contexts) * (max(contexts) + SPARE),
-        decoder.dtype,
-        decoder.device,
-    )
-    cases = [(r, c) for c in contexts for r in rows]
-    caches = {c: _filled(pool, c) for c in contexts}
-    steps: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    timers = {context: PassTimer(decoder, 1, context, max(rows)) for context in contexts}
+    steps: dict[tuple[int, int], list[float]] = {(r, c): [] for c in contexts for r in rows}
     linears: dict[int, list[float]] = {r: [] for r in rows}
-    for repeat in range(repeats + 2):
-        for case in cases:
-            steps[case].append(_pass_ms(decoder, pool, caches[case[1]], case[0]))
-        for r in rows:
-            linears[r].append(_linear_ms(decoder, r))
+    for repeat in range(repeats + WARM_UP):
+        for (r, c), times in steps.items():
+            times.append(timers[c].ms(1, r))
+        for r, times in linears.items():
+            times.append(_linear_ms(decoder, r))
         if progress:
             progress(repeat + 1)
+    shape = decoder.config
     per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
     return [
         StepCost(
             rows=r,
             context=c,
-            step_ms=median(steps[r, c][2:]),
-            low_ms=_quantile(steps[r, c][2:], 0.1),
-            high_ms=_quantile(steps[r, c][2:], 0.9),
-            linear_ms=median(linears[r][2:]),
+            step_ms=_quantile(times, 0.5),
+            low_ms=_quantile(times, 0.1),
+            high_ms=_quantile(times, 0.9),
+            linear_ms=_quantile(linears[r], 0.5),
             weight_bytes=decoder.pass_bytes,
             kv_bytes=(c + r) * per_token,
         )
-        for r, c in cases
+        for (r, c), times in steps.items()
     ]
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[round(share * (len(ordered) - 1))]
-
-
-def _filled(pool: KVPool, context: int) -> SequenceCache:
-    """A sequence with ``context`` committed tokens of random K and V."""
-    cache = pool.open(expected=context + SPARE)
-    cache.reserve(context)
-    pool.commit([(cache, range(context))])
-    generator = torch.Generator().manual_seed(context)
-    for layer in (*pool.k, *pool.v):
-        part = layer[:, cache.slots(0, context)]
-        part.copy_(torch.randn(part.shape, generator=generator))
-    return cache
-
-
-@torch.inference_mode()
-def _pass_ms(decoder: Decoder, pool: KVPool, cache: SequenceCache, rows: int) -> float:
-    """One pass of a chain of ``rows`` rows, host work included."""
-    cache.reserve(rows)
-    began = perf_counter()
-    first = cache.committed
-    packer = RowPacker(decoder, decoder.device)
-    packer.add(
-        [7 + i % 100 for i in range(rows)],
-        range(first, first + rows),
-        range(rows),
-        slots=cache.slots(first, first + rows),
-        keys=cache.slots(0, first + rows),
-        num_keys=first + rows,
-        prefix=first,
-    )
-    state = decoder.embed(packer.batch())
-    decoder.run_layers(state, 0, decoder.num_layers, pool)
-    decoder.logits(state).argmax(dim=-1).tolist()
-    elapsed = perf_counter() - began
-    cache.rollback()
-    return elapsed * 1e3
+def _quantile(times: Sequence[float], share: float) -> float:
+    return float(np.quantile(times[WARM_UP:], share))
 
 
 @torch.inference_mode()

@@ -13,9 +13,10 @@ Axis letters: G groups, R repeats, S resamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from statistics import geometric_mean, median
 from zlib import crc32
 
@@ -201,7 +202,7 @@ class Summary:
     @cached_property
     def exact(self) -> ExactCount | None:
         """Over all methods of this engine."""
-        return _exact_count(e for e in self.report.exactness if _is_own(self.report, e.method))
+        return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
 
 
 # -- the whole
@@ -210,7 +211,7 @@ class Summary:
 def summarise(report: Report) -> Summary:
     """Every figure of a report."""
     index = Index(report)
-    rows = tuple(row for section in index.sections for row in _section_rows(index, section))
+    rows = tuple(row for section in index.sections for row in _rows(index, section))
     overall = tuple(row for section in index.sections for row in _overall_rows(index, section))
     return Summary(report=report, sections=tuple(index.sections), rows=rows, overall=overall)
 
@@ -257,15 +258,16 @@ class Index:
         keys.sort(key=lambda key: (self.cells.index(key[0]), order[key[1]]))
         return [(cell, self.methods[name], self.trials[cell, name]) for cell, name in keys]
 
-    def reference(self, method: Method) -> str | None:
-        """The plain decoding of the same engine, dtype and application; None where there is none.
+    def reference(self, method: Method, engine: str | None = None) -> str | None:
+        """The plain decoding in the same dtype and of the same application; None where there is none.
 
-        Of several the one counts that runs the target most alike, then the one called `PLAIN`.
+        It is that of ``engine``; default: of the method's own. Of several the one counts that runs the target most
+        alike, then the one called `PLAIN`.
         """
         same = [
             m
             for m in self.methods.values()
-            if (m.engine, m.application) == (method.engine, method.application)
+            if (m.engine, m.application) == (engine or method.engine, method.application)
             and m.plain
             and self.dtype(m) == self.dtype(method)
         ]
@@ -285,15 +287,6 @@ class Index:
 def _order(section: Section) -> tuple[float, ...]:
     context, length = section.context or 0, section.max_new_tokens or 0
     return (section.temperature, section.top_k, context, length, section.ignore_eos, section.batch)
-
-
-def is_plain(method: Method) -> bool:
-    """Whether the method decodes without speculation."""
-    return method.plain
-
-
-def _is_own(report: Report, name: str) -> bool:
-    return any(m.name == name and m.engine == "paceline" for m in report.methods)
 
 
 # -- ratios
@@ -383,51 +376,38 @@ def percentile_bounds(resamples: Floats) -> tuple[float, float]:
 # -- rows
 
 
-def _section_rows(index: Index, section: Section) -> list[Row]:
-    return [
-        Row(
-            section=section,
-            workload=cell.workload,
-            cell=cell,
-            method=method,
-            figures=figures(trials, _bandwidth(index.report)),
-            reference=index.reference(method),
-            speedup=_speedup(index, method, [cell]),
-            exact=_exact_count(e for e in index.report.exactness if (e.method, e.cell) == (method.name, cell)),
-        )
-        for cell, method, trials in index.in_section(section)
-    ]
+def _rows(index: Index, section: Section) -> Iterator[Row]:
+    """A row a method on each workload of a section."""
+    for cell, method, trials in index.in_section(section):
+        yield _row(index, section, method, {cell: trials}, cell)
 
 
-def _overall_rows(index: Index, section: Section) -> list[Row]:
+def _overall_rows(index: Index, section: Section) -> Iterator[Row]:
+    """A row a method over all workloads of a section."""
     entries = index.in_section(section)
-    names = [name for name in index.methods if any(method.name == name for _, method, _ in entries)]
-    return [_overall_row(index, section, name, entries) for name in names]
+    for method in index.methods.values():
+        mine = {cell: trials for cell, other, trials in entries if other == method}
+        if mine:
+            row = _row(index, section, method, mine)
+            each = [spread for trials in mine.values() if (spread := _spread(speeds(trials).values()))]
+            yield replace(row, figures=replace(row.figures, speed=_mean_spread(each)), workloads=len(each))
 
 
-def _overall_row(index: Index, section: Section, name: str, entries: list[tuple[Cell, Method, list[Trial]]]) -> Row:
-    mine = [(cell, trials) for cell, method, trials in entries if method.name == name]
-    cells = [cell for cell, _ in mine]
-    pooled = figures([t for _, trials in mine for t in trials], _bandwidth(index.report))
-    each = [spread for _, trials in mine if (spread := _spread(speeds(trials).values()))]
+def _row(
+    index: Index, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
+) -> Row:
+    bandwidth = index.report.machine.get("read_bandwidth_bytes_per_s")
+    reference = index.reference(method)
     return Row(
         section=section,
-        workload=None,
-        cell=None,
-        method=index.methods[name],
-        figures=replace(pooled, speed=_mean_spread(each)),
-        reference=index.reference(index.methods[name]),
-        speedup=_speedup(index, index.methods[name], cells),
-        exact=_exact_count(e for e in index.report.exactness if e.method == name and e.cell in cells),
-        workloads=len(each),
+        workload=cell.workload if cell else None,
+        cell=cell,
+        method=method,
+        figures=figures([trial for trials in of.values() for trial in trials], bandwidth),
+        reference=reference,
+        speedup=overall_ratio(index, method.name, reference, of) if reference not in (None, method.name) else None,
+        exact=_exact_count(e for e in index.report.exactness if e.method == method.name and e.cell in of),
     )
-
-
-def _speedup(index: Index, method: Method, cells: Sequence[Cell]) -> Interval | None:
-    reference = index.reference(method)
-    if reference is None or reference == method.name:
-        return None
-    return overall_ratio(index, method.name, reference, cells)
 
 
 def _exact_count(found: Iterable[Exactness]) -> ExactCount | None:
@@ -440,11 +420,6 @@ def _exact_count(found: Iterable[Exactness]) -> ExactCount | None:
         explained=sum(e.explained for e in rows),
         failures=sum(len(e.failures) for e in rows),
     )
-
-
-def _bandwidth(report: Report) -> float | None:
-    found = report.machine.get("read_bandwidth_bytes_per_s")
-    return float(found) if found else None
 
 
 # -- figures of one method
@@ -495,36 +470,20 @@ def _a_pass(trials: Sequence[Trial], name: str, passes: int) -> float | None:
 
 
 def _spread(values: Iterable[float]) -> Spread | None:
-    found = np.array(sorted(values))
+    found = np.array(list(values))
     if not found.size:
         return None
-    p10, p90 = np.quantile(found, [0.1, 0.9])
-    return Spread(
-        median=float(np.median(found)),
-        p10=float(p10),
-        p90=float(p90),
-        low=float(found[0]),
-        high=float(found[-1]),
-        count=found.size,
-    )
+    low, p10, middle, p90, high = (float(value) for value in np.quantile(found, [0.0, 0.1, 0.5, 0.9, 1.0]))
+    return Spread(median=middle, p10=p10, p90=p90, low=low, high=high, count=found.size)
 
 
 def _mean_spread(each: Sequence[Spread]) -> Spread | None:
     """Geometric means of the workloads' own figures."""
     if not each:
         return None
-
-    def mean(of: Callable[[Spread], float]) -> float:
-        return geometric_mean(map(of, each))
-
-    return Spread(
-        median=mean(lambda s: s.median),
-        p10=mean(lambda s: s.p10),
-        p90=mean(lambda s: s.p90),
-        low=mean(lambda s: s.low),
-        high=mean(lambda s: s.high),
-        count=sum(s.count for s in each),
-    )
+    names = ("median", "p10", "p90", "low", "high")
+    means = {name: geometric_mean(getattr(spread, name) for spread in each) for name in names}
+    return Spread(count=sum(spread.count for spread in each), **means)
 
 
 def _shares(trials: Sequence[Trial]) -> TimeShares | None:
@@ -557,12 +516,7 @@ def _floor(trials: Sequence[Trial], bandwidth: float | None) -> tuple[float | No
 
 
 def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
-    total: list[int] = []
-    for counts in lists:
-        total.extend([0] * (len(counts) - len(total)))
-        for place, count in enumerate(counts):
-            total[place] += count
-    return total
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 # -- what a reader asks first
@@ -573,10 +527,7 @@ def best(rows: Iterable[Row], *, own: bool = True) -> Row | None:
     able = [
         row
         for row in rows
-        if (row.method.engine == "paceline") == own
-        and not row.method.synthetic
-        and not is_plain(row.method)
-        and row.speed is not None
+        if (row.method.own) == own and not row.method.synthetic and not row.method.plain and row.speed is not None
     ]
     return max(able, key=lambda row: row.speed or 0.0, default=None)
 
@@ -587,7 +538,7 @@ def slower_cells(summary: Summary, bound: float = NEVER_SLOWER, methods: Sequenc
     Args:
         methods: names to look at; default: every speculative method of this engine that is not synthetic.
     """
-    chosen = methods or [m.name for m in summary.report.methods if m.engine == "paceline" and not m.synthetic]
+    chosen = methods or [m.name for m in summary.report.methods if m.own and not m.synthetic]
     return [row for row in summary.rows if row.method.name in chosen and row.speedup and row.speedup.low < bound]
 
 
@@ -615,9 +566,6 @@ def against(report: Report | Index, section: Section) -> dict[str, dict[str, Int
     entries = index.in_section(section)
     cells = list(dict.fromkeys(cell for cell, _, _ in entries))
     names = list(dict.fromkeys(method.name for _, method, _ in entries))
-    peers = [n for n in names if index.methods[n].engine != "paceline" and is_plain(index.methods[n])]
-    found = {}
-    for peer in peers:
-        ratios = {name: overall_ratio(index, name, peer, cells) for name in names if name != peer}
-        found[peer] = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    return found
+    peers = [n for n in names if not index.methods[n].own and index.methods[n].plain]
+    ratios = {p: {n: overall_ratio(index, n, p, cells) for n in names if n != p} for p in peers}
+    return {peer: {name: ratio for name, ratio in of.items() if ratio is not None} for peer, of in ratios.items()}

@@ -17,13 +17,16 @@ import gzip
 import hashlib
 import json
 import random
+import re
+import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.errors import ConfigError
 from ..engine.tokens import chat_ids
@@ -33,7 +36,6 @@ from .records import PromptIds
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
 SEPARATOR = "\n\n"  # between turns and answers of a conversation, for a model without a chat template
 _KNOWN_KEYS = {"id", "category", "turns", "reference", "prompt", "completion", "references"}
-_T = TypeVar("_T")
 
 
 # -- what a workload is
@@ -52,36 +54,28 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A workload that is known by name."""
+    """A workload, apart from its prompts."""
 
     name: str
     title: str
     description: str
     source: str
     licence: str
-    file: str  # its full version, in a folder of data
-    packaged: bool  # a sample is in bench/data
     chat: bool  # turns go through the chat template, where the model has one; else raw text
     max_new_tokens: int
     long_context: bool = False  # text to be continued: longer contexts are natural, not padding
+    file: str = ""  # its full version, in a folder of data
+    packaged: bool = False  # a sample is in bench/data
     strata: str = "category"  # the key that a choice of prompts is spread over
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Entry):
     """Prompts, and what a report must say about them."""
 
-    name: str
-    title: str
-    description: str
-    source: str
-    licence: str
     origin: str  # "packaged sample", or the file or folder that was read
     prompts: tuple[Prompt, ...]
     total: int  # prompts there were to choose from
-    chat: bool
-    max_new_tokens: int
-    long_context: bool
 
     @property
     def categories(self) -> dict[str, int]:
@@ -102,148 +96,19 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadRow:
+class WorkloadRow(Entry):
     """One line of the list of workloads."""
 
-    name: str
-    title: str
-    source: str
-    licence: str
-    packaged: bool  # a sample comes with the package
-    file: str  # the file name that is looked for in a folder
     found: bool  # it can be loaded: from the folder, or as the packaged sample
     origin: str  # what `load` would read, or what is needed
 
 
-WORKLOADS: dict[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        Entry(
-            name="spec_bench",
-            title="Spec-Bench",
-            description="translation, summarisation, QA, maths, RAG, and the 8 categories of MT-bench (2 turns)",
-            source="github.com/hemingkx/Spec-Bench @ fd2c1cd7d220",
-            licence="Apache-2.0; RAG passages are Wikipedia's, CC BY-SA 3.0",
-            file="bench_spec_bench.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=128,
-        ),
-        Entry(
-            name="gsm8k",
-            title="GSM8K",
-            description="grade-school word problems, test set",
-            source="github.com/openai/grade-school-math @ 3101c7d50724",
-            licence="MIT",
-            file="bench_gsm8k_test.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=192,
-        ),
-        Entry(
-            name="humaneval",
-            title="HumanEval",
-            description="Python functions to complete",
-            source="github.com/openai/human-eval @ 6d43fb980f9f",
-            licence="MIT",
-            file="bench_humaneval.jsonl",
-            packaged=True,
-            chat=False,
-            max_new_tokens=192,
-        ),
-        Entry(
-            name="humaneval_x",
-            title="HumanEval-X",
-            description="functions to complete in Python, C++, Java, JavaScript, Go and Rust",
-            source="github.com/THUDM/CodeGeeX @ 2838420b7b44",
-            licence="Apache-2.0",
-            file="bench_humaneval_x.jsonl",
-            packaged=True,
-            chat=False,
-            max_new_tokens=192,
-        ),
-        Entry(
-            name="mmlu",
-            title="MMLU",
-            description="multiple-choice questions of 57 subjects, test set: very short answers",
-            source="github.com/hendrycks/test, by way of github.com/NagusameCS/HyperTensor @ fe7264328a06",
-            licence="MIT",
-            file="bench_mmlu.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=32,
-            strata="subject",
-        ),
-        Entry(
-            name="wikisql",
-            title="WikiSQL",
-            description="a question and a table to SQL, test set",
-            source="github.com/salesforce/WikiSQL, by way of github.com/jkkummerfeld/text2sql-data @ 5050bad2309a",
-            licence="BSD-3-Clause",
-            file="app_wikisql_test.jsonl",
-            packaged=True,
-            chat=True,
-            max_new_tokens=64,
-        ),
-        Entry(
-            name="books",
-            title="Book continuation",
-            description="300-word passages of old books, to be continued",
-            source="Project Gutenberg, by way of the repositories in bench/data/SOURCES.md",
-            licence="public domain",
-            file="bench_book_continuation.jsonl",
-            packaged=True,
-            chat=False,
-            max_new_tokens=128,
-            long_context=True,
-            strata="book",
-        ),
-        Entry(
-            name="drop",
-            title="DROP",
-            description="questions that need reading and arithmetic over a passage, dev set",
-            source="github.com/ShengranHu/ADAS @ 2702bee8fefd, dataset/drop_v0_dev.jsonl.gz",
-            licence="CC BY-SA 4.0",
-            file="bench_drop.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=32,
-        ),
-        Entry(
-            name="triviaqa",
-            title="TriviaQA",
-            description="closed-book trivia questions",
-            source="github.com/mosaicml/llm-foundry @ 8c8dd48f7216, world_knowledge/triviaqa_sm_sub.jsonl",
-            licence="unclear",
-            file="bench_triviaqa.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=32,
-        ),
-        Entry(
-            name="e2e",
-            title="E2E NLG",
-            description="a sentence about a restaurant from its attributes, test set",
-            source="github.com/tuetschek/e2e-dataset @ ab0d967dd572, testset_w_refs.csv",
-            licence="CC BY-SA 4.0",
-            file="app_e2e_nlg_test.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=64,
-        ),
-        Entry(
-            name="dialogsum",
-            title="DialogSum",
-            description="summaries of everyday dialogues, test set",
-            source="github.com/cylnlp/dialogsum @ 848cc8c05e0a",
-            licence="CC BY-NC-SA 4.0 (non-commercial)",
-            file="app_dialogsum_test.jsonl",
-            packaged=False,
-            chat=True,
-            max_new_tokens=96,
-        ),
-    )
-}
+def _catalogue() -> dict[str, Entry]:
+    text = (resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8")
+    return {name: Entry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
+
+
+WORKLOADS = _catalogue()
 
 
 # -- finding and loading
@@ -255,7 +120,12 @@ def available(folder: str | Path | None = None) -> list[WorkloadRow]:
     Raises:
         ConfigError: ``folder`` is no folder.
     """
-    return [_row(entry, _folder(folder)) for entry in WORKLOADS.values()]
+    rows = []
+    for entry in WORKLOADS.values():
+        path = _in_folder(entry, _folder(folder))
+        origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
+        rows.append(WorkloadRow(**vars(entry), found=entry.packaged or path is not None, origin=origin))
+    return rows
 
 
 def load(
@@ -296,19 +166,8 @@ def load(
         path = _existing_path(name_or_path)
         entry, origin, prompts = _unnamed(path), str(path), _read_path(path)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
-    return Workload(
-        name=entry.name,
-        title=entry.title,
-        description=entry.description,
-        source=entry.source,
-        licence=entry.licence,
-        origin=origin,
-        prompts=tuple(chosen),
-        total=len(prompts),
-        chat=entry.chat if chat is None else chat,
-        max_new_tokens=entry.max_new_tokens,
-        long_context=entry.long_context,
-    )
+    made = Workload(**vars(entry), origin=origin, prompts=tuple(chosen), total=len(prompts))
+    return made if chat is None else replace(made, chat=chat)
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
@@ -324,17 +183,13 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
     groups: dict[str, list[Prompt]] = {}
     for prompt in sorted(prompts, key=lambda p: p.id):  # what is chosen depends on the ids, not on the file's order
         groups.setdefault(str(prompt.extra.get(strata, prompt.category)), []).append(prompt)
-    generator = random.Random(seed)
-    decks = [_shuffled(groups[name], generator) for name in _shuffled(sorted(groups), generator)]
-    longest = max(map(len, decks), default=0)
-    turns = (deck[i] for i in range(longest) for deck in decks if i < len(deck))
-    return [prompt for prompt, _ in zip(turns, range(limit), strict=False)]
+    draw = random.Random(seed).random  # whose sequence Python keeps the same between versions
 
+    def shuffled(items: Iterable[Any]) -> list[Any]:
+        return sorted(items, key=lambda _: draw())
 
-def _shuffled(items: Sequence[_T], generator: random.Random) -> list[_T]:
-    """In an order drawn from ``random()`` alone, whose sequence Python keeps the same between versions."""
-    keyed = [(generator.random(), i) for i in range(len(items))]
-    return [items[i] for _, i in sorted(keyed)]
+    decks = [shuffled(groups[name]) for name in shuffled(sorted(groups))]
+    return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
 
 
 def _normal(name: str | Path) -> str:
@@ -342,31 +197,14 @@ def _normal(name: str | Path) -> str:
 
 
 def _folder(folder: str | Path | None) -> Path | None:
-    if folder is None:
-        return None
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
-    return Path(folder)
+    return None if folder is None else Path(folder)
 
 
 def _in_folder(entry: Entry, folder: Path | None) -> Path | None:
     candidates = [folder / entry.file, folder / f"{entry.file}.gz"] if folder else []
     return next((path for path in candidates if path.is_file()), None)
-
-
-def _row(entry: Entry, folder: Path | None) -> WorkloadRow:
-    path = _in_folder(entry, folder)
-    origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
-    return WorkloadRow(
-        name=entry.name,
-        title=entry.title,
-        source=entry.source,
-        licence=entry.licence,
-        packaged=entry.packaged,
-        file=entry.file,
-        found=entry.packaged or path is not None,
-        origin=origin,
-    )
 
 
 def _known_data(entry: Entry, folder: Path | None) -> tuple[bytes, str]:
@@ -400,15 +238,14 @@ def _existing_path(name_or_path: str | Path) -> Path:
 
 
 def _unnamed(path: Path) -> Entry:
-    name = _stem(path)
+    name, kind = _stem(path), "a folder" if path.is_dir() else "a file"
     return Entry(
         name=name,
         title=name,
-        description="prompts from a folder" if path.is_dir() else "prompts from a file",
+        description=f"prompts from {kind}",
         source=str(path),
         licence="not stated",
         file=path.name,
-        packaged=False,
         chat=True,
         max_new_tokens=128,
     )
@@ -424,19 +261,15 @@ def _read_path(path: Path) -> list[Prompt]:
     files = sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz")))
     if not files:
         raise ConfigError(f"workload {path}", "the folder has no .jsonl or .jsonl.gz file", f"put files there, {FORM}")
-    clashes = [name for name, count in Counter(map(_stem, files)).items() if count > 1]
-    if clashes:
-        raise ConfigError(
-            f"workload {path}", f"{clashes[0]}.jsonl is there twice, plain and compressed", "keep one of them"
-        )
-    return [prompt for file in files for prompt in _as_category(_parse(_bytes(file), str(file), _stem(file)), file)]
-
-
-def _as_category(prompts: Sequence[Prompt], file: Path) -> Iterator[Prompt]:
-    """The file names the category, and makes ids of different files differ."""
-    stem = _stem(file)
-    for p in prompts:
-        yield Prompt(id=f"{stem}/{p.id}", category=stem, turns=p.turns, reference=p.reference, extra=p.extra)
+    [(name, count)] = Counter(map(_stem, files)).most_common(1)
+    if count > 1:
+        raise ConfigError(f"workload {path}", f"{name}.jsonl is there twice, plain and compressed", "keep one of them")
+    # The file names the category, and makes ids of different files differ.
+    return [
+        replace(prompt, id=f"{_stem(file)}/{prompt.id}", category=_stem(file))
+        for file in files
+        for prompt in _parse(_bytes(file), str(file), _stem(file))
+    ]
 
 
 def _bytes(path: Path) -> bytes:
@@ -462,12 +295,18 @@ def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
         if not line.strip():
             continue
         where = f"{origin}, line {number}"
-        record = _object(line, where)
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(where, f"it is not JSON ({error})", f"give {FORM}") from error
+        if not isinstance(record, dict):
+            raise ConfigError(where, f"it is a {type(record).__name__}, not an object", f"give {FORM}")
         prompt = _prompt(record, where, default_id=f"{name}-{number}", default_category=name)
         bare = "prompt" in record and "id" not in record
         twin = by_text.setdefault(prompt.turns[0], prompt.id) if bare else prompt.id
         if twin != prompt.id:  # another reference for a prompt that is there already
-            found[twin] = (found[twin][0], _joined(found[twin][1], prompt))
+            first, known = found[twin]
+            found[twin] = (first, replace(known, reference=tuple(dict.fromkeys(known.reference + prompt.reference))))
             continue
         if prompt.id in found:
             raise ConfigError(where, f"id {prompt.id!r} is that of line {found[prompt.id][0]} too", "make ids unique")
@@ -475,16 +314,6 @@ def _parse(data: bytes, origin: str, name: str) -> list[Prompt]:
     if not found:
         raise ConfigError(f"workload {origin}", "it holds no record", f"give {FORM}")
     return [prompt for _, prompt in found.values()]
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(where, f"it is not JSON ({error})", f"give {FORM}") from error
-    if not isinstance(record, dict):
-        raise ConfigError(where, f"it is a {type(record).__name__}, not an object", f"give {FORM}")
-    return record
 
 
 def _prompt(record: dict[str, Any], where: str, default_id: str, default_category: str) -> Prompt:
@@ -507,11 +336,9 @@ def _prompt(record: dict[str, Any], where: str, default_id: str, default_categor
 
 
 def _references(record: dict[str, Any], where: str) -> tuple[str, ...]:
-    key = next((key for key in ("reference", "references", "completion") if record.get(key) is not None), None)
-    if key is None:
-        return ()
+    key = next((key for key in ("reference", "references", "completion") if record.get(key) is not None), "")
     # A list a turn is a form too (Spec-Bench's rag has it); which turn an answer belongs to is not kept.
-    many = [text for item in _listed(record[key]) for text in _listed(item)]
+    many = [text for item in _listed(record[key] if key else []) for text in _listed(item)]
     if not all(isinstance(text, str) for text in many):
         raise ConfigError(where, f"{key!r} must be a text or a list of texts", "mend it, or leave it out")
     return tuple(many)
@@ -519,17 +346,6 @@ def _references(record: dict[str, Any], where: str) -> tuple[str, ...]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _joined(first: Prompt, other: Prompt) -> Prompt:
-    fresh = tuple(text for text in other.reference if text not in first.reference)
-    return Prompt(
-        id=first.id,
-        category=first.category,
-        turns=first.turns,
-        reference=first.reference + fresh,
-        extra=first.extra,
-    )
 
 
 # -- token ids
@@ -599,7 +415,7 @@ class Encoded:
 
     def _fit(self, prompt: Prompt, name: str, turns: Sequence[str], answers: Sequence[str]) -> PromptIds:
         self._encoded.add(name)
-        texts = _alternate(turns, answers)
+        texts = [text for pair in zip_longest(turns, answers) for text in pair if text is not None]
         ids, rendered = self._ids(texts)
         most, own = self.context or self.max_prompt, len(ids)
         if own > most or (self.context and own < most):
@@ -628,7 +444,7 @@ class Encoded:
         marks = [f"paceline{i:04d}mark" for i in range(len(texts))]
         template = _split(chat_ids(_messages(marks), self._tokenizer, "this model")[1], marks)
         for said in (list(texts), [text.strip() for text in texts]):  # most templates trim
-            if template and _weave(template, said) == rendered:
+            if template and "".join(a + t for a, t in zip(template, (*said, ""), strict=True)) == rendered:
                 return _interleave(template, said, self._plain)
         raise ConfigError(
             f"prompts of {self._workload.name} at {self.context or self.max_prompt} tokens",
@@ -655,7 +471,8 @@ class Encoded:
         that a batch of them is not one long common prefix.
         """
         if self._filler is None:
-            self._filler = [(p.extra.get("book"), self._plain(_passage(p))) for p in load("books").prompts]
+            texts = [(p, " ".join((*p.turns, *p.reference)) + "\n\n") for p in load("books").prompts]
+            self._filler = [(p.extra.get("book"), self._plain(text)) for p, text in texts]
         passages = [ids for book, ids in self._filler if book != prompt.extra.get("book")]
         start = zlib.crc32(prompt.id.encode()) % len(passages)
         ids: list[int] = []
@@ -692,7 +509,13 @@ def encode(
         raise ConfigError(
             f"workload {workload.name!r}", "this model has no tokenizer, so text means nothing to it", "add its files"
         )
-    max_prompt = _room(max_model_len, max_new_tokens)
+    max_prompt = max_model_len - max_new_tokens
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
+    if max_prompt < 1:
+        less = f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len"
+        wrong = f"max_model_len={max_model_len} leaves no room for a prompt"
+        raise ConfigError(f"max_new_tokens={max_new_tokens}", wrong, less)
     if context is not None and context < 1:
         raise ConfigError(f"context={context}", "a prompt has at least one token", "give 1 or more")
     if context is not None and context > max_prompt:
@@ -715,41 +538,16 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     for name, value, least in (("prompts", count, 1), ("prompt length", length, 1), ("vocabulary", vocab_size, 2)):
         if value < least:
             raise ConfigError(f"{name}={value}", f"it must be {least} or more", f"give {least} or more")
-    return [_random_prompt(i, length, vocab_size, seed) for i in range(count)]
-
-
-def _random_prompt(index: int, length: int, vocab_size: int, seed: int) -> PromptIds:
-    generator = random.Random(f"{seed}/{index}")
-    ids = tuple(int(generator.random() * vocab_size) for _ in range(length))
-    return PromptIds(id=f"random-{index}", category="random", ids=ids)
-
-
-def _room(max_model_len: int, max_new_tokens: int) -> int:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
-    if max_new_tokens >= max_model_len:
-        raise ConfigError(
-            f"max_new_tokens={max_new_tokens}",
-            f"max_model_len={max_model_len} leaves no room for a prompt",
-            f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len",
-        )
-    return max_model_len - max_new_tokens
-
-
-def _alternate(turns: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """Turn, answer, turn, ..., turn."""
-    texts = [turns[0]]
-    for answer, turn in zip(answers, turns[1:], strict=True):
-        texts += [answer, turn]
-    return texts
+    made = []
+    for i in range(count):
+        draw = random.Random(f"{seed}/{i}").random
+        ids = tuple(int(draw() * vocab_size) for _ in range(length))
+        made.append(PromptIds(id=f"random-{i}", category="random", ids=ids))
+    return made
 
 
 def _messages(texts: Sequence[str]) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def _passage(prompt: Prompt) -> str:
-    return " ".join((*prompt.turns, *prompt.reference)) + "\n\n"
 
 
 def _added(ids: list[int], plain: list[int], name: str) -> tuple[list[int], list[int]]:
@@ -766,24 +564,13 @@ def _added(ids: list[int], plain: list[int], name: str) -> tuple[list[int], list
 
 def _split(rendered: str, marks: Sequence[str]) -> list[str]:
     """The template around its messages, one piece more than messages; empty where a message is not there once."""
-    pieces = []
-    for mark in marks:
-        if rendered.count(mark) != 1:
-            return []
-        before, rendered = rendered.split(mark)
-        pieces.append(before)
-    return [*pieces, rendered]
+    pattern = "|".join(marks)
+    return re.split(pattern, rendered) if re.findall(pattern, rendered) == list(marks) else []
 
 
-def _weave(around: Sequence[str], texts: Sequence[str]) -> str:
-    return "".join(a + t for a, t in zip(around, (*texts, ""), strict=True))
-
-
-def _interleave(around: Sequence[str], texts: Sequence[str], encode_plain: Any) -> list[_Piece]:
-    pieces = []
-    for before, text in zip(around, texts, strict=False):
-        pieces += [_Piece(encode_plain(before), False), _Piece(encode_plain(text), True)]
-    return [*pieces, _Piece(encode_plain(around[-1]), False)]
+def _interleave(around: Sequence[str], texts: Sequence[str], ids_of: Callable[[str], list[int]]) -> list[_Piece]:
+    inner = ((_Piece(ids_of(a), False), _Piece(ids_of(t), True)) for a, t in zip(around, texts, strict=False))
+    return [*chain.from_iterable(inner), _Piece(ids_of(around[-1]), False)]
 
 
 def _cut_oldest(pieces: Sequence[_Piece], room: int, name: str) -> list[int]:

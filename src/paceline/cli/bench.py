@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ..config import LLMConfig
+from .. import zoo
+from ..bench import calibrate as calibration
+from ..bench import decode as decoding
+from ..bench import machine
+from ..bench import step as stepping
+from ..bench.compare import compare as compare_reports
+from ..bench.compare import render_terminal
+from ..bench.models import materialised
+from ..bench.report import load_report
+from ..bench.workloads import available
 from ..core.errors import ConfigError
+from ..engine.costs import CostTable
 from ..llm import LLM
-from . import bench_run, bench_streams
-from .console import stdout, waiting
-from .options import takes
-from .session import DEFAULT_MODEL, application_named, counting, needed_drafter, steps
-
-if TYPE_CHECKING:  # torch is loaded when a command runs, not when its help is shown
-    from ..bench.decode import DecodeRate
-    from ..bench.quality import DomainLoss, TaskQuality
-    from ..bench.step import StepCost
-    from ..bench.streams_memory import SegmentCost
-    from ..engine.costs import CostTable
+from ..target.loader import resolve_folder
+from .bench_run import DTYPE_HELP, MODEL_HELP, THREADS_HELP, bench
+from .console import stdout
+from .session import DEFAULT_MODEL, counting
 
 app = typer.Typer(add_completion=False)
-app.callback(invoke_without_command=True)(bench_run.bench)
-bench_streams.register(app)
+app.callback(invoke_without_command=True)(bench)
 
-ModelOption = Annotated[
-    str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
-]
-DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")]
+ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
+DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
+ThreadsOption = Annotated[int | None, typer.Option(help=THREADS_HELP)]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")]
 KernelsOption = Annotated[str, typer.Option(help="auto, native (compiled for this processor) or torch.")]
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
 
@@ -47,8 +47,6 @@ def workloads(
     ] = None,
 ) -> None:
     """List what can be asked: workloads that come with Paceline, and those read from a folder."""
-    from ..bench.workloads import available
-
     table = Table(box=None, header_style="bold")
     for name in ("workload", "title", "read from", "licence", "source"):
         table.add_column(name, overflow="fold")
@@ -63,10 +61,6 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
 ) -> None:
     """Hold one report against another: what differs, and what became faster or slower (B over A)."""
-    from ..bench.compare import compare as compare_reports
-    from ..bench.compare import render_terminal
-    from ..bench.report import load_report
-
     stdout().print(render_terminal(compare_reports(load_report(first), load_report(second))))
 
 
@@ -84,18 +78,14 @@ def calibrate(
     threads: ThreadsOption = None,
 ) -> None:
     """Measure what passes cost, for the draft budget "auto", and keep it beside the model."""
-    from .. import zoo
-    from ..bench.calibrate import CalibrateConfig, rounds
-    from ..bench.calibrate import calibrate as measure
-
     _positive("--repeats", repeats)
     if model.startswith("random:"):
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
     chosen = drafter if drafter is not None else zoo.default_drafter(model)
-    config = CalibrateConfig(repeats=repeats)
+    config = calibration.CalibrateConfig(repeats=repeats)
     llm = LLM(model, dtype=dtype, device=device, exact=exact, threads=threads)
-    with counting("timing passes", rounds(config, chosen)) as progress:
-        made, file = measure(llm, chosen, config, progress)
+    with counting("timing passes", calibration.rounds(config, chosen)) as progress:
+        made, file = calibration.calibrate(llm, chosen, config, progress)
     console = stdout()
     console.print(_cost_table({model: made.table, **made.drafts}))
     console.print(f"written to {file}", markup=False)
@@ -115,10 +105,6 @@ def step(
     out: OutOption = None,
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth."""
-    from ..bench import machine
-    from ..bench import step as bench
-    from ..bench.models import materialised
-
     row_counts, contexts = _numbers("--rows", rows), _numbers("--context", context)
     _positive("--repeats", repeats)
     _check_out(out)
@@ -133,7 +119,7 @@ def step(
             )
         bandwidth = machine.read_bandwidth(device)
         with counting("timing passes", repeats + 2) as progress:
-            costs = bench.measure(llm.decoder, row_counts, contexts, repeats, progress)
+            costs = stepping.measure(llm.decoder, row_counts, contexts, repeats, progress)
     facts = machine.describe(device)
     console = stdout()
     console.print(
@@ -142,20 +128,18 @@ def step(
     console.print(facts.line())
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs, bandwidth))
-    _write(
-        out,
-        {
-            "command": "bench step",
-            "model": model,
-            "dtype": str(llm.decoder.dtype),
-            "exact": exact,
-            "kernels": llm.kernels,
-            "machine": facts.as_dict(),
-            "read_bandwidth_bytes_per_s": bandwidth,
-            "repeats": repeats,
-            "rows": [c.as_dict(bandwidth) for c in costs],
-        },
-    )
+    figures = {
+        "command": "bench step",
+        "model": model,
+        "dtype": str(llm.decoder.dtype),
+        "exact": exact,
+        "kernels": llm.kernels,
+        "machine": facts.as_dict(),
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "repeats": repeats,
+        "rows": [c.as_dict(bandwidth) for c in costs],
+    }
+    _write(out, figures)
 
 
 @app.command()
@@ -176,11 +160,6 @@ def decode(
     out: OutOption = None,
 ) -> None:
     """Plain decoding, one request and many at once, in turns with transformers on the same weights."""
-    from ..bench import decode as bench
-    from ..bench import machine
-    from ..bench.models import materialised
-    from ..target.loader import resolve_folder
-
     batches = _numbers("--batch", batch)
     for name, value in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens), ("--repeats", repeats)):
         _positive(name, value)
@@ -189,16 +168,16 @@ def decode(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads}
         options["max_sequences"] = max(*batches, 1) if len(batches) > 1 else batches[0]
         llm = LLM(folder, **options)
-        engines = {"paceline": bench.paceline_runner(llm)}
+        engines = {"paceline": decoding.paceline_runner(llm)}
         if exact:
-            engines["paceline exact"] = bench.paceline_runner(LLM(folder, exact=True, **options))
+            engines["paceline exact"] = decoding.paceline_runner(LLM(folder, exact=True, **options))
         if torch:
-            engines["paceline on torch"] = bench.paceline_runner(LLM(folder, kernels="torch", **options))
+            engines["paceline on torch"] = decoding.paceline_runner(LLM(folder, kernels="torch", **options))
         if transformers:
             resolved = str(resolve_folder(folder))
-            engines["transformers"] = bench.transformers_runner(resolved, llm.decoder.dtype, device)
+            engines["transformers"] = decoding.transformers_runner(resolved, llm.decoder.dtype, device)
         with counting("decoding", repeats) as progress:
-            rates, ratios = bench.measure(
+            rates, ratios = decoding.measure(
                 engines, batches, prompt_tokens, new_tokens, llm.decoder.config.vocab_size, repeats, progress
             )
     facts = machine.describe(device)
@@ -208,202 +187,46 @@ def decode(
     )
     console.print(facts.line())
     console.print(_decode_table(rates, ratios, batches[0]))
-    _write(
-        out,
-        {
-            "command": "bench decode",
-            "model": model,
-            "dtype": dtype,
-            "machine": facts.as_dict(),
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "repeats": repeats,
-            "rates": [r.as_dict() for r in rates],
-            "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
-        },
-    )
+    figures = {
+        "command": "bench decode",
+        "model": model,
+        "dtype": dtype,
+        "machine": facts.as_dict(),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "rates": [asdict(r) for r in rates],
+        "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
+    }
+    _write(out, figures)
 
 
-@app.command()
-@takes(llm=LLMConfig, without={"model"}, shown={"drafter": "the applications' streams, else none"})
-def quality(
-    model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
-    tasks: Annotated[str, typer.Option(metavar="NAME,..", help="Of sql, e2e, gsm8k and dialogsum.")] = "sql,e2e,gsm8k",
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of their test files; default: the packaged samples.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts a task.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts.")] = 0,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Of an answer; default: the task's own.")] = None,
-    loss: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Also the loss per token on this text; repeat it for several."),
-    ] = None,
-    loss_tokens: Annotated[int, typer.Option(help="Tokens of each such text, from its beginning.")] = 20_000,
-    as_: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
-    ] = None,
-    out: OutOption = None,
-    *,
-    llm: dict[str, Any],
-) -> None:
-    """Score greedy answers on tasks (exact match, ROUGE, accuracy), and the loss on held-out texts."""
-    from ..bench import machine
-    from ..bench import quality as bench
-
-    named = [name.strip() for name in tasks.split(",") if name.strip()]
-    application = application_named(as_, llm["applications"] or {})
-    if llm["drafter"] is None:
-        llm["drafter"] = needed_drafter(llm["applications"] or {}, llm["offline"])
-    _positive("--limit", limit)
-    _check_out(out)
-    with waiting(f"loading {model}"):
-        loaded = LLM(model, **llm)
-    with steps() as progress:
-        shared: dict[str, Any] = {"application": application, "progress": progress}
-        # Losses first: they take seconds, so a bad file is known before tasks take minutes.
-        lost = bench.domain_losses(loaded, loss or [], max_tokens=loss_tokens, **shared)
-        scored = bench.evaluate(loaded, named, data, limit=limit, seed=seed, max_new_tokens=max_new_tokens, **shared)
-    facts = machine.describe(llm["device"])
-    console = stdout()
-    console.print(f"{model}, {loaded.config.dtype}, {application or 'the base model'}: greedy answers")
-    console.print(_score_table(scored))
-    if lost:
-        console.print(_loss_table(lost))
-    _write(
-        out,
-        {
-            "command": "bench quality",
-            "model": model,
-            "options": {name: value for name, value in llm.items() if value is not None},
-            "machine": facts.as_dict(),
-            "seed": seed,
-            "tasks": [found.as_dict() for found in scored],
-            "losses": [found.as_dict() for found in lost],
-        },
-    )
-
-
-@app.command("segment-attention")
-def segment_attention(
-    model: ModelOption = "random:12x384x1024x8192",
-    mode: Annotated[str, typer.Option(help="lossless or shared.")] = "lossless",
-    gamma: Annotated[int, typer.Option(help="Streams.")] = 4,
-    layers: Annotated[int, typer.Option(help="Layers at the top that streams go through.")] = 4,
-    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 8,
-    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens a row.")] = 512,
-    prompt: Annotated[int, typer.Option(help="Of these, tokens without streams.")] = 128,
-    segments: Annotated[
-        str, typer.Option(metavar="N,..", help="Sizes of a segment; all: one of all; naive: one dense attention.")
-    ] = "naive,all,512,128",
-    steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 3,
-    threads: ThreadsOption = None,
-    device: DeviceOption = "cpu",
-    out: OutOption = None,
-) -> None:
-    """Memory and speed of a training step of streams, by segments and without, each in a fresh process."""
-    from ..bench import machine
-    from ..bench import streams_memory as bench
-
-    names = [part.strip() for part in segments.split(",")]
-    known = {"naive": bench.NAIVE, "all": None}
-    sizes = [known[n] if n in known else _numbers("--segments", n)[0] for n in names]
-    if mode not in ("lossless", "shared"):
-        raise ConfigError(f"--mode {mode}", "there is no such mode", "write lossless or shared")
-    _check_out(out)
-    task = bench.SegmentTask(
-        folder=model,
-        mode=mode,  # type: ignore[arg-type]
-        gamma=gamma,
-        layers=layers,
-        rank=rank,
-        rows=rows,
-        length=length,
-        prompt=prompt,
-        steps=steps,
-        device=device,
-        threads=threads,
-    )
-    with waiting("training a few steps of each"):
-        found = bench.measure(task, sizes)
-    console = stdout()
-    console.print(f"{model}, {mode}, {gamma} streams over {layers} layers, {rows} rows of {length} tokens")
-    console.print(_segment_table(found))
-    facts = machine.describe(device).as_dict() | ({"threads": threads} if threads else {})
-    values = {"command": "bench segment-attention", "model": model, "machine": facts, "task": dataclasses.asdict(task)}
-    _write(out, {**values, "costs": [cost.as_dict() for cost in found]})
-
-
-def _segment_table(found: Sequence[SegmentCost]) -> Table:
-    """One line a way."""
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> Table:
+    """Figures at the right; the first ``left`` columns are words."""
     table = Table(box=None, header_style="bold")
-    for name in ("segment", "peak MiB", "step s", "low-high", "tokens/s"):
-        table.add_column(name, justify="left" if name == "segment" else "right")
-    for cost in found:
-        times = (f"{cost.step_s:.2f}", f"{cost.low_s:.2f}-{cost.high_s:.2f}", f"{cost.tokens_per_s:.0f}")
-        table.add_row(cost.way, f"{cost.peak_mib:.0f}", *times)
-    return table
-
-
-def _score_table(scored: Sequence[TaskQuality]) -> Table:
-    """One line a score."""
-    table = Table(box=None, header_style="bold")
-    for name in ("task", "score", "mean", "95% interval", "prompts", "ended", "tokens"):
-        table.add_column(name, justify="left" if name in ("task", "score") else "right")
-    for found in scored:
-        for name, value in found.scores.items():
-            if name.endswith(("_low", "_high")):
-                continue
-            interval = f"{found.scores[name + '_low']:.3f}-{found.scores[name + '_high']:.3f}"
-            prompts = found.workload["prompts"]
-            counts = (str(prompts), f"{found.finished / prompts:.0%}", str(found.output_tokens))
-            table.add_row(found.task, name, f"{value:.3f}", interval, *counts)
-    return table
-
-
-def _loss_table(lost: Sequence[DomainLoss]) -> Table:
-    """One line a domain."""
-    table = Table(box=None, header_style="bold")
-    for name in ("text", "nats a token", "tokens", "pieces"):
-        table.add_column(name, justify="left" if name == "text" else "right")
-    for found in lost:
-        table.add_row(found.domain, f"{found.loss:.4f}", str(found.tokens), str(found.documents))
+    for place, name in enumerate(head):
+        table.add_column(name, justify="left" if place < left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _cost_table(tables: Mapping[str, CostTable]) -> Table:
     """Milliseconds by rows of one sequence, and by sequences of one row; a column a model."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("a pass of")
-    for name in tables:
-        table.add_column(f"{name}, ms", justify="right")
+    rows = []
     for kind, what in (("chain", "rows of one sequence"), ("plain", "sequences of one row")):
-        counts = sorted({count for each in tables.values() for count, _ in getattr(each, kind)})
-        for count in counts:
-            found = (dict(getattr(each, kind)).get(count) for each in tables.values())
-            table.add_row(f"{count} {what}", *("" if ms is None else f"{ms:.2f}" for ms in found))
-    return table
+        costs = [dict(getattr(table, kind)) for table in tables.values()]
+        for count in sorted({count for cost in costs for count in cost}):
+            rows.append([f"{count} {what}", *(f"{cost[count]:.2f}" if count in cost else "" for cost in costs)])
+    return _table(["a pass of", *(f"{name}, ms" for name in tables)], rows, left=1)
 
 
-def _step_table(costs: Sequence[StepCost], bandwidth: float) -> Table:
+def _step_table(costs: Sequence[stepping.StepCost], bandwidth: float) -> Table:
     """One line a row count and context."""
     one = {c.context: c.step_ms for c in costs if c.rows == 1}
-    table = Table(box=None, header_style="bold")
-    for name in (
-        "context",
-        "rows",
-        "step ms",
-        "10-90 %",
-        "of 1 row",
-        "weights GB/s",
-        "share",
-        "linear ms",
-        "linear share",
-    ):
-        table.add_column(name, justify="right")
-    for cost in costs:
-        table.add_row(
+    head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | linear ms | linear share"
+    rows = [
+        [
             str(cost.context),
             str(cost.rows),
             f"{cost.step_ms:.2f}",
@@ -413,27 +236,24 @@ def _step_table(costs: Sequence[StepCost], bandwidth: float) -> Table:
             f"{cost.share(bandwidth):.0%}",
             f"{cost.linear_ms:.2f}",
             f"{cost.linear_share(bandwidth):.0%}",
-        )
-    return table
+        ]
+        for cost in costs
+    ]
+    return _table(head.split(" | "), rows)
 
 
-def _decode_table(rates: Sequence[DecodeRate], ratios: Mapping[tuple[str, str, int], float], first_batch: int) -> Table:
+def _decode_table(
+    rates: Sequence[decoding.DecodeRate], ratios: Mapping[tuple[str, str, int], float], first_batch: int
+) -> Table:
     """One line an engine and batch size."""
-    table = Table(box=None, header_style="bold")
-    for name in ("engine", "batch", "tokens/s", "low-high", "over transformers", "over batch " + str(first_batch)):
-        table.add_column(name, justify="left" if name == "engine" else "right")
+    head = ["engine", "batch", "tokens/s", "low-high", "over transformers", f"over batch {first_batch}"]
     first = {r.engine: r.tokens_per_s for r in rates if r.batch == first_batch}
+    rows = []
     for rate in rates:
-        ratio = ratios.get((rate.engine, "transformers", rate.batch))
-        table.add_row(
-            rate.engine,
-            str(rate.batch),
-            f"{rate.tokens_per_s:.1f}",
-            f"{rate.low:.1f}-{rate.high:.1f}",
-            f"{ratio:.2f}" if ratio else "",
-            f"{rate.tokens_per_s / first[rate.engine]:.2f}",
-        )
-    return table
+        ratio, more = ratios.get((rate.engine, "transformers", rate.batch)), rate.tokens_per_s / first[rate.engine]
+        speeds = [f"{rate.tokens_per_s:.1f}", f"{rate.low:.1f}-{rate.high:.1f}"]
+        rows.append([rate.engine, str(rate.batch), *speeds, f"{ratio:.2f}" if ratio else "", f"{more:.2f}"])
+    return _table(head, rows, left=1)
 
 
 def _numbers(flag: str, text: str) -> list[int]:

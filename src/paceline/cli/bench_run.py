@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ..bench import methods as known
+from ..bench.config import BenchConfig, Watcher
+from ..bench.measure import Group
+from ..bench.methods import CELL_SETTINGS, Sweep
+from ..bench.peers import PEERS
+from ..bench.records import Method
+from ..bench.report.terminal import render
+from ..bench.run import Run
 from ..core.errors import ConfigError
 from .console import stderr, stdout
+from .options import takes
+from .session import DEFAULT_MODEL
 
-if TYPE_CHECKING:  # torch is loaded when the command runs, not when its help is shown
-    from ..bench.measure import Group
-    from ..bench.methods import Sweep
-    from ..bench.records import Method
-    from ..bench.run import BenchConfig, Outcome
-
-DEFAULT_MODEL = "paceline-small"
+MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama)."
+DTYPE_HELP = "auto (the checkpoint's), bfloat16, float32, float64 or int8."
+THREADS_HELP = "CPU threads; default: torch's choice."
+Many = list[str] | None
+Text = str | None
+Count = int | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 LINE_EVERY_S = 10.0  # between lines of progress, where there is no terminal
 
@@ -34,113 +43,77 @@ class Size:
 
     prompts: int
     repeats: int
-    max_new_tokens: str | None  # None: each workload's own
+    max_new_tokens: int | None  # None: each workload's own
     time_limit_s: float | None
 
 
 FULL = Size(prompts=20, repeats=3, max_new_tokens=None, time_limit_s=None)
-QUICK = Size(prompts=8, repeats=2, max_new_tokens="48", time_limit_s=110.0)
+QUICK = Size(prompts=8, repeats=2, max_new_tokens=48, time_limit_s=110.0)
 
 
-def bench(
-    context: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
-    ] = DEFAULT_MODEL,
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|PATH",
-            help="What to ask; repeat it. `paceline bench workloads` lists the names. Default: all "
-            "that come with Paceline.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of workloads that do not come along, and of full versions."),
-    ] = None,
-    prompts: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Prompts of each workload [default: {FULL.prompts}]")
-    ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(metavar="N", help="Length of a random model's prompts.")] = None,
-    max_new_tokens: Annotated[
-        str | None, typer.Option(metavar="N,N,..", help="Tokens of an answer [default: the workload's own]")
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
-            help="A drafter with its settings, such as 'fast=ngram,depth=4;budget=8', or a peer's mode, such as "
-            "llama.cpp/plain; repeat it. Plain decoding always runs. Default: every drafter that fits the model.",
-        ),
-    ] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Add every mode of the peers that `make peers` builds.")
-    ] = False,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Add every mode of one peer: transformers, llama.cpp, vllm."),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SETTING=V,V,..",
-            help="Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; "
-            "repeat it.",
-        ),
-    ] = None,
-    batch: Annotated[str | None, typer.Option(metavar="N,N,..", help="Prompts at once [default: 1]")] = None,
-    context_length: Annotated[
-        str | None,
-        typer.Option(
-            "--context", metavar="N,N,..", help="Cut and fill prompts to so many tokens [default: as they are]"
-        ),
-    ] = None,
-    temperature: Annotated[
-        str | None, typer.Option(metavar="T,T,..", help="Of sampling; 0 is greedy [default: 0]")
-    ] = None,
-    top_k: Annotated[
-        str | None, typer.Option(metavar="N,N,..", help="Likeliest tokens that sampling chooses from [default: 0, all]")
-    ] = None,
-    application: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER",
-            help="A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Times each prompt runs [default: {FULL.repeats}]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts and of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float32, float64 or int8.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's choice.")] = None,
-    ignore_eos: Annotated[
-        bool | None,
-        typer.Option(
-            "--ignore-eos/--stop-at-eos",
-            help="Go on to the full length, so that all engines give the same number of tokens [default: where peers "
-            "or a random model run]",
-        ),
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Compare every method's token ids with plain decoding's.")] = True,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help=f"{QUICK.prompts} prompts, {QUICK.repeats} repeats, {QUICK.max_new_tokens} new tokens: done within "
-            "three minutes.",
-        ),
-    ] = False,
-    title: Annotated[str, typer.Option(help="Of the report.")] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write report.json, report.html and report.md there, and a journal."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out that was cut off.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again where --out holds a run.")] = False,
-) -> None:
+def _option(help: str, default: Any = None, **more: str) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The flags of ``paceline bench``. None: by the size of the run, or as `BenchConfig` has it."""
+
+    model: str = _option(MODEL_HELP, DEFAULT_MODEL)
+    workload: Many = _option(
+        "What to ask; repeat it. `paceline bench workloads` lists the names. Default: all that come with Paceline.",
+        metavar="NAME|PATH",
+    )
+    data: Text = _option("Folder of workloads that do not come along, and of full versions.", metavar="DIR")
+    prompts: Count = _option(f"Prompts of each workload [default: {FULL.prompts}]", metavar="N")
+    prompt_tokens: Count = _option("Length of a random model's prompts.", metavar="N")
+    max_new_tokens: Text = _option("Tokens of an answer [default: the workload's own]", metavar="N,N,..")
+    method: Many = _option(
+        "A drafter with its settings, such as 'fast=ngram,depth=4;budget=8', or a peer's mode, such as "
+        "llama.cpp/plain; repeat it. Plain decoding always runs. Default: every drafter that fits the model.",
+        metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
+    )
+    peers: bool = _option("Add every mode of the peers that `make peers` builds.", False, flag="--peers")
+    peer: Many = _option("Add every mode of one peer: transformers, llama.cpp, vllm.", metavar="NAME")
+    sweep: Many = _option(
+        "Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; repeat it.",
+        metavar="SETTING=V,V,..",
+    )
+    batch: Text = _option("Prompts at once [default: 1]", metavar="N,N,..")
+    context_length: Text = _option(
+        "Cut and fill prompts to so many tokens [default: as they are]", metavar="N,N,..", flag="--context"
+    )
+    temperature: Text = _option("Of sampling; 0 is greedy [default: 0]", metavar="T,T,..")
+    top_k: Text = _option("Likeliest tokens that sampling chooses from [default: 0, all]", metavar="N,N,..")
+    application: Many = _option(
+        "A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
+        metavar="NAME=FOLDER",
+    )
+    repeats: Count = _option(f"Times each prompt runs [default: {FULL.repeats}]", metavar="N")
+    seed: int = _option("Of the choice of prompts and of sampling.", 0)
+    dtype: str = _option(DTYPE_HELP, "auto")
+    device: str = _option("cpu or cuda.", "cpu")
+    threads: Count = _option(THREADS_HELP)
+    ignore_eos: bool | None = _option(
+        "Go on to the full length, so that all engines give the same number of tokens [default: where peers or a "
+        "random model run]",
+        flag="--ignore-eos/--stop-at-eos",
+    )
+    check: bool = _option("Compare every method's token ids with plain decoding's.", True)
+    quick: bool = _option(
+        f"{QUICK.prompts} prompts, {QUICK.repeats} repeats, {QUICK.max_new_tokens} new tokens: done within three "
+        "minutes.",
+        False,
+        flag="--quick",
+    )
+    title: str = _option("Of the report.", "")
+    out: Text = _option("Write report.json, report.html and report.md there, and a journal.", metavar="DIR")
+    resume: bool = _option("Go on with the run in --out that was cut off.", False, flag="--resume")
+    overwrite: bool = _option("Start again where --out holds a run.", False, flag="--overwrite")
+
+
+@takes(options=RunOptions)
+def bench(context: typer.Context, options: dict[str, Any]) -> None:
     """Measure what speculation is worth here: per task and method, beside other engines, against the physical floor.
 
     Without a subcommand, all methods run in turn on the same prompts, and a table with paired speed-ups and their 95 %
@@ -148,78 +121,50 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    sweeps = _sweeps(sweep or [])
-    size = QUICK if quick else FULL
-    cells = {
-        "batches": _values("batch", batch, sweeps) or (1,),
-        "contexts": _values("context", context_length, sweeps) or (None,),
-        "temperatures": _values("temperature", temperature, sweeps) or (0.0,),
-        "top_ks": _values("top_k", top_k, sweeps) or (0,),
-        "max_new_tokens": _new_tokens(model, max_new_tokens, sweeps, size),
-    }
-    names = _peers(peers, peer or [])
-    applications = named_folders("--application", application or [])
-    config = _config(
-        model=model,
-        methods=_methods(model, method or [], names, sweeps, dtype, applications),
-        applications=applications,
-        workloads=tuple(workload or ()),
-        data=data,
-        prompts=size.prompts if prompts is None else prompts,
-        repeats=size.repeats if repeats is None else repeats,
-        seed=seed,
-        device=device,
-        threads=threads,
-        ignore_eos=ignore_eos,
-        check=check,
+    asked = RunOptions(**options)
+    sweeps = _sweeps(asked.sweep or [])
+    size = QUICK if asked.quick else FULL
+    config = BenchConfig(
+        methods=_methods(asked, sweeps.values()),
+        applications=_applications(asked),
+        workloads=tuple(asked.workload or ()),
+        data=Path(asked.data) if asked.data else None,
+        prompts=size.prompts if asked.prompts is None else asked.prompts,
+        repeats=size.repeats if asked.repeats is None else asked.repeats,
+        batches=_values("batch", asked.batch, sweeps, 1),
+        contexts=_values("context", asked.context_length, sweeps, None),
+        temperatures=_values("temperature", asked.temperature, sweeps, 0.0),
+        top_ks=_values("top_k", asked.top_k, sweeps, 0),
+        max_new_tokens=_values("max_new_tokens", asked.max_new_tokens, sweeps, size.max_new_tokens),
         time_limit_s=size.time_limit_s,
-        title=title,
-        **cells,
-        **_prompt_tokens(model, prompt_tokens),
+        **{name: options[name] for name in ("model", "seed", "device", "threads", "ignore_eos", "check", "title")},
+        **_prompt_tokens(asked.model, asked.prompt_tokens),
     )
-    _run(config, out, resume, overwrite)
+    _run(config, Path(asked.out) if asked.out else None, asked.resume, asked.overwrite)
 
 
 def _run(config: BenchConfig, out: Path | None, resume: bool, overwrite: bool) -> None:
-    from ..bench.run import Run
-
     command = ["paceline", *(a for a in sys.argv[1:] if a not in ("--resume", "--overwrite"))]
     with watching() as watcher:
         run = Run(config, out=out, resume=resume, overwrite=overwrite, command=command, watcher=watcher)
         outcome = run.execute()
-    _show(outcome)
+    console, report = stdout(), outcome.report
+    if report.trials:
+        console.print(render(report))
+    for file in outcome.files:
+        console.print(str(file), markup=False, highlight=False)
     if outcome.interrupted:
         how = "the same command with --resume goes on" if out else "with --out DIR a run can be resumed"
         stderr().print(f"interrupted: {how}", style="yellow", markup=False)
         raise typer.Exit(INTERRUPTED)
-    if any(not e.passed and _is_ours(e.method, outcome) for e in outcome.report.exactness):
+    if any(not e.passed and report.is_own(e.method) for e in report.exactness):
         raise typer.Exit(1)
-
-
-def _is_ours(name: str, outcome: Outcome) -> bool:
-    return any(m.name == name and m.engine == "paceline" for m in outcome.report.methods)
-
-
-def _show(outcome: Outcome) -> None:
-    from ..bench.report.terminal import render
-
-    console = stdout()
-    if outcome.report.trials:
-        console.print(render(outcome.report))
-    for file in outcome.files:
-        console.print(str(file), markup=False, highlight=False)
 
 
 # -- options
 
 
-def _config(**values: Any) -> BenchConfig:
-    from ..bench.run import BenchConfig
-
-    return BenchConfig(**values)
-
-
-def _prompt_tokens(model: str, given: int | None) -> dict[str, int]:
+def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
     if given is None:
         return {}
     if not model.startswith("random:"):
@@ -229,39 +174,29 @@ def _prompt_tokens(model: str, given: int | None) -> dict[str, int]:
     return {"prompt_tokens": given}
 
 
-def _sweeps(texts: list[str]) -> list[Sweep]:
-    from ..bench.methods import parse_sweep
-
-    sweeps = [parse_sweep(text) for text in texts]
-    for sweep in sweeps:
-        if sum(sweep.setting == other.setting for other in sweeps) > 1:
-            raise ConfigError(f"--sweep {sweep.text}", f"{sweep.setting} is swept twice", "sweep it once")
+def _sweeps(texts: list[str]) -> dict[str, Sweep]:
+    """By setting."""
+    sweeps: dict[str, Sweep] = {}
+    for sweep in map(known.parse_sweep, texts):
+        if sweeps.setdefault(sweep.setting, sweep) is not sweep:
+            first = sweeps[sweep.setting]
+            raise ConfigError(f"--sweep {first.text}", f"{sweep.setting} is swept twice", "sweep it once")
     return sweeps
 
 
-def _values(setting: str, text: str | None, sweeps: list[Sweep]) -> tuple[Any, ...]:
+def _values(setting: str, text: str | None, sweeps: dict[str, Sweep], default: Any) -> tuple[Any, ...]:
     """The values of a setting that makes cells, from its own flag or from its sweep."""
-    from ..bench.methods import CELL_SETTINGS
-
-    flag = "--" + setting.replace("_", "-")
-    swept = [sweep for sweep in sweeps if sweep.setting == setting]
+    flag, swept = "--" + setting.replace("_", "-"), sweeps.get(setting)
     if text is None:
-        return swept[0].values if swept else ()
+        return swept.values if swept else (default,)
     if swept:
-        raise ConfigError(f"{flag} {text} with --sweep {swept[0].text}", "both say the same thing", "give one of them")
+        raise ConfigError(f"{flag} {text} with --sweep {swept.text}", "both say the same thing", "give one of them")
     try:
         return tuple(CELL_SETTINGS[setting](part.strip()) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(
             f"{flag} {text}", "not numbers with commas between", f"write {flag} 1 or {flag} 1,8"
         ) from error
-
-
-def _new_tokens(model: str, text: str | None, sweeps: list[Sweep], size: Size) -> tuple[Any, ...]:
-    given = _values("max_new_tokens", text, sweeps)
-    if given:
-        return given
-    return (None,) if size.max_new_tokens is None else (int(size.max_new_tokens),)
 
 
 def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
@@ -280,27 +215,23 @@ def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def _methods(
-    model: str, texts: list[str], peers: list[str], sweeps: list[Sweep], dtype: str, applications: dict[str, str]
-) -> tuple[Method, ...]:
-    from ..bench import methods as known
-
-    chosen = known.parse_methods(texts, dtype) if texts else known.default_methods(model, dtype)
-    added = [m for m in known.peer_methods(peers, dtype) if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added], applications), sweeps))
+def _applications(asked: RunOptions) -> dict[str, str]:
+    return named_folders("--application", asked.application or [])
 
 
-def _peers(every: bool, named: list[str]) -> list[str]:
-    """Peers that were named, and with ``--peers`` all; one that is not built is reported as unavailable."""
-    from ..bench.peers import PEERS
-
-    return list(dict.fromkeys([*named, *(PEERS if every else ())]))
+def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
+    # The report says which peers are not built.
+    peers = known.peer_methods(dict.fromkeys([*(asked.peer or []), *(PEERS if asked.peers else ())]), asked.dtype)
+    texts = asked.method
+    chosen = known.parse_methods(texts, asked.dtype) if texts else known.default_methods(asked.model, asked.dtype)
+    added = [m for m in peers if m.name not in {c.name for c in chosen}]
+    return tuple(known.expand(known.with_plain([*chosen, *added], _applications(asked)), list(sweeps)))
 
 
 # -- progress
 
 
-class Bar:
+class Bar(Watcher):
     """Progress on a terminal: a bar with the time left."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
@@ -308,17 +239,15 @@ class Bar:
         self._task = task
 
     def stage(self, text: str) -> None:
-        """What is being done now."""
         self._progress.update(self._task, description=text, refresh=True)
 
     def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """How far the trials are."""
         self._progress.update(
             self._task, description=f"{group.cell.workload}, {method.name}", completed=done, total=total, refresh=True
         )
 
 
-class Lines:
+class Lines(Watcher):
     """Progress in a log: a line for each stage, and one now and then."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -328,11 +257,9 @@ class Lines:
         self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
 
     def stage(self, text: str) -> None:
-        """What is being done now."""
         self._say(text)
 
     def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """How far the trials are, if there was no line for a while."""
         now = self._clock()
         self._first = self._first or (now, done)
         if now - self._last < LINE_EVERY_S:

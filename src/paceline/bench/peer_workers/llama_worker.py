@@ -91,7 +91,6 @@ class Engine:
         wall_ms = 1000 * (time.perf_counter() - began)
         ends = [1000 * (end - began) for _, end in answers]
         times = [answer["timings"] for answer, _ in answers]
-        speculative = self.mode != "plain"
         return {
             "outputs": [answer["tokens"] for answer, _ in answers],
             "wall_ms": wall_ms,
@@ -99,8 +98,8 @@ class Engine:
             "ttft_ms": [end - t["predicted_ms"] for end, t in zip(ends, times, strict=True)],
             "waits_ms": [],  # a stream of events would cost the server time
             "arrivals": [],
-            "drafted": sum(t.get("draft_n", 0) for t in times) if speculative else None,
-            "accepted": sum(t.get("draft_n_accepted", 0) for t in times) if speculative else None,
+            "drafted": sum(t.get("draft_n", 0) for t in times),
+            "accepted": sum(t.get("draft_n_accepted", 0) for t in times),
         }
 
     def close(self):

@@ -92,22 +92,18 @@ class Engine:
         )
         wall_ms = 1000 * (time.perf_counter() - began)
         outputs = [self._trim(row[width:].tolist(), ignore_eos) for row in rows]
-        speculative = self.mode != "plain"
         return {
             "outputs": outputs,
             "wall_ms": wall_ms,
             **watch.seen.as_dict(),
-            "drafted": self.drafted if speculative else None,
-            "accepted": self.accepted if speculative else None,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
         }
 
     def _trim(self, ids, ignore_eos):
         """Up to and with the first end of text: what follows in a row is padding."""
         ends = [] if ignore_eos else [i for i, token in enumerate(ids) if token in self.ends]
         return ids[: ends[0] + 1] if ends else ids
-
-    def close(self):
-        pass
 
 
 def _as_list(value):

@@ -66,13 +66,12 @@ class Engine:
                 seen.note(index, len(outputs[index]), 1000 * (time.perf_counter() - began))
         wall_ms = 1000 * (time.perf_counter() - began)
         drafted, accepted = (now - before for now, before in zip(self._counts(), counted, strict=True))
-        speculative = self.mode != "plain"
         return {
             "outputs": outputs,
             "wall_ms": wall_ms,
             **seen.as_dict(),
-            "drafted": drafted if speculative else None,
-            "accepted": accepted if speculative else None,
+            "drafted": drafted,
+            "accepted": accepted,
         }
 
     def _counts(self):
@@ -84,9 +83,6 @@ class Engine:
             int(values.get("vllm:spec_decode_num_draft_tokens", 0)),
             int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
         )
-
-    def close(self):
-        pass
 
 
 def _environment(request):

@@ -6,8 +6,8 @@ Requests (``op``) and replies:
   ``max_model_len``, ``max_batch``, ``options`` of the mode, ``cache`` (a folder to keep things in) ->
   ``{"ok": true, "version": "...", ...}``
 - ``generate``: ``prompts`` (lists of token ids), ``max_new_tokens``, ``ignore_eos`` -> ``{"ok": true, "outputs":
-  [[ids]], "wall_ms": ..., "ttft_ms": [..] or null, "waits_ms": [..], "arrivals": [..], "drafted": n or null,
-  "accepted": n or null}``
+  [[ids]], "wall_ms": ..., "ttft_ms": [..] or null, "waits_ms": [..], "arrivals": [..], "drafted": n,
+  "accepted": n}``
 - ``quit``: no reply.
 
 What goes wrong comes back as ``{"ok": false, "error": "..."}``. Standard output belongs to the protocol: what
@@ -29,7 +29,7 @@ def serve(load):
 
     Args:
         load: takes the ``load`` request as a dict and gives an object with ``about`` (dict, goes into the reply),
-            ``generate(prompts, max_new_tokens, ignore_eos) -> dict`` and ``close()``.
+            ``generate(prompts, max_new_tokens, ignore_eos) -> dict``, and ``close()`` where there is something to end.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -51,8 +51,7 @@ def serve(load):
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
     finally:
-        if engine is not None:
-            engine.close()
+        getattr(engine, "close", lambda: None)()
 
 
 def _read(requests):

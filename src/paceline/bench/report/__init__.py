@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +27,14 @@ def load_report(path: Path | str) -> Report:
         packed = file.suffix == ".gz"
         values = json.loads(gzip.decompress(file.read_bytes()) if packed else file.read_text(encoding="utf-8"))
     except (OSError, EOFError) as error:
-        raise ConfigError(
-            f"report {file}", f"cannot be read ({getattr(error, 'strerror', None) or error})", remedy
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"report {file}", f"cannot be read ({why})", remedy) from error
     except ValueError as error:  # not JSON, or not text at all
         raise ConfigError(f"report {file}", f"not JSON ({error})", remedy) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"report {file}", "not a benchmark report", remedy)
     try:
         report = Report.from_dict(values)
         _check(report)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"report {file}", f"not a benchmark report ({error})", remedy) from error
     return report
 
@@ -54,8 +48,8 @@ def save_report(report: Report, path: Path | str) -> Path:
     values = report.as_dict()
     try:
         text = _dumps(values)
-    except ValueError:  # rare, and looking for them takes long
-        text = _dumps(_finite(values))
+    except ValueError:  # infinities or NaN: rare, and looking for them takes long
+        text = _dumps(json.loads(json.dumps(values), parse_constant=lambda _: None))  # JSON cannot say them
     return _write(Path(path), text + "\n")
 
 
@@ -85,15 +79,6 @@ def _dumps(values: dict[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
-    """The same with None for infinities and NaN, which JSON cannot say."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _check(report: Report) -> None:
     """Every trial and comparison belongs to a method of the report, and no method is there twice."""
     names = [method.name for method in report.methods]
@@ -107,26 +92,16 @@ def _check(report: Report) -> None:
 
 def _write(path: Path, text: str) -> Path:
     """Beside it first, then in its place: a reader never meets half a file."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(name, 0o666 & ~_umask())  # mkstemp lets nobody else read it
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+            fresh.write_text(text, encoding="utf-8")
+            os.replace(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from error
     return path
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

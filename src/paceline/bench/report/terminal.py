@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..records import Report
-from ..summary import Index, Row, Section, Summary, TimeShares, Waits, against, batch_curve, slower_cells, summarise
+from ..summary import Index, Row, Section, Summary, summarise
+from . import tables
 from . import wording as say
+from .tables import Cell, Column, Table
 
-BAD, GOOD, FAINT = "bold red", "green", "dim"
+STYLES = {"bad": "bold red", "good": "green"}  # by a cell's kind
+BAD, FAINT = STYLES["bad"], "dim"
 WIDE = 132  # columns from which on a table shows everything
 LISTED = 8  # lines of a list before the rest is counted
+NARROW_COLUMNS = tables.columns("tok/s | speed-up | length | TTFT | p90 | floor | exact")
+WIDE_COLUMNS = NARROW_COLUMNS + tables.columns(
+    "mean | p50 | p99 | draft | verify | host | memory | calls ÷ | rows×layers | upper"
+)
 
 
 def render(report: Report | Summary) -> RenderableType:
@@ -26,131 +33,88 @@ def render(report: Report | Summary) -> RenderableType:
     parts: list[RenderableType] = [_head(summary)]
     first = say.main_section(summary)
     for section in summary.sections:
-        parts += [_heading(section.label()), SectionTable(summary, section, each=section == first)]
-        parts += _peers(index, section)
+        parts += [heading(section.label()), _SectionTable(summary, section, each=section == first)]
+        parts += _peers(tables.peers(index, section))
     if len(summary.sections) > 1:
         parts.append(Text("\nThe other tables by workload are in the report.", style=FAINT))
-    parts += _curves(summary)
-    parts += [_heading("checks"), *_checks(summary), _foot(summary)]
-    return Group(*parts)
+    for label, _, table in tables.curves(summary):
+        short = [[row[0], *(_short(cell) for cell in row[1:])] for row in table.rows]
+        table = replace(table, head=["batch", *table.head[1:]], rows=short)
+        parts += [heading(f"speed-up by batch size, {label}"), as_rich(table)]
+    return Group(*parts, heading("checks"), *_checks(summary), _foot(summary))
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One figure of a row."""
-
-    name: str
-    cell: Callable[[Row], Text | str]
-
-
-@dataclass(frozen=True, slots=True)
-class SectionTable:
+class _SectionTable:
     """All methods, over all workloads and, if wanted, on each; more figures where the terminal is wide."""
 
     summary: Summary
     section: Section
-    each: bool = True
+    each: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.max_width >= WIDE
-        yield section_table(self.summary, self.section, COLUMNS + WIDE_COLUMNS if wide else COLUMNS, self.each)
+        chosen = WIDE_COLUMNS if options.max_width >= WIDE else NARROW_COLUMNS
+        table = rich_table("method", *(column.short for column in chosen))
+        names = self.summary.workloads(self.section)
+        if len(names) > 1:
+            add_block(table, f"all {len(names)} workloads", _cells(self.summary.total(self.section), chosen))
+        for name in names if self.each or len(names) == 1 else ():
+            rows = [r for r in self.summary.of(self.section) if r.workload == name]
+            add_block(table, say.workload_title(self.summary.report, name), _cells(rows, chosen))
+        yield table
 
 
-def section_table(summary: Summary, section: Section, columns: Sequence[Column], each: bool = True) -> Table:
-    """The table that `SectionTable` chooses the columns of."""
-    table = _table(*(column.name for column in columns), first="method")
-    names = summary.workloads(section)
-    if len(names) > 1:
-        _block(table, f"all {len(names)} workloads", summary.total(section), columns)
-    for name in names if each or len(names) == 1 else ():
-        rows = [r for r in summary.of(section) if r.workload == name]
-        _block(table, say.workload_title(summary.report, name), rows, columns)
+def _cells(rows: Iterable[Row], chosen: Sequence[Column]) -> Sequence[Sequence[Cell]]:
+    return tables.figures(rows, chosen).rows
+
+
+# -- tables
+
+
+def rich_table(first: str, *names: str) -> RichTable:
+    """An empty table of methods: their names at the left, figures at the right."""
+    table = RichTable(box=None, header_style=FAINT, padding=(0, 1, 0, 0), collapse_padding=True)
+    table.add_column(first, overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold", no_wrap=not name.startswith("÷"))
     return table
 
 
-def _block(table: Table, title: str, rows: Iterable[Row], columns: Sequence[Column]) -> None:
+def add_block(table: RichTable, title: str, rows: Iterable[Sequence[Cell]]) -> None:
+    """A line with a title, and rows under it."""
     table.add_row(Text(title, style="bold"))
     for row in rows:
-        table.add_row(_name(row), *(column.cell(row) for column in columns))
+        table.add_row(*_row(row))
 
 
-def _name(row: Row) -> Text:
-    name = Text("  " + say.method_name(row.method))
-    return name.append(f" ({row.figures.failed} failed)", style=BAD) if row.figures.failed else name
+def as_rich(table: Table) -> RichTable:
+    """A whole table."""
+    made = rich_table(*table.head)
+    for row in table.rows:
+        made.add_row(*_row(row))
+    return made
 
 
-def _exact(row: Row) -> Text:
-    mark = say.exact_mark(row.exact)
-    return Text(mark, style=BAD if mark == "NO" else "")
+def _row(row: Sequence[Cell]) -> list[Text]:
+    name = Text("  " + row[0].text)
+    if row[0].fine:
+        name.append(f" ({row[0].fine})", style=BAD)
+    return [name, *(Text(cell.text, style=STYLES.get(cell.kind, "")) for cell in row[1:])]
 
 
-def _wait(of: Callable[[Waits], float]) -> Callable[[Row], str]:
-    return lambda row: say.number(of(row.figures.waits) if row.figures.waits else None)
-
-
-def _part(of: Callable[[TimeShares], float]) -> Callable[[Row], str]:
-    return lambda row: say.share(of(row.figures.shares) if row.figures.shares else None)
-
-
-def _speedup(row: Row) -> Text:
-    ratio = row.speedup
-    if ratio is None or ratio.covers(1):
-        return Text(say.speedup(row), style=FAINT if ratio is None else "")
-    return Text(say.speedup(row), style=GOOD if ratio.low > 1 else BAD)
-
-
-COLUMNS = (
-    Column("tok/s", lambda row: say.number(row.speed)),
-    Column("speed-up", _speedup),
-    Column("length", lambda row: say.length(row.figures.accepted_length)),
-    Column("TTFT", lambda row: say.number(row.figures.ttft_ms)),
-    Column("p90", _wait(lambda waits: waits.p90_ms)),
-    Column("floor", lambda row: say.share(row.figures.floor_share)),
-    Column("exact", _exact),
-)
-WIDE_COLUMNS = (
-    Column("mean", _wait(lambda waits: waits.mean_ms)),
-    Column("p50", _wait(lambda waits: waits.p50_ms)),
-    Column("p99", _wait(lambda waits: waits.p99_ms)),
-    Column("draft", _part(lambda shares: shares.draft)),
-    Column("verify", _part(lambda shares: shares.verify)),
-    Column("host", _part(lambda shares: shares.host)),
-    Column("memory", lambda row: say.size(row.figures.peak_bytes)),
-    Column("calls ÷", lambda row: say.length(row.figures.call_reduction)),
-    Column("rows×layers", lambda row: say.number(row.figures.row_layers)),
-    Column("upper", lambda row: say.number(row.figures.upper_row_layers)),
-)
-
-
-def _peers(index: Index, section: Section) -> list[RenderableType]:
-    """How many times as fast as the other engines' plain decoding every method is."""
-    found = against(index, section)
-    if not found:
+def _peers(table: Table | None) -> list[RenderableType]:
+    if table is None:
         return []
-    table = _table(*(f"÷ {peer}" for peer in found), first="beside other engines")
-    for name in dict.fromkeys(name for ratios in found.values() for name in ratios):
-        cells = [say.interval(ratios.get(name)) for ratios in found.values()]
-        table.add_row("  " + say.method_name(index.methods[name]), *cells)
-    return [Text(), table]
+    head = ["beside other engines", *("÷" + name.removeprefix("over") for name in table.head[1:])]
+    return [Text(), as_rich(replace(table, head=head))]
 
 
-def _curves(summary: Summary) -> list[RenderableType]:
-    """Speed-up against batch size, where several were run: one table a dtype and temperature."""
-    parts: list[RenderableType] = []
-    curves = batch_curve(summary)
-    for section in dict.fromkeys(curve.section for curve in curves):
-        here = [curve for curve in curves if curve.section == section]
-        batches = sorted({batch for curve in here for batch, _ in curve.points})
-        table = _table(*map(str, batches), first="batch")
-        for curve in here:
-            points = dict(curve.points)
-            table.add_row(
-                "  " + say.method_name(curve.method),
-                *(Text(f"{points[b].value:.2f}") if b in points else say.NOTHING for b in batches),
-            )
-        label = say.without_batch(section)
-        parts += [_heading(f"speed-up by batch size, {label}"), table]
-    return parts
+def _short(cell: Cell) -> Cell:
+    """A ratio without its interval."""
+    return replace(cell, text=f"{cell.value:.2f}") if isinstance(cell.value, float) else cell
+
+
+# -- lines
 
 
 def _head(summary: Summary) -> RenderableType:
@@ -161,22 +125,19 @@ def _head(summary: Summary) -> RenderableType:
 
 
 def _checks(summary: Summary) -> list[RenderableType]:
-    report, slow = summary.report, slower_cells(summary)
-    bad = say.failures(report)
-    lines = [Text(say.exactness_line(summary), style=BAD if bad else "")]
-    lines += _listed((say.failure_line(found) for found in bad), BAD)
+    report = summary.report
+    troubles = say.troubles(summary)
+    lines = [Text(say.exactness_line(summary), style=BAD if troubles["differing"] else "")]
+    lines += _listed(troubles["differing"], BAD)
     lines += [Text(line) for line in (say.agreement_line(report),) if line]
-    lines.append(Text(say.slower_line(slow, summary)))
-    lines += _listed(f"{say.method_name(r.method)}, {say.row_label(r)}: {say.interval(r.speedup)}" for r in slow)
-    lines += _listed(say.failed_trials(summary), BAD)
-    lines += [Text(line, style="yellow") for line in say.unavailable_lines(report)]
+    lines += [Text(say.slower_line(summary)), *_listed(troubles["slower"]), *_listed(troubles["failed"], BAD)]
+    lines += [Text(line, style="yellow") for line in troubles["unavailable"]]
     return [*lines, *(Text(line) for line in report.notes)]
 
 
-def _listed(lines: Iterable[str], style: str = "") -> list[Text]:
-    many = list(lines)
-    shown = [Text("  " + line, style=style) for line in many[:LISTED]]
-    rest = len(many) - LISTED
+def _listed(lines: Sequence[str], style: str = "") -> list[Text]:
+    shown = [Text("  " + line, style=style) for line in lines[:LISTED]]
+    rest = len(lines) - LISTED
     return shown + ([Text(f"  and {rest} more, in the report", style=style)] if rest > 0 else [])
 
 
@@ -197,13 +158,6 @@ def _foot(summary: Summary) -> RenderableType:
     return Padding(Group(*(Text(line, style=FAINT) for line in lines)), (1, 0, 0, 0))
 
 
-def _heading(text: str) -> Text:
-    return Text(f"\n{text[:1].upper()}{text[1:]}", style="bold cyan")
-
-
-def _table(*names: str, first: str) -> Table:
-    table = Table(box=None, header_style=FAINT, padding=(0, 1, 0, 0), collapse_padding=True)
-    table.add_column(first, overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold", no_wrap=not name.startswith("÷"))
-    return table
+def heading(text: str) -> Text:
+    """Of a part."""
+    return Text(f"\n{say.upper(text)}", style="bold cyan")

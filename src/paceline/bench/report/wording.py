@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from typing import Any
 
 from ..records import Cell, Exactness, Method, Report
 from ..summary import (
@@ -24,70 +27,6 @@ from ..summary import (
 
 NOTHING = "–"  # where there is no figure
 SYNTHETIC = "synthetic"
-
-DEFINITIONS: tuple[tuple[str, str], ...] = (
-    (
-        "tokens/s",
-        "New tokens over the wall time from submission to the last token, prompt processing included; tokens are "
-        "counted from ids. Median over the trials of a workload; over several workloads the geometric mean of "
-        "their medians.",
-    ),
-    (
-        "speed-up",
-        "Ratio of tokens/s to plain decoding in the same engine and dtype, on the same prompts in the same repeat: "
-        "of each group of prompts the median over its repeats, of the groups the geometric mean, and of several "
-        f"workloads the geometric mean of theirs. In brackets the {CONFIDENCE:.0%} interval of a percentile "
-        f"bootstrap with {RESAMPLES} resamples of groups and of repeats within a group.",
-    ),
-    (
-        "accepted length",
-        "Mean accepted length: 1 + accepted drafted tokens / target passes. Plain decoding has 1.",
-    ),
-    (
-        "call reduction",
-        "Passes that plain decoding takes for the same tokens over the passes taken: new tokens a target pass, passes "
-        "and tokens summed over trials (Speculative Streaming, appendix E).",
-    ),
-    (
-        "row-layers",
-        "Rows of a target pass times the layers that each row goes through, roots, drafted nodes and streams alike, a "
-        "pass of one sequence; prompt rows before the last are left out. Upper ones are those in the layers that "
-        "streams go through, above the one before which trees are pruned.",
-    ),
-    (
-        "acceptance by position",
-        "Of the passes that accepted d - 1 drafted tokens and had a node at depth d, the share that accepted it.",
-    ),
-    (
-        "share of time",
-        "Draft: proposing. Verify: target passes and the choice of tokens. Host: what else the engine does. "
-        "Rest: wall time outside the engine's own clock.",
-    ),
-    ("time to first token", "From submission of a group of prompts to a request's first token; median over requests."),
-    (
-        "time between tokens",
-        "The tokens of one pass arrive together. The mean is for one token: (last - first arrival) / (tokens - 1). "
-        "The percentiles are of the waits between arrivals.",
-    ),
-    (
-        "floor",
-        "The time that reading the weights and the K/V of every target pass takes at the machine's measured read "
-        "bandwidth; the share is that time over the wall time.",
-    ),
-    ("peak memory", "What the method holds and what its trials added at most."),
-    (
-        "exact",
-        "Token ids compared with plain decoding's, prompt by prompt, lengths included. A difference is explained "
-        "where the two tokens' scores lie within the tolerance and the rest agrees teacher-forced; any other one "
-        "is a failure.",
-    ),
-    (
-        SYNTHETIC,
-        "A drafter that looks up recorded answers and is right at a stated rate: it measures the engine's cost and "
-        "says nothing about a real drafter.",
-    ),
-)
-
 
 # -- figures
 
@@ -158,7 +97,7 @@ def method_name(method: Method) -> str:
 
 def method_detail(method: Method) -> str:
     """What the name stands for."""
-    parts = [method.engine, method.drafter, f"round {method.round}" if method.engine == "paceline" else ""]
+    parts = [method.engine, method.drafter, f"round {method.round}" if method.own else ""]
     parts += [f"{key}={value}" for key, value in sorted(method.settings.items())]
     parts += [f"application {method.application}" if method.application else ""]
     parts += [f"dtype {method.dtype}" if method.dtype != "auto" else "", SYNTHETIC if method.synthetic else ""]
@@ -185,6 +124,11 @@ def row_label(row: Row) -> str:
     return row.section.label() if row.cell is None else cell_label(row.cell)
 
 
+def upper(line: str) -> str:
+    """With a capital letter in front."""
+    return line[:1].upper() + line[1:]
+
+
 def without_batch(section: Section) -> str:
     """A section's label where the batch size varies."""
     return section.label().removeprefix(f"batch {section.batch}, ")
@@ -198,44 +142,49 @@ def count_of(amount: int, noun: str) -> str:
 # -- lines
 
 
+Shown = Mapping[str, Callable[[Any], str]]  # fact of the model or the machine -> how it is shown
+MODEL: Shown = {
+    "name": str,
+    "parameters": lambda value: f"{number(value / 1e6)}M parameters",
+    "dtype": str,
+    "pass_bytes": lambda value: f"{size(value)} read a pass",
+    "kernels": lambda value: f"kernels: {value}",
+}
+MACHINE: Shown = {
+    "processor": str,
+    "cores": lambda value: f"{value} cores",
+    "system": str,
+    "device": str,
+    "read_bandwidth_bytes_per_s": lambda value: f"reads {value / 1e9:.0f} GB/s",
+}
+
+
+def _facts(facts: Mapping[str, Any], shown: Shown) -> str:
+    return ", ".join(show(facts[key]) for key, show in shown.items() if facts.get(key))
+
+
 def model_line(report: Report) -> str:
     """The model in one line."""
-    model = report.model
-    parts = [str(model.get("name", "model"))]
-    if model.get("parameters"):
-        parts.append(f"{number(model['parameters'] / 1e6)}M parameters")
-    parts += [str(model["dtype"])] if model.get("dtype") else []
-    if model.get("pass_bytes"):
-        parts.append(f"{size(model['pass_bytes'])} read a pass")
-    if model.get("kernels"):
-        parts.append(f"kernels: {model['kernels']}")
-    return ", ".join(parts)
+    return _facts({"name": "model", **report.model}, MODEL)
 
 
 def machine_line(report: Report) -> str:
     """The machine in one line."""
     machine = report.machine
-    parts = [str(machine[key]) for key in ("processor",) if machine.get(key)]
-    if machine.get("cores"):
-        parts.append(f"{machine.get('threads', machine['cores'])} of {machine['cores']} cores")
-    parts += [str(machine[key]) for key in ("system", "device") if machine.get(key)]
-    if machine.get("read_bandwidth_bytes_per_s"):
-        parts.append(f"reads {machine['read_bandwidth_bytes_per_s'] / 1e9:.0f} GB/s")
-    return ", ".join(parts)
+    used = f"{machine.get('threads', machine['cores'])} of {machine['cores']}" if machine.get("cores") else None
+    return _facts({**machine, "cores": used}, MACHINE)
 
 
 def run_line(report: Report) -> str:
-    """Versions, commit and date in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    return ", ".join(filter(None, [versions, commit_line(report), created(report)]))
+    """Versions, commit (short; ``-dirty`` where the tree was changed) and date in one line."""
+    name, dash, changed = (report.commit or "").partition("-")
+    commit = f"commit {name[:12]}{dash}{changed}" if report.commit else "no commit known"
+    return ", ".join(filter(None, [versions_line(report), commit, created(report)]))
 
 
-def commit_line(report: Report) -> str:
-    """The commit, short; ``-dirty`` where the tree was changed."""
-    if not report.commit:
-        return "no commit known"
-    name, _, changed = report.commit.partition("-")
-    return f"commit {name[:12]}" + (f"-{changed}" if changed else "")
+def versions_line(report: Report) -> str:
+    """Packages and their versions."""
+    return ", ".join(f"{name} {version}" for name, version in report.versions.items())
 
 
 def created(report: Report) -> str:
@@ -261,8 +210,7 @@ def exactness_line(summary: Summary) -> str:
 
 def agreement_line(report: Report) -> str | None:
     """How often the peers' ids are ours. Their kernels are their own: a difference is no failure."""
-    engines = {m.name: m.engine for m in report.methods}
-    found = [e for e in report.exactness if engines.get(e.method, "paceline") != "paceline"]
+    found = [e for e in report.exactness if not report.is_own(e.method)]
     if not found:
         return None
     same, total = sum(e.identical for e in found), sum(e.sequences for e in found)
@@ -271,8 +219,7 @@ def agreement_line(report: Report) -> str | None:
 
 def failures(report: Report) -> list[Exactness]:
     """Comparisons of this engine's methods that failed."""
-    engines = {m.name: m.engine for m in report.methods}
-    return [e for e in report.exactness if not e.passed and engines.get(e.method, "paceline") == "paceline"]
+    return [e for e in report.exactness if not e.passed and report.is_own(e.method)]
 
 
 def failure_line(found: Exactness) -> str:
@@ -285,6 +232,22 @@ def failure_line(found: Exactness) -> str:
     return f"{where}: {many} of {found.sequences:,} failed; first: {lead}" + (f" ({rest})" if rest else "")
 
 
+def troubles(summary: Summary) -> dict[str, list[str]]:
+    """Lines on what is not as it should be: ids that differ, what is slower than plain, what failed or did not run."""
+    slow = slower_cells(summary)
+    return {
+        "differing": [failure_line(found) for found in failures(summary.report)],
+        "slower": [f"{method_name(row.method)}, {row_label(row)}: {interval(row.speedup)}" for row in slow],
+        "failed": [_failed(row) for row in summary.rows if row.figures.failed],
+        "unavailable": unavailable_lines(summary.report),
+    }
+
+
+def _failed(row: Row) -> str:
+    many = f"{row.figures.failed} of {count_of(row.figures.failed + row.figures.trials, 'trial')} failed"
+    return f"{method_name(row.method)}, {row_label(row)}: {many}: {row.figures.error}"
+
+
 def unavailable_lines(report: Report) -> list[str]:
     """What did not run and why, one line a reason."""
     names: dict[str, list[str]] = {}
@@ -293,26 +256,14 @@ def unavailable_lines(report: Report) -> list[str]:
     return [f"{', '.join(many)} did not run: {why}" for why, many in names.items()]
 
 
-def failed_trials(summary: Summary) -> list[str]:
-    """One line a method and cell with failed trials."""
-    lines = []
-    for row in summary.rows:
-        if row.figures.failed and row.cell is not None:
-            many = f"{row.figures.failed} of {count_of(row.figures.failed + row.figures.trials, 'trial')} failed"
-            lines.append(f"{method_name(row.method)}, {cell_label(row.cell)}: {many}: {row.figures.error}")
-    return lines
-
-
-def slower_line(rows: Sequence[Row], summary: Summary) -> str:
+def slower_line(summary: Summary) -> str:
     """Whether any method of this engine is slower than plain decoding anywhere."""
-    looked_at = [r for r in summary.rows if r.speedup and r.method.engine == "paceline" and not r.method.synthetic]
+    looked_at = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
     if not looked_at:
         return "no speculative method was compared with plain decoding"
-    bound = f"lower bound below {NEVER_SLOWER:g} of plain decoding"
+    slow, bound = len(slower_cells(summary)), f"lower bound below {NEVER_SLOWER:g} of plain decoding"
     cells = count_of(len(looked_at), "row")
-    if not rows:
-        return f"never slower: no {bound} in {cells}"
-    return f"slower: {len(rows)} of {cells} with a {bound}"
+    return f"slower: {slow} of {cells} with a {bound}" if slow else f"never slower: no {bound} in {cells}"
 
 
 def pairs_line(summary: Summary) -> str:
@@ -353,7 +304,7 @@ def rival(summary: Summary) -> tuple[str, Interval] | None:
     if section is None:
         return None
     total = summary.total(section)
-    ours, theirs = best(total), [r for r in total if r.method.engine != "paceline" and r.speed]
+    ours, theirs = best(total), [r for r in total if not r.method.own and r.speed]
     if ours is None or not theirs:
         return None
     fastest = max(theirs, key=lambda r: r.speed or 0.0)
@@ -372,26 +323,15 @@ def bracket(ratio: Interval) -> str:
 def main_section(summary: Summary) -> Section | None:
     """The one to show first: the first with a speculative method of this engine, else the first."""
     for section in summary.sections:
-        if any(row.speedup and row.method.engine == "paceline" for row in summary.total(section)):
+        if any(row.speedup and row.method.own for row in summary.total(section)):
             return section
     return summary.sections[0] if summary.sections else None
 
 
-def best_by_workload(summary: Summary, section: Section) -> list[tuple[str, Row]]:
-    """The best speculative method of this engine on each workload, with the workload's title."""
-    found = []
-    for name in summary.workloads(section):
-        row = best(r for r in summary.of(section) if r.workload == name)
-        if row is not None:
-            found.append((workload_title(summary.report, name), row))
-    return found
-
-
 def findings(summary: Summary) -> list[str]:
     """The remarks under the headline."""
-    slow = slower_cells(summary)
     lines = [peer_headline(summary), exactness_line(summary), agreement_line(summary.report)]
-    return [line[:1].upper() + line[1:] for line in (*lines, slower_line(slow, summary), pairs_line(summary)) if line]
+    return [upper(line) for line in (*lines, slower_line(summary), pairs_line(summary)) if line]
 
 
 def has_synthetic(methods: Iterable[Method]) -> bool:
@@ -401,7 +341,9 @@ def has_synthetic(methods: Iterable[Method]) -> bool:
 
 def definitions(report: Report) -> list[tuple[str, str]]:
     """Term and meaning, of the words that the report uses."""
-    return [(term, text) for term, text in DEFINITIONS if term != SYNTHETIC or has_synthetic(report.methods)]
+    known = tomllib.loads(resources.files(__package__).joinpath("definitions.toml").read_text(encoding="utf-8"))
+    filled = [(term, text.format(confidence=CONFIDENCE, resamples=RESAMPLES)) for term, text in known.items()]
+    return [(term, text) for term, text in filled if term != SYNTHETIC or has_synthetic(report.methods)]
 
 
 def setting(value: object) -> str:

@@ -1,0 +1,109 @@
+"""What a benchmark is asked to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import ConfigError
+from ..core.sampling import SamplingParams
+from .records import Method
+
+if TYPE_CHECKING:
+    from .measure import Group
+
+# Settings that take several values, and what a user calls them.
+NAMES = {
+    "batches": "batch",
+    "temperatures": "temperature",
+    "top_ks": "top_k",
+    "contexts": "context",
+    "max_new_tokens": "max_new_tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What to measure."""
+
+    model: str
+    methods: tuple[Method, ...]  # swept ones included; plain decoding among them
+    workloads: tuple[str, ...] = ()  # names or paths; empty: all that come with the package
+    data: Path | None = None  # folder of the workloads that do not
+    prompts: int = 10  # of each workload
+    batches: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    top_ks: tuple[int, ...] = (0,)  # of sampling; 0: all tokens
+    contexts: tuple[int | None, ...] = (None,)
+    max_new_tokens: tuple[int | None, ...] = (None,)  # None: the workload's own
+    prompt_tokens: int = 64  # of a random prompt
+    repeats: int = 3
+    seed: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+    ignore_eos: bool | None = None  # None: where peers or a random model run, so that all give the same count
+    check: bool = True  # compare ids with plain decoding's
+    time_limit_s: float | None = None  # no trial is begun after that long
+    title: str = ""
+    applications: Mapping[str, str] = field(default_factory=dict)  # folders of the trained sets that methods name
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        if not self.methods:
+            raise ConfigError("no method", "nothing would be measured", "name one with --method")
+        if self.random and self.workloads:
+            raise ConfigError(
+                f"workload {self.workloads[0]} with model {self.model}",
+                "a random model has no tokenizer, so its prompts are random ids",
+                "leave the workload out",
+            )
+        unknown = next((m for m in self.methods if m.application and m.application not in self.applications), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"method {unknown.name} of application {unknown.application!r}",
+                "no folder is given for it",
+                f"add --application {unknown.application}=FOLDER",
+            )
+        for name in self.workloads:
+            if self.workloads.count(name) > 1:
+                raise ConfigError(f"workload {name}", "it is named twice", "name it once")
+
+    def _check_numbers(self) -> None:
+        """Every setting of a cell has values of its range, none of them twice; counts are 1 or more."""
+        counts = {name: (getattr(self, name),) for name in ("prompts", "repeats", "prompt_tokens")}
+        counts |= {NAMES[name]: getattr(self, name) for name in ("batches", "contexts", "max_new_tokens")}
+        for name, values in counts.items():
+            for value in values:
+                if value is not None and value < 1:
+                    raise ConfigError(f"{name}={value}", "nothing would be measured", "give 1 or more")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)
+        for top_k in self.top_ks:
+            SamplingParams(top_k=top_k)
+        for field_, name in NAMES.items():
+            values = getattr(self, field_)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name}={values}", "a value is there twice, or none is", "give each once")
+
+    @property
+    def random(self) -> bool:
+        """Whether the model is one of random weights."""
+        return self.model.startswith("random:")
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether answers go on to their full length."""
+        chosen = self.ignore_eos
+        return self.random or any(not m.own for m in self.methods) if chosen is None else chosen
+
+
+class Watcher:
+    """Who is told how far a run is; this one does nothing with it."""
+
+    def stage(self, text: str) -> None:
+        """A new part of the run begins."""
+
+    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
+        """A trial is about to begin; ``done`` of ``total`` are behind."""
