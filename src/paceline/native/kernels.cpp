@@ -8,14 +8,19 @@
 // Same bits at every width. A row's result depends on that row alone: every product sums over k in one fixed
 // order whatever the number of rows, attention sums over the row's own visible keys in their logical order,
 // one after the other. Plain decoding, a chunk of a prompt and a tree of drafts give a row the same bits.
-// (int8 weights leave that rule in wide passes, unless they are I8_EXACT.)
+// (int8 weights leave that rule in wide passes on tiles, unless they are I8_EXACT.)
 //
 // Weights are stored by blocks of 16 outputs: [outputs / 16][k / step][16][step] with step = 2 for bf16 (the
-// layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), and
-// step = 1 for float32 and int8.
+// layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), step = 1
+// for float32, and for int8 step = 4 where there are dot products of bytes (I8_STEP), else 1.
+//
+// int8 products. Where a processor multiplies bytes (VNNI), a row of x is rounded to 8 bits by blocks of I8_BLOCK
+// along k, each with its own scale (max|x| / 127), as the Q8_0 format of llama.cpp does; products of a block are summed as
+// integers, blocks as floats in order. Elsewhere x stays as it is and the weights become float32.
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -38,6 +43,9 @@
 #endif
 #if defined(PL_AVX512) && defined(__AVX512BF16__)
 #define PL_DOT_BF16 1
+#endif
+#if defined(PL_AVX512) && defined(__AVX512VNNI__)
+#define PL_VNNI 1
 #endif
 #if defined(PL_DOT_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define PL_AMX 1
@@ -117,6 +125,12 @@ constexpr int TILE_ROWS = 16;  // the same where it runs on tiles
 constexpr int TILE_KEYS = 32;  // keys of one tile of values
 constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
 constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
+constexpr int I8_BLOCK = 32;  // of k, that has one scale where x is rounded to bytes
+#if PL_VNNI
+constexpr int I8_STEP = 4;    // of k, that lie together in int8 weights
+#else
+constexpr int I8_STEP = 1;
+#endif
 constexpr int SHORT_K = 8;   // or to this, which saves most of what adapters of a small rank read
 
 enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
@@ -378,24 +392,123 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
 
 // ---------------------------------------------------------------------------------------------- products
 
-template <class A> struct Input { const A* x; int64_t stride; };  // rows of x; bf16 rows are padded to K_STEP
+// Rows of x rounded to bytes, for products with int8 weights.
+struct Bytes {
+  std::vector<int32_t> x;      // [k / 4, rows] four bytes each
+  std::vector<float> scale;    // [k / I8_BLOCK, rows]
+  std::vector<int32_t> start;  // [k / I8_BLOCK, rows] -128 times the block's sum: stored weights are 128 too large
+  int64_t rows = 0;
+};
 
-#if PL_AMX
-constexpr bool I8_ON_TILES = true;
-inline __m512bh widened(const int8_t* w) {  // two lines of 16 outputs -> 16 pairs
-  // A small integer's float32 has nothing below its upper half, which is its bf16.
-  const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
-  const __m512i odd = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + LANES))));
-  return (__m512bh)_mm512_or_si512(odd, _mm512_srli_epi32(even, 16));
-}
-#else
-constexpr bool I8_ON_TILES = false;
-#endif
+template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
+  const A* x;
+  int64_t stride;
+  const Bytes* bytes = nullptr;  // the same rows, `row` first, where the weights ask for them
+  int64_t row = 0;
+  Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r}; }
+};
+
 inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
 inline int64_t padded_k(int64_t kind, int64_t k) {
   if (kind == BF16_SHORT) return SHORT_K;
-  return kind == BF16 || (is_i8(kind) && I8_ON_TILES) ? up(k, K_STEP) : k;
+  return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
 }
+
+#if PL_VNNI
+static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
+
+inline void round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* start) {
+  const __m512 a = load_wide(x), b = load_wide(x + 16);
+  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+  const bool number = most <= FLT_MAX && !_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q);
+  const bool sound = number && most > 0;
+  const __m512 by = _mm512_set1_ps(sound ? 127.0f / most : 0.0f);
+  const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, by)), high = _mm512_cvtps_epi32(_mm512_mul_ps(b, by));
+  int32_t four[I8_BLOCK / 4];
+  _mm_storeu_si128((__m128i*)four, _mm512_cvtsepi32_epi8(low));
+  _mm_storeu_si128((__m128i*)(four + 4), _mm512_cvtsepi32_epi8(high));
+  for (int i = 0; i < I8_BLOCK / 4; i++) y[i * rows] = four[i];
+  *start = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+  *scale = sound ? most / 127.0f : number ? 0.0f : NAN;  // what is no number stays in the sum
+}
+
+void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y) {
+  const int64_t blocks = k / I8_BLOCK;
+  y.rows = rows;
+  grow(y.x, rows * k / 4), grow(y.scale, rows * blocks), grow(y.start, rows * blocks);
+  for (int64_t b = 0; b < blocks; b++)
+    for (int64_t r = 0; r < rows; r++)
+      round_block(x + r * stride + b * I8_BLOCK, &y.x[b * I8_BLOCK / 4 * rows + r], rows, &y.scale[b * rows + r], &y.start[b * rows + r]);
+}
+
+// R rows against B weight blocks; a block's sum is exact, and blocks are added one after the other.
+template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, const Bytes& in, int64_t row, float* c) {
+  const int64_t blocks = k / I8_BLOCK, rows = in.rows;
+  const int32_t *x = in.x.data() + row, *start = in.start.data() + row;
+  const float* scale = in.scale.data() + row;
+  const int8_t* lines[B];
+  for (int b = 0; b < B; b++) lines[b] = w[b];
+  __m512 sum[R][B];
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) sum[r][b] = _mm512_setzero_ps();
+  for (int64_t j = 0; j < blocks; j++, start += rows, scale += rows) {
+    __m512i whole[R][B];
+    for (int r = 0; r < R; r++)
+      for (int b = 0; b < B; b++) whole[r][b] = _mm512_set1_epi32(start[r]);
+#pragma GCC unroll 8
+    for (int i = 0; i < I8_BLOCK / 4; i++, x += rows) {
+      __m512i line[B];
+      for (int b = 0; b < B; b++) line[b] = _mm512_loadu_si512(lines[b] + i * 4 * LANES);
+      for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) whole[r][b] = _mm512_dpbusd_epi32(whole[r][b], line[b], _mm512_set1_epi32(x[r]));
+    }
+    for (int b = 0; b < B; b++) lines[b] += I8_BLOCK * LANES;
+    for (int r = 0; r < R; r++)
+      for (int b = 0; b < B; b++) sum[r][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][b]), _mm512_set1_ps(scale[r]), sum[r][b]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) _mm512_storeu_ps(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
+}
+
+template <int R, int B> void byte_rows(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, float* c) {
+  int b = 0;
+  for (; b + B <= blocks; b += B) byte_product<R, B>(w + b, k, in, row, c + b * LANES);
+  for (; b < blocks; b++) byte_product<R, 1>(w + b, k, in, row, c + b * LANES);
+}
+
+// Few rows read several streams of weights at once; many rows keep a block in the cache, eight rows at a time.
+void byte_products(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
+  if (rows <= 4) {
+    if (rows == 1) byte_rows<1, 4>(w, blocks, k, in, row, c);
+    else if (rows == 2) byte_rows<2, 4>(w, blocks, k, in, row, c);
+    else if (rows == 3) byte_rows<3, 2>(w, blocks, k, in, row, c);
+    else byte_rows<4, 2>(w, blocks, k, in, row, c);
+    return;
+  }
+  for (int b = 0; b < blocks; b++) {
+    int r = 0;
+    float* y = c + b * LANES;
+    for (; r + 8 <= rows; r += 8) byte_product<8, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    if (rows - r >= 4) byte_product<4, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES), r += 4;
+    if (rows - r == 1) byte_product<1, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    else if (rows - r == 2) byte_product<2, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    else if (rows - r == 3) byte_product<3, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+  }
+}
+#endif
+
+#if PL_AMX
+// 16 outputs by four of k -> two lines of 16 pairs. Stored weights are 128 too large; a small integer's float32 has
+// nothing below its upper half, which is its bf16.
+inline void widened(const int8_t* w, bf16* out) {
+  const __m512i four = _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8((char)0x80));
+  auto wide_as = [](__m512i x) { return (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(x, 24)); };
+  const __m512i a = wide_as(_mm512_slli_epi32(four, 24)), b = wide_as(_mm512_slli_epi32(four, 16));
+  const __m512i c = wide_as(_mm512_slli_epi32(four, 8)), d = wide_as(four);
+  _mm512_storeu_si512(out, _mm512_or_si512(b, _mm512_srli_epi32(a, 16)));
+  _mm512_storeu_si512(out + 32, _mm512_or_si512(d, _mm512_srli_epi32(c, 16)));
+}
+#endif
 
 #if PL_AMX
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
@@ -454,8 +567,7 @@ template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16
   for (int64_t from = 0; from < k; from += STRETCH) {
     const int64_t length = std::min(STRETCH, k - from);
     for (int b = 0; b < B; b++)
-      for (int64_t i = 0; i < length * LANES; i += 32)
-        _mm512_store_si512(wide_w[b] + i, (__m512i)widened(w[b] + from * LANES + i));
+      for (int64_t i = 0; i < length * LANES; i += 64) widened(w[b] + from * LANES + i, wide_w[b] + i);
     for (int64_t i = 0; i < length; i += 32) {
       _tile_loadd(4, in.x + from + i, stride);
       _tile_loadd(5, wide_w[0] + i * 16, 64);
@@ -595,6 +707,9 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
     return;
   }
 #endif
+#if PL_VNNI
+  if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c);
+#endif
   product_w(w, blocks, k, in, rows, c);
 }
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
@@ -626,15 +741,30 @@ struct Tiles {
 struct Share { int64_t begin, end; };  // of n units, what thread t of T does
 inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }
 
+thread_local Bytes t_bytes;
+
+// Rows of x as this layer's products want them; what an earlier call gave is gone.
+template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows) {
+#if PL_VNNI
+  if constexpr (std::is_same_v<A, bf16>)
+    if (is_i8(l.kind)) {
+      round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
+      return {x, stride, &t_bytes, 0};
+    }
+#endif
+  return {x, stride};
+}
+
 // The outputs of blocks [begin, end), for all rows: each(row0, rows, first output, outputs, c). It may change c.
-template <class A, class F> void sweep(const Linear& l, Share s, Input<A> in, int64_t rows, F each) {
+template <class A, class F> void sweep(const Linear& l, Share s, const A* x, int64_t stride, int64_t rows, F each) {
   alignas(64) float c[ROWS * BLOCKS * LANES];
+  const Input<A> in = input_of(l, x, stride, s.begin < s.end ? rows : 0);
   for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
     const int blocks = (int)std::min<int64_t>(BLOCKS, s.end - b);
     const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int n = (int)std::min<int64_t>(ROWS, rows - r);
-      product(l, block, blocks, Input<A>{in.x + r * in.stride, in.stride}, n, c);
+      product(l, block, blocks, in.from(r), n, c);
       each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
     }
   }
@@ -868,13 +998,222 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
   }
 }
 
+#if PL_DOT_BF16
+// Attention on dot products of bf16 pairs, and what it shares with attention on tiles. The weights of keys are rounded to
+// bf16 and summed two keys at a time: pairs are counted from a row's first key, whoever else is there. Keys and values that
+// several rows see are turned into the order of the products once for all of them.
+
+const bf16 g_zeros[MOST_DIMS] = {};
+
+// 32 sums over interleaved values (unpacklo, unpackhi) in the order of their dimensions, times scale.
+inline void ordered(const float* sum, float scale, bf16* out) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const __m512 a = _mm512_loadu_ps(sum), b = _mm512_loadu_ps(sum + 16), by = _mm512_set1_ps(scale);
+  const __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by);
+  const __m512 second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+// 16 x 16 of 32 bits: lane j of out[i] is lane i of in[j].
+inline void transpose16(const __m512i in[16], __m512i out[16]) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+    }
+  for (int i = 0; i < 4; i++) {  // b[4 g + i]: lanes i, 4 + i, 8 + i, 12 + i of keys 4 g .. 4 g + 3
+    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i r = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88), t = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    out[i] = _mm512_shuffle_i32x4(p, r, 0x88), out[8 + i] = _mm512_shuffle_i32x4(p, r, 0xdd);
+    out[4 + i] = _mm512_shuffle_i32x4(q, t, 0x88), out[12 + i] = _mm512_shuffle_i32x4(q, t, 0xdd);
+  }
+}
+
+inline __m512 dot_pairs(__m512 sum, const void* line, const bf16* pair) {
+  int32_t two;
+  std::memcpy(&two, pair, 4);
+  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(line), (__m512bh)_mm512_set1_epi32(two));
+}
+
+// q . k of sixteen keys for R rows: the sums of `scores16`, in its order, from keys [d / 2][16][2].
+template <int R> void turned_scores(const bf16* q, int64_t stride, const bf16* turned, int64_t d, float scale, float* const score[], int64_t n) {
+  __m512 parts[R][4];
+#pragma GCC unroll 4
+  for (int lane = 0; lane < 4; lane++) {
+    __m512 sum[R][4];
+    for (int r = 0; r < R; r++)
+      for (int e = 0; e < 4; e++) sum[r][e] = _mm512_setzero_ps();
+    for (int64_t i = lane * 8; i < d; i += 32)
+#pragma GCC unroll 4
+      for (int e = 0; e < 4; e++)
+        for (int r = 0; r < R; r++) sum[r][e] = dot_pairs(sum[r][e], turned + (i + 2 * e) * LANES, q + r * stride + i + 2 * e);
+    for (int r = 0; r < R; r++)
+      parts[r][lane] = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][2]), _mm512_add_ps(sum[r][1], sum[r][3]));
+  }
+  const __mmask16 mask = n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1);
+  for (int r = 0; r < R; r++) {
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(parts[r][0], parts[r][1]), _mm512_add_ps(parts[r][2], parts[r][3]));
+    _mm512_mask_storeu_ps(score[r], mask, _mm512_mul_ps(sum, _mm512_set1_ps(scale)));
+  }
+}
+
+template <class K> void turn_keys(K key, int64_t n, int64_t d, bf16* turned) {
+  for (int64_t i = 0; i < d; i += 32) {
+    __m512i in[16], out[16];
+    for (int j = 0; j < 16; j++) in[j] = _mm512_loadu_si512(key(std::min<int64_t>(j, n - 1)) + i);
+    transpose16(in, out);
+    for (int j = 0; j < 16; j++) _mm512_store_si512(turned + (i + 2 * j) * LANES, out[j]);
+  }
+}
+
+// sum[r] [D * 16] += weights of pairs x values of pairs [pairs][dims][2 keys], for R rows and 16 * D of the dimensions.
+template <int R, int D>
+void add_pairs(const bf16* const weight[], int64_t pairs, const bf16* values, int64_t step, float* const sum[], int64_t at) {
+  __m512 s[R][D];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < D; i++) s[r][i] = _mm512_loadu_ps(sum[r] + at + i * 16);
+  for (int64_t p = 0; p < pairs; p++, values += step) {
+    __m512bh v[D];
+    for (int i = 0; i < D; i++) v[i] = (__m512bh)_mm512_load_si512(values + at * 2 + i * 32);
+    for (int r = 0; r < R; r++) {
+      int32_t two;
+      std::memcpy(&two, weight[r] + 2 * p, 4);
+      for (int i = 0; i < D; i++) s[r][i] = _mm512_dpbf16_ps(s[r][i], v[i], (__m512bh)_mm512_set1_epi32(two));
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < D; i++) _mm512_storeu_ps(sum[r] + at + i * 16, s[r][i]);
+}
+
+template <int R> void add_pairs_dims(const bf16* const weight[], int64_t pairs, const bf16* values, int64_t d, float* const sum[]) {
+  int64_t at = 0;
+  for (; at + 64 <= d; at += 64) add_pairs<R, 4>(weight, pairs, values, 2 * d, sum, at);
+  for (; at < d; at += 32) add_pairs<R, 2>(weight, pairs, values, 2 * d, sum, at);
+}
+
+template <class V> void interleave_values(V value, int64_t n, int64_t d, bf16* out) {  // [pairs][d / 32][2][32]
+  for (int64_t j = 0; j < n; j += 2, out += 2 * d) {
+    const bf16 *even = value(j), *odd = j + 1 < n ? value(j + 1) : g_zeros;
+    for (int64_t i = 0; i < d; i += 32) {
+      const __m512i a = _mm512_loadu_si512(even + i), b = _mm512_loadu_si512(odd + i);
+      _mm512_store_si512(out + 2 * i, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(out + 2 * i + 32, _mm512_unpackhi_epi16(a, b));
+    }
+  }
+}
+
+// sum[r] += weights [keys] values over n keys, an even number of keys behind each row's first.
+template <class V>
+void pair_values(const bf16* const weight[], int count, int64_t n, int64_t d, V value, float* const sum[]) {
+  alignas(64) bf16 pairs[TILE_KEYS * MOST_DIMS];
+  for (int64_t j = 0; j < n; j += TILE_KEYS) {
+    const int64_t keys = std::min<int64_t>(TILE_KEYS, n - j), half = (keys + 1) / 2;
+    interleave_values([&](int64_t x) { return value(j + x); }, keys, d, pairs);
+    const bf16* w[TILE_ROWS];
+    for (int r = 0; r < count; r++) w[r] = weight[r] + j;
+    int r = 0;
+    for (; r + 4 <= count; r += 4) add_pairs_dims<4>(w + r, half, pairs, d, sum + r);
+    if (count - r == 3) add_pairs_dims<3>(w + r, half, pairs, d, sum + r);
+    else if (count - r == 2) add_pairs_dims<2>(w + r, half, pairs, d, sum + r);
+    else if (count - r == 1) add_pairs_dims<1>(w + r, half, pairs, d, sum + r);
+  }
+}
+
+// `soften`, into bf16: zeros behind the last weight up to a multiple of TILE_KEYS.
+inline float soften(float* s, int64_t n, bf16* w) {
+  const int64_t end = up(n, TILE_KEYS);
+  for (int64_t j = n; j < end; j++) s[j] = -INFINITY;
+  __m512 most = _mm512_set1_ps(-INFINITY);
+  for (int64_t j = 0; j < end; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(s + j));
+  const v16 top = splat(_mm512_reduce_max_ps(most));
+  v16 first = {}, second = {};
+  int64_t j = 0;
+  for (; j + 32 <= n; j += 32) {
+    const v16 a = exp16(load(s + j) - top), b = exp16(load(s + j + 16) - top);
+    first = first + a, second = second + b;
+    _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+  if (j < n) {  // what lies behind the last key has no weight, though the smallest exp is not 0
+    const uint32_t there = n - j >= 32 ? ~0u : (1u << (n - j)) - 1;
+    const v16 a = _mm512_maskz_mov_ps((__mmask16)there, exp16(load(s + j) - top));
+    const v16 b = _mm512_maskz_mov_ps((__mmask16)(there >> 16), exp16(load(s + j + 16) - top));
+    first = first + a, second = second + b;
+    _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+  return sum16(first + second);
+}
+
+// Attention of up to TILE_ROWS rows of a segment under one query head. head_dim is a multiple of 32, at most MOST_DIMS.
+void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
+                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
+  Scratch& t = t_scratch;
+  const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS);
+  grow(t.scores, TILE_ROWS * room);
+  grow(t.weights, TILE_ROWS * room);
+  grow(t.out, TILE_ROWS * d);
+  const View view = look(s, window, positions, r0, count, t.tail);
+  auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
+  auto own = [&](int i, int64_t j) { return slot(j < view.common ? j : t.tail[view.tail_begin[i] + j - view.common]); };
+  float* score[TILE_ROWS];
+  for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room;
+
+  alignas(64) bf16 turned[16 * MOST_DIMS];
+  const bf16* near[16];
+  alignas(64) float found[16];
+  auto alone = [&](int i, int64_t j, int64_t n) {  // scores of the n keys at `near` to row i, for its keys j ..
+    save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+    std::memcpy(score[i] + j, found, n * sizeof(float));
+  };
+  for (int64_t j = 0; j < view.common; j += 16) {
+    const int64_t n = std::min<int64_t>(16, view.common - j);
+    if (count < 3) {
+      for (int64_t x = 0; x < 16; x++) near[x] = keys + slot(j + std::min(x, n - 1)) * d;
+      for (int i = 0; i < count; i++) alone(i, j, n);
+      continue;
+    }
+    turn_keys([&](int64_t x) { return keys + slot(j + x) * d; }, n, d, turned);
+    float* to[TILE_ROWS];
+    for (int i = 0; i < count; i++) to[i] = score[i] + j;
+    int i = 0;
+    for (; i + 4 <= count; i += 4) turned_scores<4>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    if (count - i == 3) turned_scores<3>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    else if (count - i == 2) turned_scores<2>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    else if (count - i == 1) turned_scores<1>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+  }
+  float total[TILE_ROWS];
+  const bf16* weight[TILE_ROWS];
+  float* sum[TILE_ROWS];
+  for (int i = 0; i < count; i++) {
+    const int64_t seen = view.common + view.tail_begin[i + 1] - view.tail_begin[i];
+    for (int64_t j = view.common; j < seen; j += 16) {
+      const int64_t n = std::min<int64_t>(16, seen - j);
+      for (int64_t x = 0; x < 16; x++) near[x] = keys + own(i, j + std::min(x, n - 1)) * d;
+      alone(i, j, n);
+    }
+    bf16* w = t.weights.data() + i * room;
+    total[i] = soften(score[i], seen, w);
+    weight[i] = w, sum[i] = t.out.data() + i * d;
+    std::memset(sum[i], 0, d * sizeof(float));
+  }
+  const int64_t shared = view.common / 2 * 2;
+  pair_values(weight, count, shared, d, [&](int64_t j) { return values + slot(j) * d; }, sum);
+  for (int i = 0; i < count; i++) {
+    const int64_t rest = view.common - shared + view.tail_begin[i + 1] - view.tail_begin[i];
+    const bf16* w = weight[i] + shared;
+    pair_values(&w, 1, rest, d, [&](int64_t j) { return values + own(i, shared + j) * d; }, sum + i);
+    for (int64_t x = 0; x < d; x += 32) ordered(sum[i] + x, 1.0f / total[i], out + i * out_stride + x);
+  }
+}
+#endif
+
 #if PL_AMX
 // Attention on tiles. Scores come as [16 keys, R rows] from keys as they lie in the cache and queries
 // interleaved once; values are interleaved in pairs of keys on the way. What all rows of a task share is
 // computed for R of them at once, what is a row's own for that row alone: a row's sum is over its keys in
 // tiles of TILE_KEYS, counted from its first, whoever else is there.
-
-const bf16 g_zeros[MOST_DIMS] = {};
 
 void configure_attention(int rows) {  // 0: scores, 1: keys, 2: queries, 3-4: sums, 5: weights, 6-7: values
   TileConfig c;
@@ -1002,16 +1341,6 @@ struct ValuePairs {
   }
 };
 
-// 32 sums of `tile_values` in the order of their dimensions, times scale.
-inline void ordered(const float* sum, float scale, bf16* out) {
-  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  const __m512 a = _mm512_loadu_ps(sum), b = _mm512_loadu_ps(sum + 16), by = _mm512_set1_ps(scale);
-  const __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by);
-  const __m512 second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
-  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
-
 // All keys from `shared` on that some row sees go to t.several, and where key common + i stands there to t.place[i].
 // False where the rows' own tiles of keys are not many more than those.
 bool join(const View& view, int64_t shared, int count, Scratch& t) {
@@ -1122,10 +1451,12 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
 }
 #endif
 
-template <class A> inline bool on_tiles(const Model&) { return false; }
-#if PL_AMX
-template <> inline bool on_tiles<bf16>(const Model& m) { return g_isa == AMX_BF16 && m.head_dim % 32 == 0 && m.head_dim <= MOST_DIMS; }
+// Whether attention takes bf16 pairs, on tiles or not; else it multiplies single elements.
+template <class A> inline bool on_pairs(const Model&) { return false; }
+#if PL_DOT_BF16
+template <> inline bool on_pairs<bf16>(const Model& m) { return m.head_dim % 32 == 0 && m.head_dim <= MOST_DIMS; }
 #endif
+template <class A> inline bool on_tiles(const Model& m) { return g_isa == AMX_BF16 && on_pairs<A>(m); }
 
 // ----------------------------------------------------------------------------------------------- adapters
 
@@ -1290,13 +1621,14 @@ template <class A> struct Runner {
     grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     lower(index, QKV, x, d);
+    const Input<A> in = input_of(l.qkv, x, d, rows);
     for (int64_t h = s.begin; h < s.end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
           const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
           const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
-          product(l.qkv, block, blocks, Input<A>{x + r0 * d, d}, n, c);
+          product(l.qkv, block, blocks, in.from(r0), n, c);
           adapt(index, QKV, block, blocks, r0, n, c);
           for (int r = 0; r < n; r++)
             for (int i = 0; i < blocks * LANES; i++)
@@ -1330,30 +1662,35 @@ template <class A> struct Runner {
 
   void attention(const Layer& l, int index, std::atomic<int64_t>& next) {
     const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
-    const bool tiled = on_tiles<A>(m);
+    const bool paired = on_pairs<A>(m);
     int64_t task = next.fetch_add(1, std::memory_order_relaxed), first = 0;
     for (int64_t s = 0; s < p.num_segments; s++) {
       const Segment& seg = p.segments[s];
       const bool cut = l.window > 0 && seg.num_keys > l.window;
-      const int64_t wide_as = cut ? 1 : tiled ? TILE_ROWS : VECTORS, chunks = (seg.stop - seg.start + wide_as - 1) / wide_as;
+      const int64_t wide_as = cut ? 1 : paired ? TILE_ROWS : VECTORS, chunks = (seg.stop - seg.start + wide_as - 1) / wide_as;
       const int64_t tasks = chunks * m.heads;
       for (; task < first + tasks; task = next.fetch_add(1, std::memory_order_relaxed)) {
         const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
         const int count = (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0);
         const int64_t row = seg.start + r0, cache = h / groups * p.head_stride;
-        attend_one(tiled, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
+        attend_one(paired, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
                    (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd);
       }
       first += tasks;
     }
   }
 
-  void attend_one(bool tiled, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {
+  void attend_one(bool paired, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {
+    if constexpr (std::is_same_v<A, bf16>) {
 #if PL_AMX
-    if constexpr (std::is_same_v<A, bf16>)
-      if (tiled) return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
+      if (paired && g_isa == AMX_BF16)
+        return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
 #endif
-    (void)tiled;
+#if PL_DOT_BF16
+      if (paired) return attend_pairs(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
+#endif
+    }
+    (void)paired;
     attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
   }
 
@@ -1361,7 +1698,7 @@ template <class A> struct Runner {
   void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int t, int T) {
     const int64_t width = m.d_model;
     lower(index, which, x, stride);
-    sweep(l, share(up(l.n, LANES) / LANES, t, T), Input<A>{x, stride}, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+    sweep(l, share(up(l.n, LANES) / LANES, t, T), x, stride, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
@@ -1377,6 +1714,7 @@ template <class A> struct Runner {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
     lower(index, UP, x, d);
     const Share s = share(total, t, T);
+    const Input<A> in = input_of(l, x, d, rows);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     for (int64_t b = s.begin; b < s.end; b += half) {
       const int n = (int)std::min<int64_t>(half, s.end - b);
@@ -1384,7 +1722,7 @@ template <class A> struct Runner {
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int count = (int)std::min<int64_t>(ROWS, rows - r0);
-        product(l, block, 2 * n, Input<A>{x + r0 * d, d}, count, c);
+        product(l, block, 2 * n, in.from(r0), count, c);
         adapt(index, UP, block, 2 * n, r0, count, c);
         for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
@@ -1444,7 +1782,7 @@ void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y,
 #pragma omp parallel num_threads(threads)
   {
     Tiles tiles(rows);
-    sweep(l, share(up(l.n, LANES) / LANES, omp_get_thread_num(), omp_get_num_threads()), Input<A>{x, stride}, rows,
+    sweep(l, share(up(l.n, LANES) / LANES, omp_get_thread_num(), omp_get_num_threads()), x, stride, rows,
           [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
             for (int r = 0; r < n; r++)
               for (int64_t i = 0; i < outputs; i++)
@@ -1556,7 +1894,11 @@ int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * p
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
   if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
   else if (!is_i8(kind)) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
-  else pack_lines((const int8_t*)w, n, k, padded_k(kind, k), 1, (int8_t*)out);
+  else {
+    pack_lines((const int8_t*)w, n, k, padded_k(kind, k), I8_STEP, (int8_t*)out);
+    if (I8_STEP > 1)  // dot products of bytes want one factor without a sign: 128 is added
+      for (int64_t i = 0, size = pl_packed_size(n, k, kind); i < size; i++) ((uint8_t*)out)[i] ^= 0x80;
+  }
 }
 
 // y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.
