@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -28,7 +29,13 @@
 #include <type_traits>
 #include <vector>
 
-#include <omp.h>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -49,8 +56,6 @@
 #endif
 #if defined(PL_DOT_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define PL_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
@@ -388,6 +393,175 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
     if (found != DONE) return found;
   }
   return DONE;
+}
+
+// ----------------------------------------------------------------------------------------------- threads
+
+// Threads that wait for each other for microseconds must not wait for one that does not run: a busy process beside us
+// takes a core for milliseconds. So work is claimed in pieces as threads come to it, whoever waits spins for a short while
+// and then sleeps, and where that took long, one thread goes on alone for some passes.
+//
+// Which thread computes a piece changes no bits.
+
+constexpr int SPINS = 3000;         // turns of a spin, some tens of microseconds
+constexpr int64_t LONG_WAIT = 300;  // microseconds at a barrier, and a quarter of the time since the run began
+constexpr int64_t ALONE = 16;       // runs without the others after a wait that long; doubled up to
+constexpr int64_t LONGEST = 512;    // this many, while it happens again
+constexpr int MOST_THREADS = 255;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+using Clock = std::chrono::steady_clock;
+inline int64_t microseconds(Clock::duration d) { return std::chrono::duration_cast<std::chrono::microseconds>(d).count(); }
+
+// A number that threads wait for: short waits spin, long ones sleep.
+struct alignas(64) Signal {
+  std::atomic<uint32_t> value{0};
+  std::atomic<int> sleepers{0};
+
+  // Until it is no longer `old`: what it is then, and whether the wait came to a sleep.
+  uint32_t wait(uint32_t old, bool* slept = nullptr) {
+    for (int i = 0; i < SPINS; i++) {
+      const uint32_t now = value.load(std::memory_order_acquire);
+      if (now != old) return now;
+      pause();
+    }
+    if (slept) *slept = true;
+    sleepers.fetch_add(1);
+    while (value.load() == old) {
+#if defined(__linux__)
+      syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+      std::this_thread::yield();
+#endif
+    }
+    sleepers.fetch_sub(1);
+    return value.load();
+  }
+  void set(uint32_t now) {
+    value.store(now);
+#if defined(__linux__)
+    if (sleepers.load() > 0) syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+  }
+};
+
+struct Share { int64_t begin, end; };
+
+// The units 0 .. n - 1 of a stage of work, claimed in pieces that get smaller towards its end.
+struct alignas(64) Stage {
+  std::atomic<int64_t> next{0};
+  bool claim(int64_t n, int64_t step, int T, Share& piece) {
+    int64_t at = next.load(std::memory_order_relaxed);
+    while (at < n) {
+      const int64_t size = T == 1 ? n : (std::max<int64_t>((n - at) / (2 * T), 1) + step - 1) / step * step;
+      const int64_t end = std::min(n, at + size);
+      if (next.compare_exchange_weak(at, end, std::memory_order_relaxed)) {
+        piece = {at, end};
+        return true;
+      }
+    }
+    return false;
+  }
+};
+
+// The threads of one calling thread, itself the first.
+class Team {
+ public:
+  // f(t, T) by T threads at once, or by fewer where there are no more to be had.
+  template <class F> void run(int64_t threads, const F& f) {
+    int T = (int)std::min<int64_t>(threads, MOST_THREADS);
+    if (T > 1 && alone_ > 0) alone_--, T = 1;
+    if (T > 1) T = std::min(T, hire(T - 1) + 1);
+    width_ = T;
+    if (T == 1) return f(0, 1);
+    call_ = [](const void* g, int t, int n) { (*(const F*)g)(t, n); };
+    argument_ = &f;
+    late_ = false;
+    start_ = Clock::now();
+    run_.set(((run_.value.load(std::memory_order_relaxed) >> 8) + 1) << 8 | (uint32_t)T);
+    f(0, T);
+    barrier();
+    judge();
+  }
+
+  // Every thread of a run passes together.
+  void barrier() {
+    if (width_ == 1) return;
+    const uint32_t phase = passed_.value.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == width_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      passed_.set(phase + 1);
+      return;
+    }
+    bool slept = false;
+    const Clock::time_point before = Clock::now();
+    passed_.wait(phase, &slept);
+    if (!slept) return;
+    const Clock::time_point after = Clock::now();
+    const int64_t waited = microseconds(after - before);
+    if (waited > LONG_WAIT && waited > microseconds(after - start_) / 4) late_ = true;
+  }
+
+  ~Team() {
+    ended_ = true;
+    run_.set(((run_.value.load() >> 8) + 1) << 8);
+    for (std::thread& t : threads_) t.join();
+  }
+
+ private:
+  int hire(int wanted) {
+    try {
+      while ((int)threads_.size() < wanted)
+        threads_.emplace_back([this, t = (int)threads_.size() + 1, seen = run_.value.load()] { work(t, seen); });
+    } catch (const std::system_error&) {  // the system gives no more
+    }
+    return (int)threads_.size();
+  }
+
+  // A run's number and width are one word: a thread that is not in a run may see the next one at any moment of its making.
+  void work(int t, uint32_t seen) {
+    while (true) {
+      seen = run_.wait(seen);
+      if (ended_) return;
+      if (t >= (int)(seen & 0xff)) continue;
+      call_(argument_, t, width_);
+      barrier();
+    }
+  }
+
+  void judge() {
+    if (late_) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
+    else if (penalty_ > ALONE && ++good_ == 64) penalty_ /= 2, good_ = 0;
+  }
+
+  std::vector<std::thread> threads_;
+  Signal run_, passed_;
+  alignas(64) std::atomic<int> arrived_{0};
+  int width_ = 1;
+  void (*call_)(const void*, int, int) = nullptr;
+  const void* argument_ = nullptr;
+  Clock::time_point start_;
+  std::atomic<bool> late_{false}, ended_{false};
+  int64_t alone_ = 0, penalty_ = ALONE, good_ = 0;
+};
+
+// The calling thread's own. A forked process has no other threads: it gets a new team, and the old one stays as it was.
+Team& team() {
+  struct Owner {
+    Team* team = nullptr;
+    pid_t process = 0;
+    ~Owner() { if (process == getpid()) delete team; }
+  };
+  static thread_local Owner owner;
+  if (owner.process != getpid()) owner.team = new Team, owner.process = getpid();
+  return *owner.team;
 }
 
 // ---------------------------------------------------------------------------------------------- products
@@ -738,8 +912,7 @@ struct Tiles {
   }
 };
 
-struct Share { int64_t begin, end; };  // of n units, what thread t of T does
-inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }
+inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }  // of n units, what thread t of T does
 
 thread_local Bytes t_bytes;
 
@@ -755,17 +928,21 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
   return {x, stride};
 }
 
-// The outputs of blocks [begin, end), for all rows: each(row0, rows, first output, outputs, c). It may change c.
-template <class A, class F> void sweep(const Linear& l, Share s, const A* x, int64_t stride, int64_t rows, F each) {
+// All outputs for all rows, in pieces as this thread gets them: each(row0, rows, first output, outputs, c). It may change c.
+template <class A, class F> void sweep(const Linear& l, Stage& stage, int T, const A* x, int64_t stride, int64_t rows, F each) {
   alignas(64) float c[ROWS * BLOCKS * LANES];
-  const Input<A> in = input_of(l, x, stride, s.begin < s.end ? rows : 0);
-  for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
-    const int blocks = (int)std::min<int64_t>(BLOCKS, s.end - b);
-    const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      const int n = (int)std::min<int64_t>(ROWS, rows - r);
-      product(l, block, blocks, in.from(r), n, c);
-      each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
+  const int64_t total = up(l.n, LANES) / LANES;
+  Input<A> in{};
+  for (Share s; stage.claim(total, BLOCKS, T, s);) {
+    if (!in.x) in = input_of(l, x, stride, rows);
+    for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
+      const int blocks = (int)std::min<int64_t>(BLOCKS, s.end - b);
+      const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      for (int64_t r = 0; r < rows; r += ROWS) {
+        const int n = (int)std::min<int64_t>(ROWS, rows - r);
+        product(l, block, blocks, in.from(r), n, c);
+        each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
+      }
     }
   }
 }
@@ -1460,6 +1637,9 @@ template <class A> inline bool on_tiles(const Model& m) { return g_isa == AMX_BF
 
 // ----------------------------------------------------------------------------------------------- adapters
 
+constexpr int STAGES = 5;           // of a layer, with a barrier behind each
+constexpr int64_t WORTH = 1 << 17;  // weights of a layer, times rows / 4, that a further thread is worth
+
 enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, LINEARS = 4 };  // of a layer's linear layers
 
 // The part of a range that lies in one chunk of ROWS rows.
@@ -1520,6 +1700,8 @@ template <class A> struct Runner {
   const Pass& p;
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
+  Team& threads = team();
+  int64_t width = 1;  // threads that take part
   bool alone;  // so few rows that every thread norms them for itself, without a barrier
   Pieces& pieces = t_pieces;
   // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
@@ -1531,7 +1713,8 @@ template <class A> struct Runner {
     rows = p.rows, padded_rows = up(rows, ROWS);
     d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
     alone = rows <= 4;
-    const int64_t copies = alone ? p.threads : 1;
+    width = worth(start);
+    const int64_t copies = alone ? width : 1;
     const int64_t sizes[] = {copies * padded_rows * d, rows * m.heads * m.head_dim, padded_rows * attended_width,
                              rows * m.d_model, padded_rows * ff};
     int64_t bytes = 0;
@@ -1543,9 +1726,16 @@ template <class A> struct Runner {
     attended = b.take<A>(sizes[2]);
     middle = b.take<A>(sizes[3]);
     inner = b.take<A>(sizes[4]);
-    (void)start;
     cut(p, pieces);
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
+  }
+
+  // Threads that pay for meeting five times a layer: a small network is faster with few of them.
+  int64_t worth(int layer) const {
+    const Layer& l = m.layers[layer];
+    int64_t weights = 0;
+    for (const Linear* w : {&l.qkv, &l.out, &l.up, &l.down}) weights += w->n * w->k;
+    return std::max<int64_t>(1, std::min(p.threads, weights * std::max<int64_t>(1, rows / 4) / WORTH));
   }
 
   int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
@@ -1559,7 +1749,7 @@ template <class A> struct Runner {
     }
     const Share s = share(rows, t, T);
     for (int64_t r = s.begin; r < s.end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
-#pragma omp barrier
+    threads.barrier();
     return normed;
   }
 
@@ -1614,15 +1804,16 @@ template <class A> struct Runner {
   }
 
   // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
-  void project(const Layer& l, int index, const A* x, int t, int T) {
+  void project(const Layer& l, int index, const A* x, Stage& stage, int T) {
     const int64_t hd = m.head_dim, per_head = hd / LANES, all = m.heads + 2 * m.kv_heads;
-    const Share s = share(all, t, T);
+    Share s;
+    if (!stage.claim(all, 1, T, s)) return;
     std::vector<float>& buffer = t_scratch.out;
     grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     lower(index, QKV, x, d);
     const Input<A> in = input_of(l.qkv, x, d, rows);
-    for (int64_t h = s.begin; h < s.end; h++)
+    do for (int64_t h = s.begin; h < s.end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
@@ -1636,6 +1827,7 @@ template <class A> struct Runner {
         }
         for (int r = 0; r < n; r++) place(l, index, h, r0 + r, buffer.data() + r * hd);
       }
+    while (stage.claim(all, 1, T, s));
   }
 
   void place(const Layer& l, int index, int64_t h, int64_t row, float* x) {
@@ -1660,7 +1852,8 @@ template <class A> struct Runner {
     for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
   }
 
-  void attention(const Layer& l, int index, std::atomic<int64_t>& next) {
+  void attention(const Layer& l, int index, Stage& stage) {
+    std::atomic<int64_t>& next = stage.next;
     const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
     const bool paired = on_pairs<A>(m);
     int64_t task = next.fetch_add(1, std::memory_order_relaxed), first = 0;
@@ -1695,28 +1888,32 @@ template <class A> struct Runner {
   }
 
   // out = residual + x W^T, rounded once.
-  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int t, int T) {
-    const int64_t width = m.d_model;
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, Stage& stage, int T) {
+    const int64_t outs = m.d_model;
     lower(index, which, x, stride);
-    sweep(l, share(up(l.n, LANES) / LANES, t, T), x, stride, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+    sweep(l, stage, T, x, stride, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
         for (int64_t i = 0; i < outputs; i++) {
-          const int64_t at = (r0 + r) * width + first + i;
+          const int64_t at = (r0 + r) * outs + first + i;
           put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
         }
     });
   }
 
   // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, int t, int T) {
+  void mlp(const Linear& l, int index, const A* x, Stage& stage, int t, int T) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
+    Share s;
+    if (t == 0 && ff != m.d_ff)
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
+    if (!stage.claim(total, half, T, s)) return;
     lower(index, UP, x, d);
-    const Share s = share(total, t, T);
     const Input<A> in = input_of(l, x, d, rows);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    for (int64_t b = s.begin; b < s.end; b += half) {
+    do for (int64_t b = s.begin; b < s.end; b += half) {
       const int n = (int)std::min<int64_t>(half, s.end - b);
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
@@ -1727,9 +1924,7 @@ template <class A> struct Runner {
         for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
-    if (t == 0 && ff != m.d_ff)
-      for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
+    while (stage.claim(total, half, T, s));
   }
 
   void silu(const Linear& l, int64_t b, int n, float* c, A* y) {
@@ -1745,50 +1940,51 @@ template <class A> struct Runner {
     }
   }
 
-  void layer(const Layer& l, int index, const A* in, A* out, std::atomic<int64_t>& next, int t, int T) {
-    project(l, index, norm(in, l.attention_norm, t, T), t, T);
-#pragma omp barrier
-    attention(l, index, next);
+  void layer(const Layer& l, int index, const A* in, A* out, Stage stages[STAGES], int t, int T) {
+    project(l, index, norm(in, l.attention_norm, t, T), stages[0], T);
+    threads.barrier();
+    attention(l, index, stages[1]);
     if (on_tiles<A>(m)) Tiles::configure(rows);  // for the products again
-#pragma omp barrier
-    add(l.out, index, OUT, attended, attended_width, in, middle, t, T);
-#pragma omp barrier
-    mlp(l.up, index, norm(middle, l.mlp_norm, t, T), t, T);
-#pragma omp barrier
-    add(l.down, index, DOWN, inner, ff, middle, out, t, T);
-#pragma omp barrier
+    threads.barrier();
+    add(l.out, index, OUT, attended, attended_width, in, middle, stages[2], T);
+    threads.barrier();
+    mlp(l.up, index, norm(middle, l.mlp_norm, t, T), stages[3], t, T);
+    threads.barrier();
+    add(l.down, index, DOWN, inner, ff, middle, out, stages[4], T);
+    threads.barrier();
   }
 };
 
 template <class A> void run(const Model& m, const Pass& p, int start, int stop) {
   Runner<A> runner(m, p, start);
-  std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[stop - start]);
-  for (int i = 0; i < stop - start; i++) next[i] = 0;
+  static thread_local std::vector<Stage> stages;
+  std::vector<Stage>& all = stages;  // the caller's, for every thread
+  if ((int64_t)all.size() < (stop - start) * STAGES) all = std::vector<Stage>((stop - start) * STAGES);
+  for (Stage& s : all) s.next.store(0, std::memory_order_relaxed);
   // The last row of attended beyond heads * head_dim, if any, must read as zero.
   if (runner.attended_width != m.heads * m.head_dim)
     std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
-#pragma omp parallel num_threads((int)p.threads)
-  {
-    const int t = omp_get_thread_num(), T = omp_get_num_threads();
+  runner.threads.run(runner.width, [&](int t, int T) {
     Tiles tiles(p.rows);
     for (int i = start; i < stop; i++)
-      runner.layer(m.layers[i], i, (const A*)(i == start ? p.hidden_in : p.hidden_out), (A*)p.hidden_out, next[i - start], t, T);
-  }
+      runner.layer(m.layers[i], i, (const A*)(i == start ? p.hidden_in : p.hidden_out), (A*)p.hidden_out, &all[(i - start) * STAGES], t, T);
+  });
 }
 
 template <class A>
 void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
   if (rows == 0) return;  // nor is there a tile of no rows
-#pragma omp parallel num_threads(threads)
-  {
+  Stage stage;
+  const int64_t worth = std::max<int64_t>(1, l.n * l.k * std::max<int64_t>(1, rows / 4) / WORTH);
+  team().run(std::min<int64_t>(threads, worth), [&](int, int T) {
     Tiles tiles(rows);
-    sweep(l, share(up(l.n, LANES) / LANES, omp_get_thread_num(), omp_get_num_threads()), x, stride, rows,
+    sweep(l, stage, T, x, stride, rows,
           [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
             for (int r = 0; r < n; r++)
               for (int64_t i = 0; i < outputs; i++)
                 y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
           });
-  }
+  });
 }
 
 // Rows of x, normed where a weight is given, in a buffer whose rows are padded as `product` wants them.
@@ -1860,14 +2056,19 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
 
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
   const int64_t blocks = up(n, LANES) / LANES;
-#pragma omp parallel for
-  for (int64_t b = 0; b < blocks; b++)
+  auto pack = [&](int64_t b) {
     for (int64_t i = 0; i < padded_k; i++)
       for (int lane = 0; lane < LANES; lane++) {
         const int64_t row = b * LANES + lane;
         out[b * LANES * padded_k + i / step * LANES * step + lane * step + i % step] =
             row < n && i < k ? w[row * k + i] : W(0);
       }
+  };
+  Stage stage;
+  team().run(n * k < (1 << 20) ? 1 : std::max(1u, std::thread::hardware_concurrency()), [&](int, int T) {
+    for (Share s; stage.claim(blocks, 1, T, s);)
+      for (int64_t b = s.begin; b < s.end; b++) pack(b);
+  });
 }
 
 }  // namespace
