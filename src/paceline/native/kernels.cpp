@@ -1,8 +1,8 @@
 // A decoder's layers on a CPU, for any number of rows: one call a pass, no work per operation.
 //
 // What decides the time of a small pass is how fast the weights stream from memory and how little happens
-// between two of them. So the weights lie in the order in which they are read, a layer is five stages with
-// a barrier behind each, and everything between two products is done on the block that is still in
+// between two of them. So the weights lie in the order in which they are read, a layer is five stages that
+// threads meet behind, and everything between two products is done on the block that is still in
 // registers or in the first-level cache.
 //
 // Same bits at every width. A row's result depends on that row alone: every product sums over k in one fixed
@@ -398,16 +398,18 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
 // ----------------------------------------------------------------------------------------------- threads
 
 // Threads that wait for each other for microseconds must not wait for one that does not run: a busy process beside us
-// takes a core for milliseconds. So work is claimed in pieces as threads come to it, whoever waits spins for a short while
-// and then sleeps, and where that took long, one thread goes on alone for some passes.
+// takes a core for milliseconds. So a job is a row of stages, a stage is claimed in pieces by whoever comes, and the next
+// stage begins when all pieces are done, whichever threads did them: one that does not run is waited for only where it
+// has begun a piece. Who waits spins for a short while and then sleeps. Where the caller waited long, it goes on alone for
+// some jobs.
 //
 // Which thread computes a piece changes no bits.
 
 constexpr int SPINS = 3000;         // turns of a spin, some tens of microseconds
-constexpr int64_t LONG_WAIT = 300;  // microseconds at a barrier, and a quarter of the time since the run began
-constexpr int64_t ALONE = 16;       // runs without the others after a wait that long; doubled up to
+constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of the time since the job began
+constexpr int64_t ALONE = 16;       // jobs without the others after a wait that long; doubled up to
 constexpr int64_t LONGEST = 512;    // this many, while it happens again
-constexpr int MOST_THREADS = 255;
+constexpr int MOST_THREADS = 256;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -420,135 +422,154 @@ inline void pause() {
 using Clock = std::chrono::steady_clock;
 inline int64_t microseconds(Clock::duration d) { return std::chrono::duration_cast<std::chrono::microseconds>(d).count(); }
 
-// A number that threads wait for: short waits spin, long ones sleep.
-struct alignas(64) Signal {
-  std::atomic<uint32_t> value{0};
-  std::atomic<int> sleepers{0};
-
-  // Until it is no longer `old`: what it is then, and whether the wait came to a sleep.
-  uint32_t wait(uint32_t old, bool* slept = nullptr) {
-    for (int i = 0; i < SPINS; i++) {
-      const uint32_t now = value.load(std::memory_order_acquire);
-      if (now != old) return now;
-      pause();
-    }
-    if (slept) *slept = true;
-    sleepers.fetch_add(1);
-    while (value.load() == old) {
-#if defined(__linux__)
-      syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
-#else
-      std::this_thread::yield();
-#endif
-    }
-    sleepers.fetch_sub(1);
-    return value.load();
-  }
-  void set(uint32_t now) {
-    value.store(now);
-#if defined(__linux__)
-    if (sleepers.load() > 0) syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-#endif
-  }
+// What the threads of a team work at.
+struct Job {
+  virtual int64_t stages() const = 0;
+  virtual int64_t units(int64_t stage) const = 0;  // one or more
+  virtual int64_t step(int64_t stage) const = 0;   // units that are claimed together
+  // Units begin .. end - 1; `fresh`: this thread's first piece of the stage.
+  virtual void work(int64_t stage, int64_t begin, int64_t end, bool fresh) = 0;
+ protected:
+  ~Job() = default;
 };
 
-struct Share { int64_t begin, end; };
-
-// The units 0 .. n - 1 of a stage of work, claimed in pieces that get smaller towards its end.
-struct alignas(64) Stage {
-  std::atomic<int64_t> next{0};
-  bool claim(int64_t n, int64_t step, int T, Share& piece) {
-    int64_t at = next.load(std::memory_order_relaxed);
-    while (at < n) {
-      const int64_t size = T == 1 ? n : (std::max<int64_t>((n - at) / (2 * T), 1) + step - 1) / step * step;
-      const int64_t end = std::min(n, at + size);
-      if (next.compare_exchange_weak(at, end, std::memory_order_relaxed)) {
-        piece = {at, end};
-        return true;
-      }
-    }
-    return false;
-  }
-};
+void free_tiles();
 
 // The threads of one calling thread, itself the first.
 class Team {
  public:
-  // f(t, T) by T threads at once, or by fewer where there are no more to be had.
-  template <class F> void run(int64_t threads, const F& f) {
-    int T = (int)std::min<int64_t>(threads, MOST_THREADS);
+  // By as many threads, or by fewer where there are no more to be had. What it throws ends the process.
+  void run(int64_t threads, Job& job) {
+    int64_t T = std::min<int64_t>(threads, MOST_THREADS);
     if (T > 1 && alone_ > 0) alone_--, T = 1;
     if (T > 1) T = std::min(T, hire(T - 1) + 1);
-    width_ = T;
-    if (T == 1) return f(0, 1);
-    call_ = [](const void* g, int t, int n) { (*(const F*)g)(t, n); };
-    argument_ = &f;
-    late_ = false;
-    start_ = Clock::now();
-    run_.set(((run_.value.load(std::memory_order_relaxed) >> 8) + 1) << 8 | (uint32_t)T);
-    f(0, T);
-    barrier();
-    judge();
-  }
-
-  // Every thread of a run passes together.
-  void barrier() {
-    if (width_ == 1) return;
-    const uint32_t phase = passed_.value.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == width_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      passed_.set(phase + 1);
-      return;
+    if (T == 1) {
+      for (int64_t stage = 0; stage < job.stages(); stage++) job.work(stage, 0, job.units(stage), true);
+      return free_tiles();
     }
-    bool slept = false;
-    const Clock::time_point before = Clock::now();
-    passed_.wait(phase, &slept);
-    if (!slept) return;
-    const Clock::time_point after = Clock::now();
-    const int64_t waited = microseconds(after - before);
-    if (waited > LONG_WAIT && waited > microseconds(after - start_) / 4) late_ = true;
+    const Clock::time_point start = Clock::now();
+    bool late = false;
+    job_ = &job, width_ = T, first_ = now_.load(std::memory_order_relaxed) + 1, last_ = first_ + (uint32_t)job.stages();
+    open(first_);
+    for (uint32_t stage = first_; stage != last_;) {
+      take(stage);
+      const Clock::time_point before = Clock::now();
+      if (const uint32_t next = spin(stage); next != stage) { stage = next; continue; }
+      stage = sleep(stage);
+      const Clock::time_point after = Clock::now();
+      late = late || (microseconds(after - before) > LONG_WAIT && after - before > (after - start) / 4);
+    }
+    free_tiles();
+    if (late) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
+    else if (penalty_ > ALONE && ++good_ == 64) penalty_ /= 2, good_ = 0;
   }
 
   ~Team() {
     ended_ = true;
-    run_.set(((run_.value.load() >> 8) + 1) << 8);
+    publish(now_.load() + 1);
     for (std::thread& t : threads_) t.join();
   }
 
  private:
-  int hire(int wanted) {
+  // A stage that is open. Claims carry its number: whoever comes late cannot claim a piece of another one that lies here by
+  // then, and reads nothing of a job before he has a piece of it, for which the job waits.
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> next{0};  // number << 32 | units claimed
+    std::atomic<int64_t> units{0}, step{1}, width{0};
+    alignas(64) std::atomic<int64_t> left{0};
+  };
+  static constexpr uint32_t SLOTS = 4;
+
+  void open(uint32_t stage) {
+    Slot& s = slots_[stage % SLOTS];
+    const bool work = stage != last_;
+    const int64_t units = work ? job_->units(stage - first_) : 0;
+    s.next.store(~0ull, std::memory_order_relaxed);  // no stage's number
+    std::atomic_thread_fence(std::memory_order_release);
+    s.units.store(units, std::memory_order_relaxed), s.left.store(units, std::memory_order_relaxed);
+    s.step.store(work ? job_->step(stage - first_) : 1, std::memory_order_relaxed), s.width.store(width_, std::memory_order_relaxed);
+    s.next.store((uint64_t)stage << 32, std::memory_order_release);
+    publish(stage);
+  }
+
+  // Works at a stage until no piece is left; whoever does the last one opens the next stage.
+  void take(uint32_t stage, int64_t t = 0) {
+    Slot& s = slots_[stage % SLOTS];
+    bool fresh = true;
+    uint64_t at = s.next.load(std::memory_order_acquire);
+    while (at >> 32 == stage) {
+      const int64_t units = s.units.load(std::memory_order_relaxed), step = s.step.load(std::memory_order_relaxed);
+      const int64_t width = s.width.load(std::memory_order_relaxed), begin = (int64_t)(uint32_t)at;
+      std::atomic_thread_fence(std::memory_order_acquire);  // what was read may be another stage's: the claim fails then
+      if (begin >= units || t >= width) return;
+      const int64_t size = (std::max<int64_t>((units - begin) / (2 * width), 1) + step - 1) / step * step;
+      const int64_t end = std::min(units, begin + size);
+      if (!s.next.compare_exchange_weak(at, (uint64_t)stage << 32 | (uint64_t)end, std::memory_order_acq_rel)) continue;
+      job_->work(stage - first_, begin, end, fresh);
+      fresh = false;
+      if (s.left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) return open(stage + 1);
+      at = s.next.load(std::memory_order_acquire);
+    }
+  }
+
+  void work(int64_t t) {
+    uint32_t stage = 0;
+    while (!ended_) {
+      uint32_t next = spin(stage);
+      if (next == stage) {
+        free_tiles();
+        next = sleep(stage);
+      }
+      stage = next;
+      if (!ended_) take(stage, t);
+    }
+  }
+
+  uint32_t spin(uint32_t old) const {
+    for (int i = 0; i < SPINS; i++) {
+      const uint32_t now = now_.load(std::memory_order_acquire);
+      if (now != old) return now;
+      pause();
+    }
+    return old;
+  }
+
+  uint32_t sleep(uint32_t old) {
+    sleepers_.fetch_add(1);
+    while (now_.load() == old) {
+#if defined(__linux__)
+      syscall(SYS_futex, (uint32_t*)&now_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+      std::this_thread::yield();
+#endif
+    }
+    sleepers_.fetch_sub(1);
+    return now_.load();
+  }
+
+  void publish(uint32_t stage) {
+    now_.store(stage);
+#if defined(__linux__)
+    if (sleepers_.load() > 0) syscall(SYS_futex, (uint32_t*)&now_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+  }
+
+  int64_t hire(int64_t wanted) {
     try {
-      while ((int)threads_.size() < wanted)
-        threads_.emplace_back([this, t = (int)threads_.size() + 1, seen = run_.value.load()] { work(t, seen); });
+      while ((int64_t)threads_.size() < wanted) threads_.emplace_back([this, t = (int64_t)threads_.size() + 1] { work(t); });
     } catch (const std::system_error&) {  // the system gives no more
     }
-    return (int)threads_.size();
-  }
-
-  // A run's number and width are one word: a thread that is not in a run may see the next one at any moment of its making.
-  void work(int t, uint32_t seen) {
-    while (true) {
-      seen = run_.wait(seen);
-      if (ended_) return;
-      if (t >= (int)(seen & 0xff)) continue;
-      call_(argument_, t, width_);
-      barrier();
-    }
-  }
-
-  void judge() {
-    if (late_) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
-    else if (penalty_ > ALONE && ++good_ == 64) penalty_ /= 2, good_ = 0;
+    return (int64_t)threads_.size();
   }
 
   std::vector<std::thread> threads_;
-  Signal run_, passed_;
-  alignas(64) std::atomic<int> arrived_{0};
-  int width_ = 1;
-  void (*call_)(const void*, int, int) = nullptr;
-  const void* argument_ = nullptr;
-  Clock::time_point start_;
-  std::atomic<bool> late_{false}, ended_{false};
+  Slot slots_[SLOTS];
+  alignas(64) std::atomic<uint32_t> now_{0};  // the stage that is open; between two jobs one without units
+  std::atomic<int> sleepers_{0};
+  alignas(64) Job* job_ = nullptr;
+  int64_t width_ = 1;
+  uint32_t first_ = 0, last_ = 0;
+  std::atomic<bool> ended_{false};
   int64_t alone_ = 0, penalty_ = ALONE, good_ = 0;
 };
 
@@ -896,53 +917,45 @@ inline float finished(const Linear& l, int64_t n, float sum) {
   return l.bias ? sum + l.bias[n] : sum;
 }
 
-// Each thread sets its tiles once a pass: as many rows as there are, at most a tile's 16.
-struct Tiles {
-  explicit Tiles(int64_t rows) { configure(rows); }
-  static void configure(int64_t rows) {
+// Tiles of the products, for as many rows as there are, at most a tile's 16. A thread sets them when it comes to a stage, and
+// lets go of them before it waits.
+inline void set_tiles(int64_t rows) {
 #if PL_AMX
-    if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
+  if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
 #endif
-    (void)rows;
-  }
-  ~Tiles() {
+  (void)rows;
+}
+void free_tiles() {
 #if PL_AMX
-    if (g_isa == AMX_BF16) _tile_release();
+  if (g_isa == AMX_BF16) _tile_release();
 #endif
-  }
-};
-
-inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }  // of n units, what thread t of T does
+}
 
 thread_local Bytes t_bytes;
 
-// Rows of x as this layer's products want them; what an earlier call gave is gone.
-template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows) {
+// Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
+template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
 #if PL_VNNI
   if constexpr (std::is_same_v<A, bf16>)
     if (is_i8(l.kind)) {
-      round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
+      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
       return {x, stride, &t_bytes, 0};
     }
 #endif
+  (void)l, (void)rows, (void)fresh;
   return {x, stride};
 }
 
-// All outputs for all rows, in pieces as this thread gets them: each(row0, rows, first output, outputs, c). It may change c.
-template <class A, class F> void sweep(const Linear& l, Stage& stage, int T, const A* x, int64_t stride, int64_t rows, F each) {
+// The outputs of blocks begin .. end - 1 for all rows: each(row0, rows, first output, outputs, c). It may change c.
+template <class A, class F> void sweep(const Linear& l, int64_t begin, int64_t end, Input<A> in, int64_t rows, F each) {
   alignas(64) float c[ROWS * BLOCKS * LANES];
-  const int64_t total = up(l.n, LANES) / LANES;
-  Input<A> in{};
-  for (Share s; stage.claim(total, BLOCKS, T, s);) {
-    if (!in.x) in = input_of(l, x, stride, rows);
-    for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
-      const int blocks = (int)std::min<int64_t>(BLOCKS, s.end - b);
-      const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
-      for (int64_t r = 0; r < rows; r += ROWS) {
-        const int n = (int)std::min<int64_t>(ROWS, rows - r);
-        product(l, block, blocks, in.from(r), n, c);
-        each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
-      }
+  for (int64_t b = begin; b < end; b += BLOCKS) {
+    const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
+    const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int n = (int)std::min<int64_t>(ROWS, rows - r);
+      product(l, block, blocks, in.from(r), n, c);
+      each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
     }
   }
 }
@@ -1087,6 +1100,7 @@ inline float soften(float* s, int64_t n) {
 
 struct Scratch {  // of one thread, grown on demand
   std::vector<float> scores, out, low, found;
+  std::vector<char> normed;
   std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
 };
@@ -1637,7 +1651,6 @@ template <class A> inline bool on_tiles(const Model& m) { return g_isa == AMX_BF
 
 // ----------------------------------------------------------------------------------------------- adapters
 
-constexpr int STAGES = 5;           // of a layer, with a barrier behind each
 constexpr int64_t WORTH = 1 << 17;  // weights of a layer, times rows / 4, that a further thread is worth
 
 enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, LINEARS = 4 };  // of a layer's linear layers
@@ -1695,27 +1708,29 @@ struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to
 };
 thread_local Buffers t_buffers;
 
-template <class A> struct Runner {
+template <class A> struct Runner final : Job {
+  enum Kind { NORM, PROJECT, ATTEND, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
+
   const Model& m;
   const Pass& p;
+  const int start, stop;
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
-  Team& threads = team();
   int64_t width = 1;  // threads that take part
-  bool alone;  // so few rows that every thread norms them for itself, without a barrier
+  bool alone;  // so few rows that every thread norms them for itself, without a stage
+  int64_t tasks = 0;  // of attention, in a layer without a window
   Pieces& pieces = t_pieces;
   // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
   // tiles each has one of its own. A row's bits are the same either way.
   const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
   int64_t low_width = 0;  // of a row of down(x)
 
-  Runner(const Model& model, const Pass& pass, int start) : m(model), p(pass) {
+  Runner(const Model& model, const Pass& pass, int begin, int end) : m(model), p(pass), start(begin), stop(end) {
     rows = p.rows, padded_rows = up(rows, ROWS);
     d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
     alone = rows <= 4;
     width = worth(start);
-    const int64_t copies = alone ? width : 1;
-    const int64_t sizes[] = {copies * padded_rows * d, rows * m.heads * m.head_dim, padded_rows * attended_width,
+    const int64_t sizes[] = {(alone ? 0 : padded_rows * d), rows * m.heads * m.head_dim, padded_rows * attended_width,
                              rows * m.d_model, padded_rows * ff};
     int64_t bytes = 0;
     for (int64_t n : sizes) bytes += Buffers::room<A>(n);
@@ -1740,21 +1755,66 @@ template <class A> struct Runner {
 
   int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
 
-  // RMS norm of all rows; returns where this thread finds them.
-  const A* norm(const A* x, const float* weight, int t, int T) {
-    if (alone) {
-      A* own = normed + t * padded_rows * d;
-      for (int64_t r = 0; r < rows; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, own + r * d, d);
-      return own;
+  // -- the job: a layer's stages, those of the norms only where `alone` is false
+
+  int64_t per_layer() const { return alone ? 5 : 7; }
+  int64_t stages() const override { return (stop - start) * per_layer(); }
+  int layer_of(int64_t stage) const { return start + (int)(stage / per_layer()); }
+  Kind kind_of(int64_t stage) const {
+    constexpr Kind few[] = {PROJECT, ATTEND, ADD, GATE, ADD_AGAIN};
+    const int64_t i = stage % per_layer();
+    return alone ? few[i] : (Kind)i;
+  }
+
+  int64_t units(int64_t stage) const override {
+    switch (kind_of(stage)) {
+      case NORM: case NORM_AGAIN: return rows;
+      case PROJECT: return m.heads + 2 * m.kv_heads;
+      case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
+      case GATE: return m.d_ff / LANES;
+      default: return up(m.d_model, LANES) / LANES;
     }
-    const Share s = share(rows, t, T);
-    for (int64_t r = s.begin; r < s.end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
-    threads.barrier();
-    return normed;
+  }
+
+  int64_t step(int64_t stage) const override {
+    const Kind kind = kind_of(stage);
+    return kind == ADD || kind == ADD_AGAIN ? BLOCKS : kind == GATE ? BLOCKS / 2 : 1;
+  }
+
+  void work(int64_t stage, int64_t begin, int64_t end, bool fresh) override {
+    const int index = layer_of(stage);
+    const Layer& l = m.layers[index];
+    const A* in = (const A*)(index == start ? p.hidden_in : p.hidden_out);
+    const Kind kind = kind_of(stage);
+    if (fresh && kind != NORM && kind != NORM_AGAIN && kind != ATTEND) set_tiles(rows);
+    switch (kind) {
+      case NORM: return norm(in, l.attention_norm, begin, end);
+      case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), begin, end, fresh);
+      case ATTEND: return attention(l, index, begin, end);
+      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, begin, end, fresh);
+      case NORM_AGAIN: return norm(middle, l.mlp_norm, begin, end);
+      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), begin, end, fresh);
+      case ADD_AGAIN: return add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, begin, end, fresh);
+    }
+  }
+
+  // RMS norm of rows begin .. end - 1, for all threads.
+  void norm(const A* x, const float* weight, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
+  }
+
+  // Where this thread finds all rows normed.
+  const A* normed_rows(const A* x, const float* weight, bool fresh) {
+    if (!alone) return normed;
+    std::vector<char>& own = t_scratch.normed;
+    grow(own, (int64_t)(padded_rows * d * sizeof(A)) + 64);
+    A* y = (A*)up((int64_t)own.data(), 64);
+    for (int64_t r = 0; r < rows && fresh; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, y + r * d, d);
+    return y;
   }
 
   // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
-  // is a block or two of outputs more, which costs less than a barrier.
+  // is a block or two of outputs more, which costs less than a stage.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
     grow(t_scratch.low, padded_rows * low_width);
@@ -1804,16 +1864,14 @@ template <class A> struct Runner {
   }
 
   // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
-  void project(const Layer& l, int index, const A* x, Stage& stage, int T) {
-    const int64_t hd = m.head_dim, per_head = hd / LANES, all = m.heads + 2 * m.kv_heads;
-    Share s;
-    if (!stage.claim(all, 1, T, s)) return;
+  void project(const Layer& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
+    const int64_t hd = m.head_dim, per_head = hd / LANES;
     std::vector<float>& buffer = t_scratch.out;
     grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    lower(index, QKV, x, d);
-    const Input<A> in = input_of(l.qkv, x, d, rows);
-    do for (int64_t h = s.begin; h < s.end; h++)
+    if (fresh) lower(index, QKV, x, d);
+    const Input<A> in = input_of(l.qkv, x, d, rows, fresh);
+    for (int64_t h = begin; h < end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
@@ -1827,7 +1885,6 @@ template <class A> struct Runner {
         }
         for (int r = 0; r < n; r++) place(l, index, h, r0 + r, buffer.data() + r * hd);
       }
-    while (stage.claim(all, 1, T, s));
   }
 
   void place(const Layer& l, int index, int64_t h, int64_t row, float* x) {
@@ -1852,24 +1909,35 @@ template <class A> struct Runner {
     for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
   }
 
-  void attention(const Layer& l, int index, Stage& stage) {
-    std::atomic<int64_t>& next = stage.next;
+  // Rows of a segment that one task has: those that share most of their keys.
+  int64_t task_rows(const Layer& l, const Segment& s) const {
+    return l.window > 0 && s.num_keys > l.window ? 1 : on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+  }
+  int64_t segment_tasks(const Layer& l, const Segment& s) const {
+    const int64_t wide_as = task_rows(l, s);
+    return (s.stop - s.start + wide_as - 1) / wide_as * m.heads;
+  }
+  int64_t attention_tasks(const Layer& l) const {
+    int64_t all = 0;
+    for (int64_t s = 0; s < p.num_segments; s++) all += segment_tasks(l, p.segments[s]);
+    return all;
+  }
+
+  void attention(const Layer& l, int index, int64_t begin, int64_t end) {
     const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
     const bool paired = on_pairs<A>(m);
-    int64_t task = next.fetch_add(1, std::memory_order_relaxed), first = 0;
-    for (int64_t s = 0; s < p.num_segments; s++) {
+    int64_t task = begin, first = 0;
+    for (int64_t s = 0; s < p.num_segments && task < end; s++) {
       const Segment& seg = p.segments[s];
-      const bool cut = l.window > 0 && seg.num_keys > l.window;
-      const int64_t wide_as = cut ? 1 : paired ? TILE_ROWS : VECTORS, chunks = (seg.stop - seg.start + wide_as - 1) / wide_as;
-      const int64_t tasks = chunks * m.heads;
-      for (; task < first + tasks; task = next.fetch_add(1, std::memory_order_relaxed)) {
+      const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, seg);
+      for (; task < std::min(last, end); task++) {
         const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
         const int count = (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0);
         const int64_t row = seg.start + r0, cache = h / groups * p.head_stride;
         attend_one(paired, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
                    (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd);
       }
-      first += tasks;
+      first = last;
     }
   }
 
@@ -1888,10 +1956,10 @@ template <class A> struct Runner {
   }
 
   // out = residual + x W^T, rounded once.
-  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, Stage& stage, int T) {
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
     const int64_t outs = m.d_model;
-    lower(index, which, x, stride);
-    sweep(l, stage, T, x, stride, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+    if (fresh) lower(index, which, x, stride);
+    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
@@ -1903,18 +1971,16 @@ template <class A> struct Runner {
   }
 
   // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, Stage& stage, int t, int T) {
+  void mlp(const Linear& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
-    Share s;
-    if (t == 0 && ff != m.d_ff)
+    if (fresh) lower(index, UP, x, d);
+    const Input<A> in = input_of(l, x, d, rows, fresh);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    if (begin == 0 && ff != m.d_ff)
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
-    if (!stage.claim(total, half, T, s)) return;
-    lower(index, UP, x, d);
-    const Input<A> in = input_of(l, x, d, rows);
-    alignas(64) float c[ROWS * BLOCKS * LANES];
-    do for (int64_t b = s.begin; b < s.end; b += half) {
-      const int n = (int)std::min<int64_t>(half, s.end - b);
+    for (int64_t b = begin; b < end; b += half) {
+      const int n = (int)std::min<int64_t>(half, end - b);
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
@@ -1924,7 +1990,6 @@ template <class A> struct Runner {
         for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
-    while (stage.claim(total, half, T, s));
   }
 
   void silu(const Linear& l, int64_t b, int n, float* c, A* y) {
@@ -1939,52 +2004,39 @@ template <class A> struct Runner {
       for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
     }
   }
-
-  void layer(const Layer& l, int index, const A* in, A* out, Stage stages[STAGES], int t, int T) {
-    project(l, index, norm(in, l.attention_norm, t, T), stages[0], T);
-    threads.barrier();
-    attention(l, index, stages[1]);
-    if (on_tiles<A>(m)) Tiles::configure(rows);  // for the products again
-    threads.barrier();
-    add(l.out, index, OUT, attended, attended_width, in, middle, stages[2], T);
-    threads.barrier();
-    mlp(l.up, index, norm(middle, l.mlp_norm, t, T), stages[3], t, T);
-    threads.barrier();
-    add(l.down, index, DOWN, inner, ff, middle, out, stages[4], T);
-    threads.barrier();
-  }
 };
 
 template <class A> void run(const Model& m, const Pass& p, int start, int stop) {
-  Runner<A> runner(m, p, start);
-  static thread_local std::vector<Stage> stages;
-  std::vector<Stage>& all = stages;  // the caller's, for every thread
-  if ((int64_t)all.size() < (stop - start) * STAGES) all = std::vector<Stage>((stop - start) * STAGES);
-  for (Stage& s : all) s.next.store(0, std::memory_order_relaxed);
+  Runner<A> runner(m, p, start, stop);
   // The last row of attended beyond heads * head_dim, if any, must read as zero.
   if (runner.attended_width != m.heads * m.head_dim)
     std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
-  runner.threads.run(runner.width, [&](int t, int T) {
-    Tiles tiles(p.rows);
-    for (int i = start; i < stop; i++)
-      runner.layer(m.layers[i], i, (const A*)(i == start ? p.hidden_in : p.hidden_out), (A*)p.hidden_out, &all[(i - start) * STAGES], t, T);
-  });
+  team().run(runner.width, runner);
 }
 
-template <class A>
-void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
+// One product for all rows.
+template <class A> struct Product final : Job {
+  const Linear& l;
+  const A* x;
+  const int64_t stride, rows;
+  float* y;
+  Product(const Linear& linear, const A* in, int64_t step, int64_t count, float* out) : l(linear), x(in), stride(step), rows(count), y(out) {}
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return up(l.n, LANES) / LANES; }
+  int64_t step(int64_t) const override { return BLOCKS; }
+  void work(int64_t, int64_t begin, int64_t end, bool fresh) override {
+    if (fresh) set_tiles(rows);
+    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+      for (int r = 0; r < n; r++)
+        for (int64_t i = 0; i < outputs; i++) y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+    });
+  }
+};
+
+template <class A> void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
   if (rows == 0) return;  // nor is there a tile of no rows
-  Stage stage;
-  const int64_t worth = std::max<int64_t>(1, l.n * l.k * std::max<int64_t>(1, rows / 4) / WORTH);
-  team().run(std::min<int64_t>(threads, worth), [&](int, int T) {
-    Tiles tiles(rows);
-    sweep(l, stage, T, x, stride, rows,
-          [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
-            for (int r = 0; r < n; r++)
-              for (int64_t i = 0; i < outputs; i++)
-                y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
-          });
-  });
+  Product<A> product(l, x, stride, rows, y);
+  team().run(std::clamp<int64_t>(l.n * l.k * std::max<int64_t>(1, rows / 4) / WORTH, 1, threads), product);
 }
 
 // Rows of x, normed where a weight is given, in a buffer whose rows are padded as `product` wants them.
@@ -2056,19 +2108,13 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
 
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
   const int64_t blocks = up(n, LANES) / LANES;
-  auto pack = [&](int64_t b) {
+  for (int64_t b = 0; b < blocks; b++)
     for (int64_t i = 0; i < padded_k; i++)
       for (int lane = 0; lane < LANES; lane++) {
         const int64_t row = b * LANES + lane;
         out[b * LANES * padded_k + i / step * LANES * step + lane * step + i % step] =
             row < n && i < k ? w[row * k + i] : W(0);
       }
-  };
-  Stage stage;
-  team().run(n * k < (1 << 20) ? 1 : std::max(1u, std::thread::hardware_concurrency()), [&](int, int T) {
-    for (Share s; stage.claim(blocks, 1, T, s);)
-      for (int64_t b = s.begin; b < s.end; b++) pack(b);
-  });
 }
 
 }  // namespace
