@@ -78,7 +78,8 @@ def test_every_family_gives_the_logits_of_torch(family: str, tmp_path: Path):
         ours = load_model(tmp_path, attention=make_backend("sdpa", kind), dtype=dtype, native=True)
         tokens = tokens_of(ours, 150)
         least = error(whole(torchs, tokens), oracle)
-        assert 0 < error(whole(ours, tokens), oracle) < 1.3 * least, f"{dtype}: torch's own error is {least:.3f}"
+        most = 1.3 if dtype == "bfloat16" else 1.6  # beside int8 weights the inputs may be rounded to bytes too
+        assert 0 < error(whole(ours, tokens), oracle) < most * least, f"{dtype}: torch's own error is {least:.3f}"
 
 
 @needs_kernels

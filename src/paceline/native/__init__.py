@@ -43,7 +43,7 @@ SOURCE = Path(__file__).parent / "kernels.cpp"
 SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without instructions of particular processors
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = len(ISA_NAMES) - 1
 

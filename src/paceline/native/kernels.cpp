@@ -1,21 +1,27 @@
 // A decoder's layers on a CPU, for any number of rows: one call a pass, no work per operation.
 //
 // What decides the time of a small pass is how fast the weights stream from memory and how little happens
-// between two of them. So the weights lie in the order in which they are read, a layer is five stages with
-// a barrier behind each, and everything between two products is done on the block that is still in
+// between two of them. So the weights lie in the order in which they are read, a layer is five stages that
+// threads meet behind, and everything between two products is done on the block that is still in
 // registers or in the first-level cache.
 //
 // Same bits at every width. A row's result depends on that row alone: every product sums over k in one fixed
 // order whatever the number of rows, attention sums over the row's own visible keys in their logical order,
 // one after the other. Plain decoding, a chunk of a prompt and a tree of drafts give a row the same bits.
-// (int8 weights leave that rule in wide passes, unless they are I8_EXACT.)
+// (int8 weights leave that rule in wide passes on tiles, unless they are I8_EXACT.)
 //
 // Weights are stored by blocks of 16 outputs: [outputs / 16][k / step][16][step] with step = 2 for bf16 (the
-// layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), and
-// step = 1 for float32 and int8.
+// layout of the dot-product instructions, and of an AMX tile when 16 such lines are taken together), step = 1
+// for float32, and for int8 step = 4 where there are dot products of bytes (I8_STEP), else 1.
+//
+// int8 products. Where a processor multiplies bytes (VNNI), a row of x is rounded to 8 bits by blocks of I8_BLOCK
+// along k, each with its own scale (max|x| / 127), as the Q8_0 format of llama.cpp does; products of a block are summed as
+// integers, blocks as floats in order. Elsewhere x stays as it is and the weights become float32.
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -23,7 +29,13 @@
 #include <type_traits>
 #include <vector>
 
-#include <omp.h>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -39,10 +51,11 @@
 #if defined(PL_AVX512) && defined(__AVX512BF16__)
 #define PL_DOT_BF16 1
 #endif
+#if defined(PL_AVX512) && defined(__AVX512VNNI__)
+#define PL_VNNI 1
+#endif
 #if defined(PL_DOT_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define PL_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
@@ -117,6 +130,12 @@ constexpr int TILE_ROWS = 16;  // the same where it runs on tiles
 constexpr int TILE_KEYS = 32;  // keys of one tile of values
 constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
 constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
+constexpr int I8_BLOCK = 32;  // of k, that has one scale where x is rounded to bytes
+#if PL_VNNI
+constexpr int I8_STEP = 4;    // of k, that lie together in int8 weights
+#else
+constexpr int I8_STEP = 1;
+#endif
 constexpr int SHORT_K = 8;   // or to this, which saves most of what adapters of a small rank read
 
 enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
@@ -376,26 +395,315 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
   return DONE;
 }
 
+// ----------------------------------------------------------------------------------------------- threads
+
+// Threads that wait for each other for microseconds must not wait for one that does not run: a busy process beside us
+// takes a core for milliseconds. So a job is a row of stages, a stage is claimed in pieces by whoever comes, and the next
+// stage begins when all pieces are done, whichever threads did them: one that does not run is waited for only where it
+// has begun a piece. Who waits spins for a short while and then sleeps. Where the caller waited long, it goes on alone for
+// some jobs.
+//
+// Which thread computes a piece changes no bits.
+
+constexpr int SPINS = 3000;         // turns of a spin, some tens of microseconds
+constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of the time since the job began
+constexpr int64_t ALONE = 16;       // jobs without the others after a wait that long; doubled up to
+constexpr int64_t LONGEST = 512;    // this many, while it happens again
+constexpr int MOST_THREADS = 256;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+using Clock = std::chrono::steady_clock;
+inline int64_t microseconds(Clock::duration d) { return std::chrono::duration_cast<std::chrono::microseconds>(d).count(); }
+
+// What the threads of a team work at.
+struct Job {
+  virtual int64_t stages() const = 0;
+  virtual int64_t units(int64_t stage) const = 0;  // one or more
+  virtual int64_t step(int64_t stage) const = 0;   // units that are claimed together
+  // Units begin .. end - 1; `fresh`: this thread's first piece of the stage.
+  virtual void work(int64_t stage, int64_t begin, int64_t end, bool fresh) = 0;
+ protected:
+  ~Job() = default;
+};
+
+void free_tiles();
+
+// The threads of one calling thread, itself the first.
+class Team {
+ public:
+  // By as many threads, or by fewer where there are no more to be had. What it throws ends the process.
+  void run(int64_t threads, Job& job) {
+    int64_t T = std::min<int64_t>(threads, MOST_THREADS);
+    if (T > 1 && alone_ > 0) alone_--, T = 1;
+    if (T > 1) T = std::min(T, hire(T - 1) + 1);
+    if (T == 1) {
+      for (int64_t stage = 0; stage < job.stages(); stage++) job.work(stage, 0, job.units(stage), true);
+      return free_tiles();
+    }
+    const Clock::time_point start = Clock::now();
+    bool late = false;
+    job_ = &job, width_ = T, first_ = now_.load(std::memory_order_relaxed) + 1, last_ = first_ + (uint32_t)job.stages();
+    open(first_);
+    for (uint32_t stage = first_; stage != last_;) {
+      take(stage);
+      const Clock::time_point before = Clock::now();
+      if (const uint32_t next = spin(stage); next != stage) { stage = next; continue; }
+      stage = sleep(stage);
+      const Clock::time_point after = Clock::now();
+      late = late || (microseconds(after - before) > LONG_WAIT && after - before > (after - start) / 4);
+    }
+    free_tiles();
+    if (late) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
+    else if (penalty_ > ALONE && ++good_ == 64) penalty_ /= 2, good_ = 0;
+  }
+
+  ~Team() {
+    ended_ = true;
+    publish(now_.load() + 1);
+    for (std::thread& t : threads_) t.join();
+  }
+
+ private:
+  // A stage that is open. Claims carry its number: whoever comes late cannot claim a piece of another one that lies here by
+  // then, and reads nothing of a job before he has a piece of it, for which the job waits.
+  struct alignas(64) Slot {
+    std::atomic<uint64_t> next{0};  // number << 32 | units claimed
+    std::atomic<int64_t> units{0}, step{1}, width{0};
+    alignas(64) std::atomic<int64_t> left{0};
+  };
+  static constexpr uint32_t SLOTS = 4;
+
+  void open(uint32_t stage) {
+    Slot& s = slots_[stage % SLOTS];
+    const bool work = stage != last_;
+    const int64_t units = work ? job_->units(stage - first_) : 0;
+    s.next.store(~0ull, std::memory_order_relaxed);  // no stage's number
+    std::atomic_thread_fence(std::memory_order_release);
+    s.units.store(units, std::memory_order_relaxed), s.left.store(units, std::memory_order_relaxed);
+    s.step.store(work ? job_->step(stage - first_) : 1, std::memory_order_relaxed), s.width.store(width_, std::memory_order_relaxed);
+    s.next.store((uint64_t)stage << 32, std::memory_order_release);
+    publish(stage);
+  }
+
+  // Works at a stage until no piece is left; whoever does the last one opens the next stage.
+  void take(uint32_t stage, int64_t t = 0) {
+    Slot& s = slots_[stage % SLOTS];
+    bool fresh = true;
+    uint64_t at = s.next.load(std::memory_order_acquire);
+    while (at >> 32 == stage) {
+      const int64_t units = s.units.load(std::memory_order_relaxed), step = s.step.load(std::memory_order_relaxed);
+      const int64_t width = s.width.load(std::memory_order_relaxed), begin = (int64_t)(uint32_t)at;
+      std::atomic_thread_fence(std::memory_order_acquire);  // what was read may be another stage's: the claim fails then
+      if (begin >= units || t >= width) return;
+      const int64_t size = (std::max<int64_t>((units - begin) / (2 * width), 1) + step - 1) / step * step;
+      const int64_t end = std::min(units, begin + size);
+      if (!s.next.compare_exchange_weak(at, (uint64_t)stage << 32 | (uint64_t)end, std::memory_order_acq_rel)) continue;
+      job_->work(stage - first_, begin, end, fresh);
+      fresh = false;
+      if (s.left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) return open(stage + 1);
+      at = s.next.load(std::memory_order_acquire);
+    }
+  }
+
+  void work(int64_t t) {
+    uint32_t stage = 0;
+    while (!ended_) {
+      uint32_t next = spin(stage);
+      if (next == stage) {
+        free_tiles();
+        next = sleep(stage);
+      }
+      stage = next;
+      if (!ended_) take(stage, t);
+    }
+  }
+
+  uint32_t spin(uint32_t old) const {
+    for (int i = 0; i < SPINS; i++) {
+      const uint32_t now = now_.load(std::memory_order_acquire);
+      if (now != old) return now;
+      pause();
+    }
+    return old;
+  }
+
+  uint32_t sleep(uint32_t old) {
+    sleepers_.fetch_add(1);
+    while (now_.load() == old) {
+#if defined(__linux__)
+      syscall(SYS_futex, (uint32_t*)&now_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+      std::this_thread::yield();
+#endif
+    }
+    sleepers_.fetch_sub(1);
+    return now_.load();
+  }
+
+  void publish(uint32_t stage) {
+    now_.store(stage);
+#if defined(__linux__)
+    if (sleepers_.load() > 0) syscall(SYS_futex, (uint32_t*)&now_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+  }
+
+  int64_t hire(int64_t wanted) {
+    try {
+      while ((int64_t)threads_.size() < wanted) threads_.emplace_back([this, t = (int64_t)threads_.size() + 1] { work(t); });
+    } catch (const std::system_error&) {  // the system gives no more
+    }
+    return (int64_t)threads_.size();
+  }
+
+  std::vector<std::thread> threads_;
+  Slot slots_[SLOTS];
+  alignas(64) std::atomic<uint32_t> now_{0};  // the stage that is open; between two jobs one without units
+  std::atomic<int> sleepers_{0};
+  alignas(64) Job* job_ = nullptr;
+  int64_t width_ = 1;
+  uint32_t first_ = 0, last_ = 0;
+  std::atomic<bool> ended_{false};
+  int64_t alone_ = 0, penalty_ = ALONE, good_ = 0;
+};
+
+// The calling thread's own. A forked process has no other threads: it gets a new team, and the old one stays as it was.
+Team& team() {
+  struct Owner {
+    Team* team = nullptr;
+    pid_t process = 0;
+    ~Owner() { if (process == getpid()) delete team; }
+  };
+  static thread_local Owner owner;
+  if (owner.process != getpid()) owner.team = new Team, owner.process = getpid();
+  return *owner.team;
+}
+
 // ---------------------------------------------------------------------------------------------- products
 
-template <class A> struct Input { const A* x; int64_t stride; };  // rows of x; bf16 rows are padded to K_STEP
+// Rows of x rounded to bytes, for products with int8 weights.
+struct Bytes {
+  std::vector<int32_t> x;      // [k / 4, rows] four bytes each
+  std::vector<float> scale;    // [k / I8_BLOCK, rows]
+  std::vector<int32_t> start;  // [k / I8_BLOCK, rows] -128 times the block's sum: stored weights are 128 too large
+  int64_t rows = 0;
+};
 
-#if PL_AMX
-constexpr bool I8_ON_TILES = true;
-inline __m512bh widened(const int8_t* w) {  // two lines of 16 outputs -> 16 pairs
-  // A small integer's float32 has nothing below its upper half, which is its bf16.
-  const __m512i even = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
-  const __m512i odd = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + LANES))));
-  return (__m512bh)_mm512_or_si512(odd, _mm512_srli_epi32(even, 16));
-}
-#else
-constexpr bool I8_ON_TILES = false;
-#endif
+template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
+  const A* x;
+  int64_t stride;
+  const Bytes* bytes = nullptr;  // the same rows, `row` first, where the weights ask for them
+  int64_t row = 0;
+  Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r}; }
+};
+
 inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
 inline int64_t padded_k(int64_t kind, int64_t k) {
   if (kind == BF16_SHORT) return SHORT_K;
-  return kind == BF16 || (is_i8(kind) && I8_ON_TILES) ? up(k, K_STEP) : k;
+  return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
 }
+
+#if PL_VNNI
+static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
+
+inline void round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* start) {
+  const __m512 a = load_wide(x), b = load_wide(x + 16);
+  const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+  const bool number = most <= FLT_MAX && !_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q);
+  const bool sound = number && most > 0;
+  const __m512 by = _mm512_set1_ps(sound ? 127.0f / most : 0.0f);
+  const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, by)), high = _mm512_cvtps_epi32(_mm512_mul_ps(b, by));
+  int32_t four[I8_BLOCK / 4];
+  _mm_storeu_si128((__m128i*)four, _mm512_cvtsepi32_epi8(low));
+  _mm_storeu_si128((__m128i*)(four + 4), _mm512_cvtsepi32_epi8(high));
+  for (int i = 0; i < I8_BLOCK / 4; i++) y[i * rows] = four[i];
+  *start = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+  *scale = sound ? most / 127.0f : number ? 0.0f : NAN;  // what is no number stays in the sum
+}
+
+void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y) {
+  const int64_t blocks = k / I8_BLOCK;
+  y.rows = rows;
+  grow(y.x, rows * k / 4), grow(y.scale, rows * blocks), grow(y.start, rows * blocks);
+  for (int64_t b = 0; b < blocks; b++)
+    for (int64_t r = 0; r < rows; r++)
+      round_block(x + r * stride + b * I8_BLOCK, &y.x[b * I8_BLOCK / 4 * rows + r], rows, &y.scale[b * rows + r], &y.start[b * rows + r]);
+}
+
+// R rows against B weight blocks; a block's sum is exact, and blocks are added one after the other.
+template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, const Bytes& in, int64_t row, float* c) {
+  const int64_t blocks = k / I8_BLOCK, rows = in.rows;
+  const int32_t *x = in.x.data() + row, *start = in.start.data() + row;
+  const float* scale = in.scale.data() + row;
+  const int8_t* lines[B];
+  for (int b = 0; b < B; b++) lines[b] = w[b];
+  __m512 sum[R][B];
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) sum[r][b] = _mm512_setzero_ps();
+  for (int64_t j = 0; j < blocks; j++, start += rows, scale += rows) {
+    __m512i whole[R][B];
+    for (int r = 0; r < R; r++)
+      for (int b = 0; b < B; b++) whole[r][b] = _mm512_set1_epi32(start[r]);
+#pragma GCC unroll 8
+    for (int i = 0; i < I8_BLOCK / 4; i++, x += rows) {
+      __m512i line[B];
+      for (int b = 0; b < B; b++) line[b] = _mm512_loadu_si512(lines[b] + i * 4 * LANES);
+      for (int r = 0; r < R; r++)
+        for (int b = 0; b < B; b++) whole[r][b] = _mm512_dpbusd_epi32(whole[r][b], line[b], _mm512_set1_epi32(x[r]));
+    }
+    for (int b = 0; b < B; b++) lines[b] += I8_BLOCK * LANES;
+    for (int r = 0; r < R; r++)
+      for (int b = 0; b < B; b++) sum[r][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][b]), _mm512_set1_ps(scale[r]), sum[r][b]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) _mm512_storeu_ps(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
+}
+
+template <int R, int B> void byte_rows(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, float* c) {
+  int b = 0;
+  for (; b + B <= blocks; b += B) byte_product<R, B>(w + b, k, in, row, c + b * LANES);
+  for (; b < blocks; b++) byte_product<R, 1>(w + b, k, in, row, c + b * LANES);
+}
+
+// Few rows read several streams of weights at once; many rows keep a block in the cache, eight rows at a time.
+void byte_products(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
+  if (rows <= 4) {
+    if (rows == 1) byte_rows<1, 4>(w, blocks, k, in, row, c);
+    else if (rows == 2) byte_rows<2, 4>(w, blocks, k, in, row, c);
+    else if (rows == 3) byte_rows<3, 2>(w, blocks, k, in, row, c);
+    else byte_rows<4, 2>(w, blocks, k, in, row, c);
+    return;
+  }
+  for (int b = 0; b < blocks; b++) {
+    int r = 0;
+    float* y = c + b * LANES;
+    for (; r + 8 <= rows; r += 8) byte_product<8, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    if (rows - r >= 4) byte_product<4, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES), r += 4;
+    if (rows - r == 1) byte_product<1, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    else if (rows - r == 2) byte_product<2, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    else if (rows - r == 3) byte_product<3, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+  }
+}
+#endif
+
+#if PL_AMX
+// 16 outputs by four of k -> two lines of 16 pairs. Stored weights are 128 too large; a small integer's float32 has
+// nothing below its upper half, which is its bf16.
+inline void widened(const int8_t* w, bf16* out) {
+  const __m512i four = _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8((char)0x80));
+  auto wide_as = [](__m512i x) { return (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(x, 24)); };
+  const __m512i a = wide_as(_mm512_slli_epi32(four, 24)), b = wide_as(_mm512_slli_epi32(four, 16));
+  const __m512i c = wide_as(_mm512_slli_epi32(four, 8)), d = wide_as(four);
+  _mm512_storeu_si512(out, _mm512_or_si512(b, _mm512_srli_epi32(a, 16)));
+  _mm512_storeu_si512(out + 32, _mm512_or_si512(d, _mm512_srli_epi32(c, 16)));
+}
+#endif
 
 #if PL_AMX
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
@@ -454,8 +762,7 @@ template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16
   for (int64_t from = 0; from < k; from += STRETCH) {
     const int64_t length = std::min(STRETCH, k - from);
     for (int b = 0; b < B; b++)
-      for (int64_t i = 0; i < length * LANES; i += 32)
-        _mm512_store_si512(wide_w[b] + i, (__m512i)widened(w[b] + from * LANES + i));
+      for (int64_t i = 0; i < length * LANES; i += 64) widened(w[b] + from * LANES + i, wide_w[b] + i);
     for (int64_t i = 0; i < length; i += 32) {
       _tile_loadd(4, in.x + from + i, stride);
       _tile_loadd(5, wide_w[0] + i * 16, 64);
@@ -595,6 +902,9 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
     return;
   }
 #endif
+#if PL_VNNI
+  if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c);
+#endif
   product_w(w, blocks, k, in, rows, c);
 }
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
@@ -607,34 +917,44 @@ inline float finished(const Linear& l, int64_t n, float sum) {
   return l.bias ? sum + l.bias[n] : sum;
 }
 
-// Each thread sets its tiles once a pass: as many rows as there are, at most a tile's 16.
-struct Tiles {
-  explicit Tiles(int64_t rows) { configure(rows); }
-  static void configure(int64_t rows) {
+// Tiles of the products, for as many rows as there are, at most a tile's 16. A thread sets them when it comes to a stage, and
+// lets go of them before it waits.
+inline void set_tiles(int64_t rows) {
 #if PL_AMX
-    if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
+  if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
 #endif
-    (void)rows;
-  }
-  ~Tiles() {
+  (void)rows;
+}
+void free_tiles() {
 #if PL_AMX
-    if (g_isa == AMX_BF16) _tile_release();
+  if (g_isa == AMX_BF16) _tile_release();
 #endif
-  }
-};
+}
 
-struct Share { int64_t begin, end; };  // of n units, what thread t of T does
-inline Share share(int64_t n, int t, int T) { return {n * t / T, n * (t + 1) / T}; }
+thread_local Bytes t_bytes;
 
-// The outputs of blocks [begin, end), for all rows: each(row0, rows, first output, outputs, c). It may change c.
-template <class A, class F> void sweep(const Linear& l, Share s, Input<A> in, int64_t rows, F each) {
+// Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
+template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
+#if PL_VNNI
+  if constexpr (std::is_same_v<A, bf16>)
+    if (is_i8(l.kind)) {
+      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
+      return {x, stride, &t_bytes, 0};
+    }
+#endif
+  (void)l, (void)rows, (void)fresh;
+  return {x, stride};
+}
+
+// The outputs of blocks begin .. end - 1 for all rows: each(row0, rows, first output, outputs, c). It may change c.
+template <class A, class F> void sweep(const Linear& l, int64_t begin, int64_t end, Input<A> in, int64_t rows, F each) {
   alignas(64) float c[ROWS * BLOCKS * LANES];
-  for (int64_t b = s.begin; b < s.end; b += BLOCKS) {
-    const int blocks = (int)std::min<int64_t>(BLOCKS, s.end - b);
+  for (int64_t b = begin; b < end; b += BLOCKS) {
+    const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
     const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int n = (int)std::min<int64_t>(ROWS, rows - r);
-      product(l, block, blocks, Input<A>{in.x + r * in.stride, in.stride}, n, c);
+      product(l, block, blocks, in.from(r), n, c);
       each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
     }
   }
@@ -780,6 +1100,7 @@ inline float soften(float* s, int64_t n) {
 
 struct Scratch {  // of one thread, grown on demand
   std::vector<float> scores, out, low, found;
+  std::vector<char> normed;
   std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
 };
@@ -868,13 +1189,222 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
   }
 }
 
+#if PL_DOT_BF16
+// Attention on dot products of bf16 pairs, and what it shares with attention on tiles. The weights of keys are rounded to
+// bf16 and summed two keys at a time: pairs are counted from a row's first key, whoever else is there. Keys and values that
+// several rows see are turned into the order of the products once for all of them.
+
+const bf16 g_zeros[MOST_DIMS] = {};
+
+// 32 sums over interleaved values (unpacklo, unpackhi) in the order of their dimensions, times scale.
+inline void ordered(const float* sum, float scale, bf16* out) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  const __m512 a = _mm512_loadu_ps(sum), b = _mm512_loadu_ps(sum + 16), by = _mm512_set1_ps(scale);
+  const __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by);
+  const __m512 second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+// 16 x 16 of 32 bits: lane j of out[i] is lane i of in[j].
+inline void transpose16(const __m512i in[16], __m512i out[16]) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+    }
+  for (int i = 0; i < 4; i++) {  // b[4 g + i]: lanes i, 4 + i, 8 + i, 12 + i of keys 4 g .. 4 g + 3
+    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i r = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88), t = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    out[i] = _mm512_shuffle_i32x4(p, r, 0x88), out[8 + i] = _mm512_shuffle_i32x4(p, r, 0xdd);
+    out[4 + i] = _mm512_shuffle_i32x4(q, t, 0x88), out[12 + i] = _mm512_shuffle_i32x4(q, t, 0xdd);
+  }
+}
+
+inline __m512 dot_pairs(__m512 sum, const void* line, const bf16* pair) {
+  int32_t two;
+  std::memcpy(&two, pair, 4);
+  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(line), (__m512bh)_mm512_set1_epi32(two));
+}
+
+// q . k of sixteen keys for R rows: the sums of `scores16`, in its order, from keys [d / 2][16][2].
+template <int R> void turned_scores(const bf16* q, int64_t stride, const bf16* turned, int64_t d, float scale, float* const score[], int64_t n) {
+  __m512 parts[R][4];
+#pragma GCC unroll 4
+  for (int lane = 0; lane < 4; lane++) {
+    __m512 sum[R][4];
+    for (int r = 0; r < R; r++)
+      for (int e = 0; e < 4; e++) sum[r][e] = _mm512_setzero_ps();
+    for (int64_t i = lane * 8; i < d; i += 32)
+#pragma GCC unroll 4
+      for (int e = 0; e < 4; e++)
+        for (int r = 0; r < R; r++) sum[r][e] = dot_pairs(sum[r][e], turned + (i + 2 * e) * LANES, q + r * stride + i + 2 * e);
+    for (int r = 0; r < R; r++)
+      parts[r][lane] = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][2]), _mm512_add_ps(sum[r][1], sum[r][3]));
+  }
+  const __mmask16 mask = n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1);
+  for (int r = 0; r < R; r++) {
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(parts[r][0], parts[r][1]), _mm512_add_ps(parts[r][2], parts[r][3]));
+    _mm512_mask_storeu_ps(score[r], mask, _mm512_mul_ps(sum, _mm512_set1_ps(scale)));
+  }
+}
+
+template <class K> void turn_keys(K key, int64_t n, int64_t d, bf16* turned) {
+  for (int64_t i = 0; i < d; i += 32) {
+    __m512i in[16], out[16];
+    for (int j = 0; j < 16; j++) in[j] = _mm512_loadu_si512(key(std::min<int64_t>(j, n - 1)) + i);
+    transpose16(in, out);
+    for (int j = 0; j < 16; j++) _mm512_store_si512(turned + (i + 2 * j) * LANES, out[j]);
+  }
+}
+
+// sum[r] [D * 16] += weights of pairs x values of pairs [pairs][dims][2 keys], for R rows and 16 * D of the dimensions.
+template <int R, int D>
+void add_pairs(const bf16* const weight[], int64_t pairs, const bf16* values, int64_t step, float* const sum[], int64_t at) {
+  __m512 s[R][D];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < D; i++) s[r][i] = _mm512_loadu_ps(sum[r] + at + i * 16);
+  for (int64_t p = 0; p < pairs; p++, values += step) {
+    __m512bh v[D];
+    for (int i = 0; i < D; i++) v[i] = (__m512bh)_mm512_load_si512(values + at * 2 + i * 32);
+    for (int r = 0; r < R; r++) {
+      int32_t two;
+      std::memcpy(&two, weight[r] + 2 * p, 4);
+      for (int i = 0; i < D; i++) s[r][i] = _mm512_dpbf16_ps(s[r][i], v[i], (__m512bh)_mm512_set1_epi32(two));
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < D; i++) _mm512_storeu_ps(sum[r] + at + i * 16, s[r][i]);
+}
+
+template <int R> void add_pairs_dims(const bf16* const weight[], int64_t pairs, const bf16* values, int64_t d, float* const sum[]) {
+  int64_t at = 0;
+  for (; at + 64 <= d; at += 64) add_pairs<R, 4>(weight, pairs, values, 2 * d, sum, at);
+  for (; at < d; at += 32) add_pairs<R, 2>(weight, pairs, values, 2 * d, sum, at);
+}
+
+template <class V> void interleave_values(V value, int64_t n, int64_t d, bf16* out) {  // [pairs][d / 32][2][32]
+  for (int64_t j = 0; j < n; j += 2, out += 2 * d) {
+    const bf16 *even = value(j), *odd = j + 1 < n ? value(j + 1) : g_zeros;
+    for (int64_t i = 0; i < d; i += 32) {
+      const __m512i a = _mm512_loadu_si512(even + i), b = _mm512_loadu_si512(odd + i);
+      _mm512_store_si512(out + 2 * i, _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(out + 2 * i + 32, _mm512_unpackhi_epi16(a, b));
+    }
+  }
+}
+
+// sum[r] += weights [keys] values over n keys, an even number of keys behind each row's first.
+template <class V>
+void pair_values(const bf16* const weight[], int count, int64_t n, int64_t d, V value, float* const sum[]) {
+  alignas(64) bf16 pairs[TILE_KEYS * MOST_DIMS];
+  for (int64_t j = 0; j < n; j += TILE_KEYS) {
+    const int64_t keys = std::min<int64_t>(TILE_KEYS, n - j), half = (keys + 1) / 2;
+    interleave_values([&](int64_t x) { return value(j + x); }, keys, d, pairs);
+    const bf16* w[TILE_ROWS];
+    for (int r = 0; r < count; r++) w[r] = weight[r] + j;
+    int r = 0;
+    for (; r + 4 <= count; r += 4) add_pairs_dims<4>(w + r, half, pairs, d, sum + r);
+    if (count - r == 3) add_pairs_dims<3>(w + r, half, pairs, d, sum + r);
+    else if (count - r == 2) add_pairs_dims<2>(w + r, half, pairs, d, sum + r);
+    else if (count - r == 1) add_pairs_dims<1>(w + r, half, pairs, d, sum + r);
+  }
+}
+
+// `soften`, into bf16: zeros behind the last weight up to a multiple of TILE_KEYS.
+inline float soften(float* s, int64_t n, bf16* w) {
+  const int64_t end = up(n, TILE_KEYS);
+  for (int64_t j = n; j < end; j++) s[j] = -INFINITY;
+  __m512 most = _mm512_set1_ps(-INFINITY);
+  for (int64_t j = 0; j < end; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(s + j));
+  const v16 top = splat(_mm512_reduce_max_ps(most));
+  v16 first = {}, second = {};
+  int64_t j = 0;
+  for (; j + 32 <= n; j += 32) {
+    const v16 a = exp16(load(s + j) - top), b = exp16(load(s + j + 16) - top);
+    first = first + a, second = second + b;
+    _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+  if (j < n) {  // what lies behind the last key has no weight, though the smallest exp is not 0
+    const uint32_t there = n - j >= 32 ? ~0u : (1u << (n - j)) - 1;
+    const v16 a = _mm512_maskz_mov_ps((__mmask16)there, exp16(load(s + j) - top));
+    const v16 b = _mm512_maskz_mov_ps((__mmask16)(there >> 16), exp16(load(s + j + 16) - top));
+    first = first + a, second = second + b;
+    _mm512_storeu_si512(w + j, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+  return sum16(first + second);
+}
+
+// Attention of up to TILE_ROWS rows of a segment under one query head. head_dim is a multiple of 32, at most MOST_DIMS.
+void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
+                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
+  Scratch& t = t_scratch;
+  const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS);
+  grow(t.scores, TILE_ROWS * room);
+  grow(t.weights, TILE_ROWS * room);
+  grow(t.out, TILE_ROWS * d);
+  const View view = look(s, window, positions, r0, count, t.tail);
+  auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
+  auto own = [&](int i, int64_t j) { return slot(j < view.common ? j : t.tail[view.tail_begin[i] + j - view.common]); };
+  float* score[TILE_ROWS];
+  for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room;
+
+  alignas(64) bf16 turned[16 * MOST_DIMS];
+  const bf16* near[16];
+  alignas(64) float found[16];
+  auto alone = [&](int i, int64_t j, int64_t n) {  // scores of the n keys at `near` to row i, for its keys j ..
+    save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+    std::memcpy(score[i] + j, found, n * sizeof(float));
+  };
+  for (int64_t j = 0; j < view.common; j += 16) {
+    const int64_t n = std::min<int64_t>(16, view.common - j);
+    if (count < 3) {
+      for (int64_t x = 0; x < 16; x++) near[x] = keys + slot(j + std::min(x, n - 1)) * d;
+      for (int i = 0; i < count; i++) alone(i, j, n);
+      continue;
+    }
+    turn_keys([&](int64_t x) { return keys + slot(j + x) * d; }, n, d, turned);
+    float* to[TILE_ROWS];
+    for (int i = 0; i < count; i++) to[i] = score[i] + j;
+    int i = 0;
+    for (; i + 4 <= count; i += 4) turned_scores<4>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    if (count - i == 3) turned_scores<3>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    else if (count - i == 2) turned_scores<2>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+    else if (count - i == 1) turned_scores<1>(query + i * query_stride, query_stride, turned, d, m.scale, to + i, n);
+  }
+  float total[TILE_ROWS];
+  const bf16* weight[TILE_ROWS];
+  float* sum[TILE_ROWS];
+  for (int i = 0; i < count; i++) {
+    const int64_t seen = view.common + view.tail_begin[i + 1] - view.tail_begin[i];
+    for (int64_t j = view.common; j < seen; j += 16) {
+      const int64_t n = std::min<int64_t>(16, seen - j);
+      for (int64_t x = 0; x < 16; x++) near[x] = keys + own(i, j + std::min(x, n - 1)) * d;
+      alone(i, j, n);
+    }
+    bf16* w = t.weights.data() + i * room;
+    total[i] = soften(score[i], seen, w);
+    weight[i] = w, sum[i] = t.out.data() + i * d;
+    std::memset(sum[i], 0, d * sizeof(float));
+  }
+  const int64_t shared = view.common / 2 * 2;
+  pair_values(weight, count, shared, d, [&](int64_t j) { return values + slot(j) * d; }, sum);
+  for (int i = 0; i < count; i++) {
+    const int64_t rest = view.common - shared + view.tail_begin[i + 1] - view.tail_begin[i];
+    const bf16* w = weight[i] + shared;
+    pair_values(&w, 1, rest, d, [&](int64_t j) { return values + own(i, shared + j) * d; }, sum + i);
+    for (int64_t x = 0; x < d; x += 32) ordered(sum[i] + x, 1.0f / total[i], out + i * out_stride + x);
+  }
+}
+#endif
+
 #if PL_AMX
 // Attention on tiles. Scores come as [16 keys, R rows] from keys as they lie in the cache and queries
 // interleaved once; values are interleaved in pairs of keys on the way. What all rows of a task share is
 // computed for R of them at once, what is a row's own for that row alone: a row's sum is over its keys in
 // tiles of TILE_KEYS, counted from its first, whoever else is there.
-
-const bf16 g_zeros[MOST_DIMS] = {};
 
 void configure_attention(int rows) {  // 0: scores, 1: keys, 2: queries, 3-4: sums, 5: weights, 6-7: values
   TileConfig c;
@@ -1002,16 +1532,6 @@ struct ValuePairs {
   }
 };
 
-// 32 sums of `tile_values` in the order of their dimensions, times scale.
-inline void ordered(const float* sum, float scale, bf16* out) {
-  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  const __m512 a = _mm512_loadu_ps(sum), b = _mm512_loadu_ps(sum + 16), by = _mm512_set1_ps(scale);
-  const __m512 first = _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), by);
-  const __m512 second = _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), by);
-  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
-
 // All keys from `shared` on that some row sees go to t.several, and where key common + i stands there to t.place[i].
 // False where the rows' own tiles of keys are not many more than those.
 bool join(const View& view, int64_t shared, int count, Scratch& t) {
@@ -1122,12 +1642,16 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
 }
 #endif
 
-template <class A> inline bool on_tiles(const Model&) { return false; }
-#if PL_AMX
-template <> inline bool on_tiles<bf16>(const Model& m) { return g_isa == AMX_BF16 && m.head_dim % 32 == 0 && m.head_dim <= MOST_DIMS; }
+// Whether attention takes bf16 pairs, on tiles or not; else it multiplies single elements.
+template <class A> inline bool on_pairs(const Model&) { return false; }
+#if PL_DOT_BF16
+template <> inline bool on_pairs<bf16>(const Model& m) { return m.head_dim % 32 == 0 && m.head_dim <= MOST_DIMS; }
 #endif
+template <class A> inline bool on_tiles(const Model& m) { return g_isa == AMX_BF16 && on_pairs<A>(m); }
 
 // ----------------------------------------------------------------------------------------------- adapters
+
+constexpr int64_t WORTH = 1 << 17;  // weights of a layer, times rows / 4, that a further thread is worth
 
 enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, LINEARS = 4 };  // of a layer's linear layers
 
@@ -1184,24 +1708,29 @@ struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to
 };
 thread_local Buffers t_buffers;
 
-template <class A> struct Runner {
+template <class A> struct Runner final : Job {
+  enum Kind { NORM, PROJECT, ATTEND, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
+
   const Model& m;
   const Pass& p;
+  const int start, stop;
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
-  bool alone;  // so few rows that every thread norms them for itself, without a barrier
+  int64_t width = 1;  // threads that take part
+  bool alone;  // so few rows that every thread norms them for itself, without a stage
+  int64_t tasks = 0;  // of attention, in a layer without a window
   Pieces& pieces = t_pieces;
   // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
   // tiles each has one of its own. A row's bits are the same either way.
   const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
   int64_t low_width = 0;  // of a row of down(x)
 
-  Runner(const Model& model, const Pass& pass, int start) : m(model), p(pass) {
+  Runner(const Model& model, const Pass& pass, int begin, int end) : m(model), p(pass), start(begin), stop(end) {
     rows = p.rows, padded_rows = up(rows, ROWS);
     d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
     alone = rows <= 4;
-    const int64_t copies = alone ? p.threads : 1;
-    const int64_t sizes[] = {copies * padded_rows * d, rows * m.heads * m.head_dim, padded_rows * attended_width,
+    width = worth(start);
+    const int64_t sizes[] = {(alone ? 0 : padded_rows * d), rows * m.heads * m.head_dim, padded_rows * attended_width,
                              rows * m.d_model, padded_rows * ff};
     int64_t bytes = 0;
     for (int64_t n : sizes) bytes += Buffers::room<A>(n);
@@ -1212,28 +1741,80 @@ template <class A> struct Runner {
     attended = b.take<A>(sizes[2]);
     middle = b.take<A>(sizes[3]);
     inner = b.take<A>(sizes[4]);
-    (void)start;
     cut(p, pieces);
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
   }
 
+  // Threads that pay for meeting five times a layer: a small network is faster with few of them.
+  int64_t worth(int layer) const {
+    const Layer& l = m.layers[layer];
+    int64_t weights = 0;
+    for (const Linear* w : {&l.qkv, &l.out, &l.up, &l.down}) weights += w->n * w->k;
+    return std::max<int64_t>(1, std::min(p.threads, weights * std::max<int64_t>(1, rows / 4) / WORTH));
+  }
+
   int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
 
-  // RMS norm of all rows; returns where this thread finds them.
-  const A* norm(const A* x, const float* weight, int t, int T) {
-    if (alone) {
-      A* own = normed + t * padded_rows * d;
-      for (int64_t r = 0; r < rows; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, own + r * d, d);
-      return own;
+  // -- the job: a layer's stages, those of the norms only where `alone` is false
+
+  int64_t per_layer() const { return alone ? 5 : 7; }
+  int64_t stages() const override { return (stop - start) * per_layer(); }
+  int layer_of(int64_t stage) const { return start + (int)(stage / per_layer()); }
+  Kind kind_of(int64_t stage) const {
+    constexpr Kind few[] = {PROJECT, ATTEND, ADD, GATE, ADD_AGAIN};
+    const int64_t i = stage % per_layer();
+    return alone ? few[i] : (Kind)i;
+  }
+
+  int64_t units(int64_t stage) const override {
+    switch (kind_of(stage)) {
+      case NORM: case NORM_AGAIN: return rows;
+      case PROJECT: return m.heads + 2 * m.kv_heads;
+      case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
+      case GATE: return m.d_ff / LANES;
+      default: return up(m.d_model, LANES) / LANES;
     }
-    const Share s = share(rows, t, T);
-    for (int64_t r = s.begin; r < s.end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
-#pragma omp barrier
-    return normed;
+  }
+
+  int64_t step(int64_t stage) const override {
+    const Kind kind = kind_of(stage);
+    return kind == ADD || kind == ADD_AGAIN ? BLOCKS : kind == GATE ? BLOCKS / 2 : 1;
+  }
+
+  void work(int64_t stage, int64_t begin, int64_t end, bool fresh) override {
+    const int index = layer_of(stage);
+    const Layer& l = m.layers[index];
+    const A* in = (const A*)(index == start ? p.hidden_in : p.hidden_out);
+    const Kind kind = kind_of(stage);
+    if (fresh && kind != NORM && kind != NORM_AGAIN && kind != ATTEND) set_tiles(rows);
+    switch (kind) {
+      case NORM: return norm(in, l.attention_norm, begin, end);
+      case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), begin, end, fresh);
+      case ATTEND: return attention(l, index, begin, end);
+      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, begin, end, fresh);
+      case NORM_AGAIN: return norm(middle, l.mlp_norm, begin, end);
+      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), begin, end, fresh);
+      case ADD_AGAIN: return add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, begin, end, fresh);
+    }
+  }
+
+  // RMS norm of rows begin .. end - 1, for all threads.
+  void norm(const A* x, const float* weight, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
+  }
+
+  // Where this thread finds all rows normed.
+  const A* normed_rows(const A* x, const float* weight, bool fresh) {
+    if (!alone) return normed;
+    std::vector<char>& own = t_scratch.normed;
+    grow(own, (int64_t)(padded_rows * d * sizeof(A)) + 64);
+    A* y = (A*)up((int64_t)own.data(), 64);
+    for (int64_t r = 0; r < rows && fresh; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, y + r * d, d);
+    return y;
   }
 
   // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
-  // is a block or two of outputs more, which costs less than a barrier.
+  // is a block or two of outputs more, which costs less than a stage.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
     grow(t_scratch.low, padded_rows * low_width);
@@ -1283,20 +1864,20 @@ template <class A> struct Runner {
   }
 
   // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
-  void project(const Layer& l, int index, const A* x, int t, int T) {
-    const int64_t hd = m.head_dim, per_head = hd / LANES, all = m.heads + 2 * m.kv_heads;
-    const Share s = share(all, t, T);
+  void project(const Layer& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
+    const int64_t hd = m.head_dim, per_head = hd / LANES;
     std::vector<float>& buffer = t_scratch.out;
     grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    lower(index, QKV, x, d);
-    for (int64_t h = s.begin; h < s.end; h++)
+    if (fresh) lower(index, QKV, x, d);
+    const Input<A> in = input_of(l.qkv, x, d, rows, fresh);
+    for (int64_t h = begin; h < end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
           const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
           const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
-          product(l.qkv, block, blocks, Input<A>{x + r0 * d, d}, n, c);
+          product(l.qkv, block, blocks, in.from(r0), n, c);
           adapt(index, QKV, block, blocks, r0, n, c);
           for (int r = 0; r < n; r++)
             for (int i = 0; i < blocks * LANES; i++)
@@ -1328,70 +1909,87 @@ template <class A> struct Runner {
     for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
   }
 
-  void attention(const Layer& l, int index, std::atomic<int64_t>& next) {
+  // Rows of a segment that one task has: those that share most of their keys.
+  int64_t task_rows(const Layer& l, const Segment& s) const {
+    return l.window > 0 && s.num_keys > l.window ? 1 : on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+  }
+  int64_t segment_tasks(const Layer& l, const Segment& s) const {
+    const int64_t wide_as = task_rows(l, s);
+    return (s.stop - s.start + wide_as - 1) / wide_as * m.heads;
+  }
+  int64_t attention_tasks(const Layer& l) const {
+    int64_t all = 0;
+    for (int64_t s = 0; s < p.num_segments; s++) all += segment_tasks(l, p.segments[s]);
+    return all;
+  }
+
+  void attention(const Layer& l, int index, int64_t begin, int64_t end) {
     const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
-    const bool tiled = on_tiles<A>(m);
-    int64_t task = next.fetch_add(1, std::memory_order_relaxed), first = 0;
-    for (int64_t s = 0; s < p.num_segments; s++) {
+    const bool paired = on_pairs<A>(m);
+    int64_t task = begin, first = 0;
+    for (int64_t s = 0; s < p.num_segments && task < end; s++) {
       const Segment& seg = p.segments[s];
-      const bool cut = l.window > 0 && seg.num_keys > l.window;
-      const int64_t wide_as = cut ? 1 : tiled ? TILE_ROWS : VECTORS, chunks = (seg.stop - seg.start + wide_as - 1) / wide_as;
-      const int64_t tasks = chunks * m.heads;
-      for (; task < first + tasks; task = next.fetch_add(1, std::memory_order_relaxed)) {
+      const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, seg);
+      for (; task < std::min(last, end); task++) {
         const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
         const int count = (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0);
         const int64_t row = seg.start + r0, cache = h / groups * p.head_stride;
-        attend_one(tiled, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
+        attend_one(paired, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
                    (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd);
       }
-      first += tasks;
+      first = last;
     }
   }
 
-  void attend_one(bool tiled, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {
+  void attend_one(bool paired, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {
+    if constexpr (std::is_same_v<A, bf16>) {
 #if PL_AMX
-    if constexpr (std::is_same_v<A, bf16>)
-      if (tiled) return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
+      if (paired && g_isa == AMX_BF16)
+        return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
 #endif
-    (void)tiled;
+#if PL_DOT_BF16
+      if (paired) return attend_pairs(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
+#endif
+    }
+    (void)paired;
     attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
   }
 
   // out = residual + x W^T, rounded once.
-  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int t, int T) {
-    const int64_t width = m.d_model;
-    lower(index, which, x, stride);
-    sweep(l, share(up(l.n, LANES) / LANES, t, T), Input<A>{x, stride}, rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
+    const int64_t outs = m.d_model;
+    if (fresh) lower(index, which, x, stride);
+    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
         for (int64_t i = 0; i < outputs; i++) {
-          const int64_t at = (r0 + r) * width + first + i;
+          const int64_t at = (r0 + r) * outs + first + i;
           put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
         }
     });
   }
 
   // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, int t, int T) {
+  void mlp(const Linear& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
-    lower(index, UP, x, d);
-    const Share s = share(total, t, T);
+    if (fresh) lower(index, UP, x, d);
+    const Input<A> in = input_of(l, x, d, rows, fresh);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    for (int64_t b = s.begin; b < s.end; b += half) {
-      const int n = (int)std::min<int64_t>(half, s.end - b);
+    if (begin == 0 && ff != m.d_ff)
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
+    for (int64_t b = begin; b < end; b += half) {
+      const int n = (int)std::min<int64_t>(half, end - b);
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int count = (int)std::min<int64_t>(ROWS, rows - r0);
-        product(l, block, 2 * n, Input<A>{x + r0 * d, d}, count, c);
+        product(l, block, 2 * n, in.from(r0), count, c);
         adapt(index, UP, block, 2 * n, r0, count, c);
         for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
-    if (t == 0 && ff != m.d_ff)
-      for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
   }
 
   void silu(const Linear& l, int64_t b, int n, float* c, A* y) {
@@ -1406,51 +2004,39 @@ template <class A> struct Runner {
       for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
     }
   }
-
-  void layer(const Layer& l, int index, const A* in, A* out, std::atomic<int64_t>& next, int t, int T) {
-    project(l, index, norm(in, l.attention_norm, t, T), t, T);
-#pragma omp barrier
-    attention(l, index, next);
-    if (on_tiles<A>(m)) Tiles::configure(rows);  // for the products again
-#pragma omp barrier
-    add(l.out, index, OUT, attended, attended_width, in, middle, t, T);
-#pragma omp barrier
-    mlp(l.up, index, norm(middle, l.mlp_norm, t, T), t, T);
-#pragma omp barrier
-    add(l.down, index, DOWN, inner, ff, middle, out, t, T);
-#pragma omp barrier
-  }
 };
 
 template <class A> void run(const Model& m, const Pass& p, int start, int stop) {
-  Runner<A> runner(m, p, start);
-  std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[stop - start]);
-  for (int i = 0; i < stop - start; i++) next[i] = 0;
+  Runner<A> runner(m, p, start, stop);
   // The last row of attended beyond heads * head_dim, if any, must read as zero.
   if (runner.attended_width != m.heads * m.head_dim)
     std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
-#pragma omp parallel num_threads((int)p.threads)
-  {
-    const int t = omp_get_thread_num(), T = omp_get_num_threads();
-    Tiles tiles(p.rows);
-    for (int i = start; i < stop; i++)
-      runner.layer(m.layers[i], i, (const A*)(i == start ? p.hidden_in : p.hidden_out), (A*)p.hidden_out, next[i - start], t, T);
-  }
+  team().run(runner.width, runner);
 }
 
-template <class A>
-void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
-  if (rows == 0) return;  // nor is there a tile of no rows
-#pragma omp parallel num_threads(threads)
-  {
-    Tiles tiles(rows);
-    sweep(l, share(up(l.n, LANES) / LANES, omp_get_thread_num(), omp_get_num_threads()), Input<A>{x, stride}, rows,
-          [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
-            for (int r = 0; r < n; r++)
-              for (int64_t i = 0; i < outputs; i++)
-                y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
-          });
+// One product for all rows.
+template <class A> struct Product final : Job {
+  const Linear& l;
+  const A* x;
+  const int64_t stride, rows;
+  float* y;
+  Product(const Linear& linear, const A* in, int64_t step, int64_t count, float* out) : l(linear), x(in), stride(step), rows(count), y(out) {}
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return up(l.n, LANES) / LANES; }
+  int64_t step(int64_t) const override { return BLOCKS; }
+  void work(int64_t, int64_t begin, int64_t end, bool fresh) override {
+    if (fresh) set_tiles(rows);
+    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+      for (int r = 0; r < n; r++)
+        for (int64_t i = 0; i < outputs; i++) y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+    });
   }
+};
+
+template <class A> void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
+  if (rows == 0) return;  // nor is there a tile of no rows
+  Product<A> product(l, x, stride, rows, y);
+  team().run(std::clamp<int64_t>(l.n * l.k * std::max<int64_t>(1, rows / 4) / WORTH, 1, threads), product);
 }
 
 // Rows of x, normed where a weight is given, in a buffer whose rows are padded as `product` wants them.
@@ -1522,7 +2108,6 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
 
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
   const int64_t blocks = up(n, LANES) / LANES;
-#pragma omp parallel for
   for (int64_t b = 0; b < blocks; b++)
     for (int64_t i = 0; i < padded_k; i++)
       for (int lane = 0; lane < LANES; lane++) {
@@ -1556,7 +2141,11 @@ int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * p
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
   if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
   else if (!is_i8(kind)) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
-  else pack_lines((const int8_t*)w, n, k, padded_k(kind, k), 1, (int8_t*)out);
+  else {
+    pack_lines((const int8_t*)w, n, k, padded_k(kind, k), I8_STEP, (int8_t*)out);
+    if (I8_STEP > 1)  // dot products of bytes want one factor without a sign: 128 is added
+      for (int64_t i = 0, size = pl_packed_size(n, k, kind); i < size; i++) ((uint8_t*)out)[i] ^= 0x80;
+  }
 }
 
 // y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.
