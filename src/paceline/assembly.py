@@ -149,7 +149,8 @@ def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
         ConfigError: parts that cannot be had or do not fit together.
     """
     decoder = target.decoder
-    applications = _load_applications(config, target)
+    folders = locate(config.applications or {}, config.offline)
+    applications = load_applications(folders, decoder, target.name, target.folder)
     streams = _most_streams(applications)
     drafter = build_drafter(config, target, streams)
     max_model_len = _max_model_len(config, decoder.config)
@@ -164,12 +165,6 @@ def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
     )
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications)
-
-
-def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Application]:
-    """The trained sets that requests may name."""
-    folders = locate(config.applications or {}, config.offline)
-    return load_applications(folders, target.decoder, target.name, target.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +252,6 @@ def _max_model_len(config: LLMConfig, shape: DecoderConfig) -> int:
     wanted = config.max_model_len
     if wanted is None:
         return context
-    if wanted < 2:
-        raise ConfigError(f"max_model_len={wanted}", "a prompt and an answer take two tokens", "give 2 or more")
     if wanted > context:
         note = f" ({shape.max_position_note})" if shape.max_position_note else ""
         raise ConfigError(

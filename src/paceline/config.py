@@ -65,12 +65,16 @@ class LLMConfig:
         unknown="there is no such attention backend",
     )
     kv_memory: str | int | None = option(None, help="bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
-    max_model_len: int | None = option(None, help="most tokens of prompt and output; default: the model's context")
+    max_model_len: int | None = option(
+        None, help="most tokens of prompt and output, two tokens or more; default: the model's context", minimum=2
+    )
     max_sequences: int = option(64, help="sequences that run at once", minimum=1, maximum=MAX_SEQUENCES)
     max_batch_rows: int = option(
         512, help="rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
     )
-    threads: int | None = option(None, help="CPU threads; default: torch's choice")
+    threads: int | None = option(
+        None, help=f"CPU threads, {MAX_THREADS} at most; default: torch's choice", minimum=1, maximum=MAX_THREADS
+    )
     applications: dict[str, str] | None = option(
         None,
         help="a trained set that requests may name; repeat it for several",
@@ -84,47 +88,22 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        self._refuse_remote_code()
-        self._check_threads()
+        if self.trust_remote_code:
+            wrong = "Paceline never runs code that comes with a checkpoint"
+            raise ConfigError("trust_remote_code=True", wrong, "leave it out; the supported families need none")
         check_dtype(self.dtype)
         parse_device(self.device)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         registry.parse(self.drafter)
-        self._check_budget()
-        self._check_exact()
-
-    def _refuse_remote_code(self) -> None:
-        if self.trust_remote_code:
-            raise ConfigError(
-                "trust_remote_code=True",
-                "Paceline never runs code that comes with a checkpoint",
-                "leave it out; the supported families need none",
-            )
-
-    def _check_threads(self) -> None:
-        asked, remedy = f"threads={self.threads}", "leave it out for the default"
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(asked, "at least one thread is needed", remedy)
-        if self.threads is not None and self.threads > MAX_THREADS:
-            cores = f"{os.cpu_count()} processors"
-            raise ConfigError(asked, f"{MAX_THREADS} threads are the most on these {cores}", remedy)
-
-    def _check_budget(self) -> None:
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:
-            raise ConfigError(
-                f"budget={shown(self.budget)} without a drafter", "nobody drafts", "name one: drafter='ngram'"
-            )
-
-    def _check_exact(self) -> None:
+            asked = f"budget={shown(self.budget)} without a drafter"
+            raise ConfigError(asked, "nobody drafts", "name one: drafter='ngram'")
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
-            raise CapabilityError(
-                f"exact=True with verifier={self.verifier!r}",
-                "its ids depend on the drafter by design",
-                f"use verifier={DEFAULT_VERIFIER!r}",
-            )
+            asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
+            raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
@@ -137,18 +116,13 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    remedy = "write bytes, or a number with MiB or GiB"
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"kv_memory={shown(value)}", "not a size", remedy)
-    size = value if isinstance(value, int) else _bytes_of(value)
+    size: float | None = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", value.lower())
+        size = None if match is None else float(match[1]) * _UNITS[match[2] or ""]
     if size is None or not 0 <= size <= HIGHEST:
-        raise ConfigError(f"kv_memory={shown(value)}", "not a size", remedy)
+        raise ConfigError(f"kv_memory={shown(value)}", "not a size", "write bytes, or a number with MiB or GiB")
     return int(size)
-
-
-def _bytes_of(text: str) -> float | None:
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", text.lower())
-    return None if match is None else float(match[1]) * _UNITS[match[2] or ""]
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
@@ -157,11 +131,11 @@ def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
     Raises:
         ConfigError: an unknown option, or a value that does not fit.
     """
-    known = LLMConfig.__dataclass_fields__
+    known = sorted(LLMConfig.__dataclass_fields__)
     for name in options:
         if name not in known:
-            near = ", ".join(sorted(known))
-            raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", f"known options: {near}")
+            remedy = f"known options: {', '.join(known)}"
+            raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", remedy)
     return LLMConfig(model=_in_text(model), **{name: _in_text(value) for name, value in options.items()})
 
 

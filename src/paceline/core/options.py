@@ -50,7 +50,7 @@ def option(
         default: its value where none is given; left out: one must be given.
         help: what it says and what it may hold. The remedy of its errors, and its line on the command line.
         minimum, maximum: inclusive bounds of a number.
-        rules: ``above``: an exclusive lower bound. ``choices``: the texts it may be, with ``unknown``, the words for
+        rules: ``above``, ``below``: exclusive bounds. ``choices``: the texts it may be, with ``unknown``, the words for
             another. ``takes``: words for the type. ``unbounded=True``: whole numbers of any size, any text. For the
             command line ``cli=False`` (no flag), ``flag`` and ``metavar``.
     """
@@ -94,11 +94,11 @@ def _held(hint: Any, rules: Mapping[str, Any]) -> Any:
 
 
 def _bounded(kind: Any, rules: Mapping[str, Any]) -> Any:
-    limits = {"ge": rules.get("minimum"), "gt": rules.get("above"), "le": rules.get("maximum")}
+    names = {"ge": "minimum", "gt": "above", "le": "maximum", "lt": "below"}
+    limits = {bound: rules[name] for bound, name in names.items() if rules.get(name) is not None}
     if kind is int:
-        own = {name: limit for name, limit in limits.items() if limit is not None}
-        least = {} if "unbounded" in rules else {"ge": -HIGHEST, "le": HIGHEST}
-        return Annotated[int, Interval(**(least | own))]
+        widest = {} if "unbounded" in rules else {"ge": -HIGHEST, "le": HIGHEST}
+        return Annotated[int, Interval(**(widest | limits))]
     if kind is float:
         return Annotated[float, Interval(**limits), IsNumber()]
     if kind is str:

@@ -16,17 +16,11 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import torch
-
-from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from .proposal import Proposal, to_tree
+from .base import DrafterSpec, SequenceView, StepFeatures
+from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
-
-if TYPE_CHECKING:
-    from ..target.base import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +240,7 @@ class SharedOutputs:
         self.generations[0].extend(output)
 
 
-class SuffixDrafter:
+class SuffixDrafter(PathDrafter):
     """Drafts the most frequent continuations of the longest suffix seen before."""
 
     def __init__(self, config: SuffixConfig) -> None:
@@ -255,33 +249,13 @@ class SuffixDrafter:
         self.shared = SharedOutputs(config.max_tokens, config.max_match)
         self._sequences: dict[int, _Sequence] = {}
 
-    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Nothing to prepare: works on token ids."""
-
     def observe(self, step: StepFeatures) -> None:
         """Note who runs: an output is remembered even if its sequence never asked for a draft."""
         for seq in step.sequences:
             self._sequence(seq).tokens = seq.tokens
 
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, N] trees on the CPU; see `propose_paths`."""
-        proposals = [
-            self.propose_paths(sequence, budget, depth)
-            for sequence, budget, depth in zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        ]
-        return to_tree([sequence.tokens[-1] for sequence in want.sequences], proposals)
-
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """Draft for one sequence, without a tensor.
-
-        Args:
-            seq: the sequence; tokens that are new since the last call are taken in now.
-            budget: drafted nodes allowed.
-            max_depth: deepest node allowed.
-
-        Returns:
-            The best scored draft of the own text and the shared outputs; empty where nothing matches.
-        """
+        """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
         nodes, depth = min(config.tree or config.depth, budget), min(config.depth, max_depth)
         best, best_score = Proposal(), 0.0
@@ -327,6 +301,9 @@ class SuffixDrafter:
         return walk.chain(match.state, match.matched, min(nodes, depth))
 
 
+_Candidate = tuple[float, int, int, int, int, int]  # -chance, level, parent, token, and its context
+
+
 class _Walk:
     """Reads continuations off an automaton. A context is (state, matched): the runs behind the next token."""
 
@@ -359,24 +336,16 @@ class _Walk:
     def tree(self, state: int, matched: int, nodes: int, depth: int) -> Proposal:
         """Best-first: the ``nodes`` likeliest paths, none deeper than ``depth`` or rarer than ``min_prob``."""
         proposal = Proposal()
-        heap: list[tuple[float, int, int, int, int, int, int]] = []
+        heap: list[_Candidate] = []
         self._push(heap, 1.0, 0, state, matched, 1)
         while heap and len(proposal) < nodes:
-            negative, _, parent, token, level, state, matched = heapq.heappop(heap)
+            negative, level, parent, token, state, matched = heapq.heappop(heap)
             node = proposal.add(parent, token, math.log(-negative))
             if level < depth:
                 self._push(heap, -negative, node, state, matched, level + 1)
         return proposal
 
-    def _push(
-        self,
-        heap: list[tuple[float, int, int, int, int, int, int]],
-        chance: float,
-        parent: int,
-        state: int,
-        matched: int,
-        level: int,
-    ) -> None:
+    def _push(self, heap: list[_Candidate], chance: float, parent: int, state: int, matched: int, level: int) -> None:
         """Queue the children of one node. Heap order: chance, then level, then parent, then token."""
         state, matched = self._continued(state, matched)
         if matched < self.min_match:
@@ -387,7 +356,7 @@ class _Walk:
             path = chance * count[target] / total
             if path >= self.min_prob:
                 child, length = self.automaton.settle(target, min(matched + 1, cap))
-                heapq.heappush(heap, (-path, level, parent, token, level, child, length))
+                heapq.heappush(heap, (-path, level, parent, token, child, length))
 
     def _continued(self, state: int, matched: int) -> tuple[int, int]:
         """The longest suffix of a context that something follows (a text's end has no next token)."""
