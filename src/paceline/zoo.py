@@ -91,13 +91,10 @@ def _entries() -> dict[str, ZooEntry]:
 def _read(card: Path) -> ZooEntry:
     try:
         facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
-        return ZooEntry(
-            name=card.parent.name,
-            bytes=sum(file.stat().st_size for file in card.parent.glob("*.safetensors")),
-            path=card.parent,
-            **{name: facts[name] for name in ("role", "description", "parameters")},
-            **{name: facts.get(name) for name in ("draft", "drafter", "target")},
-        )
+        values: dict[str, Any] = {name: facts[name] for name in ("role", "description", "parameters")}
+        values |= {name: facts.get(name) for name in ("draft", "drafter", "target")}
+        size = sum(file.stat().st_size for file in card.parent.glob("*.safetensors"))
+        return ZooEntry(name=card.parent.name, path=card.parent, bytes=size, **values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         wrong = f"not a readable zoo card ({error!r})"
         raise ConfigError(str(card), wrong, "restore it or remove its folder") from error

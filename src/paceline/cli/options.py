@@ -81,9 +81,9 @@ def _flag(spec: Field[Any], hint: Any, defaults: Mapping[str, Any], shown: Mappi
         show_default=shown.get(spec.name) or True,
         parser=parser,
     )
-    annotation = Annotated[kind | None if default is None else kind, declared]
+    kind = kind | None if default is None else kind
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(spec.name, keyword, default=default, annotation=annotation), read
+    return inspect.Parameter(spec.name, keyword, default=default, annotation=Annotated[kind, declared]), read
 
 
 def _default(spec: Field[Any]) -> Any:

@@ -137,7 +137,7 @@ def _command(kind: str, options: type[Any], about: str) -> None:
         layout: dict[str, Any],
     ) -> None:
         rows = layouts(**_given(layout))
-        cache, cache_dtype = getattr(rows, "cache", None), getattr(rows, "cache_dtype", "fp32")
+        cached = rows if isinstance(rows, CachedRowConfig) else CachedRowConfig()
         job = Job(
             kind=kind,
             options=_given(options),
@@ -146,7 +146,7 @@ def _command(kind: str, options: type[Any], about: str) -> None:
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
             prompt_weight=rows.prompt_weight,
-            **_places(out, target, init, cache, cache_dtype),
+            **_places(out, target, init, cached.cache, cached.cache_dtype),
         )
         _train(job, stop_after, tensorboard)
 

@@ -67,8 +67,9 @@ def check(config: Any, prefix: str = "") -> None:
     Raises:
         ConfigError: the first field with a value that does not fit.
     """
+    config_class: Any = type(config)
     try:
-        _validator(type(config)).validate_python(vars(config))
+        _validator(config_class).validate_python(vars(config))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         name = str(faults[0]["loc"][0])
@@ -81,7 +82,8 @@ def _validator(config_class: type[Any]) -> TypeAdapter[Any]:
     """Checks the fields of a dataclass, given as a dict."""
     hints = get_type_hints(config_class, include_extras=True)
     held = {spec.name: _held(hints[spec.name], spec.metadata) for spec in fields(config_class)}
-    shape: Any = TypedDict(config_class.__name__, held)  # type: ignore[operator]
+    make: Any = TypedDict
+    shape = make(config_class.__name__, held)
     shape.__pydantic_config__ = ConfigDict(strict=True)
     return TypeAdapter(shape)
 
@@ -104,7 +106,7 @@ def _bounded(kind: Any, rules: Mapping[str, Any]) -> Any:
     if kind is str:
         return str if "unbounded" in rules else Annotated[str, AfterValidator(_plain_text)]
     builtin = kind is NoneType or kind is bool or get_origin(kind) is not None
-    return kind if builtin else InstanceOf[kind]
+    return kind if builtin else InstanceOf[kind]  # type: ignore[misc]
 
 
 def _plain_text(value: str) -> str:
@@ -205,7 +207,7 @@ def _plain_name(kind: Any) -> str:
     if origin in (dict, Mapping):
         return f"a mapping from {type_name(inner[0])} to {type_name(inner[1])}"
     known = {NoneType: "none", bool: "true or false", int: "integer", float: "number", str: "text"}
-    return known.get(kind) or getattr(kind, "__name__", str(kind))
+    return known.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 class _Shown(reprlib.Repr):

@@ -283,7 +283,6 @@ def _option_rows(chosen: type[DrafterConfig]) -> Iterator[OptionRow]:
         )
 
 
-@cache
 def _hints(chosen: type[DrafterConfig]) -> dict[str, Any]:
     """The options' types; those that a spec cannot spell are refused."""
     hints = get_type_hints(chosen)
