@@ -7,6 +7,7 @@ conversation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -62,26 +63,23 @@ def _refuse_batch_options(params: SamplingParams) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}", "not in a conversation", "use paceline generate")
 
 
+@dataclass
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
-    def __init__(
-        self,
-        model: LLM,
-        params: SamplingParams,
-        console: Console,
-        show_figures: bool,
-        application: str | None = None,
-    ) -> None:
-        self.model = model
-        self.params = params
-        self.console = console
-        self.show_figures = show_figures
-        self.application = application
-        self.system: str | None = None
-        self.messages: list[dict[str, str]] = []
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/reset": lambda rest: self._reset(),
+    model: LLM
+    params: SamplingParams
+    console: Console
+    show_figures: bool
+    application: str | None = None
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def commands(self) -> dict[str, Callable[[str], None]]:
+        """What begins with a slash; each takes the rest of the line."""
+        return {
+            "/reset": self._reset,
             "/system": self._set_system,
             "/as": self._set_application,
             "/help": lambda rest: note(HELP),
@@ -142,7 +140,7 @@ class Conversation:
             return ""
         return None if line == "/exit" else line
 
-    def _reset(self) -> None:
+    def _reset(self, rest: str) -> None:
         self.begin(self.system)
         note("a new conversation")
 
