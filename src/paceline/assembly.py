@@ -249,9 +249,7 @@ def draft_key(name: str, dtype: str) -> str:
 
 def _max_model_len(config: LLMConfig, shape: DecoderConfig) -> int:
     context = shape.max_position
-    wanted = config.max_model_len
-    if wanted is None:
-        return context
+    wanted = config.max_model_len or context
     if wanted > context:
         note = f" ({shape.max_position_note})" if shape.max_position_note else ""
         raise ConfigError(
@@ -275,7 +273,7 @@ def _pool_tokens(
     config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype, max_model_len: int, scratch: int = 0
 ) -> int:
     """Tokens that the K/V pool is to hold, once it is known that there is memory for them."""
-    per_token = _token_bytes(shape, dtype)
+    per_token = KVPool.bytes_per_token(*_kv_shape(shape), dtype)
     # One sequence alone must always fit, with its last token's row.
     least = max_model_len + 1
     if config.kv_memory is None:
@@ -295,8 +293,8 @@ def _pool_tokens(
     return tokens
 
 
-def _token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
-    return KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+def _kv_shape(shape: DecoderConfig) -> tuple[int, int, int]:
+    return shape.num_layers, shape.num_kv_heads, shape.head_dim
 
 
 def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
@@ -308,17 +306,9 @@ def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: 
     shape = decoder.config
     tokens = _pool_tokens(config, shape, decoder.dtype, max_model_len, scratch)
     try:
-        return KVPool(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            tokens,
-            decoder.dtype,
-            decoder.device,
-            scratch_slots=scratch,
-        )
+        return KVPool(*_kv_shape(shape), tokens, decoder.dtype, decoder.device, scratch_slots=scratch)
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
-        per_token = _token_bytes(shape, decoder.dtype)
+        per_token = KVPool.bytes_per_token(*_kv_shape(shape), decoder.dtype)
         wanted = (tokens + scratch) * per_token
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
 

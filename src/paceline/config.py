@@ -72,9 +72,7 @@ class LLMConfig:
     max_batch_rows: int = option(
         512, help="rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
     )
-    threads: int | None = option(
-        None, help=f"CPU threads, {MAX_THREADS} at most; default: torch's choice", minimum=1, maximum=MAX_THREADS
-    )
+    threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)
     applications: dict[str, str] | None = option(
         None,
         help="a trained set that requests may name; repeat it for several",

@@ -121,7 +121,7 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
     """One field's faults in our words."""
     value = getattr(config, name)
     rules = type(config).__dataclass_fields__[name].metadata
-    asked, remedy = f"{prefix}{name}={shown(value)}", help_of(type(config), name)
+    asked, remedy = f"{prefix}{name}={shown(value)}", remedy_of(type(config), name)
     limit = next(filter(None, map(_limit, faults)), None)
     if "takes" not in rules and limit:
         return ConfigError(asked, f"{name} must be {limit}", remedy)
@@ -132,9 +132,10 @@ def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigEr
     return ConfigError(asked, rules.get("takes") or f"{name} takes {kind}", remedy)
 
 
-def help_of(config_class: type[Any], name: str) -> str:
-    """What a field says and may hold."""
-    return config_class.__dataclass_fields__[name].metadata.get("help") or f"correct {name}"
+def remedy_of(config_class: type[Any], name: str) -> str:
+    """What to do about a value that a field cannot hold: what the field says and may hold."""
+    text = config_class.__dataclass_fields__[name].metadata.get("help")
+    return f"{name}: {text}" if text else f"correct {name}"
 
 
 def _limit(fault: Any) -> str | None:
@@ -166,8 +167,8 @@ def read(text: str, hint: Any) -> Any:
 
 def _read_as(text: str, kind: Any) -> Any:
     """One of `alternatives`; ValueError (pydantic's is one) where the text does not fit it."""
-    if kind is str:
-        return text
+    if kind in (int, float, str):
+        return kind(text)
     value: Any = text
     if kind is NoneType:
         value = None if text.lower() == "none" else text

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import MOST_TEXT, alternatives, check, help_of, read, shown, type_name, written
+from ..core.options import MOST_TEXT, alternatives, check, read, remedy_of, shown, type_name, written
 from ..core.options import option as option
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DrafterConfig:
         """Refuse option ``name`` with the sentence ``rule`` unless the condition holds."""
         if not holds:
             asked = f"{self.kind},{name}={shown(getattr(self, name))}"
-            raise ConfigError(asked, f"{name} {rule}", help_of(type(self), name))
+            raise ConfigError(asked, f"{name} {rule}", remedy_of(type(self), name))
 
     def build(self, context: DrafterContext) -> Drafter:
         """Make the drafter. Weights and caches come later, in its `bind`."""
@@ -227,7 +227,7 @@ def _read_options(asked: str, chosen: type[DrafterConfig], given: Sequence[tuple
             values[key] = read(text, hints[key])
         except ValueError as error:
             wrong = f"{key} takes {type_name(hints[key])}, not {shown(text)}"
-            raise ConfigError(asked, wrong, help_of(chosen, key)) from error
+            raise ConfigError(asked, wrong, remedy_of(chosen, key)) from error
     return values
 
 
@@ -278,9 +278,8 @@ def _option_rows(chosen: type[DrafterConfig]) -> Iterator[OptionRow]:
     hints = _hints(chosen)
     for spec in fields(chosen):
         default = "required" if _default(spec) is MISSING else written(_default(spec))
-        yield OptionRow(
-            name=spec.name, type=type_name(hints[spec.name]), default=default, help=help_of(chosen, spec.name)
-        )
+        about = spec.metadata.get("help", "")
+        yield OptionRow(name=spec.name, type=type_name(hints[spec.name]), default=default, help=about)
 
 
 def _hints(chosen: type[DrafterConfig]) -> dict[str, Any]:

@@ -57,22 +57,16 @@ class SyntheticConfig(DrafterConfig):
     cost_ms: float = option(0.0, help="time that a proposal for the batch pretends to take", minimum=0, maximum=60_000)
 
     def validate(self) -> None:
-        rates = self._read_rates()
-        self.require("accept", rates is not None and all(0 <= r <= 1 for r in rates), "holds chances from 0 to 1")
+        self.require("accept", all(0 <= rate <= 1 for rate in self.rates), "holds chances from 0 to 1")
         self.require("accept", len(self.rates) <= self.depth, f"names more depths than depth={self.depth}")
 
     @property
     def rates(self) -> tuple[float, ...]:
         """Chance to be right at depth 1, 2, ..; the last one holds below."""
-        rates = self._read_rates()
-        assert rates is not None, "validate() comes first"
-        return rates
-
-    def _read_rates(self) -> tuple[float, ...] | None:
         try:
             return tuple(float(part) for part in str(self.accept).split("/"))
         except ValueError:
-            return None
+            return (math.nan,)  # which `validate` refuses
 
     def build(self, context: DrafterContext) -> SyntheticDrafter:
         return SyntheticDrafter(self)
