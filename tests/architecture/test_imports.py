@@ -31,7 +31,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
 }
 RECIPES = {"recipe.py", "distillation.py"}  # of drafters: how one is trained; these alone may import training
 CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds
-PYDANTIC = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions"}  # it, and what it is made of
+PYDANTIC = {"pydantic", "pydantic_core", "typing_extensions"}  # it, and what it is made of
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

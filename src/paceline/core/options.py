@@ -13,8 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Interval
-from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, InstanceOf, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, InstanceOf, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
@@ -100,9 +99,9 @@ def _bounded(kind: Any, rules: Mapping[str, Any]) -> Any:
     limits = {bound: rules[name] for bound, name in names.items() if rules.get(name) is not None}
     if kind is int:
         widest = {} if "unbounded" in rules else {"ge": -HIGHEST, "le": HIGHEST}
-        return Annotated[int, Interval(**(widest | limits))]
+        return Annotated[int, Field(**(widest | limits))]
     if kind is float:
-        return Annotated[float, Interval(**limits), IsNumber()]
+        return Annotated[float, Field(**limits), IsNumber()]
     if kind is str:
         return str if "unbounded" in rules else Annotated[str, AfterValidator(_plain_text)]
     builtin = kind is NoneType or kind is bool or get_origin(kind) is not None

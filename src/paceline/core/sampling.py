@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Interval
+from pydantic import Field
 from torch import Tensor
 
 from .errors import CapabilityError, ConfigError
@@ -36,8 +36,8 @@ MOST_SAMPLES = 1024  # of one request
 # Parameters
 
 
-TokenId = Annotated[int, Interval(ge=0, le=HIGHEST)]
-Bias = Annotated[float, Interval(ge=-MOST_BIAS, le=MOST_BIAS), IsNumber()]
+TokenId = Annotated[int, Field(ge=0, le=HIGHEST)]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS), IsNumber()]
 
 
 @dataclass(frozen=True, kw_only=True)
