@@ -149,7 +149,8 @@ def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
         ConfigError: parts that cannot be had or do not fit together.
     """
     decoder = target.decoder
-    applications = _load_applications(config, target)
+    folders = locate(config.applications or {}, config.offline)
+    applications = load_applications(folders, decoder, target.name, target.folder)
     streams = _most_streams(applications)
     drafter = build_drafter(config, target, streams)
     max_model_len = _max_model_len(config, decoder.config)
@@ -164,12 +165,6 @@ def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
     )
     return Engine(round_, pool, limits, scheduler, budget, texts_of(target.tokenizer), applications)
-
-
-def _load_applications(config: LLMConfig, target: LoadedModel) -> dict[str, Application]:
-    """The trained sets that requests may name."""
-    folders = locate(config.applications or {}, config.offline)
-    return load_applications(folders, target.decoder, target.name, target.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +249,7 @@ def draft_key(name: str, dtype: str) -> str:
 
 def _max_model_len(config: LLMConfig, shape: DecoderConfig) -> int:
     context = shape.max_position
-    wanted = config.max_model_len
-    if wanted is None:
-        return context
-    if wanted < 2:
-        raise ConfigError(f"max_model_len={wanted}", "a prompt and an answer take two tokens", "give 2 or more")
+    wanted = config.max_model_len or context
     if wanted > context:
         note = f" ({shape.max_position_note})" if shape.max_position_note else ""
         raise ConfigError(
@@ -282,7 +273,7 @@ def _pool_tokens(
     config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype, max_model_len: int, scratch: int = 0
 ) -> int:
     """Tokens that the K/V pool is to hold, once it is known that there is memory for them."""
-    per_token = _token_bytes(shape, dtype)
+    per_token = KVPool.bytes_per_token(*_kv_shape(shape), dtype)
     # One sequence alone must always fit, with its last token's row.
     least = max_model_len + 1
     if config.kv_memory is None:
@@ -302,8 +293,8 @@ def _pool_tokens(
     return tokens
 
 
-def _token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
-    return KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+def _kv_shape(shape: DecoderConfig) -> tuple[int, int, int]:
+    return shape.num_layers, shape.num_kv_heads, shape.head_dim
 
 
 def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
@@ -315,17 +306,9 @@ def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: 
     shape = decoder.config
     tokens = _pool_tokens(config, shape, decoder.dtype, max_model_len, scratch)
     try:
-        return KVPool(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            tokens,
-            decoder.dtype,
-            decoder.device,
-            scratch_slots=scratch,
-        )
+        return KVPool(*_kv_shape(shape), tokens, decoder.dtype, decoder.device, scratch_slots=scratch)
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
-        per_token = _token_bytes(shape, decoder.dtype)
+        per_token = KVPool.bytes_per_token(*_kv_shape(shape), decoder.dtype)
         wanted = (tokens + scratch) * per_token
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
 

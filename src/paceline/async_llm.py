@@ -17,7 +17,7 @@ from .core.errors import ConfigError
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
 from .engine.engine import LiveRequest
-from .engine.tokens import Prompt, chat_ids, encode
+from .engine.tokens import Prompt
 from .llm import LLM, Message
 
 log = logging.getLogger(__name__)
@@ -79,16 +79,13 @@ class AsyncLLM:
                 the parameters cannot be used.
             RequestError: behind the last chunk, where its own rules failed on the way.
         """
-        self._llm.engine.check_application(application)
-        return self._stream(Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application))
+        return self._stream(self._llm.job(prompt, params, application))
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, application: str | None = None
     ) -> AsyncIterator[Chunk]:
         """Chunks of the answer to a conversation."""
-        self._llm.engine.check_application(application)
-        ids, text = chat_ids(messages, self.tokenizer, self.config.model)
-        return self._stream(Job(ids, text, params or SamplingParams(), application))
+        return self._stream(self._llm.chat_job(messages, params, application))
 
     async def _stream(self, job: Job) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()

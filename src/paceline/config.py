@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
 from .attention import BACKENDS
 from .core.errors import CapabilityError, ConfigError
-from .core.options import HIGHEST, check_fields, shown
+from .core.options import HIGHEST, check, option, shown
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .engine.budget import FixedBudget, parse_budget
@@ -29,105 +29,79 @@ MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def _option(default: Any, text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": text, **metadata})
-
-
 @dataclass(frozen=True, kw_only=True)
 class LLMConfig:
     """Everything that can be said about a model at start-up."""
 
-    model: str = field(metadata={"help": "embedded model, folder or hub name"})
-    drafter: str | DrafterConfig | None = _option(None, "who guesses: name, name:model, or name:model,option=value")
-    round: str = _option(
+    model: str = option(help="embedded model, folder or hub name")
+    drafter: str | DrafterConfig | None = option(None, help="who guesses: name, name:model, or name:model,option=value")
+    round: str = option(
         AUTO_ROUND,
-        "when guessing and checking happen: serial, fused (streams), or auto: the drafter's",
+        help="when guessing and checking happen: serial, fused (streams), or auto: the drafter's",
         choices=(AUTO_ROUND, *ROUNDS),
     )
-    verifier: str = _option(
+    verifier: str = option(
         DEFAULT_VERIFIER,
-        "sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",
+        help="sample_and_match, rejection or block (for drafts that carry q), or lossy_stream_rejection (for streams)",
         choices=VERIFIERS,
     )
-    budget: int | str | Mapping[int | str, int] | None = _option(
-        None, "drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default"
+    budget: int | str | Mapping[int | str, int] | None = option(
+        None,
+        help="drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default",
     )
-    dtype: str = _option("auto", "auto (the checkpoint's), bfloat16, float32, float64 or int8")
-    device: str = _option("cpu", "cpu or cuda")
-    exact: bool = _option(False, "ids never depend on batch, chunking, prefix hits, preemption or the drafter")
-    kernels: str = _option(
+    dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64 or int8")
+    device: str = option("cpu", help="cpu or cuda")
+    exact: bool = option(False, help="ids never depend on batch, chunking, prefix hits, preemption or the drafter")
+    kernels: str = option(
         "auto",
-        "auto, native (compiled for this processor; CPU only) or torch",
+        help="auto, native (compiled for this processor; CPU only) or torch",
         choices=KERNELS,
         unknown="there are no such kernels",
     )
-    attention: str = _option(
+    attention: str = option(
         "auto",
-        "where torch's kernels run: auto, sdpa or reference",
+        help="where torch's kernels run: auto, sdpa or reference",
         choices=("auto", *BACKENDS),
         unknown="there is no such attention backend",
     )
-    kv_memory: str | int | None = _option(None, "bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
-    max_model_len: int | None = _option(None, "most tokens of prompt and output; default: the model's context")
-    max_sequences: int = _option(64, "sequences that run at once", minimum=1, maximum=MAX_SEQUENCES)
-    max_batch_rows: int = _option(
-        512, "rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
+    kv_memory: str | int | None = option(None, help="bytes for the K/V pool, such as 2GiB; default: 512MiB or less")
+    max_model_len: int | None = option(
+        None, help="most tokens of prompt and output, two tokens or more; default: the model's context", minimum=2
     )
-    threads: int | None = _option(None, "CPU threads; default: torch's choice")
-    applications: dict[str, str] | None = _option(
+    max_sequences: int = option(64, help="sequences that run at once", minimum=1, maximum=MAX_SEQUENCES)
+    max_batch_rows: int = option(
+        512, help="rows of one target pass; longer prompts are computed in chunks", minimum=1, maximum=MAX_BATCH_ROWS
+    )
+    threads: int | None = option(None, help="CPU threads; default: torch's choice", minimum=1, maximum=MAX_THREADS)
+    applications: dict[str, str] | None = option(
         None,
-        "a trained set that requests may name; repeat it for several",
+        help="a trained set that requests may name; repeat it for several",
         flag="--application",
         metavar="NAME=FOLDER",
         takes='applications are folders by name, such as {"sql": "path/to/folder"}',
     )
-    revision: str | None = _option(None, "branch, tag or commit on the hub")
-    offline: bool = _option(False, "fetch nothing from the hub")
-    trust_remote_code: bool = _option(False, "refused: Paceline never runs a checkpoint's code", cli=False)
+    revision: str | None = option(None, help="branch, tag or commit on the hub")
+    offline: bool = option(False, help="fetch nothing from the hub")
+    trust_remote_code: bool = option(False, help="refused: Paceline never runs a checkpoint's code", cli=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, get_type_hints(LLMConfig))
-        self._refuse_remote_code()
-        self._check_threads()
+        check(self)
+        if self.trust_remote_code:
+            wrong = "Paceline never runs code that comes with a checkpoint"
+            raise ConfigError("trust_remote_code=True", wrong, "leave it out; the supported families need none")
         check_dtype(self.dtype)
         parse_device(self.device)
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         registry.parse(self.drafter)
-        self._check_budget()
-        self._check_exact()
-
-    def _refuse_remote_code(self) -> None:
-        if self.trust_remote_code:
-            raise ConfigError(
-                "trust_remote_code=True",
-                "Paceline never runs code that comes with a checkpoint",
-                "leave it out; the supported families need none",
-            )
-
-    def _check_threads(self) -> None:
-        asked, remedy = f"threads={self.threads}", "leave it out for the default"
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(asked, "at least one thread is needed", remedy)
-        if self.threads is not None and self.threads > MAX_THREADS:
-            cores = f"{os.cpu_count()} processors"
-            raise ConfigError(asked, f"{MAX_THREADS} threads are the most on these {cores}", remedy)
-
-    def _check_budget(self) -> None:
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:
-            raise ConfigError(
-                f"budget={shown(self.budget)} without a drafter", "nobody drafts", "name one: drafter='ngram'"
-            )
-
-    def _check_exact(self) -> None:
+            asked = f"budget={shown(self.budget)} without a drafter"
+            raise ConfigError(asked, "nobody drafts", "name one: drafter='ngram'")
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
-            raise CapabilityError(
-                f"exact=True with verifier={self.verifier!r}",
-                "its ids depend on the drafter by design",
-                f"use verifier={DEFAULT_VERIFIER!r}",
-            )
+            asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
+            raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
@@ -140,18 +114,13 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    remedy = "write bytes, or a number with MiB or GiB"
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"kv_memory={shown(value)}", "not a size", remedy)
-    size = value if isinstance(value, int) else _bytes_of(value)
+    size: float | None = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", value.lower())
+        size = None if match is None else float(match[1]) * _UNITS[match[2] or ""]
     if size is None or not 0 <= size <= HIGHEST:
-        raise ConfigError(f"kv_memory={shown(value)}", "not a size", remedy)
+        raise ConfigError(f"kv_memory={shown(value)}", "not a size", "write bytes, or a number with MiB or GiB")
     return int(size)
-
-
-def _bytes_of(text: str) -> float | None:
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?)?b?\s*", text.lower())
-    return None if match is None else float(match[1]) * _UNITS[match[2] or ""]
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
@@ -160,11 +129,11 @@ def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
     Raises:
         ConfigError: an unknown option, or a value that does not fit.
     """
-    known = LLMConfig.__dataclass_fields__
+    known = sorted(LLMConfig.__dataclass_fields__)
     for name in options:
         if name not in known:
-            near = ", ".join(sorted(known))
-            raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", f"known options: {near}")
+            remedy = f"known options: {', '.join(known)}"
+            raise ConfigError(f"LLM(..., {name[:80]}=...)", "there is no such option", remedy)
     return LLMConfig(model=_in_text(model), **{name: _in_text(value) for name, value in options.items()})
 
 

@@ -103,11 +103,9 @@ class LLM:
             ConfigError: a prompt, parameters or an application that cannot be used; no answer was begun then.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = _per_prompt(params, len(many))
-        names = self._check_names(application, len(many))
-        encoded = [encode(prompt, self.tokenizer) for prompt in many]
-        parts = zip(encoded, each, names, strict=True)
-        return self._run([Job(ids, text, p, name) for (ids, text), p, name in parts], progress)
+        each = _one_each(params, SamplingParams, len(many), "SamplingParams")
+        names = _one_each(application, str, len(many), "applications")
+        return self._run([self.job(*row) for row in zip(many, each, names, strict=True)], progress)
 
     def chat(
         self,
@@ -122,7 +120,7 @@ class LLM:
             ConfigError: the model has no chat template, or the template refuses the messages, or there is no such
                 application.
         """
-        job = Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
+        job = self.chat_job(messages, params, application)
         return self._stream(job) if stream else self._run([job], None)
 
     def stream(
@@ -134,25 +132,22 @@ class LLM:
             ConfigError: the prompt, the parameters or the application cannot be used.
             RequestError: behind the last chunk, where its own rules failed on the way.
         """
-        return self._stream(Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application))
+        return self._stream(self.job(prompt, params, application))
+
+    def job(self, prompt: Prompt, params: SamplingParams | None, application: str | None) -> Job:
+        """A request for `stream`, not submitted yet; errors as there."""
+        self.engine.check_application(application)
+        return Job(*encode(prompt, self.tokenizer), params or SamplingParams(), application)
+
+    def chat_job(self, messages: Sequence[Message], params: SamplingParams | None, application: str | None) -> Job:
+        """A request for `chat`, not submitted yet; errors as there."""
+        self.engine.check_application(application)
+        return Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request that is in flight; what it has so far, or None if there is no such request."""
         with self.engine.lock:
             return self.engine.abort(request_id)
-
-    def _check_names(self, application: str | Sequence[str | None] | None, count: int) -> list[str | None]:
-        """The application of each prompt, each one known."""
-        names = [application] * count if application is None or isinstance(application, str) else list(application)
-        if len(names) != count:
-            raise ConfigError(
-                f"{len(names)} applications for {count} prompts",
-                "the counts differ",
-                "give one for all or one a prompt",
-            )
-        for name in names:
-            self.engine.check_application(name)
-        return names
 
     def _run(self, jobs: Sequence[Job], progress: Callable[[int], None] | None) -> list[RequestOutput]:
         engine = self.engine
@@ -222,9 +217,11 @@ class LLM:
         return answer
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ConfigError(f"{len(params)} SamplingParams for {count} prompts", "the counts differ", "give one a prompt")
-    return list(params)
+def _one_each(given: Any, kind: type[Any], count: int, what: str) -> list[Any]:
+    """What belongs to each prompt: one of ``kind`` (or None) for all, or one a prompt."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
+        remedy = "give one for all or one a prompt"
+        raise ConfigError(f"{len(given)} {what} for {count} prompts", "the counts differ", remedy)
+    return list(given)

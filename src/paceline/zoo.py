@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .core.errors import ConfigError
+from .core.options import check
 
 _PACKAGE = Path(__file__).resolve().parent
 CARD = "zoo.json"
-ROLES = ("target", "draft", "streams", "adapter")  # in the order in which they are listed
+Role = Literal["target", "draft", "streams", "adapter"]
+ROLES: tuple[Role, ...] = get_args(Role)  # in the order in which they are listed
 TRAINED_SETS = ("streams", "adapter")
 
 
@@ -29,7 +30,7 @@ class ZooEntry:
     """One embedded model."""
 
     name: str
-    role: str  # one of `ROLES`
+    role: Role
     description: str
     parameters: int
     bytes: int  # of the weights on disk
@@ -37,6 +38,11 @@ class ZooEntry:
     draft: str | None = None  # the zoo's own draft model for this target
     drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
     target: str | None = None  # the zoo's target that a trained set belongs to
+
+    def __post_init__(self) -> None:
+        check(self)
+        if (self.role in TRAINED_SETS) != (self.target is not None):
+            raise ValueError("a trained set, and nothing else, names its target")
 
 
 def find(name: str) -> Path | None:
@@ -76,47 +82,19 @@ def roots() -> list[Path]:
 def _entries() -> dict[str, ZooEntry]:
     entries: dict[str, ZooEntry] = {}
     for root in roots():
-        for entry in _scan(root):
+        for card in sorted(root.glob(f"*/{CARD}")):
+            entry = _read(card)
             entries.setdefault(entry.name, entry)
     return entries
-
-
-def _scan(root: Path) -> Iterator[ZooEntry]:
-    for card in sorted(root.glob(f"*/{CARD}")):
-        yield _read(card)
 
 
 def _read(card: Path) -> ZooEntry:
     try:
         facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
-        return ZooEntry(
-            name=card.parent.name,
-            role=_role(facts),
-            description=facts["description"],
-            parameters=int(facts["parameters"]),
-            bytes=sum(file.stat().st_size for file in card.parent.glob("*.safetensors")),
-            path=card.parent,
-            draft=_text(facts, "draft"),
-            drafter=_text(facts, "drafter"),
-            target=_text(facts, "target"),
-        )
+        values: dict[str, Any] = {name: facts[name] for name in ("role", "description", "parameters")}
+        values |= {name: facts.get(name) for name in ("draft", "drafter", "target")}
+        size = sum(file.stat().st_size for file in card.parent.glob("*.safetensors"))
+        return ZooEntry(name=card.parent.name, path=card.parent, bytes=size, **values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            str(card), f"not a readable zoo card ({error!r})", "restore it or remove its folder"
-        ) from error
-
-
-def _role(facts: dict[str, Any]) -> str:
-    role = facts["role"]
-    if role not in ROLES:
-        raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
-    if (role in TRAINED_SETS) != (facts.get("target") is not None):
-        raise ValueError("a trained set, and nothing else, names its target")
-    return str(role)
-
-
-def _text(facts: dict[str, Any], key: str) -> str | None:
-    value = facts.get(key)
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{key} must be text, not {value!r}")
-    return value
+        wrong = f"not a readable zoo card ({error!r})"
+        raise ConfigError(str(card), wrong, "restore it or remove its folder") from error

@@ -120,11 +120,12 @@ def test_a_ranked_away_node_that_comes_true_is_known_too() -> None:
     sequence = view(text(25))
     kept = paths_of(drafter.propose(want([sequence], 2)))
     state = drafter._states[0]
+    draft = state.draft
     hidden = [
-        n for n in range(1, state.forwarded + 1) if state.parents[n - 1] == 0 and (state.tokens[n - 1],) not in kept
+        n for n in range(1, state.forwarded + 1) if draft.parents[n - 1] == 0 and (draft.tokens[n - 1],) not in kept
     ]
     assert hidden
-    sequence.tokens += [state.tokens[hidden[0] - 1], 5]
+    sequence.tokens += [draft.tokens[hidden[0] - 1], 5]
     before = state.cache.committed
     drafter._settle(state, sequence.tokens)
     assert state.cache.committed == before + 1

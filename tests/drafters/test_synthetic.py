@@ -220,8 +220,7 @@ def test_nothing_is_proposed_without_a_record(tmp_path: Path, caplog: pytest.Log
     assert drafter.propose_paths(view([1, 2], [3, 9], key=2), 8, 8).tokens == []
     assert drafter.propose_paths(view([1, 2], [3, 9, 5], key=2), 8, 8).tokens == []
     assert drafter.propose_paths(view([1, 2], [3, 4, 5], key=3), 8, 8).tokens == []
-    misses = drafter.misses
-    assert (misses.unknown, misses.left, misses.ended) == (1, 2, 1)
+    assert drafter.misses == {"unknown": 1, "left": 2, "ended": 1}
     assert "had no recorded token 4 times" in str(drafter.idle_reason)
     assert len(caplog.records) == 1  # once is enough
     drafter.release([1, 2, 3])
@@ -237,7 +236,7 @@ def test_a_sequence_that_leaves_its_answer_still_says_what_plain_decoding_says(t
     outputs = run(engine, [(prompt, GREEDY) for prompt, _ in answers])
     assert [[s.token_ids for s in o.outputs] for o in outputs] == [said for _, said in answers]
     assert engine.round.failure is None
-    assert engine.round.drafter.misses.left == 3 * (LENGTH - 22)  # the last token leaves no room to draft
+    assert engine.round.drafter.misses["left"] == 3 * (LENGTH - 22)  # the last token leaves no room to draft
     assert merged(outputs).accepted > 0
 
 

@@ -252,7 +252,7 @@ def test_logprobs_are_the_same_under_drafts(llm: LLM):
     [
         ({"speed": 9}, r"speed=.*there is no such option.*Known options: .*kv_memory"),
         ({"trust_remote_code": True}, "Paceline never runs code"),
-        ({"threads": 0}, "at least one thread"),
+        ({"threads": 0}, "threads must be 1 or more"),
         ({"dtype": "float12"}, "float12"),
         ({"device": "tpu"}, "tpu"),
         ({"attention": "flash"}, "there is no such attention backend"),
@@ -268,7 +268,7 @@ def test_logprobs_are_the_same_under_drafts(llm: LLM):
         ({"kv_memory": "lots"}, "not a size"),
         ({"kv_memory": "1MiB"}, r"kv_memory=1MiB: it holds \d+ tokens"),
         ({"kv_memory": 0}, "it holds 0 tokens"),
-        ({"max_model_len": 1}, "Give 2 or more"),
+        ({"max_model_len": 1}, "max_model_len must be 2 or more"),
         ({"max_model_len": 4096}, "has 2048 positions"),
         ({"max_sequences": 0}, "max_sequences=0"),
         ({"max_batch_rows": 0}, "max_batch_rows=0"),

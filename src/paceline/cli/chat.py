@@ -6,7 +6,8 @@ conversation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +17,9 @@ from ..config import LLMConfig
 from ..core.errors import ConfigError, RequestError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from .console import Painter, coloured, legend, note, stderr, stdout
+from .console import coloured, legend, note, stderr, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, application_named, figures, first_wait, open_llm
+from .session import DEFAULT_MODEL, DRAFTER_SHOWN, Color, application_named, figures, open_llm, painted
 
 app = typer.Typer(add_completion=False)
 HELP = (
@@ -40,7 +41,7 @@ def chat(
         str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
     ] = None,
     show_figures: Annotated[bool, typer.Option("--figures/--no-figures", help="A line of figures an answer.")] = True,
-    color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
+    color: Color = True,
     *,
     llm: dict[str, Any],
     params: dict[str, Any],
@@ -62,25 +63,23 @@ def _refuse_batch_options(params: SamplingParams) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}", "not in a conversation", "use paceline generate")
 
 
+@dataclass
 class Conversation:
     """The messages so far, and the loop that adds to them."""
 
-    def __init__(
-        self,
-        model: LLM,
-        params: SamplingParams,
-        console: Console,
-        show_figures: bool,
-        application: str | None = None,
-    ) -> None:
-        self.model = model
-        self.params = params
-        self.console = console
-        self.show_figures = show_figures
-        self.application = application
-        self.messages: list[dict[str, str]] = []
-        self.commands: dict[str, Callable[[str], None]] = {
-            "/reset": lambda rest: self._reset(),
+    model: LLM
+    params: SamplingParams
+    console: Console
+    show_figures: bool
+    application: str | None = None
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def commands(self) -> dict[str, Callable[[str], None]]:
+        """What begins with a slash; each takes the rest of the line."""
+        return {
+            "/reset": self._reset,
             "/system": self._set_system,
             "/as": self._set_application,
             "/help": lambda rest: note(HELP),
@@ -88,6 +87,7 @@ class Conversation:
 
     def begin(self, system: str | None) -> None:
         """Forget everything but the system prompt."""
+        self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def run(self) -> None:
@@ -116,14 +116,10 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def _stream(self) -> str:
-        painter = None
-        chunks = iter(self.model.chat(self.messages, self.params, stream=True, application=self.application))
+        chunks = self.model.chat(self.messages, self.params, stream=True, application=self.application)
         text = ""
         try:
-            for chunk in first_wait(chunks, "reading"):
-                painter = painter or self._painter(chunk.prompt_token_ids)
-                painter.feed(chunk.token_ids, chunk.origins)
-                self.console.print(painter.take(chunk.text), end="")
+            for chunk in painted(self.console, self.model, chunks, self.params):
                 text += chunk.text
                 if chunk.output is not None and self.show_figures:
                     note("\n" + figures(chunk.output))
@@ -132,9 +128,6 @@ class Conversation:
             note("\n(stopped)")
         self.console.print()
         return text
-
-    def _painter(self, prompt_ids: Sequence[int]) -> Painter:
-        return Painter(self.model.tokenizer, prompt_ids, self.params.skip_special_tokens)
 
     def _read(self) -> str | None:
         """The next line, or None to leave."""
@@ -147,17 +140,13 @@ class Conversation:
             return ""
         return None if line == "/exit" else line
 
-    def _system(self) -> str | None:
-        first = self.messages[0] if self.messages else {"role": ""}
-        return first["content"] if first["role"] == "system" else None
-
-    def _reset(self) -> None:
-        self.begin(self._system())
+    def _reset(self, rest: str) -> None:
+        self.begin(self.system)
         note("a new conversation")
 
     def _set_system(self, text: str) -> None:
         if not text:
-            note(f"the system prompt is: {self._system() or '(none)'}")
+            note(f"the system prompt is: {self.system or '(none)'}")
             return
         self.begin(text)
         note("a new conversation with this system prompt")

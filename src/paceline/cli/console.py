@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -86,12 +86,7 @@ class Painter:
         return painted
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> AbstractContextManager[Any]:
     """A spinner on stderr while something takes long; nothing at all where stderr is not a terminal."""
     console = stderr()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
-        yield
+    return console.status(what) if console.is_terminal else nullcontext()

@@ -22,7 +22,7 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, legend, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, counting, figures, open_llm
+from .session import DEFAULT_MODEL, Color, counting, figures, open_llm
 
 app = typer.Typer(add_completion=False)
 
@@ -41,23 +41,33 @@ class Prompt(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
+class Side:
+    """A prompt's answer one way."""
+
+    output: RequestOutput
+    rate: float  # tokens a second of the whole request, prompt included
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.output.outputs[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt, answered both ways in turns."""
+    """One prompt, answered both ways in turns; the first answers, and the medians of the rates."""
 
     prompt: Prompt
-    plain: RequestOutput
-    speculative: RequestOutput
-    plain_rates: list[float]  # tokens a second, one a repeat
-    speculative_rates: list[float]
+    plain: Side
+    speculative: Side
 
     @property
     def identical(self) -> bool:
-        return self.plain.outputs[0].token_ids == self.speculative.outputs[0].token_ids
+        return self.plain.token_ids == self.speculative.token_ids
 
     @property
     def ratio(self) -> float:
-        """Speculative over plain, of the medians."""
-        return statistics.median(self.speculative_rates) / statistics.median(self.plain_rates)
+        """Speculative over plain."""
+        return self.speculative.rate / self.plain.rate
 
 
 @app.command()
@@ -72,7 +82,7 @@ def demo(
     repeats: Annotated[
         int, typer.Option(help="Times each prompt is answered each way, at least; medians are shown.")
     ] = 3,
-    color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
+    color: Color = True,
     *,
     llm: dict[str, Any],
 ) -> None:
@@ -88,11 +98,14 @@ def demo(
         raise ConfigError(f"--model {llm['model']}", "it has no drafter of its own", "name one: --drafter ngram")
     plain, speculative = open_llm({**llm, "drafter": "none"}), open_llm(llm)
     console = stdout(color)
-    first = _compare(plain, speculative, chosen[0], repeats)
-    _show_answers(console, speculative, first)
-    rest = _compare_all(plain, speculative, chosen[1:], repeats)
-    console.print(_table([first, *rest]))
-    if not _verdict(console, [first, *rest]):
+    done = [_compare(plain, speculative, chosen[0], repeats)]
+    _show_answers(console, speculative, done[0])
+    with counting("comparing", len(chosen)) as progress:
+        for prompt in chosen[1:]:
+            done.append(_compare(plain, speculative, prompt, repeats))
+            progress(len(done))
+    console.print(_table(done))
+    if not _verdict(console, done):
         raise typer.Exit(1)
 
 
@@ -103,15 +116,6 @@ def _load(count: int) -> list[Prompt]:
     return [json.loads(line) for line in lines[:count]]
 
 
-def _compare_all(plain: LLM, speculative: LLM, prompts: list[Prompt], repeats: int) -> list[Comparison]:
-    done: list[Comparison] = []
-    with counting("comparing", len(prompts)) as progress:
-        for prompt in prompts:
-            done.append(_compare(plain, speculative, prompt, repeats))
-            progress(len(done))
-    return done
-
-
 def _compare(plain: LLM, speculative: LLM, prompt: Prompt, repeats: int) -> Comparison:
     """Both ways in turns, so that a slow moment of the machine falls on both.
 
@@ -119,21 +123,19 @@ def _compare(plain: LLM, speculative: LLM, prompt: Prompt, repeats: int) -> Comp
     fills the prefix cache of both, so that what is compared is mostly decoding.
     """
     _ask(plain, prompt), _ask(speculative, prompt)
-    turns: list[tuple[tuple[RequestOutput, float], tuple[RequestOutput, float]]] = []
+    turns: list[tuple[Side, Side]] = []
     began = time.perf_counter()
     while len(turns) < repeats or (time.perf_counter() - began < SETTLE_S and len(turns) < MAX_TURNS):
         turns.append((_ask(plain, prompt), _ask(speculative, prompt)))
-    (first_plain, _), (first_speculative, _) = turns[0]
-    rates = [[rate for _, rate in side] for side in zip(*turns, strict=True)]
-    return Comparison(prompt, first_plain, first_speculative, *rates)
+    sides = (Side(side[0].output, statistics.median(one.rate for one in side)) for side in zip(*turns, strict=True))
+    return Comparison(prompt, *sides)
 
 
-def _ask(model: LLM, prompt: Prompt) -> tuple[RequestOutput, float]:
-    """The answer, and the tokens a second of the whole request, prompt included."""
+def _ask(model: LLM, prompt: Prompt) -> Side:
     params = SamplingParams(temperature=0.0, max_tokens=prompt["max_tokens"])
     start = time.perf_counter()
     [output] = model.generate([_token_ids(model, prompt)], params)
-    return output, len(output.outputs[0].token_ids) / (time.perf_counter() - start)
+    return Side(output, len(output.outputs[0].token_ids) / (time.perf_counter() - start))
 
 
 def _token_ids(model: LLM, prompt: Prompt) -> dict[str, list[int]]:
@@ -149,16 +151,13 @@ def _token_ids(model: LLM, prompt: Prompt) -> dict[str, list[int]]:
 def _show_answers(console: Console, model: LLM, first: Comparison) -> None:
     console.print(Text(first.prompt["text"], style="dim"))
     console.print(legend())
-    for name, output, rates in (
-        ("plain", first.plain, first.plain_rates),
-        ("speculative", first.speculative, first.speculative_rates),
-    ):
-        answer = output.outputs[0]
-        painter = Painter(model.tokenizer, output.prompt_token_ids)
+    for name, side in (("plain", first.plain), ("speculative", first.speculative)):
+        answer = side.output.outputs[0]
+        painter = Painter(model.tokenizer, side.output.prompt_token_ids)
         painter.feed(answer.token_ids, answer.origins)
-        console.print(Text.assemble((f"{name:<12}", "bold"), f"{statistics.median(rates):6.0f} tokens/s"))
+        console.print(Text.assemble((f"{name:<12}", "bold"), f"{side.rate:6.0f} tokens/s"))
         console.print(painter.take(answer.text))
-        console.print(figures(output), style="dim")
+        console.print(figures(side.output), style="dim")
     console.print()
 
 
@@ -169,11 +168,11 @@ def _table(comparisons: list[Comparison]) -> Table:
     for one in comparisons:
         table.add_row(
             one.prompt["domain"],
-            str(len(one.plain.outputs[0].token_ids)),
-            f"{statistics.median(one.plain_rates):.0f}",
-            f"{statistics.median(one.speculative_rates):.0f}",
+            str(len(one.plain.token_ids)),
+            f"{one.plain.rate:.0f}",
+            f"{one.speculative.rate:.0f}",
             f"{one.ratio:.2f}",
-            f"{one.speculative.stats.mean_accepted_length:.2f}",
+            f"{one.speculative.output.stats.mean_accepted_length:.2f}",
             "yes" if one.identical else Text("NO", style="bold red"),
         )
     return table

@@ -20,7 +20,7 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, coloured, legend, note, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, application_named, counting, figures, first_wait, open_llm
+from .session import DEFAULT_MODEL, DRAFTER_SHOWN, Color, application_named, counting, figures, open_llm, painted
 
 app = typer.Typer(add_completion=False)
 
@@ -49,7 +49,7 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with token ids.")] = False,
-    color: Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")] = True,
+    color: Color = True,
     *,
     llm: dict[str, Any],
     params: dict[str, Any],
@@ -114,18 +114,13 @@ def _check_shown(params: SamplingParams, as_json: bool) -> None:
 def _stream(
     model: LLM, prompt: str, params: SamplingParams, chat: bool, application: str | None, console: Console
 ) -> None:
-    messages = [{"role": "user", "content": prompt}]
     if chat:
-        chunks = model.chat(messages, params, stream=True, application=application)
+        chunks = model.chat([{"role": "user", "content": prompt}], params, stream=True, application=application)
     else:
         chunks = model.stream(prompt, params, application)
-    painter = None
     if coloured(console):
         console.print(legend())
-    for chunk in first_wait(iter(chunks), "reading the prompt"):
-        painter = painter or Painter(model.tokenizer, chunk.prompt_token_ids, params.skip_special_tokens)
-        painter.feed(chunk.token_ids, chunk.origins)
-        console.print(painter.take(chunk.text), end="")
+    for chunk in painted(console, model, chunks, params):
         if chunk.output is not None:
             console.print()
             note(figures(chunk.output))

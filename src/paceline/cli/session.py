@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Annotated, Any
 
+import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import zoo
 from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
+from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..target.applications import BASE, locate
 from ..target.streams import read_config
-from .console import stderr, waiting
+from .console import Painter, stderr, waiting
 
 DEFAULT_MODEL = "paceline-small"
+Color = Annotated[bool, typer.Option(help="Colour tokens by how they came about; NO_COLOR is heard too.")]
 DRAFTER_SHOWN = "the applications' streams, or the model's own drafter where the zoo names one, else none"
 
 
@@ -67,11 +72,9 @@ def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr; the function it gives takes how many are done. No terminal, no bar."""
-    console = stderr()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    with steps() as tell:
+        tell(what, 0, total)
+        yield lambda done: tell(what, done, total)
 
 
 @contextmanager
@@ -83,24 +86,25 @@ def steps() -> Iterator[Callable[[str, int, int], None]]:
         tasks: dict[str, Any] = {}
 
         def tell(what: str, done: int, of: int) -> None:
-            task = tasks.setdefault(what, None)
-            if task is None:
-                task = tasks[what] = bar.add_task(what, total=of)
-            bar.update(task, completed=done)
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            bar.update(tasks[what], completed=done)
 
         yield tell
 
 
-def first_wait(chunks: Iterator[Any], what: str) -> Iterator[Any]:
-    """The chunks as they come, with a spinner until the first one is there (long prompts take time)."""
-    with waiting(what):
+def painted(console: Console, model: LLM, chunks: Iterator[Any], params: SamplingParams) -> Iterator[Any]:
+    """The chunks as they come, printed in colour; a spinner until the first one is there (long prompts take time)."""
+    with waiting("reading the prompt"):
         first = next(chunks, None)
-    if first is not None:
-        yield first
-        yield from chunks
+    painter = None
+    for chunk in chain([] if first is None else [first], chunks):
+        painter = painter or Painter(model.tokenizer, chunk.prompt_token_ids, params.skip_special_tokens)
+        painter.feed(chunk.token_ids, chunk.origins)
+        console.print(painter.take(chunk.text), end="")
+        yield chunk
 
 
 def figures(output: RequestOutput) -> str:
     """The line of figures that ends an answer."""
-    answered_by = f"{output.application} | " if output.application else ""
-    return answered_by + output.stats.summary()
+    return (f"{output.application} | " if output.application else "") + output.stats.summary()

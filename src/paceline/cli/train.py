@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
+from ..core.options import check, option
+from ..drafters.distillation import DraftModelOptions
+from ..drafters.streams.recipe import StreamOptions
 from ..target.loader import load_tokenizer, resolve_folder
 from ..target.streams import fingerprint
 from ..training import answers as answering
@@ -27,7 +31,7 @@ from ..training.job import Job, finish, run
 from ..training.recipe import locate, read_recipe
 from ..training.registry import KINDS
 from ..training.target import TargetOptions
-from ..training.trainer import Phase, TrainConfig, require_accelerate, setting
+from ..training.trainer import Phase, TrainConfig, require_accelerate
 from .console import note, stderr, stdout
 from .options import takes
 from .train_progress import Bar, event_file
@@ -65,19 +69,20 @@ app = typer.Typer(
 class RowConfig:
     """Packed rows of a run that no recipe file describes."""
 
-    rows: int = setting(8, "packed rows a step, over all processes")
-    length: int = setting(512, "tokens a row")
-    final_length: int | None = setting(None, "tokens a row in the last part of the run, as many tokens a step")
-    final_share: float = setting(0.25, "how much of the run that part is")
-    prompt_weight: float = setting(0.0, "weight of prompt tokens in the loss")
+    rows: int = option(8, help="packed rows a step, over all processes")
+    length: int = option(512, help="tokens a row")
+    final_length: int | None = option(None, help="tokens a row in the last part of the run, as many tokens a step")
+    final_share: float = option(0.25, help="how much of the run that part is, above 0 and below 1", above=0, below=1)
+    prompt_weight: float = option(0.0, help="weight of prompt tokens in the loss")
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def phases(self) -> list[Phase]:
         """One phase, or two."""
         first = Phase(rows=self.rows, length=self.length)
         if self.final_length is None:
             return [first]
-        if not 0 < self.final_share < 1:
-            raise ConfigError(f"final_share={self.final_share}", "not between 0 and 1", "give a share, such as 0.25")
         rows = max(1, self.rows * self.length // self.final_length)
         return [
             dataclasses.replace(first, until=1 - self.final_share),
@@ -89,8 +94,10 @@ class RowConfig:
 class CachedRowConfig(RowConfig):
     """The same of a kind that can learn from states of the target that lie on disk."""
 
-    cache: str | None = setting(None, "folder for the target's states: made once, read by later runs of the same data")
-    cache_dtype: CacheDtype = setting("fp32", "of the states there; fp32: losses to the bit, bf16: half the size")
+    cache: str | None = option(
+        None, help="folder for the target's states: made once, read by later runs of the same data"
+    )
+    cache_dtype: CacheDtype = option("fp32", help="of the states there; fp32: losses to the bit, bf16: half the size")
 
 
 Target = Annotated[
@@ -129,47 +136,42 @@ def _command(kind: str, options: type[Any], about: str) -> None:
         config: dict[str, Any],
         layout: dict[str, Any],
     ) -> None:
-        rows = layouts(**_filled(layouts, layout))
-        cached: dict[str, Any] = {}
-        if isinstance(rows, CachedRowConfig) and rows.cache is not None:
-            cached = {"cache": Path(rows.cache), "cache_dtype": rows.cache_dtype}
+        rows = layouts(**_given(layout))
+        cached = rows if isinstance(rows, CachedRowConfig) else CachedRowConfig()
         job = Job(
             kind=kind,
-            options=_filled(KIND_OPTIONS[kind], options),
-            config=TrainConfig(**_filled(TrainConfig, config)),
+            options=_given(options),
+            config=TrainConfig(**_given(config)),
             phases=rows.phases(),
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
             prompt_weight=rows.prompt_weight,
-            target=None if target is None else resolve_folder(target),
-            init=None if init is None else resolve_folder(init),
-            out=Path(out),
-            **cached,
+            **_places(out, target, init, cached.cache, cached.cache_dtype),
         )
         _train(job, stop_after, tensorboard)
 
 
-def _filled(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tuples where the command line gives lists; what was left out keeps its default."""
-    hints = get_type_hints(config)
-    given = {k: v for k, v in values.items() if v is not None}
-    return {k: tuple(v) if isinstance(v, list) and "tuple" in str(hints[k]) else v for k, v in given.items()}
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was left out keeps its default."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _kinds() -> dict[str, tuple[type[Any], str]]:
-    from ..drafters.distillation import DraftModelOptions
-    from ..drafters.streams.recipe import StreamOptions
-
+def _places(
+    out: str, target: str | None, init: str | None, cache: str | None, cache_dtype: CacheDtype
+) -> dict[str, Any]:
+    """Where a run's parts are, by fields of `Job`."""
     return {
-        "target": (TargetOptions, "A Llama-family model, tokenizer included."),
-        "draft_model": (DraftModelOptions, "A small draft model, distilled from a target."),
-        "streams": (StreamOptions, "Speculative streams over a frozen target, or adapters for an application."),
+        "out": Path(out),
+        "target": None if target is None else resolve_folder(target),
+        "init": None if init is None else resolve_folder(init),
+        "cache": None if cache is None else Path(cache),
+        "cache_dtype": cache_dtype,
     }
 
 
-KIND_OPTIONS = {name: options for name, (options, _) in _kinds().items()}
-for _name, (_options, _about) in _kinds().items():
-    _command(_name, _options, _about)
+_command("target", TargetOptions, "A Llama-family model, tokenizer included.")
+_command("draft_model", DraftModelOptions, "A small draft model, distilled from a target.")
+_command("streams", StreamOptions, "Speculative streams over a frozen target, or adapters for an application.")
 
 
 @app.command(name="file", hidden=True)
@@ -182,17 +184,11 @@ def file(
     stop_after: Stop = None,
     tensorboard: EventFile = True,
     cache: Cache = None,
-    cache_dtype: Literal["fp32", "bf16"] = "fp32",
+    cache_dtype: CacheDtype = "fp32",
 ) -> None:
     """Run a recipe file."""
     made = locate(read_recipe(Path(recipe)), Path(data))
-    places = {
-        "target": None if target is None else resolve_folder(target),
-        "init": None if init is None else resolve_folder(init),
-        "cache": None if cache is None else Path(cache),
-        "cache_dtype": cache_dtype,
-    }
-    _train(Job.of(made, out=Path(out), **places), stop_after, tensorboard)
+    _train(Job.of(made, **_places(out, target, init, cache, cache_dtype)), stop_after, tensorboard)
 
 
 def _source(text: str) -> SourceSpec:
@@ -226,26 +222,11 @@ def _train(job: Job, stop_after: int | None, tensorboard: bool) -> None:
         if first:
             note(f"{outcome.step} steps, {outcome.tokens:,} tokens; the last part took {outcome.seconds:.0f} s")
             stdout().print(str(result), markup=False)
-        return
-    if first:
-        again = shlex.join(["paceline", *_without(sys.argv[1:], "--stop-after")])
+    elif first:
+        again = re.sub(r" --stop-after[ =]\S+", "", shlex.join(["paceline", *sys.argv[1:]]))
         note(f"stopped after step {outcome.step} of {job.config.steps}, with a checkpoint in {job.out}; go on: {again}")
     if trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def _without(arguments: Sequence[str], flag: str) -> list[str]:
-    """The command line without a flag and its value."""
-    kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument == flag:
-            skip = True
-        elif not argument.startswith(f"{flag}="):
-            kept.append(argument)
-    return kept
 
 
 @app.command()

@@ -1,84 +1,189 @@
-"""What the fields of a config dataclass may hold: one check for values from text, from files and from Python.
+"""The fields of a config dataclass: what each may hold, said once and checked the same for text, files and Python.
 
-A field's type hint says which values fit; its metadata may add ``minimum``, ``maximum``, ``choices``,
-``unknown`` (the words for a value that is none of the choices), ``takes`` (words for the type) and ``help``
-(what to do instead).
+A field comes from `option`. Its type hint says which values fit, strictly: no number stands for a truth value, no text
+for a number. pydantic checks hints and bounds; `check` puts what it finds into a `ConfigError`.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from dataclasses import fields
-from itertools import islice
+from dataclasses import MISSING, field, fields
+from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, InstanceOf, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import TypedDict
 
 from .errors import ConfigError
 
 HIGHEST = 2**63 - 1  # of whole numbers that name no bound of their own: beyond it tensors and floats overflow
 MOST_TEXT = 4096  # characters of a name, path or drafter
 SHOWN = 120  # characters of a value in a message
-_SHOWN_LEVELS, _SHOWN_ITEMS = 4, 6
 
 
-def check_fields(config: Any, hints: Mapping[str, Any]) -> None:
-    """Check every field of a dataclass instance; see `check_value`.
+class IsNumber:
+    """Annotates a float: an int or a float, where pydantic takes whatever can be made one, such as a tensor."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The check, then pydantic's own."""
+        return core_schema.chain_schema([core_schema.is_instance_schema((int, float)), handler(source)])
+
+
+_LIMITS = {  # pydantic's name of a broken bound -> the bound in its context, and our words
+    "greater_than": ("gt", "above {}"),
+    "greater_than_equal": ("ge", "{} or more"),
+    "less_than": ("lt", "below {}"),
+    "less_than_equal": ("le", "{} or less"),
+}
+
+
+def option(
+    default: Any = MISSING, *, help: str, minimum: float | None = None, maximum: float | None = None, **rules: Any
+) -> Any:
+    """A config field.
+
+    Args:
+        default: its value where none is given; left out: one must be given.
+        help: what it says and what it may hold. The remedy of its errors, and its line on the command line.
+        minimum, maximum: inclusive bounds of a number.
+        rules: ``above``, ``below``: exclusive bounds. ``choices``: the texts it may be, with ``unknown``, the words for
+            another. ``takes``: words for the type. ``unbounded=True``: whole numbers of any size, any text. For the
+            command line ``cli=False`` (no flag), ``flag`` and ``metavar``.
+    """
+    return field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum, **rules})
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Hold the fields of a dataclass instance against their types and bounds.
 
     Args:
         config: the instance.
-        hints: the type of each field, as `typing.get_type_hints` gives it.
+        prefix: how a message begins, before ``name=value``.
 
     Raises:
         ConfigError: the first field with a value that does not fit.
     """
-    for spec in fields(config):
-        value, rules = getattr(config, spec.name), dict(spec.metadata)
-        if "help" in rules:
-            rules["help"] = f"{spec.name}: {rules['help']}"
-        check_value(f"{spec.name}={shown(value)}", spec.name, value, hints[spec.name], rules)
+    config_class: Any = type(config)
+    try:
+        _validator(config_class).validate_python(vars(config))
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        name = str(faults[0]["loc"][0])
+        own = [fault for fault in faults if fault["loc"][0] == name]
+        raise _refusal(config, prefix, name, own) from None
 
 
-def check_value(asked: str, name: str, value: Any, hint: Any, rules: Mapping[str, Any]) -> None:
-    """Refuse a value of another type, out of bounds or none of the choices.
+@cache
+def _validator(config_class: type[Any]) -> TypeAdapter[Any]:
+    """Checks the fields of a dataclass, given as a dict."""
+    hints = get_type_hints(config_class, include_extras=True)
+    held = {spec.name: _held(hints[spec.name], spec.metadata) for spec in fields(config_class)}
+    make: Any = TypedDict
+    shape = make(config_class.__name__, held)
+    shape.__pydantic_config__ = ConfigDict(strict=True)
+    return TypeAdapter(shape)
 
-    Args:
-        asked: how the message begins.
-        name: of the field.
-        value: what it holds.
-        hint: its type.
-        rules: its metadata; see the module.
+
+def _held(hint: Any, rules: Mapping[str, Any]) -> Any:
+    """A type hint with the bounds of its field, for pydantic."""
+    if rules.get("choices"):
+        return Literal[tuple(rules["choices"])]
+    return Union[tuple(_bounded(kind, rules) for kind in alternatives(hint))]  # noqa: UP007  (made of values)
+
+
+def _bounded(kind: Any, rules: Mapping[str, Any]) -> Any:
+    names = {"ge": "minimum", "gt": "above", "le": "maximum", "lt": "below"}
+    limits = {bound: rules[name] for bound, name in names.items() if rules.get(name) is not None}
+    if kind is int:
+        widest = {} if "unbounded" in rules else {"ge": -HIGHEST, "le": HIGHEST}
+        return Annotated[int, Field(**(widest | limits))]
+    if kind is float:
+        return Annotated[float, Field(**limits), IsNumber()]
+    if kind is str:
+        return str if "unbounded" in rules else Annotated[str, AfterValidator(_plain_text)]
+    builtin = kind is NoneType or kind is bool or get_origin(kind) is not None
+    return kind if builtin else InstanceOf[kind]  # type: ignore[misc]
+
+
+def _plain_text(value: str) -> str:
+    if "\0" in value:
+        raise PydanticCustomError("text", "text without a NUL character")
+    if len(value) > MOST_TEXT:
+        raise PydanticCustomError("text", "{most} characters or fewer", {"most": f"{MOST_TEXT:,}"})
+    return value
+
+
+def _refusal(config: Any, prefix: str, name: str, faults: list[Any]) -> ConfigError:
+    """One field's faults in our words."""
+    value = getattr(config, name)
+    rules = type(config).__dataclass_fields__[name].metadata
+    asked, remedy = f"{prefix}{name}={shown(value)}", remedy_of(type(config), name)
+    limit = next(filter(None, map(_limit, faults)), None)
+    if "takes" not in rules and limit:
+        return ConfigError(asked, f"{name} must be {limit}", remedy)
+    if rules.get("choices") and isinstance(value, str):
+        unknown = rules.get("unknown", f"there is no such {name}")
+        return ConfigError(asked, unknown, f"use one of: {', '.join(rules['choices'])}")
+    kind = type_name(get_type_hints(type(config))[name])
+    return ConfigError(asked, rules.get("takes") or f"{name} takes {kind}", remedy)
+
+
+def remedy_of(config_class: type[Any], name: str) -> str:
+    """What to do about a value that a field cannot hold: what the field says and may hold."""
+    text = config_class.__dataclass_fields__[name].metadata.get("help")
+    return f"{name}: {text}" if text else f"correct {name}"
+
+
+def _limit(fault: Any) -> str | None:
+    """The bound that a value breaks, in words; None: it is of another type."""
+    if fault["type"] == "text":
+        return str(fault["msg"])
+    if fault["type"] not in _LIMITS:
+        return None
+    key, words = _LIMITS[fault["type"]]
+    limit = fault["ctx"][key]
+    if limit in (HIGHEST, -HIGHEST):
+        return f"between {-HIGHEST} and {HIGHEST}"
+    return words.format(f"{limit:g}" if isinstance(limit, float) else limit)
+
+
+def read(text: str, hint: Any) -> Any:
+    """A value as it is written -> the type of its field: ``none``, ``yes``, ``3``, ``<1,1,3>``.
 
     Raises:
-        ConfigError: the value does not fit.
+        ValueError: the text fits no alternative of the type.
     """
-    help_text = rules.get("help") or f"correct {name}"
-    if not fits(value, hint):
-        raise ConfigError(asked, rules.get("takes") or f"{name} takes {type_name(hint)}", help_text)
-    wrong = _number_fault(value, rules) or _text_fault(value)
-    if wrong:
-        raise ConfigError(asked, f"{name} must be {wrong}", help_text)
-    choices = rules.get("choices")
-    if choices is not None and value not in choices:
-        raise ConfigError(asked, rules.get("unknown", f"there is no such {name}"), f"use one of: {', '.join(choices)}")
+    for kind in alternatives(hint):
+        try:
+            return _read_as(text, kind)
+        except ValueError:
+            continue
+    raise ValueError(text)
 
 
-def _number_fault(value: Any, rules: Mapping[str, Any]) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    lowest, highest = rules.get("minimum"), rules.get("maximum")
-    if lowest is not None and not value >= lowest:  # not >=: refuses NaN too
-        return f"{lowest} or more"
-    if highest is not None and not value <= highest:
-        return f"{highest} or less"
-    return f"between {-HIGHEST} and {HIGHEST}" if isinstance(value, int) and abs(value) > HIGHEST else None
+def _read_as(text: str, kind: Any) -> Any:
+    """One of `alternatives`; ValueError (pydantic's is one) where the text does not fit it."""
+    if kind in (int, float, str):
+        return kind(text)
+    value: Any = text
+    if kind is NoneType:
+        value = None if text.lower() == "none" else text
+    elif get_origin(kind) is Literal:
+        value = next((choice for choice in get_args(kind) if str(choice) == text), text)
+    elif get_origin(kind) is tuple:
+        inner = text[1:-1] if text.startswith("<") and text.endswith(">") else text
+        value = tuple(part.strip() for part in inner.split(",") if part.strip())
+    return TypeAdapter(kind).validate_python(value)
 
 
-def _text_fault(value: Any) -> str | None:
-    if not isinstance(value, str):
-        return None
-    if "\0" in value:
-        return "text without a NUL character"
-    return None if len(value) <= MOST_TEXT else f"{MOST_TEXT:,} characters or fewer"
+def written(value: Any) -> str:
+    """The inverse of `read`."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"<{','.join(map(str, value))}>" if isinstance(value, tuple) else str(value)
 
 
 def alternatives(hint: Any) -> list[Any]:
@@ -88,69 +193,43 @@ def alternatives(hint: Any) -> list[Any]:
     return sorted(get_args(hint), key=lambda kind: 0 if kind is NoneType else 2 if kind is str else 1)
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, members included; no number stands for a truth value, nor the reverse."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(value, part) for part in inner)
-    if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in inner)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(fits(item, inner[0]) for item in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
-    if kind in (int, float):
-        return not isinstance(value, bool) and isinstance(value, (int, float) if kind is float else int)
-    return isinstance(value, kind)
-
-
 def type_name(hint: Any) -> str:
     """A type in words."""
-    return " or ".join(plain_name(kind) for kind in reversed(alternatives(hint)))
+    return " or ".join(_plain_name(kind) for kind in reversed(alternatives(hint)))
 
 
-def plain_name(kind: Any) -> str:
-    """One of `alternatives` in words."""
+def _plain_name(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is NoneType:
-        return "none"
-    if kind is bool:
-        return "true or false"
     if origin is Literal:
         return " or ".join(map(str, inner))
-    if origin is tuple:
-        return f"<{plain_name(inner[0])},...>"
+    if origin in (tuple, list):
+        return f"<{_plain_name(inner[0])},...>"
     if origin in (dict, Mapping):
         return f"a mapping from {type_name(inner[0])} to {type_name(inner[1])}"
-    return {int: "integer", float: "number", str: "text"}.get(kind, getattr(kind, "__name__", str(kind)))
+    known = {NoneType: "none", bool: "true or false", int: "integer", float: "number", str: "text"}
+    return known.get(kind) or str(getattr(kind, "__name__", kind))
+
+
+class _Shown(reprlib.Repr):
+    """A repr that asks no more of a value than a message can show."""
+
+    def repr_int(self, value: int, level: int) -> str:
+        if abs(value) > 10**40:  # more digits than Python may be willing to write
+            return f"{'-' if value < 0 else ''}about 2**{value.bit_length()}"
+        return repr(value)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        try:
+            return repr(value)
+        except Exception as error:  # the value's own code, which may raise anything
+            return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+
+
+_SHOWN = _Shown()
+_SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
 
 
 def shown(value: Any) -> str:
     """A value in a message: its repr, cut short; for any value whatever, however long, deep or broken."""
-    text = _repr(value, _SHOWN_LEVELS)
+    text = _SHOWN.repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]} ... {text[-15:]}"
-
-
-def _repr(value: Any, levels: int) -> str:
-    """A repr that asks no more of a value than the message can show."""
-    if isinstance(value, int) and abs(value) > 10**40:  # more digits than Python may be willing to write
-        return f"{'-' if value < 0 else ''}about 2**{value.bit_length()}"
-    if isinstance(value, str | bytes):
-        return repr(value if len(value) <= SHOWN else value[:SHOWN])
-    if type(value) in (list, tuple, dict):
-        return _repr_of_many(value, levels)
-    try:
-        return repr(value)
-    except Exception as error:  # the value's own code, which may raise anything
-        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
-
-
-def _repr_of_many(value: Any, levels: int) -> str:
-    left, right = ("{", "}") if isinstance(value, dict) else ("[", "]") if isinstance(value, list) else ("(", ")")
-    if levels == 0 and value:
-        return f"{left}...{right}"
-    items = list(islice(value, _SHOWN_ITEMS))
-    parts = [_repr(i, levels - 1) + (f": {_repr(value[i], levels - 1)}" if left == "{" else "") for i in items]
-    more = [f"... {len(value)} in all"] if len(value) > _SHOWN_ITEMS else []
-    comma = "," if left == "(" and len(value) == 1 else ""
-    return left + ", ".join(parts + more) + comma + right

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from . import noise
 from .errors import CapabilityError, ConfigError
 from .noise import derive_seed as derive_seed
-from .options import shown
+from .options import HIGHEST, IsNumber, check, option, shown
 
 MaskFn = Callable[[Sequence[int]], Tensor]  # output ids so far -> [V] bool, True where a token is allowed
 
@@ -30,15 +31,13 @@ COOLEST, HOTTEST = 1e-4, 1e6  # temperature
 MOST_PENALTY = 1e6  # of repetition; the least is its inverse
 MOST_BIAS = 1e30
 MOST_SAMPLES = 1024  # of one request
-LARGEST_COUNT = 2**63 - 1  # counts are compared with int64
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters
 
 
-def _help(default: Any, text: str) -> Any:
-    """A dataclass field whose help text the command line shows."""
-    return field(default=default, metadata={"help": text})
+TokenId = Annotated[int, Field(ge=0, le=HIGHEST)]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS), IsNumber()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,40 +50,82 @@ class SamplingParams:
         ConfigError: a value of the wrong type or out of range.
     """
 
-    temperature: float = _help(1.0, "0: greedy (argmax); 1: the model's own distribution; else from 1e-4 to 1e6")
-    top_p: float = _help(1.0, "keep the likeliest tokens up to this cumulative probability, in (0, 1]")
-    top_k: int = _help(0, "keep the k likeliest tokens; 0 or -1: all")
-    min_p: float = _help(0.0, "drop tokens below this fraction of the likeliest token's probability, in [0, 1]")
-    repetition_penalty: float = _help(
-        1.0, "divide (negative logits: multiply) tokens of prompt and output; 1e-6 to 1e6"
+    temperature: float = option(
+        1.0,
+        help="0: greedy (argmax); 1: the model's own distribution; else from 1e-4 to 1e6",
+        minimum=0,
+        maximum=HOTTEST,
     )
-    presence_penalty: float = _help(0.0, "subtract once from tokens in the output, in [-2, 2]")
-    frequency_penalty: float = _help(0.0, "subtract per occurrence in the output, in [-2, 2]")
-    logit_bias: dict[int, float] | None = _help(None, "token id -> number added to its logit, in [-1e30, 1e30]")
-    seed: int | None = _help(None, "any integer; without one a seed is drawn and returned with the output")
-    n: int = _help(1, f"samples per prompt, at most {MOST_SAMPLES:,}")
-    stop: str | list[str] | None = _help(None, "strings that end the output; their text is left out")
-    stop_token_ids: list[int] | None = _help(None, "token ids that end the output, beside EOS")
-    min_tokens: int = _help(0, "EOS, stop ids and stop strings are not considered before this many tokens")
-    max_tokens: int | None = _help(16, "most tokens of output; None: as many as the context allows")
-    ignore_eos: bool = _help(False, "do not end at EOS")
-    logprobs: int | None = _help(None, "report log-probabilities of the chosen and of this many likeliest tokens")
-    prompt_logprobs: int | None = _help(None, "the same for the tokens of the prompt")
-    logprobs_mode: Literal["raw", "processed"] = _help("raw", "log-probabilities before or after the sampling rules")
-    echo: bool = _help(False, "the text of the answer begins with the prompt")
-    include_stop_str_in_output: bool = _help(False, "keep the text of the stop string")
-    skip_special_tokens: bool = _help(True, "leave special tokens out of the text")
+    top_p: float = option(
+        1.0, help="keep the likeliest tokens up to this cumulative probability, in (0, 1]", above=0, maximum=1
+    )
+    top_k: int = option(0, help="keep the k likeliest tokens; 0 or -1: all", minimum=-1)
+    min_p: float = option(
+        0.0,
+        help="drop tokens below this fraction of the likeliest token's probability, in [0, 1]",
+        minimum=0,
+        maximum=1,
+    )
+    repetition_penalty: float = option(
+        1.0,
+        help="divide (negative logits: multiply) tokens of prompt and output; 1e-6 to 1e6",
+        minimum=1 / MOST_PENALTY,
+        maximum=MOST_PENALTY,
+    )
+    presence_penalty: float = option(
+        0.0, help="subtract once from tokens in the output, in [-2, 2]", minimum=-2, maximum=2
+    )
+    frequency_penalty: float = option(
+        0.0, help="subtract per occurrence in the output, in [-2, 2]", minimum=-2, maximum=2
+    )
+    logit_bias: dict[TokenId, Bias] | None = option(
+        None,
+        help="token id -> number added to its logit, in [-1e30, 1e30]",
+        takes="logit_bias is a dict of token id to finite number, such as {42: -100.0}",
+    )
+    seed: int | None = option(
+        None, help="any integer; without one a seed is drawn and returned with the output", unbounded=True
+    )
+    n: int = option(1, help=f"samples per prompt, at most {MOST_SAMPLES:,}", minimum=1, maximum=MOST_SAMPLES)
+    stop: str | list[str] | None = option(
+        None,
+        help="strings that end the output; their text is left out",
+        unbounded=True,
+        takes="stop is a string or a list of strings",
+    )
+    stop_token_ids: list[TokenId] | None = option(
+        None, help="token ids that end the output, beside EOS", takes="stop_token_ids is a list of token ids"
+    )
+    min_tokens: int = option(
+        0, help="EOS, stop ids and stop strings are not considered before this many tokens", minimum=0
+    )
+    max_tokens: int | None = option(16, help="most tokens of output; None: as many as the context allows", minimum=1)
+    ignore_eos: bool = option(False, help="do not end at EOS")
+    logprobs: int | None = option(
+        None, help="report log-probabilities of the chosen and of this many likeliest tokens", minimum=0
+    )
+    prompt_logprobs: int | None = option(None, help="the same for the tokens of the prompt", minimum=0)
+    logprobs_mode: Literal["raw", "processed"] = option(
+        "raw", help="log-probabilities before or after the sampling rules"
+    )
+    echo: bool = option(False, help="the text of the answer begins with the prompt")
+    include_stop_str_in_output: bool = option(False, help="keep the text of the stop string")
+    skip_special_tokens: bool = option(True, help="leave special tokens out of the text")
 
     def __post_init__(self) -> None:
-        _check_distribution(self)
-        _check_counts(self)
-        _check_stops(self)
-        _check_flags(self)
         # Own copies: the caller's list or dict may change while the request runs.
-        for name, copy in (("stop", list), ("stop_token_ids", list), ("logit_bias", dict)):
+        for name in ("stop", "stop_token_ids", "logit_bias"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, copy(value))
+            if isinstance(value, list | tuple | dict):
+                object.__setattr__(self, name, dict(value) if isinstance(value, dict) else list(value))
+        check(self)
+        if "" in self.stop_strings:
+            _refuse("stop", self.stop, "an empty string ends nothing", "give strings of at least one character")
+        if 0 < self.temperature < COOLEST:
+            _refuse("temperature", self.temperature, "so close to 0 the logits overflow", "use 0, or 1e-4 and more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            wrong = f"min_tokens is above max_tokens={shown(self.max_tokens)}"
+            _refuse("min_tokens", self.min_tokens, wrong, "lower min_tokens or raise max_tokens")
 
     @property
     def greedy(self) -> bool:
@@ -99,97 +140,6 @@ class SamplingParams:
 
 def _refuse(name: str, value: object, wrong: str, remedy: str) -> None:
     raise ConfigError(f"{name}={shown(value)}", wrong, remedy)
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a finite number that a float can hold; an int may be too large for one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _check_number(params: SamplingParams, name: str, low: float, high: float, remedy: str, *, open_low: bool) -> None:
-    value = getattr(params, name)
-    if not _is_number(value):
-        _refuse(name, value, f"{name} must be a finite number", remedy)
-    if not (low < value if open_low else low <= value) or value > high:
-        left = "(" if open_low else "["
-        _refuse(name, value, f"{name} must be in {left}{low:g}, {high:g}]", remedy)
-
-
-def _check_integer(name: str, value: object, low: int | None, remedy: str, high: int | None = LARGEST_COUNT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        _refuse(name, value, f"{name} must be an integer", remedy)
-    elif low is not None and value < low:
-        _refuse(name, value, f"{name} must be {low} or more", remedy)
-    elif high is not None and value > high:
-        _refuse(name, value, f"{name} must be {high} or less", remedy)
-
-
-def _check_distribution(params: SamplingParams) -> None:
-    _check_number(params, "temperature", 0, HOTTEST, "use 0 for greedy decoding", open_low=False)
-    if 0 < params.temperature < COOLEST:
-        _refuse("temperature", params.temperature, "so close to 0 the logits overflow", "use 0, or 1e-4 and more")
-    _check_number(params, "top_p", 0, 1, "use 1 to keep every token", open_low=True)
-    _check_number(params, "min_p", 0, 1, "use 0 to keep every token", open_low=False)
-    _check_number(params, "repetition_penalty", 1 / MOST_PENALTY, MOST_PENALTY, "use 1 for none", open_low=False)
-    _check_number(params, "presence_penalty", -2, 2, "use 0 for none", open_low=False)
-    _check_number(params, "frequency_penalty", -2, 2, "use 0 for none", open_low=False)
-    _check_integer("top_k", params.top_k, -1, "use 0 to keep every token")
-    if params.logit_bias is not None:
-        _check_logit_bias(params.logit_bias)
-
-
-def _check_logit_bias(bias: object) -> None:
-    remedy = "pass a dict of token id to finite number, such as {42: -100.0}"
-    if not isinstance(bias, dict):
-        raise ConfigError(f"logit_bias={shown(bias)}", "it must be a dict", remedy)
-    for token, value in bias.items():
-        _check_integer("logit_bias token id", token, 0, remedy)
-        if not _is_number(value) or abs(value) > MOST_BIAS:
-            wrong = f"a bias must be a number in [{-MOST_BIAS:g}, {MOST_BIAS:g}]"
-            _refuse(f"logit_bias[{shown(token)}]", value, wrong, remedy)
-
-
-def _check_counts(params: SamplingParams) -> None:
-    if params.seed is not None:
-        _check_integer("seed", params.seed, None, "use any integer, or None for a fresh seed", high=None)
-    _check_integer("n", params.n, 1, "use 1 for one sample, and several requests for more", high=MOST_SAMPLES)
-    _check_integer("min_tokens", params.min_tokens, 0, "use 0 for no minimum")
-    if params.max_tokens is not None:
-        _check_integer("max_tokens", params.max_tokens, 1, "use None for as many as the context allows")
-        if params.min_tokens > params.max_tokens:
-            wrong = f"min_tokens is above max_tokens={shown(params.max_tokens)}"
-            _refuse("min_tokens", params.min_tokens, wrong, "lower min_tokens or raise max_tokens")
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            _check_integer(name, getattr(params, name), 0, "use None for no log-probabilities")
-
-
-def _check_stops(params: SamplingParams) -> None:
-    remedy = "pass a non-empty string or a list of them"
-    stop = params.stop
-    if stop is not None and not isinstance(stop, (str, list, tuple)):
-        _refuse("stop", stop, "it must be a string or a list of strings", remedy)
-    for text in params.stop_strings:
-        if not isinstance(text, str) or not text:
-            _refuse("stop", stop, "a stop string must be a string of at least one character", remedy)
-    ids = params.stop_token_ids
-    if ids is not None and not isinstance(ids, (list, tuple)):
-        _refuse("stop_token_ids", ids, "it must be a list of token ids", "pass a list of integers")
-    for token in ids or ():
-        _check_integer("stop_token_ids", token, 0, "pass a list of integers")
-
-
-def _check_flags(params: SamplingParams) -> None:
-    for name in ("ignore_eos", "echo", "include_stop_str_in_output", "skip_special_tokens"):
-        if not isinstance(getattr(params, name), bool):
-            _refuse(name, getattr(params, name), f"{name} must be True or False", "pass a bool")
-    if params.logprobs_mode not in ("raw", "processed"):
-        _refuse("logprobs_mode", params.logprobs_mode, "no such mode", "use 'raw' or 'processed'")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

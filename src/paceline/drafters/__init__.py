@@ -3,6 +3,8 @@
 The names below load on first use: naming a drafter must not cost the import of torch.
 """
 
+# ruff: noqa: F401  (the imports are for type checkers)
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -12,53 +14,25 @@ if TYPE_CHECKING:
     from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
     from .ngram import NgramConfig
     from .none import NoneConfig
-    from .proposal import Proposal
+    from .proposal import PathDrafter, Proposal
     from .registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
     from .streams import StreamsConfig
     from .suffix import SuffixConfig
     from .synthetic import SyntheticConfig
 
-_HOMES = {
-    "DraftRequest": "base",
-    "Drafter": "base",
-    "DrafterSpec": "base",
-    "SequenceView": "base",
-    "StepFeatures": "base",
-    "NgramConfig": "ngram",
-    "NoneConfig": "none",
-    "Proposal": "proposal",
-    "StreamsConfig": "streams",
-    "SuffixConfig": "suffix",
-    "SyntheticConfig": "synthetic",
-    "DrafterConfig": "registry",
-    "DrafterContext": "registry",
-    "build": "registry",
-    "describe": "registry",
-    "option": "registry",
-    "parse": "registry",
-    "register": "registry",
+_NAMES = {  # by the module that defines them
+    "base": ["Drafter", "DrafterSpec", "DraftRequest", "SequenceView", "StepFeatures"],
+    "ngram": ["NgramConfig"],
+    "none": ["NoneConfig"],
+    "proposal": ["PathDrafter", "Proposal"],
+    "registry": ["DrafterConfig", "DrafterContext", "build", "describe", "option", "parse", "register"],
+    "streams": ["StreamsConfig"],
+    "suffix": ["SuffixConfig"],
+    "synthetic": ["SyntheticConfig"],
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "DraftRequest",
-    "Drafter",
-    "DrafterConfig",
-    "DrafterContext",
-    "DrafterSpec",
-    "NgramConfig",
-    "NoneConfig",
-    "Proposal",
-    "SequenceView",
-    "StepFeatures",
-    "StreamsConfig",
-    "SuffixConfig",
-    "SyntheticConfig",
-    "build",
-    "describe",
-    "option",
-    "parse",
-    "register",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.options import check, option
 from ..target.families import decoder_config
 from ..target.loader import load_weights
 from ..training.data import TokenBatch
@@ -18,7 +19,7 @@ from ..training.features import Features, OnlineFeatures
 from ..training.losses import TargetHidden, cross_entropy, kl, mixed, reverse_kl
 from ..training.network import Network
 from ..training.target import ModelShape
-from ..training.trainer import StepContext, setting
+from ..training.trainer import StepContext
 
 if TYPE_CHECKING:
     from ..training.registry import BuildContext
@@ -31,19 +32,16 @@ DISTANCES = {"kl": kl, "reverse_kl": reverse_kl, "mixed": mixed}
 class DraftModelOptions(ModelShape):
     """A small Llama-family model, and how it learns from the target."""
 
-    distance: Literal["kl", "reverse_kl", "mixed"] = setting(
-        "kl", "from the target's distribution; see training.losses"
+    distance: Literal["kl", "reverse_kl", "mixed"] = option(
+        "kl", help="from the target's distribution; see training.losses"
     )
-    distill: float = setting(0.8, "weight of the distance; the rest is cross-entropy with the text")
-    temperature: float = setting(1.0, "of both distributions in the distance")
+    distill: float = option(
+        0.8, help="weight of the distance, 0 to 1; the rest is cross-entropy with the text", minimum=0, maximum=1
+    )
+    temperature: float = option(1.0, help="of both distributions in the distance, above 0", above=0)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.distill <= 1 or self.temperature <= 0:
-            raise ConfigError(
-                f"distill={self.distill}, temperature={self.temperature}",
-                "distill is a share, and a temperature is above 0",
-                "give distill between 0 and 1",
-            )
+        check(self)
 
 
 class DraftModelRecipe:

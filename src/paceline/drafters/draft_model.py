@@ -15,9 +15,11 @@ from q, for rejection sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from itertools import accumulate, islice
+from operator import mul
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from ..target.base import TargetInfo
     from ..target.decoder import Decoder
 
-T = TypeVar("T")
 PREFILL_ROWS = 512  # rows of one draft pass over a long prompt
 MAX_NODES = 256
 
@@ -90,11 +91,18 @@ class DraftModelConfig(DrafterConfig):
         return tuple(int(p) for p in parts)
 
     @property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.topk == 1 and all(factor == 1 for factor in self.factors)
+
+    def nodes_of(self, levels: int) -> int:
+        """Drafted nodes of the first levels of a static tree or chain."""
+        return sum(accumulate(self.factors[:levels], mul))
+
+    @property
     def num_nodes(self) -> int:
         """Drafted nodes of a full tree."""
-        if self.topk > 1:
-            return self.nodes or self.topk * self.depth
-        return sum(math.prod(self.factors[: level + 1]) for level in range(len(self.factors)))
+        return (self.nodes or self.topk * self.depth) if self.topk > 1 else self.nodes_of(len(self.factors))
 
     def build(self, context: DrafterContext) -> DraftModel:
         """Load the model beside the target."""
@@ -111,46 +119,45 @@ class _State:
 
     cache: SequenceCache
     base: int = 0  # committed length below which the drafted nodes hang
-    parents: list[int] = field(default_factory=list)  # of nodes 1, 2, ..; 0 is the root
-    tokens: list[int] = field(default_factory=list)
-    forwarded: int = 0  # the first so many nodes have K/V
+    draft: Proposal = field(default_factory=Proposal)  # the last one
+    forwarded: int = 0  # the first so many of its nodes have K/V
     read: int = 0  # leading tokens of the text that the draft has an embedding for
 
 
 @dataclass(slots=True)
 class _Growth:
-    """A tree while it grows. Node i + 1 is entry i."""
+    """A tree while it grows. Node i + 1 is entry i, node 0 the root."""
 
     sequence: SequenceView
     state: _State
     budget: int
     max_depth: int
-    parents: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # cumulative log q
+    draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
     depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
     passes: int = 0  # draft passes so far
     q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
+
+    @property
+    def pending(self) -> int:
+        """Tokens of the text without K/V."""
+        return len(self.sequence.tokens) - self.state.cache.committed
 
     def path(self, node: int) -> list[int]:
         """Nodes from below the root to ``node``."""
         nodes: list[int] = []
         while node:
             nodes.append(node)
-            node = self.parents[node - 1]
+            node = self.draft.parents[node - 1]
         return nodes[::-1]
 
     def add(self, parent: int, token: int, log_q: float) -> int:
         """Append a child; returns its node."""
-        self.scores.append(self.score(parent) + log_q)
         self.depths.append(self.depth(parent) + 1)
-        self.parents.append(parent)
-        self.tokens.append(token)
-        return len(self.tokens)
+        return self.draft.add(parent, token, self.score(parent) + log_q)
 
     def score(self, node: int) -> float:
-        return self.scores[node - 1] if node else 0.0
+        return self.draft.log_scores[node - 1] if node else 0.0
 
     def depth(self, node: int) -> int:
         return self.depths[node - 1] if node else 0
@@ -175,7 +182,7 @@ class DraftModel:
             cache=CacheSpec(num_layers=shape.num_layers, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),
             proposes=config.proposes,
             default_budget=config.num_nodes,
-            tree=config.topk > 1 or any(f > 1 for f in config.factors),
+            tree=not config.is_chain,
         )
         self._states: dict[int, _State] = {}
         self._pool: KVPool | None = None
@@ -238,20 +245,20 @@ class DraftModel:
         if able and stack is not None and self._rolls(able):
             self._roll(able, stack)
         elif able:
-            logits: Tensor | None = self._catch_up(able, self._logits)
+            logits: Tensor | None = self._catch_up(able)
             level = 0
             while logits is not None:
                 self._expand(able, logits, level)
                 level += 1
                 logits = self._forward_frontier(able)
         for growth in able:
-            growth.state.parents, growth.state.tokens = growth.parents, growth.tokens
+            growth.state.draft = growth.draft
         return growths
 
     def _rolls(self, growths: Sequence[_Growth]) -> bool:
         """Whether the drafts are chains of likeliest tokens, which compiled code draws in one call."""
-        chains = self.config.topk == 1 and all(f == 1 for f in self.config.factors)
-        return chains and self.config.proposes != "sampled" and all(g.sequence.sampler.plain for g in growths)
+        config = self.config
+        return config.is_chain and config.proposes != "sampled" and all(g.sequence.sampler.plain for g in growths)
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
@@ -275,13 +282,12 @@ class DraftModel:
 
     def _shorten(self, growth: _Growth) -> None:
         """Leave at most `PREFILL_ROWS` pending tokens."""
-        while self._pending(growth) > PREFILL_ROWS:
-            self._forward_pending([growth], PREFILL_ROWS)
+        while growth.pending > PREFILL_ROWS:
+            self._forward_pending([growth])
 
     def _proposal(self, growth: _Growth) -> Proposal:
         """The drafted nodes; of a dynamic tree the best ones (a node's score is never above its parent's)."""
-        whole = Proposal(growth.tokens, growth.parents, growth.scores)
-        return whole.best(growth.budget) if self.config.topk > 1 else whole
+        return growth.draft.best(growth.budget) if self.config.topk > 1 else growth.draft
 
     # -- catching up with the committed tokens
 
@@ -290,14 +296,13 @@ class DraftModel:
         state = self._states.get(sequence.key)
         if state is None:
             state = self._states[sequence.key] = _State(self._open(sequence))
+        growth = _Growth(sequence, state, 0, self._depth(sequence, max_depth))  # the target goes on alone
         if not self._reads(state, sequence.tokens):
             state.cache.release()  # of no use any more: the text will keep that token
-            return _Growth(sequence, state, 0, 0)
-        self._settle(state, sequence.tokens)
-        growth = _Growth(sequence, state, budget, self._depth(sequence, max_depth))
-        if budget > 0 and growth.max_depth > 0 and self._reserve(growth):
             return growth
-        growth.budget = 0  # the target goes on alone for this sequence
+        self._settle(state, sequence.tokens)
+        if budget > 0 and growth.max_depth > 0 and self._reserve(growth):
+            growth.budget = budget
         return growth
 
     def _reads(self, state: _State, tokens: Sequence[int]) -> bool:
@@ -315,13 +320,12 @@ class DraftModel:
 
     def _depth(self, sequence: SequenceView, max_depth: int) -> int:
         """Levels that can be drafted; 0 or less where the sequence fills the draft's context."""
-        levels = len(self.config.factors) if self.config.branching else self.config.depth
-        return min(max_depth, levels, self.decoder.config.max_position - len(sequence.tokens))
+        return min(max_depth, len(self.config.factors), self.decoder.config.max_position - len(sequence.tokens))
 
     def _reserve(self, growth: _Growth) -> bool:
         """Room for the pending tokens and for every node that may be expanded; False if the pool is full."""
         try:
-            growth.state.cache.reserve(self._pending(growth) + self._room(growth))
+            growth.state.cache.reserve(growth.pending + self._room(growth))
         except PoolFullError:
             return False
         return True
@@ -336,7 +340,7 @@ class DraftModel:
         levels = growth.max_depth - 1
         if self.config.topk > 1:
             return (self.config.beam or self.config.topk) * levels
-        return sum(math.prod(self.config.factors[: level + 1]) for level in range(levels))
+        return self.config.nodes_of(levels)
 
     def _settle(self, state: _State, tokens: Sequence[int]) -> None:
         """Keep the K/V of drafted nodes that became part of the answer.
@@ -344,17 +348,12 @@ class DraftModel:
         Never that of the last token, even if it is there: the next draft needs the logits after it.
         """
         assert self._pool is not None
+        nodes = zip(state.draft.parents, state.draft.tokens, range(1, state.forwarded + 1), strict=False)
+        children = {(parent, token): node for parent, token, node in nodes}
         kept: list[int] = []
         node = 0
         for token in tokens[state.base : -1]:
-            node = next(
-                (
-                    i
-                    for i in range(node + 1, state.forwarded + 1)
-                    if state.parents[i - 1] == node and state.tokens[i - 1] == token
-                ),
-                0,
-            )
+            node = children.get((node, token), 0)
             if node == 0:
                 break
             kept.append(node - 1)
@@ -363,28 +362,24 @@ class DraftModel:
             state.cache.publish(tokens)
         state.forwarded = 0
 
-    def _catch_up(self, growths: Sequence[_Growth], read: Callable[[ForwardState, list[int]], T]) -> T:
-        """Compute the K/V of all committed tokens. Returns what ``read`` makes of the pass and its [B] root rows."""
+    def _catch_up(self, growths: Sequence[_Growth]) -> Tensor:
+        """Compute the K/V of all committed tokens. Returns the logits [B, V] after them."""
         for growth in growths:
             self._shorten(growth)
-        found = read(*self._forward_pending(growths, PREFILL_ROWS))
+        logits = self._logits(*self._forward_pending(growths))
         for growth in growths:
             growth.state.base = growth.state.cache.committed
-        return found
+        return logits
 
-    @staticmethod
-    def _pending(growth: _Growth) -> int:
-        return len(growth.sequence.tokens) - growth.state.cache.committed
-
-    def _forward_pending(self, growths: Sequence[_Growth], most: int) -> tuple[ForwardState, list[int]]:
-        assert self._pool is not None
+    def _forward_pending(self, growths: Sequence[_Growth]) -> tuple[ForwardState, list[int]]:
+        """One pass over the first `PREFILL_ROWS` pending tokens of each; it, and the last row of each."""
         packer = RowPacker(self.decoder, self.decoder.device)
         last: list[int] = []
-        counts = []
+        counts: list[int] = []
         for growth in growths:
             cache = growth.state.cache
             first = cache.committed
-            rows = min(self._pending(growth), most)
+            rows = min(growth.pending, PREFILL_ROWS)
             stop = first + rows
             packer.add(
                 growth.sequence.tokens[first:stop],
@@ -442,32 +437,24 @@ class DraftModel:
         else:
             top = log_q.topk(min(children, log_q.shape[-1]), dim=-1)
             values, tokens = top.values.tolist(), top.indices.tolist()
-        row = 0
+        rows = zip(values, tokens, strict=True)
         for growth in growths:
             fresh: list[int] = []
             growth.passes += bool(growth.frontier)
             # Later levels are grown only where they fit; of the first one, what fits.
             most = growth.budget if level == 0 and self.config.topk == 1 else children
             for node in growth.frontier:
-                for value, token in [*zip(values[row], tokens[row], strict=True)][:most]:
+                for value, token in islice(zip(*next(rows), strict=True), most):
                     if value > -math.inf:  # else a rule forbids it: fewer tokens are possible than children wanted
                         fresh.append(growth.add(node, token, value))
-                row += 1
             growth.frontier = self._next_frontier(growth, fresh, level + 1)
 
     def _scores(self, growths: Sequence[_Growth], logits: Tensor) -> Tensor:
         """What children are ranked by; its softmax is the chance that a child is what the target says."""
         if all(g.sequence.sampler.plain for g in growths) and self.config.proposes != "sampled":
             return logits
-        parts = []
-        start = 0
-        for growth in growths:
-            if not growth.frontier:
-                continue
-            stop = start + len(growth.frontier)
-            parts.append(self._sequence_scores(growth, logits[start:stop]))
-            start = stop
-        return torch.cat(parts)
+        parts = zip(growths, logits.split([len(growth.frontier) for growth in growths]), strict=True)
+        return torch.cat([self._sequence_scores(growth, part) for growth, part in parts if growth.frontier])
 
     def _sequence_scores(self, growth: _Growth, logits: Tensor) -> Tensor:
         sampler = growth.sequence.sampler
@@ -484,7 +471,7 @@ class DraftModel:
     @staticmethod
     def _paths(growth: _Growth, device: torch.device) -> Tensor | None:
         """[frontier, D] drafted tokens up to each frontier node, -1 padded."""
-        paths = [[growth.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
+        paths = [[growth.draft.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
         width = max(map(len, paths), default=0)
         if width == 0:
             return None
@@ -498,7 +485,7 @@ class DraftModel:
             beam = self.config.beam or self.config.topk
             fresh = sorted(fresh, key=growth.score, reverse=True)[:beam]
         else:
-            following = len(growth.tokens) + len(fresh) * self.config.factors[level]
+            following = len(growth.draft) + len(fresh) * self.config.factors[level]
             if following > growth.budget:
                 return []
         if self.config.min_prob > 0:
@@ -514,7 +501,7 @@ class DraftModel:
                 continue
             cache = growth.state.cache
             base = cache.committed
-            count = len(growth.tokens)
+            count = len(growth.draft)
             first = growth.frontier[0]
             if growth.frontier == [*range(first, count + 1)] and first == growth.state.forwarded + 1:
                 growth.state.forwarded = count
@@ -525,7 +512,7 @@ class DraftModel:
             places = [base - 1 + growth.depth(node) for node in growth.frontier]
             chain = len(growth.frontier) == 1 and growth.depth(growth.frontier[0]) == growth.state.forwarded
             packer.add(
-                [growth.tokens[node - 1] for node in growth.frontier],
+                [growth.draft.tokens[node - 1] for node in growth.frontier],
                 places,
                 growth.frontier,
                 slots=cache.slots(base + first - 1, stop),
@@ -543,16 +530,18 @@ class DraftModel:
 
         A node's K/V slot is its index, so the forwarded nodes must be the first ones.
         """
-        done = growth.state.forwarded
-        rest = [n for n in range(done + 1, len(growth.tokens) + 1) if n not in set(growth.frontier)]
-        order = [*range(1, done + 1), *growth.frontier, *rest]
-        moved = {0: 0} | {old: new for new, old in enumerate(order, start=1)}
-        growth.parents = [moved[growth.parents[old - 1]] for old in order]
-        growth.tokens = [growth.tokens[old - 1] for old in order]
-        growth.scores = [growth.scores[old - 1] for old in order]
-        growth.depths = [growth.depths[old - 1] for old in order]
-        growth.q_rows = {moved[old]: row for old, row in growth.q_rows.items()}
-        growth.frontier = [moved[old] for old in growth.frontier]
+        done, old = growth.state.forwarded, growth.draft
+        rest = set(range(done + 1, len(old) + 1)) - set(growth.frontier)
+        order = [*range(1, done + 1), *growth.frontier, *sorted(rest)]
+        moved = {0: 0} | {node: new for new, node in enumerate(order, start=1)}
+        growth.draft = Proposal(
+            tokens=[old.tokens[node - 1] for node in order],
+            parents=[moved[old.parents[node - 1]] for node in order],
+            log_scores=[old.log_scores[node - 1] for node in order],
+        )
+        growth.depths = [growth.depths[node - 1] for node in order]
+        growth.q_rows = {moved[node]: row for node, row in growth.q_rows.items()}
+        growth.frontier = [moved[node] for node in growth.frontier]
         growth.state.forwarded = done + len(growth.frontier)
 
     @staticmethod

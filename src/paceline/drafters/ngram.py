@@ -10,17 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import torch
-
-from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from .proposal import Proposal, to_tree
+from .base import DrafterSpec, SequenceView
+from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
-
-if TYPE_CHECKING:
-    from ..target.base import TargetInfo
 
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
 
@@ -83,7 +77,7 @@ class NgramIndex:
                 follower = self._earlier[n][follower]
 
 
-class NgramDrafter:
+class NgramDrafter(PathDrafter):
     """Drafts the continuation of the most recent occurrence of the longest n-gram that ends the context."""
 
     def __init__(self, config: NgramConfig) -> None:
@@ -93,31 +87,8 @@ class NgramDrafter:
         )
         self._indices: dict[int, NgramIndex] = {}
 
-    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Nothing to prepare: works on token ids."""
-
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to do: `propose` reads the tokens themselves."""
-
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, N] trees on the CPU; see `propose_paths`."""
-        proposals = [
-            self.propose_paths(sequence, budget, depth)
-            for sequence, budget, depth in zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        ]
-        return to_tree([sequence.tokens[-1] for sequence in want.sequences], proposals)
-
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """Draft for one sequence, without a tensor.
-
-        Args:
-            seq: the sequence; tokens that are new since the last call are indexed now.
-            budget: drafted nodes allowed.
-            max_depth: deepest node allowed.
-
-        Returns:
-            A chain, or up to ``branches`` chains that part at the root, best guess first.
-        """
+        """A chain, or up to ``branches`` chains that part at the root, best guess first."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
             return Proposal()

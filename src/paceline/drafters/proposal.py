@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..core.tree import TokenTree
+from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+
+if TYPE_CHECKING:
+    from ..target.base import TargetInfo
 
 
 @dataclass(slots=True)
@@ -107,3 +112,33 @@ def to_tree(
         source,
         [p.log_scores for p in proposals],
     )
+
+
+class PathDrafter:
+    """What drafters share that answer sequence by sequence, in plain Python: they add `spec` and `propose_paths`."""
+
+    spec: DrafterSpec
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Nothing to prepare: works on token ids."""
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to do: `propose_paths` reads the tokens themselves."""
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """[B, N] trees on the CPU; see `propose_paths`."""
+        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
+        return to_tree([sequence.tokens[-1] for sequence in want.sequences], [self.propose_paths(*row) for row in rows])
+
+    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Draft for one sequence, without a tensor.
+
+        Args:
+            seq: the sequence; tokens that are new since the last call are taken in now.
+            budget: drafted nodes allowed.
+            max_depth: deepest node allowed.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.propose_paths")
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing to drop."""

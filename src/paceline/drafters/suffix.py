@@ -16,17 +16,11 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import torch
-
-from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from .proposal import Proposal, to_tree
+from .base import DrafterSpec, SequenceView, StepFeatures
+from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
-
-if TYPE_CHECKING:
-    from ..target.base import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +141,13 @@ class SuffixAutomaton:
             state = link[state]
         return state, matched
 
+    def continued(self, state: int, matched: int) -> tuple[int, int]:
+        """The longest suffix of a context that something follows (a text's end has no next token)."""
+        while state > 0 and not self.edges[state]:
+            state = self.link[state]
+            matched = self.length[state]
+        return state, matched
+
     def most_frequent(self, state: int) -> tuple[int, float]:
         """The token that follows a state's runs most often, and its share; of equals the one seen first last."""
         edges, count = self.edges[state], self.count
@@ -246,7 +247,7 @@ class SharedOutputs:
         self.generations[0].extend(output)
 
 
-class SuffixDrafter:
+class SuffixDrafter(PathDrafter):
     """Drafts the most frequent continuations of the longest suffix seen before."""
 
     def __init__(self, config: SuffixConfig) -> None:
@@ -255,33 +256,13 @@ class SuffixDrafter:
         self.shared = SharedOutputs(config.max_tokens, config.max_match)
         self._sequences: dict[int, _Sequence] = {}
 
-    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Nothing to prepare: works on token ids."""
-
     def observe(self, step: StepFeatures) -> None:
         """Note who runs: an output is remembered even if its sequence never asked for a draft."""
         for seq in step.sequences:
             self._sequence(seq).tokens = seq.tokens
 
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, N] trees on the CPU; see `propose_paths`."""
-        proposals = [
-            self.propose_paths(sequence, budget, depth)
-            for sequence, budget, depth in zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        ]
-        return to_tree([sequence.tokens[-1] for sequence in want.sequences], proposals)
-
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """Draft for one sequence, without a tensor.
-
-        Args:
-            seq: the sequence; tokens that are new since the last call are taken in now.
-            budget: drafted nodes allowed.
-            max_depth: deepest node allowed.
-
-        Returns:
-            The best scored draft of the own text and the shared outputs; empty where nothing matches.
-        """
+        """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
         nodes, depth = min(config.tree or config.depth, budget), min(config.depth, max_depth)
         best, best_score = Proposal(), 0.0
@@ -293,7 +274,7 @@ class SuffixDrafter:
             limit = min(nodes, max(1, int(config.reach * match.matched)))
             if match.matched < config.min_match or limit <= best_score:  # a node's score is 1 at most
                 continue
-            drafted = self._draft(match, limit, depth)
+            drafted = self._tree(match, limit, depth) if config.tree else self._chain(match, min(limit, depth))
             if (score := drafted.expected_accepted) > best_score:
                 best, best_score = drafted, score
                 best.matched = match.matched
@@ -320,79 +301,45 @@ class SuffixDrafter:
             state = self._sequences[seq.key] = _Sequence(seq, self.config.max_match)
         return state
 
-    def _draft(self, match: _Match, nodes: int, depth: int) -> Proposal:
-        walk = _Walk(match.automaton, self.config.min_match, self.config.min_prob)
-        if self.config.tree:
-            return walk.tree(match.state, match.matched, nodes, depth)
-        return walk.chain(match.state, match.matched, min(nodes, depth))
-
-
-class _Walk:
-    """Reads continuations off an automaton. A context is (state, matched): the runs behind the next token."""
-
-    __slots__ = ("automaton", "min_match", "min_prob")
-
-    def __init__(self, automaton: SuffixAutomaton, min_match: int, min_prob: float) -> None:
-        self.automaton = automaton
-        self.min_match = min_match
-        self.min_prob = min_prob
-
-    def chain(self, state: int, matched: int, depth: int) -> Proposal:
+    def _chain(self, match: _Match, depth: int) -> Proposal:
         """Follow the most frequent next token; stop where the path's frequency falls below ``min_prob``."""
-        automaton = self.automaton
-        tokens: list[int] = []
-        scores: list[float] = []
-        chance = 1.0
-        while len(tokens) < depth:
-            state, matched = self._continued(state, matched)
-            if matched < self.min_match:
+        automaton, state, matched = match.automaton, match.state, match.matched
+        proposal, chance = Proposal(), 1.0
+        while len(proposal) < depth:
+            state, matched = automaton.continued(state, matched)
+            if matched < self.config.min_match:
                 break
             token, share = automaton.most_frequent(state)
             chance *= share
-            if chance < self.min_prob:
+            if chance < self.config.min_prob:
                 break
-            tokens.append(token)
-            scores.append(math.log(chance))
+            proposal.add(len(proposal), token, math.log(chance))
             state, matched = automaton.settle(automaton.edges[state][token], min(matched + 1, automaton.max_match))
-        return Proposal(tokens, list(range(len(tokens))), scores)
-
-    def tree(self, state: int, matched: int, nodes: int, depth: int) -> Proposal:
-        """Best-first: the ``nodes`` likeliest paths, none deeper than ``depth`` or rarer than ``min_prob``."""
-        proposal = Proposal()
-        heap: list[tuple[float, int, int, int, int, int, int]] = []
-        self._push(heap, 1.0, 0, state, matched, 1)
-        while heap and len(proposal) < nodes:
-            negative, _, parent, token, level, state, matched = heapq.heappop(heap)
-            node = proposal.add(parent, token, math.log(-negative))
-            if level < depth:
-                self._push(heap, -negative, node, state, matched, level + 1)
         return proposal
 
-    def _push(
-        self,
-        heap: list[tuple[float, int, int, int, int, int, int]],
-        chance: float,
-        parent: int,
-        state: int,
-        matched: int,
-        level: int,
-    ) -> None:
-        """Queue the children of one node. Heap order: chance, then level, then parent, then token."""
-        state, matched = self._continued(state, matched)
-        if matched < self.min_match:
+    def _tree(self, match: _Match, nodes: int, depth: int) -> Proposal:
+        """Best-first: the ``nodes`` likeliest paths, none deeper than ``depth`` or rarer than ``min_prob``."""
+        proposal = Proposal()
+        heap = [*self._children(match.automaton, 1.0, 0, match.state, match.matched, 1)]
+        heapq.heapify(heap)
+        while heap and len(proposal) < nodes:
+            negative, level, parent, token, state, matched = heapq.heappop(heap)
+            node = proposal.add(parent, token, math.log(-negative))
+            if level < depth:
+                for child in self._children(match.automaton, -negative, node, state, matched, level + 1):
+                    heapq.heappush(heap, child)
+        return proposal
+
+    def _children(
+        self, automaton: SuffixAutomaton, chance: float, parent: int, state: int, matched: int, level: int
+    ) -> Iterator[tuple[float, int, int, int, int, int]]:
+        """(-chance, level, parent, token, its context) of each child of a node: the heap's order."""
+        state, matched = automaton.continued(state, matched)
+        if matched < self.config.min_match:
             return
-        edges, count, cap = self.automaton.edges[state], self.automaton.count, self.automaton.max_match
+        edges, count = automaton.edges[state], automaton.count
         total = sum(count[target] for target in edges.values())
         for token, target in edges.items():
             path = chance * count[target] / total
-            if path >= self.min_prob:
-                child, length = self.automaton.settle(target, min(matched + 1, cap))
-                heapq.heappush(heap, (-path, level, parent, token, level, child, length))
-
-    def _continued(self, state: int, matched: int) -> tuple[int, int]:
-        """The longest suffix of a context that something follows (a text's end has no next token)."""
-        automaton = self.automaton
-        while state > 0 and not automaton.edges[state]:
-            state = automaton.link[state]
-            matched = automaton.length[state]
-        return state, matched
+            if path >= self.config.min_prob:
+                yield (-path, level, parent, token, *automaton.settle(target, min(matched + 1, automaton.max_match)))

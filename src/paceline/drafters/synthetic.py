@@ -11,20 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams
 from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from .proposal import Proposal, to_tree
+from .base import DrafterSpec, DraftRequest, SequenceView
+from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
@@ -56,22 +57,16 @@ class SyntheticConfig(DrafterConfig):
     cost_ms: float = option(0.0, help="time that a proposal for the batch pretends to take", minimum=0, maximum=60_000)
 
     def validate(self) -> None:
-        rates = self._read_rates()
-        self.require("accept", rates is not None and all(0 <= r <= 1 for r in rates), "holds chances from 0 to 1")
+        self.require("accept", all(0 <= rate <= 1 for rate in self.rates), "holds chances from 0 to 1")
         self.require("accept", len(self.rates) <= self.depth, f"names more depths than depth={self.depth}")
 
     @property
     def rates(self) -> tuple[float, ...]:
         """Chance to be right at depth 1, 2, ..; the last one holds below."""
-        rates = self._read_rates()
-        assert rates is not None, "validate() comes first"
-        return rates
-
-    def _read_rates(self) -> tuple[float, ...] | None:
         try:
             return tuple(float(part) for part in str(self.accept).split("/"))
         except ValueError:
-            return None
+            return (math.nan,)  # which `validate` refuses
 
     def build(self, context: DrafterContext) -> SyntheticDrafter:
         return SyntheticDrafter(self)
@@ -129,16 +124,8 @@ def write_answers(path: str | Path, answers: Iterable[tuple[Sequence[int], Seque
     Path(path).write_text("".join(rows), encoding="utf-8")
 
 
-class Generates(Protocol):
-    """What `record_answers` wants of an `LLM`."""
-
-    def generate(self, prompts: Any, params: Any) -> list[Any]:
-        """One output a prompt."""
-        ...
-
-
 def record_answers(
-    llm: Generates,
+    llm: Any,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     path: str | Path,
@@ -146,7 +133,7 @@ def record_answers(
     """Let the target answer, and write down what it says.
 
     Args:
-        llm: the target; without a drafter, so that nothing but the target has a say.
+        llm: the target, an `LLM`; without a drafter, so that nothing but the target has a say.
         prompts: token ids of each.
         params: one for all, or one a prompt; at a temperature above 0 with the seed of the later run.
         path: of the file to write.
@@ -173,37 +160,14 @@ class _Reading:
     key: bytes = b""  # of the draws: stands for seed and prompt
 
 
-@dataclass(slots=True)
-class Misses:
-    """Proposals that stayed empty for want of a recorded token."""
-
-    unknown: int = 0  # the prompt is not in the file
-    left: int = 0  # the sequence said something else than every answer recorded for its prompt
-    ended: int = 0  # the recorded answer is over, and the sequence goes on
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.unknown + self.left + self.ended
-
-    def __str__(self) -> str:
-        kinds = {
-            "for prompts that are not in the file": self.unknown,
-            "in sequences that had left the recorded answer": self.left,
-            "behind the end of the recorded answer": self.ended,
-        }
-        return ", ".join(f"{count} {where}" for where, count in kinds.items() if count)
+MISSES = {  # why a proposal stayed empty for want of a recorded token
+    "unknown": "for prompts that are not in the file",
+    "left": "in sequences that had left the recorded answer",
+    "ended": "behind the end of the recorded answer",
+}
 
 
-@dataclass(slots=True)
-class _Draw:
-    """One pseudo-random draw."""
-
-    uniform: float  # in [0, 1), 53 bits
-    offset: int  # 32 bits that are independent of it
-
-
-class SyntheticDrafter:
+class SyntheticDrafter(PathDrafter):
     """Proposes the recorded next tokens, each replaced by a wrong one with a stated chance.
 
     Whether the token at a depth is right, and which wrong one stands in its place, is a function of (seed,
@@ -225,7 +189,7 @@ class SyntheticDrafter:
             self._answers.setdefault(answer.prompt, []).append(answer)
         self._readings: dict[int, _Reading] = {}
         self._vocab_size = 0
-        self.misses = Misses()
+        self.misses: Counter[str] = Counter()  # by `MISSES`
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check that the answers are of this target's vocabulary.
@@ -250,29 +214,17 @@ class SyntheticDrafter:
                 "ask for fewer branches",
             )
 
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to learn: `propose` reads the tokens themselves."""
-
     def propose(self, want: DraftRequest) -> TokenTree:
         """[B, N] trees on the CPU; takes ``cost_ms``, where anything is drafted."""
         until = perf_counter() + self.config.cost_ms * 1e-3
-        proposals = [
-            self.propose_paths(sequence, budget, depth)
-            for sequence, budget, depth in zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        ]
-        if any(map(len, proposals)):
+        tree = super().propose(want)
+        if tree.tokens.shape[1] > 1:
             while perf_counter() < until:  # busy, as a drafter would be
                 pass
-        return to_tree([sequence.tokens[-1] for sequence in want.sequences], proposals)
+        return tree
 
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """Draft for one sequence: level by level, on each level the branch that may be right first.
-
-        Args:
-            seq: the sequence.
-            budget: drafted nodes allowed.
-            max_depth: deepest node allowed.
-        """
+        """Level by level, on each level the branch that may be right first."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
             return Proposal()
@@ -289,13 +241,13 @@ class SyntheticDrafter:
         tips = [0] * self.config.branches  # tree index of each branch's deepest node
         score = 0.0
         for level, token in enumerate(following):
-            draw = self._draw(reading, position + level, level + 1)
-            right = draw.uniform < self._rates[level]
+            uniform, offset = self._draw(reading, position + level, level + 1)
+            right = uniform < self._rates[level]
             score += math.log(max(self._rates[level], _NEVER))
             for branch in range(self.config.branches):
                 if len(proposal) == budget:
                     return proposal
-                guess = token if right and branch == 0 else self._wrong(token, draw.offset + branch)
+                guess = token if right and branch == 0 else self._wrong(token, offset + branch)
                 hope = score if branch == 0 else score + math.log(_NEVER)
                 tips[branch] = proposal.add(tips[branch], guess, hope)
         return proposal
@@ -308,9 +260,10 @@ class SyntheticDrafter:
     @property
     def idle_reason(self) -> str | None:
         """Why it proposed nothing at times, for want of an answer; None where it never did."""
-        if not self.misses.total:
+        if not self.misses:
             return None
-        return f"synthetic had no recorded token {self.misses.total} times: {self.misses} ({self.config.answers})"
+        kinds = ", ".join(f"{self.misses[kind]} {where}" for kind, where in MISSES.items() if self.misses[kind])
+        return f"synthetic had no recorded token {self.misses.total()} times: {kinds} ({self.config.answers})"
 
     # -- the record
 
@@ -329,22 +282,18 @@ class SyntheticDrafter:
 
     def _miss(self, seq: SequenceView, reading: _Reading) -> None:
         """Count an empty proposal, and say so the first time."""
-        first = not self.misses.total
-        if reading.left:
-            self.misses.ended += 1
-        elif tuple(seq.tokens[: seq.prompt_len]) in self._answers:
-            self.misses.left += 1
-        else:
-            self.misses.unknown += 1
-        if first:
+        prompt = tuple(seq.tokens[: seq.prompt_len])
+        self.misses["ended" if reading.left else "left" if prompt in self._answers else "unknown"] += 1
+        if self.misses.total() == 1:
             log.warning("%s; such steps are plain decoding", self.idle_reason)
 
     # -- the draws
 
-    def _draw(self, reading: _Reading, position: int, depth: int) -> _Draw:
+    def _draw(self, reading: _Reading, position: int, depth: int) -> tuple[float, int]:
+        """One pseudo-random draw: a number in [0, 1) of 53 bits, and 32 bits that are independent of it."""
         place = position.to_bytes(8, "little") + depth.to_bytes(8, "little")
         bits = int.from_bytes(blake2b(place, key=reading.key, digest_size=12).digest())
-        return _Draw((bits >> 43) * 2.0**-53, bits & 0xFFFFFFFF)
+        return (bits >> 43) * 2.0**-53, bits & 0xFFFFFFFF
 
     def _wrong(self, token: int, offset: int) -> int:
         """A token that is not ``token``; neighbouring offsets give different ones."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import check_value, shown
+from ..core.options import check, shown
 from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
 from .families import MAX_LAYERS
 from .files import fingerprint as fingerprint
@@ -121,10 +121,7 @@ class StreamConfig:
 
 def _check_types(what: str, config: Any) -> None:
     """Refuse values of other types than the fields have, such as a file may hold."""
-    hints = get_type_hints(type(config))
-    for spec in fields(config):
-        value = getattr(config, spec.name)
-        check_value(f"{what} with {spec.name}={shown(value)}", spec.name, value, hints[spec.name], spec.metadata)
+    check(config, f"{what} with ")
 
 
 class LowRankMap(nn.Module):
