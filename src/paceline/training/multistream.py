@@ -25,45 +25,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from ..attention.streams import main_sees, stream_sees
+from ..target.stream_rows import rotate_values, value_rotation
 from ..target.streams import StreamSet
 from .data import TokenBatch
 from .network import Delta, KeyValues, Network, Rotation, attend
-
-# -- the rules of the paper, one function each
-
-
-def stream_sees(owner: Tensor, stream: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
-    """[queries, keys] bool: stream j of main row t sees streams 1 .. j of that row, itself included (eq. 2).
-
-    Args:
-        owner, stream: [queries] int64, owner and number of each querying stream.
-        key_owner, key_stream: [keys] int64, of the streams whose keys they are.
-    """
-    return (owner[:, None] == key_owner) & (key_stream <= stream[:, None])
-
-
-def main_sees(row: Tensor, key_owner: Tensor) -> Tensor:
-    """[queries, keys] bool: main row t sees all streams of its own (eq. 3, shared mode alone).
-
-    Args:
-        row: [queries] int64, the main rows.
-        key_owner: [keys] int64, the owner of each stream whose key it is.
-    """
-    return row[:, None] == key_owner
-
-
-def value_rotation(stream: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [rows, 1, 1] of j * epsilon in float64, for rows of streams j (appendix E.4)."""
-    angle = (stream.double() * epsilon)[:, None, None]
-    return angle.cos(), angle.sin()
-
-
-def rotate_values(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Values [..., rows, kv_heads, D] with pairs (i, i + D / 2) rotated by `value_rotation`."""
-    cos, sin = (x.to(values.dtype) for x in rotation)
-    first, second = values.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
 
 # -- carriers: which main rows have streams
 
@@ -272,7 +238,7 @@ def stream_pass(network: Network, trained: StreamSet, carriers: Carriers) -> Str
     """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
     gamma, angle = trained.config.gamma, trained.config.value_rotation
     steps = torch.arange(1, gamma + 1, device=carriers.index.device)
-    values = None if angle is None else value_rotation(steps, angle)
+    values = None if angle is None else value_rotation(steps, angle, network.head_weight)
     return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), values)
 
 
