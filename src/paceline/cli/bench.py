@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,24 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..llm import LLM
-from . import bench_run, bench_streams
-from .console import stdout, waiting
-from .options import takes
-from .session import DEFAULT_MODEL, application_named, counting, needed_drafter, steps
+from . import bench_run
+from .console import stdout
+from .session import DEFAULT_MODEL, counting
 
 if TYPE_CHECKING:  # torch is loaded when a command runs, not when its help is shown
     from ..bench.decode import DecodeRate
-    from ..bench.quality import DomainLoss, TaskQuality
     from ..bench.step import StepCost
-    from ..bench.streams_memory import SegmentCost
     from ..engine.costs import CostTable
 
 app = typer.Typer(add_completion=False)
 app.callback(invoke_without_command=True)(bench_run.bench)
-bench_streams.register(app)
 
 ModelOption = Annotated[
     str, typer.Option(help="Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama).")
@@ -222,154 +216,6 @@ def decode(
             "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
         },
     )
-
-
-@app.command()
-@takes(llm=LLMConfig, without={"model"}, shown={"drafter": "the applications' streams, else none"})
-def quality(
-    model: Annotated[str, typer.Argument(help="Embedded model, folder or hub name.")] = DEFAULT_MODEL,
-    tasks: Annotated[str, typer.Option(metavar="NAME,..", help="Of sql, e2e, gsm8k and dialogsum.")] = "sql,e2e,gsm8k",
-    data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of their test files; default: the packaged samples.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts a task.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts.")] = 0,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Of an answer; default: the task's own.")] = None,
-    loss: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Also the loss per token on this text; repeat it for several."),
-    ] = None,
-    loss_tokens: Annotated[int, typer.Option(help="Tokens of each such text, from its beginning.")] = 20_000,
-    as_: Annotated[
-        str | None, typer.Option("--as", metavar="NAME", help="Which application answers; base for none.")
-    ] = None,
-    out: OutOption = None,
-    *,
-    llm: dict[str, Any],
-) -> None:
-    """Score greedy answers on tasks (exact match, ROUGE, accuracy), and the loss on held-out texts."""
-    from ..bench import machine
-    from ..bench import quality as bench
-
-    named = [name.strip() for name in tasks.split(",") if name.strip()]
-    application = application_named(as_, llm["applications"] or {})
-    if llm["drafter"] is None:
-        llm["drafter"] = needed_drafter(llm["applications"] or {}, llm["offline"])
-    _positive("--limit", limit)
-    _check_out(out)
-    with waiting(f"loading {model}"):
-        loaded = LLM(model, **llm)
-    with steps() as progress:
-        shared: dict[str, Any] = {"application": application, "progress": progress}
-        # Losses first: they take seconds, so a bad file is known before tasks take minutes.
-        lost = bench.domain_losses(loaded, loss or [], max_tokens=loss_tokens, **shared)
-        scored = bench.evaluate(loaded, named, data, limit=limit, seed=seed, max_new_tokens=max_new_tokens, **shared)
-    facts = machine.describe(llm["device"])
-    console = stdout()
-    console.print(f"{model}, {loaded.config.dtype}, {application or 'the base model'}: greedy answers")
-    console.print(_score_table(scored))
-    if lost:
-        console.print(_loss_table(lost))
-    _write(
-        out,
-        {
-            "command": "bench quality",
-            "model": model,
-            "options": {name: value for name, value in llm.items() if value is not None},
-            "machine": facts.as_dict(),
-            "seed": seed,
-            "tasks": [found.as_dict() for found in scored],
-            "losses": [found.as_dict() for found in lost],
-        },
-    )
-
-
-@app.command("segment-attention")
-def segment_attention(
-    model: ModelOption = "random:12x384x1024x8192",
-    mode: Annotated[str, typer.Option(help="lossless or shared.")] = "lossless",
-    gamma: Annotated[int, typer.Option(help="Streams.")] = 4,
-    layers: Annotated[int, typer.Option(help="Layers at the top that streams go through.")] = 4,
-    rank: Annotated[int, typer.Option(help="Of the adapters.")] = 8,
-    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens a row.")] = 512,
-    prompt: Annotated[int, typer.Option(help="Of these, tokens without streams.")] = 128,
-    segments: Annotated[
-        str, typer.Option(metavar="N,..", help="Sizes of a segment; all: one of all; naive: one dense attention.")
-    ] = "naive,all,512,128",
-    steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 3,
-    threads: ThreadsOption = None,
-    device: DeviceOption = "cpu",
-    out: OutOption = None,
-) -> None:
-    """Memory and speed of a training step of streams, by segments and without, each in a fresh process."""
-    from ..bench import machine
-    from ..bench import streams_memory as bench
-
-    names = [part.strip() for part in segments.split(",")]
-    known = {"naive": bench.NAIVE, "all": None}
-    sizes = [known[n] if n in known else _numbers("--segments", n)[0] for n in names]
-    if mode not in ("lossless", "shared"):
-        raise ConfigError(f"--mode {mode}", "there is no such mode", "write lossless or shared")
-    _check_out(out)
-    task = bench.SegmentTask(
-        folder=model,
-        mode=mode,  # type: ignore[arg-type]
-        gamma=gamma,
-        layers=layers,
-        rank=rank,
-        rows=rows,
-        length=length,
-        prompt=prompt,
-        steps=steps,
-        device=device,
-        threads=threads,
-    )
-    with waiting("training a few steps of each"):
-        found = bench.measure(task, sizes)
-    console = stdout()
-    console.print(f"{model}, {mode}, {gamma} streams over {layers} layers, {rows} rows of {length} tokens")
-    console.print(_segment_table(found))
-    facts = machine.describe(device).as_dict() | ({"threads": threads} if threads else {})
-    values = {"command": "bench segment-attention", "model": model, "machine": facts, "task": dataclasses.asdict(task)}
-    _write(out, {**values, "costs": [cost.as_dict() for cost in found]})
-
-
-def _segment_table(found: Sequence[SegmentCost]) -> Table:
-    """One line a way."""
-    table = Table(box=None, header_style="bold")
-    for name in ("segment", "peak MiB", "step s", "low-high", "tokens/s"):
-        table.add_column(name, justify="left" if name == "segment" else "right")
-    for cost in found:
-        times = (f"{cost.step_s:.2f}", f"{cost.low_s:.2f}-{cost.high_s:.2f}", f"{cost.tokens_per_s:.0f}")
-        table.add_row(cost.way, f"{cost.peak_mib:.0f}", *times)
-    return table
-
-
-def _score_table(scored: Sequence[TaskQuality]) -> Table:
-    """One line a score."""
-    table = Table(box=None, header_style="bold")
-    for name in ("task", "score", "mean", "95% interval", "prompts", "ended", "tokens"):
-        table.add_column(name, justify="left" if name in ("task", "score") else "right")
-    for found in scored:
-        for name, value in found.scores.items():
-            if name.endswith(("_low", "_high")):
-                continue
-            interval = f"{found.scores[name + '_low']:.3f}-{found.scores[name + '_high']:.3f}"
-            prompts = found.workload["prompts"]
-            counts = (str(prompts), f"{found.finished / prompts:.0%}", str(found.output_tokens))
-            table.add_row(found.task, name, f"{value:.3f}", interval, *counts)
-    return table
-
-
-def _loss_table(lost: Sequence[DomainLoss]) -> Table:
-    """One line a domain."""
-    table = Table(box=None, header_style="bold")
-    for name in ("text", "nats a token", "tokens", "pieces"):
-        table.add_column(name, justify="left" if name == "text" else "right")
-    for found in lost:
-        table.add_row(found.domain, f"{found.loss:.4f}", str(found.tokens), str(found.documents))
-    return table
 
 
 def _cost_table(tables: Mapping[str, CostTable]) -> Table:
