@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.bench import machine
 from paceline.bench.report import wording as say
@@ -42,7 +43,7 @@ def scores(ask: Asked) -> Iterator[Table | None]:
     yield None
     drafts = any(read_config(Path(resolve_folder(folder))).gamma for folder in sets.values())
     llm = LLM(ask.model, drafter="streams" if drafts else None, applications=sets or None, **ask.llm)
-    limits = {"limit": ask.prompts, "seed": ask.seed, "max_new_tokens": ask.max_new_tokens}
+    limits: dict[str, Any] = {"limit": ask.prompts, "seed": ask.seed, "max_new_tokens": ask.max_new_tokens}
     answering = (None, *sets)
     # Losses first: they take seconds, so a bad file is known before tasks take minutes.
     losses = [x for a in answering for x in domain_losses(llm, ask.loss, max_tokens=ask.loss_tokens, application=a)]

@@ -467,7 +467,8 @@ def table_3(ask: Asked) -> Iterator[Table | None]:
     for grid in grids.values():
         grid.config(ask)
     yield None
-    rows, values, reports, limits = [], [], [], {"limit": ask.scored, "seed": ask.seed}
+    limits: dict[str, Any] = {"limit": ask.scored, "seed": ask.seed}
+    rows, values, reports = [], [], []
     for task, grid in grids.items():
         # Drafts change no answer, so each set is asked once.
         llm = LLM(ask.model, drafter="streams", applications=dict(grid.applications), **ask.llm)
@@ -566,7 +567,7 @@ def states(ask: Asked, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor,
         [1 + Ns, gamma] of streams, the same of main rows (before the first of the streams' layers, then after each),
         and how many prompts, and rows with streams, are behind them.
     """
-    apps = {"drafter": "streams", "budget": 0, "applications": {trained.application: trained.folder}}
+    apps: dict[str, Any] = {"drafter": "streams", "budget": 0, "applications": {trained.application: trained.folder}}
     llm = LLM(ask.model, **(apps if trained.application else {}), **ask.llm)
     prompts: list[list[int]] = []
     for task in ask.names:
@@ -598,8 +599,8 @@ def figure_5(ask: Asked) -> Iterator[Table | None]:
         for i, (label, y) in enumerate(lines.items())
     ]
     ordered = [series[i] for j in range(gamma) for i in (j, gamma + j)]
-    labels = {"title": "Stream states and the true later states", "x_label": "layers passed"}
-    axes = Panel(series=ordered, y_label="cosine similarity", columns=gamma, **labels)
+    title = "Stream states and the true later states"
+    axes = Panel(title=title, series=ordered, x_label="layers passed", y_label="cosine similarity", columns=gamma)
     facts = {name: getattr(ask, name) for name in ("model", "set", "max_new_tokens", "seed")} | counts
     values = {**facts, "layers": layers, "streams": streams.tolist(), "main": main.tolist(), "tasks": list(tasks)}
     rows = zip(layers, *lines.values(), strict=True)

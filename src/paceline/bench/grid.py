@@ -369,7 +369,8 @@ def series_of(label: str, x: Sequence[Any], lines: Sequence[Line | None], metric
     def values(name: str) -> list[float]:
         return [math.nan if line is None else line.metric(name) for line in lines]
 
-    return Series(label=label, x=x, y=values(metric), **{end: values(f"speedup_{end}") for end in ends})
+    spread: dict[str, Any] = {end: values(f"speedup_{end}") for end in ends}
+    return Series(label=label, x=x, y=values(metric), **spread)
 
 
 def panel(metric: str, series: Sequence[Series], **labels: Any) -> Panel:

@@ -89,7 +89,7 @@ class Item:
     needs: tuple[str, ...]  # options without which it cannot be
     takes: tuple[str, ...]  # options of the study's own that it looks at, if they are given
     defaults: Mapping[str, Any]
-    quick: Mapping[str, Any]
+    quick: dict[str, Any]
 
     @property
     def help(self) -> str:
