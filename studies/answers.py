@@ -42,17 +42,24 @@ def scores(ask: Asked) -> Iterator[Table | None]:
     tasks, sets = known_tasks(ask.names), dict(ask.application)
     yield None
     drafts = any(read_config(Path(resolve_folder(folder))).gamma for folder in sets.values())
-    llm = LLM(ask.model, drafter="streams" if drafts else None, applications=sets or None, **ask.llm)
+    drafter = "streams" if drafts else None  # such a set cannot answer without its streams
+    llm = LLM(ask.model, drafter=drafter, applications=sets or None, **ask.llm)
     limits: dict[str, Any] = {"limit": ask.prompts, "seed": ask.seed, "max_new_tokens": ask.max_new_tokens}
     answering = (None, *sets)
     # Losses first: they take seconds, so a bad file is known before tasks take minutes.
     losses = [x for a in answering for x in domain_losses(llm, ask.loss, max_tokens=ask.loss_tokens, application=a)]
     scored = [x for a in answering for x in evaluate(llm, tasks, ask.data, application=a, **limits)]
+    facts = {"model": ask.model, "options": {**ask.llm, "drafter": drafter, "applications": sets}, "seed": ask.seed}
     yield Table(
         title="Task scores and losses",
         head=("answers", "task or text", "score", "mean", "95% interval", "prompts or pieces", "ended", "tokens"),
         parts={"": [row for found in scored for row in score_rows(found)] + [loss_row(found) for found in losses]},
-        values={"tasks": [asdict(found) for found in scored], "losses": [asdict(found) for found in losses]},
+        values={
+            **facts,
+            "machine": machine.describe(ask.device).as_dict(),
+            "tasks": [asdict(found) for found in scored],
+            "losses": [asdict(found) for found in losses],
+        },
         how=[[f"{ask.model}, {llm.config.dtype}: greedy answers", machine.describe(ask.device).line()]],
     )
 

@@ -29,7 +29,7 @@ from paceline.bench.methods import show
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.bench.report import wording as say
-from paceline.bench.scores import TASK_WORKLOADS, encoded_prompts, evaluate, means, workload_of
+from paceline.bench.scores import TASK_WORKLOADS, encoded_prompts, evaluate, known_tasks, means, workload_of
 from paceline.bench.study import Entry, Grid, Line, Options, Study, Table, asked, measure
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
@@ -72,9 +72,7 @@ class Asked(Options):
     k: int = asked(3, "Children of a node, of figure_13's tree.", "N")
     nodes: int | None = asked(None, "Most nodes of figure_13's tree, best first; the full tree if not given.", "N")
     scored: int = asked(200, "Prompts of each task whose answers are scored.", "N")
-    segment: dict[str, str] = asked(
-        {}, "A setting of appendix_i: rows=4, length=512, segments=naive+all+128, ..", "KEY=VALUE"
-    )
+    segment: dict[str, str] = asked({}, "Of appendix_i: rows=4, length=512, segments=naive+all+128, ..", "KEY=VALUE")
 
 
 study = Study(
@@ -213,10 +211,8 @@ def figure_13(ask: Asked) -> Grid:
         for family, label, options in shapes
     ]
     auto = Entry(trained.method("auto budget", budget="auto", k=ask.k, nodes=USUAL), "auto")
-    title = (
-        f"what each component is worth ({trained.config.mode} set, tree of k={ask.k}, gamma={gamma}"
-        f"{'' if ask.nodes is None else f', {size} nodes'}, of {trained.config.gamma} trained)"
-    )
+    shape = f"{trained.config.mode} set, tree of k={ask.k}, gamma={gamma}{f', {size} nodes' if ask.nodes else ''}"
+    title = f"what each component is worth ({shape}, of {trained.config.gamma} trained)"
     return grid_of([trained], title, [*entries, auto], finish=_ablation)
 
 
@@ -352,9 +348,8 @@ def figure_18(ask: Asked) -> Grid:
         Entry(trained.method("tree", k=3, nodes=CUT, best_path_batch=10**6), f"best {CUT} nodes"),
         Entry(trained.method("auto", k=3, nodes=USUAL, budget="auto"), "auto budget"),
     ]
-    cells = {"batches": SWEPT_BATCHES}
-    shape = {"x_label": "batch size", "cell": "batch", "cells": cells, "log_x": True, "prompts": max(SWEPT_BATCHES)}
-    return grid_of([trained], "Requests at once", entries, **shape)
+    shape = {"x_label": "batch size", "cell": "batch", "cells": {"batches": SWEPT_BATCHES}, "log_x": True}
+    return grid_of([trained], "Requests at once", entries, prompts=max(SWEPT_BATCHES), **shape)
 
 
 @study.figure(needs=("set",))
@@ -424,8 +419,7 @@ def application_grid(task: str, folders: Mapping[str, str]) -> Grid:
     Raises:
         ConfigError: an unknown task, or a set of another kind.
     """
-    if task not in TASK_WORKLOADS:
-        raise ConfigError(f"application {task}", "no task has that name", f"use {', '.join(TASK_WORKLOADS)}")
+    known_tasks([task])
     configs = {name: read_config(Path(resolve_folder(folder))) for name, folder in folders.items()}
     for name, config in configs.items():
         if config.mode != "shared" or bool(config.gamma) != (name == STREAMS):
@@ -485,10 +479,10 @@ def table_3(ask: Asked) -> Iterator[Table | None]:
             scored = ", ".join(f"{name} {100 * value:.1f}" for name, value in means(scores[line.series]).items())
             count = f"{extra:,}" if extra and line.series == STREAMS else say.NOTHING
             rows.append([*row, scored, count, line.exact])
-    head = ("application", "method", "speed-up", "tokens/s", "mean accepted tokens")
+    speed = ("speed-up", "tokens/s", "mean accepted tokens")
     yield Table(
         title="Shared streams beside plain adapters",
-        head=(*head, "score", "extra parameters", "ids exact"),
+        head=("application", "method", *speed, "score", "extra parameters", "ids exact"),
         parts={"": rows},
         values={"scored": ask.scored, "lines": values},
         how=how(reports[0], [f"scores are of {ask.scored} prompts of each task at most, greedy"]),
@@ -633,12 +627,13 @@ def segment_task(given: Mapping[str, str]) -> dict[str, Any]:
     task: dict[str, Any] = {"mode": words.pop("mode"), **SEGMENT, "segments": ways}
     for name, text in (*words.items(), *(("segments", way) for way in ways if way not in ("naive", "all"))):
         if name not in task or not text.isdecimal() or (not int(text) and name != "prompt"):
-            known = ", ".join(task)
-            raise ConfigError(f"--segment {name}={text}", "nothing would be measured", f"give 1 or more of {known}")
+            remedy = f"give 1 or more of {', '.join(task)}"
+            raise ConfigError(f"--segment {name}={text}", "nothing would be measured", remedy)
         task |= {name: int(text)} if name in SEGMENT else {}
     if task["prompt"] >= task["length"] - 1:
-        wanted = f"prompt={task['prompt']} of rows of {task['length']}"
-        raise ConfigError(wanted, "no token is left to draft for", "give a shorter one")
+        raise ConfigError(
+            f"prompt={task['prompt']}", "no token is left to draft for", "give a shorter one, or longer rows"
+        )
     return task
 
 

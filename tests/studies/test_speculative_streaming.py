@@ -228,7 +228,7 @@ def test_sets_of_an_application_are_what_they_are_taken_for(sets: dict[str, str]
     assert names[0] == found.over == "adapter" and "streams, plain" in names and "adapter, ngram" in names
     alone = made.application_grid("sql", {STREAMS: sets["shared"]})
     assert alone.over == "streams, plain" and {entry.method.application for entry in alone.entries} == {STREAMS}
-    with pytest.raises(ConfigError, match="no task"):
+    with pytest.raises(ConfigError, match="poetry"):
         made.application_grid("poetry", {STREAMS: sets["shared"]})
     for adapter, streams in (("shared", "shared"), ("adapter", "adapter"), ("adapter", "lossless")):
         with pytest.raises(ConfigError, match="set with"):

@@ -95,6 +95,7 @@ class _Progress(Silent):
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._last = time.monotonic()
+        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
 
     def stage(self, text: str) -> None:
         """A new part of the run begins."""
@@ -103,8 +104,11 @@ class _Progress(Silent):
 
     def trial(self, done: int, total: int, group: Group, method: Method) -> None:
         """A trial is about to begin."""
-        if time.monotonic() - self._last > LINE_EVERY_S:
-            self.stage(f"{done} of {total} trials, {group.cell.workload}, {method.name}")
+        now = time.monotonic()
+        began, already = self._first = self._first or (now, done)
+        if now - self._last > LINE_EVERY_S:
+            left = (now - began) / max(done - already, 1) * (total - done)
+            self.stage(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {left:.0f} s left")
 
 
 def measure(grid: Grid, options: Options, folder: Path) -> Report:
