@@ -333,10 +333,9 @@ def figure_11(ask: Asked) -> Grid:
 @study.figure(needs=("set",))
 def figure_12b(ask: Asked) -> Grid:
     """Sampling at temperature 1 from the likeliest tokens."""
-    trained = TrainedSet.read(str(ask.set))
-    cells = {"temperatures": (1.0,), "top_ks": SWEPT_TOP_KS}
-    shape = {"x_label": "likeliest tokens sampled from (top-k)", "cell": "top_k", "cells": cells}
-    return grid_of([trained], "Sampling at temperature 1", trained.chain_and_cut(), **shape)
+    trained, cells = TrainedSet.read(str(ask.set)), {"temperatures": (1.0,), "top_ks": SWEPT_TOP_KS}
+    label, entries = "likeliest tokens sampled from (top-k)", trained.chain_and_cut()
+    return grid_of([trained], "Sampling at temperature 1", entries, x_label=label, cell="top_k", cells=cells)
 
 
 @study.figure(needs=("set",))
@@ -428,8 +427,8 @@ def application_grid(task: str, folders: Mapping[str, str]) -> Grid:
 
     def drafts(name: str, budget: int | str | None = None, **shape: Any) -> Method:
         settings = {"budget": StreamsConfig(**shape).num_nodes(configs[STREAMS].gamma) if budget is None else budget}
-        drafter = written(STREAMS, shape)
-        return Method(name=f"{STREAMS}, {name}", drafter=drafter, settings=settings, application=STREAMS)
+        text = written(STREAMS, shape)
+        return Method(name=f"{STREAMS}, {name}", drafter=text, settings=settings, application=STREAMS)
 
     methods = [
         Method(name=ADAPTER, application=ADAPTER),
@@ -544,9 +543,8 @@ def table_3_parameters(ask: Asked) -> Iterator[Table | None]:
 
 
 def _count(value: float | None) -> str:
-    if value is None:
-        return say.NOTHING
-    return f"{value:,}" if isinstance(value, int) else f"{value:.1E}".replace("E+0", "E")
+    shown = f"{value:,}" if isinstance(value, int) else f"{value or 0:.1E}".replace("E+0", "E")
+    return say.NOTHING if value is None else shown
 
 
 # -- how near stream states come to the true later states (figure 5)
@@ -582,7 +580,7 @@ def states(ask: Asked, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor,
 @study.figure(needs=("set",), tasks="sql,e2e,gsm8k", prompts=12, max_new_tokens=64)
 def figure_5(ask: Asked) -> Iterator[Table | None]:
     """Cosine similarity of stream states to the true later states, layer by layer."""
-    trained, tasks = TrainedSet.read(str(ask.set)), ask.names
+    trained, facts = TrainedSet.read(str(ask.set)), {"model": ask.model, "set": ask.set, "tasks": ask.names}
     yield None
     streams, main, counts = states(ask, trained)
     gamma, layers = trained.config.gamma, [*range(trained.config.insertion, trained.config.num_layers + 1)]
@@ -595,21 +593,19 @@ def figure_5(ask: Asked) -> Iterator[Table | None]:
     ordered = [series[i] for j in range(gamma) for i in (j, gamma + j)]
     title = "Stream states and the true later states"
     axes = Panel(title=title, series=ordered, x_label="layers passed", y_label="cosine similarity", columns=gamma)
-    facts = {name: getattr(ask, name) for name in ("model", "set", "max_new_tokens", "seed")} | counts
-    values = {**facts, "layers": layers, "streams": streams.tolist(), "main": main.tolist(), "tasks": list(tasks)}
+    facts |= {"max_new_tokens": ask.max_new_tokens, "seed": ask.seed, **counts}
     rows = zip(layers, *lines.values(), strict=True)
     yield Table(
         title="Cosine similarity of stream states to the true later states",
         head=("layers passed", *lines),
         parts={"": [[str(n), *(f"{value:.3f}" for value in row)] for n, *row in rows]},
-        values=values,
+        values={**facts, "layers": layers, "streams": streams.tolist(), "main": main.tolist()},
         how=[[f"{name}: {value}" for name, value in facts.items()]],
         plots={".svg": lambda path: figures.lines([axes], path, width=1.7)},
     )
 
 
 # -- segment attention (appendix I)
-
 
 SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3}
 QUICK_SEGMENT = {"rows": "1", "length": "128", "prompt": "32", "steps": "1", "segments": "naive+all+32"}
@@ -631,9 +627,7 @@ def segment_task(given: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(f"--segment {name}={text}", "nothing would be measured", remedy)
         task |= {name: int(text)} if name in SEGMENT else {}
     if task["prompt"] >= task["length"] - 1:
-        raise ConfigError(
-            f"prompt={task['prompt']}", "no token is left to draft for", "give a shorter one, or longer rows"
-        )
+        raise ConfigError(f"prompt={task['prompt']}", "no token is left to draft for", "give a shorter one")
     return task
 
 
