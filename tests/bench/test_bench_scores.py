@@ -15,7 +15,7 @@ from paceline import LLM, SamplingParams
 from paceline.bench.scores import TASK_WORKLOADS, domain_losses, evaluate
 from paceline.bench.workloads import WORKLOADS
 from paceline.core.errors import ConfigError
-from paceline.training.scores import TASKS, rouge_n
+from paceline.training.scores import TASKS, score_task
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,7 +89,7 @@ def test_equal_prompts_become_one_with_several_references(llm: LLM, answers: lis
     write(tmp_path / "app_e2e_nlg_test.jsonl", records)
     (found,) = evaluate(llm, ["e2e"], tmp_path, max_new_tokens=12)
     assert found.workload["prompts"] == 2
-    assert found.scores["rouge1"] == (1 + rouge_n(answers[1], "nowhere", 1)) / 2
+    assert found.scores["rouge1"] == (1 + score_task("e2e", answers[1:2], ["nowhere"])["rouge1"]) / 2
 
 
 def test_gsm8k_takes_turns_and_references(llm: LLM, answers: list[str], tmp_path: Path) -> None:
