@@ -14,7 +14,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := src tests examples
+SOURCES := src tests examples studies
 
 # What an installation depends on. The stamp's name carries the torch build, so that another choice
 # of TORCH installs again.

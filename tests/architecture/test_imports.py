@@ -33,11 +33,14 @@ RECIPES = {"recipe.py", "distillation.py"}  # of drafters: how one is trained; t
 CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds
 PYDANTIC = {"pydantic", "pydantic_core", "typing_extensions"}  # it, and what it is made of
 MODULES = sorted(PACKAGE.rglob("*.py"))
+STUDIES = PACKAGE.parents[1] / "studies"
+NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies"}
+ABOVE = {"cli", "async_llm"}  # parts that no study may import
 
 
-def imports(path: Path) -> Iterator[tuple[str, ...]]:
+def imports(path: Path, root: Path | None = None) -> Iterator[tuple[str, ...]]:
     """Absolute dotted names that a module imports, as tuples; relative ones resolved."""
-    module = ("paceline", *path.relative_to(PACKAGE).with_suffix("").parts)
+    module = ("paceline", *path.relative_to(root or PACKAGE).with_suffix("").parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -74,6 +77,18 @@ def test_core_imports_torch_pydantic_and_the_standard_library_only(path: Path) -
 def test_engine_imports_no_concrete_drafter_or_round(path: Path) -> None:
     found = {name[2] for name in imports(path) if name[:2] in {("paceline", "drafters"), ("paceline", "rounds")}}
     assert found <= CONTRACTS
+
+
+@pytest.mark.parametrize("path", sorted(STUDIES.glob("*.py")), ids=lambda path: path.name)
+def test_studies_stand_on_the_bench_and_on_each_other_not(path: Path) -> None:
+    found = {name for name in imports(path, STUDIES) if name[0] in {"paceline", *NAMES}}
+    assert found and not {name for name in found if name[0] in NAMES}
+    assert not {name[1] for name in found if len(name) > 1} & ABOVE
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_part_imports_a_study(path: Path) -> None:
+    assert not {name[0] for name in imports(path)} & NAMES
 
 
 def test_the_checker_sees_relative_and_absolute_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

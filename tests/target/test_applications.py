@@ -360,21 +360,6 @@ def test_an_application_with_streams_brings_its_drafter(
     assert row["application"] == "fast" and row["stats"]["row_layers"] > row["stats"]["passes"] * 12
 
 
-def test_quality_of_an_application_with_streams_is_scored_with_them(
-    cli: Callable[..., Any], folders: dict[str, str], fast: str, tmp_path: Path
-) -> None:
-    out, text = tmp_path / "quality.json", tmp_path / "words.txt"
-    text.write_text("Some words to be read.", encoding="utf-8")
-    small = ("--limit", "1", "--max-new-tokens", "4", "--max-model-len", "256", "--threads", "1")
-    for folder, drafter in ((fast, "streams"), (folders["sql"], None)):
-        asked = ("--tasks", "sql", "--loss", str(text), "--application", f"one={folder}", "--out", str(out))
-        result = cli("bench", "quality", MODEL, *asked, *small)
-        assert result.exit_code == 0, result.output
-        report = json.loads(out.read_text("utf-8"))
-        assert report["options"].get("drafter") == drafter
-        assert report["tasks"][0]["application"] == report["losses"][0]["application"] == "one"
-
-
 @pytest.mark.parametrize(
     ("more", "wrong"),
     [

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
-from paceline.bench.quality import TASK_WORKLOADS, domain_losses, evaluate
+from paceline.bench.scores import TASK_WORKLOADS, domain_losses, evaluate
 from paceline.bench.workloads import WORKLOADS
-from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.training.scores import TASKS, rouge
+from paceline.training.scores import TASKS, score_task
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,13 +67,11 @@ def test_every_task_has_scores_and_a_workload() -> None:
 def test_exact_match_counts_the_answers_that_match(llm: LLM, answers: list[str], tmp_path: Path) -> None:
     """References are the model's own greedy answers but for one: three in four."""
     write(tmp_path / "app_wikisql_test.jsonl", pairs(QUESTIONS, [*answers[:3], "SELECT nothing"]))
-    told: list[tuple[str, int, int]] = []
-    (found,) = evaluate(llm, ["sql"], tmp_path, max_new_tokens=12, progress=lambda *step: told.append(step))
+    (found,) = evaluate(llm, ["sql"], tmp_path, max_new_tokens=12)
     assert found.scores["exact_match"] == 0.75
     assert 0 <= found.scores["exact_match_low"] <= 0.75 <= found.scores["exact_match_high"] <= 1
     assert found.workload["prompts"] == 4 and found.workload["origin"] == str(tmp_path / "app_wikisql_test.jsonl")
     assert 0 < found.output_tokens <= 4 * 12 and found.max_new_tokens == 12
-    assert told[-1] == ("sql", 4, 4)
 
 
 def test_prompts_go_through_the_chat_template(llm: LLM, tmp_path: Path) -> None:
@@ -93,7 +89,7 @@ def test_equal_prompts_become_one_with_several_references(llm: LLM, answers: lis
     write(tmp_path / "app_e2e_nlg_test.jsonl", records)
     (found,) = evaluate(llm, ["e2e"], tmp_path, max_new_tokens=12)
     assert found.workload["prompts"] == 2
-    assert found.scores["rouge1"] == (1 + rouge("rouge1")(answers[1], "nowhere")) / 2
+    assert found.scores["rouge1"] == (1 + score_task("e2e", answers[1:2], ["nowhere"])["rouge1"]) / 2
 
 
 def test_gsm8k_takes_turns_and_references(llm: LLM, answers: list[str], tmp_path: Path) -> None:
@@ -163,7 +159,7 @@ def test_long_texts_are_cut_into_pieces(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_refused_before_any_answer(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "generate", lambda *_: pytest.fail("a prompt was answered"))
+    monkeypatch.setattr(llm, "generate", lambda *_, **__: pytest.fail("a prompt was answered"))
     write(tmp_path / "app_wikisql_test.jsonl", [{"prompt": "a"}])
     good = tmp_path / "good.txt"
     good.write_text("some words", encoding="utf-8")
@@ -187,42 +183,3 @@ def test_bad_input_is_refused_before_any_answer(llm: LLM, tmp_path: Path, monkey
     for call in (lambda: evaluate(llm, ["sql"]), lambda: domain_losses(llm, [good])):
         with pytest.raises(ConfigError, match="no tokenizer"):
             call()
-
-
-# -- the command
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs ``paceline bench quality ARGS`` in this process: wide lines, no colours."""
-    for name, value in {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}.items():
-        monkeypatch.setenv(name, value)
-    return lambda *args: CliRunner().invoke(app, ["bench", "quality", *map(str, args)])
-
-
-def test_command_shows_tables_and_writes_json(run: Any, tmp_path: Path) -> None:
-    text, out = tmp_path / "words.txt", tmp_path / "quality.json"
-    text.write_text("Some words to be read.", encoding="utf-8")
-    small = ("--limit", 2, "--max-new-tokens", 4, "--threads", 1, "--dtype", "float32", "--max-model-len", 256)
-    result = run(MODEL, "--tasks", "sql,gsm8k", "--loss", text, "--out", out, *small)
-    assert result.exit_code == 0, result.output
-    assert "exact_match" in result.stdout and "accuracy" in result.stdout and "words" in result.stdout
-    report = json.loads(out.read_text())
-    assert [task["task"] for task in report["tasks"]] == ["sql", "gsm8k"]
-    assert report["losses"][0]["domain"] == "words" and report["losses"][0]["loss"] > 0
-    assert report["model"] == MODEL and report["options"]["dtype"] == "float32" and report["machine"]["processor"]
-
-
-def test_command_refuses_what_is_not_there(run: Any, tmp_path: Path) -> None:
-    for args, message in [
-        (("--data", tmp_path), "has no app_wikisql_test.jsonl"),
-        (("--tasks", "poems"), "poems"),
-        (("--limit", 0), "--limit 0"),
-        (("--as", "sql"), "no such application"),
-        (("--out", tmp_path), "no file can be there"),
-        (("--loss", tmp_path / "gone.txt"), "no such file"),  # before any of 600 prompts is answered
-    ]:
-        result = run(MODEL, "--threads", 1, *args)
-        assert result.exit_code != 0
-        said = " ".join(f"{result.output} {result.exception}".split())
-        assert message in said

@@ -1,0 +1,385 @@
+"""What a study measures and what comes of it: a grid of methods, one interleaved run, a table with its plots.
+
+The figures of every method are `bench.summary`'s. Over several tasks, counts are geometric means of the tasks' own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from ..core.errors import ConfigError
+from . import figures
+from .figures import Panel, Series
+from .journal import NAME as JOURNAL_NAME
+from .measure import Group
+from .methods import with_plain
+from .records import Method, Report
+from .report import wording as say
+from .report.markdown import table, text
+from .run import BenchConfig, Run, Silent
+from .scores import workload_of
+from .summary import Index, Row, Summary, overall_ratio, summarise
+
+if TYPE_CHECKING:
+    from .study import Options
+
+ALL = "all"  # the task that stands for all of them
+EVERY = "all"  # the top-k that leaves no token out
+LINE_EVERY_S = 10.0  # between lines of progress
+APART_S = 1800.0  # the most that a process of `apart` may take
+T = TypeVar("T")
+Plot = Callable[[Path], Path]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method, and its place in table and plot."""
+
+    method: Method
+    series: str
+    x: float | str | None = None  # None: the value of `Grid.cell`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Methods that answer the same prompts in one interleaved run, beside plain decoding."""
+
+    title: str
+    entries: Sequence[Entry]
+    applications: Mapping[str, str] = field(default_factory=dict)  # folders of the trained sets that methods name
+    x_label: str = ""  # of what is swept; empty: nothing is, and methods go by their names
+    cell: str = ""  # the field of a cell that is swept, where methods are not
+    cells: Mapping[str, Any] = field(default_factory=dict)  # fields of `BenchConfig` in place of the options'
+    prompts: int = 0  # at least so many are needed
+    over: str | None = None  # the method that speed-ups are over; None: each one's own plain decoding
+    plots: Sequence[str] = ("call_reduction", "speedup")  # fields of `Line`
+    log_x: bool = False
+    facts: Sequence[str] = ()  # lines on what was measured
+    values: Mapping[str, Any] = field(default_factory=dict)  # the same for JSON
+    finish: Callable[[Table, list[Line]], Table] = lambda table, lines: table  # the last word on what it becomes
+
+    def config(self, options: Options) -> BenchConfig:
+        """The run of this grid. Methods that name no dtype get that of the options."""
+        own = [entry.method for entry in self.entries]
+        methods = [replace(m, dtype=options.dtype) if m.dtype == "auto" else m for m in own]
+        kept = ("model", "data", "repeats", "seed", "device", "threads")
+        values = {
+            "title": self.title,
+            "workloads": tuple(map(workload_of, options.names)),
+            "max_new_tokens": (options.max_new_tokens,),
+            **{name: getattr(options, name) for name in kept},
+            **self.cells,
+            "prompts": max(options.prompts, self.prompts),
+        }
+        methods = with_plain(methods, self.applications)
+        return BenchConfig(methods=tuple(methods), applications=self.applications, **values)
+
+
+class _Progress(Silent):
+    """A line on stderr for each stage of a run, and one now and then."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._last = time.monotonic()
+        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
+
+    def stage(self, text: str) -> None:
+        """A new part of the run begins."""
+        self._last = time.monotonic()
+        self._console.print(text, style="dim", markup=False)
+
+    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
+        """A trial is about to begin."""
+        now = time.monotonic()
+        began, already = self._first = self._first or (now, done)
+        if now - self._last > LINE_EVERY_S:
+            left = (now - began) / max(done - already, 1) * (total - done)
+            self.stage(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {left:.0f} s left")
+
+
+def measure(grid: Grid, options: Options, folder: Path) -> Report:
+    """Run a grid, with its journal and raw report in a folder.
+
+    Raises:
+        ConfigError: anything that cannot be as it was asked for; found before the first trial.
+        KeyboardInterrupt: it was cut off; the report has what there is, and the journal lets it go on.
+    """
+    flags = {"overwrite": options.overwrite, "resume": options.resume and (folder / JOURNAL_NAME).is_file()}
+    run = Run(grid.config(options), out=folder, command=options.command, watcher=_Progress(), **flags)
+    outcome = run.execute()
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    return outcome.report
+
+
+def apart(work: Callable[..., T], *arguments: Any) -> T:
+    """The result of a function that runs in a fresh process, where nothing that ran before counts as its memory.
+
+    Raises:
+        ConfigError: the process dies or takes too long; errors of the function are raised as they are.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(work, *arguments).result(APART_S)
+        except TimeoutError as error:
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise ConfigError(f"{work.__name__}", f"no result within {APART_S:.0f} s", "ask for less") from error
+        except BrokenProcessPool as error:
+            raise ConfigError(f"{work.__name__}", "its process died", "ask for less if memory ran out") from error
+
+
+# -- lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One method on one task, or over all tasks."""
+
+    task: str  # a workload, or `ALL`
+    method: str
+    series: str
+    x: float | str | None  # what was swept
+    call_reduction: float | None
+    accepted_length: float | None
+    row_layers: float | None  # a pass
+    upper_row_layers: float | None  # a pass
+    pruned: float | None  # nodes a pass
+    tokens_per_s: float | None
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+    pairs: int  # of trials behind the speed-up
+    exact: str  # yes, NO, or nothing where ids were not compared
+    error: str | None
+
+    def metric(self, name: str) -> float:
+        """The figure of this name; NaN where there is none."""
+        value = getattr(self, name)
+        return math.nan if value is None else float(value)
+
+    @property
+    def bracketed(self) -> str:
+        """The speed-up and its interval; a single pair has none."""
+        if self.speedup is None:
+            return say.NOTHING
+        interval = f"{self.speedup_low:.2f}, {self.speedup_high:.2f}" if self.pairs > 1 else "1 pair"
+        return f"{self.speedup:.2f} [{interval}]"
+
+
+def lines_of(grid: Grid, report: Report) -> list[Line]:
+    """Every method of the grid on every task and over all, at every value of the cells."""
+    summary, index = summarise(report), Index(report)
+    entries = {entry.method.name: entry for entry in grid.entries}
+    totals = [row for row in summary.overall if len(summary.workloads(row.section)) > 1]
+    rows = [row for row in (*summary.rows, *totals) if row.method.name in entries]
+    found = [_line(row, summary, index, grid, entries[row.method.name]) for row in rows]
+    return sorted(found, key=lambda line: line.x == EVERY)  # top-k of all tokens comes after the largest k
+
+
+def _line(row: Row, summary: Summary, index: Index, grid: Grid, entry: Entry) -> Line:
+    same = [r for r in summary.of(row.section) if r.method.name == row.method.name]
+    parts = [row] if row.workload is not None else same
+    ratio = row.speedup
+    if grid.over is not None:
+        cells = [r.cell for r in parts if r.cell is not None]
+        ratio = overall_ratio(index, row.method.name, grid.over, cells) if row.method.name != grid.over else None
+    counts = ("call_reduction", "accepted_length", "row_layers", "upper_row_layers")
+    return Line(
+        task=ALL if row.workload is None else row.workload,
+        method=row.method.name,
+        series=entry.series,
+        x=_swept(getattr(row.section, grid.cell), grid.cell) if grid.cell else entry.x,
+        **{name: _mean([getattr(part.figures, name) for part in parts]) for name in counts},
+        pruned=row.figures.pruned,
+        tokens_per_s=row.speed,
+        speedup=ratio.value if ratio else None,
+        speedup_low=ratio.low if ratio else None,
+        speedup_high=ratio.high if ratio else None,
+        pairs=ratio.pairs if ratio else 0,
+        exact=say.exact_mark(row.exact),
+        error=row.figures.error,
+    )
+
+
+def _swept(value: Any, cell: str) -> float | str:
+    return float(value) if cell != "top_k" else f"{value}" if value else EVERY
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The geometric mean; None where a task has no figure."""
+    known = [value for value in values if value]
+    return geometric_mean(known) if known and len(known) == len(values) else None
+
+
+def whole(lines: Iterable[Line]) -> list[Line]:
+    """The lines over all tasks; of a single task its own."""
+    found = list(lines)
+    return [line for line in found if line.task == ALL] or found
+
+
+# -- tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What is shown and written of a table or figure."""
+
+    title: str
+    head: Sequence[str]
+    parts: Mapping[str, Sequence[Sequence[str]]]  # rows under each heading; the terminal shows the first alone
+    values: Mapping[str, Any]  # for JSON
+    remarks: Sequence[str] = ()  # what it says, in sentences
+    how: Sequence[Sequence[str]] = ()  # lists of lines on how it was measured
+    plots: Mapping[str, Plot] = field(default_factory=dict)  # by what is added to the name, with suffix
+    same: bool = True  # whether ids equal plain decoding's
+
+    def show(self) -> None:
+        """Print it."""
+        console = Console(highlight=False, soft_wrap=True)
+        if not console.is_terminal:
+            console.width = max(console.width, 160)  # a pipe limits no table
+        shown = RichTable(box=None, header_style="bold")
+        for place, name in enumerate(self.head):
+            shown.add_column(name, justify="right" if place else "left", overflow="fold")
+        for row in next(iter(self.parts.values()), ()):
+            shown.add_row(*(cell.replace("[", r"\[") for cell in row))
+        console.print(self.title, style="bold", markup=False)
+        console.print(shown)
+        for remark in self.remarks:
+            console.print(remark, markup=False)
+
+    def markdown(self, command: Sequence[str]) -> str:
+        """The page; ends with a newline."""
+        blocks = [f"# {text(self.title)}", _list(self.remarks)]
+        for heading, rows in self.parts.items():
+            body = table([text(name) for name in self.head], ([text(cell) for cell in row] for row in rows))
+            blocks += [f"## {text(heading)}" if heading else "", body]
+        blocks += ["## How it was measured" if self.how else "", *map(_list, self.how)]
+        blocks.append(f"To repeat it:\n\n```\n{shlex.join(command)}\n```")
+        return "\n\n".join(block for block in blocks if block) + "\n"
+
+    def write(self, folder: Path, name: str, command: Sequence[str]) -> list[Path]:
+        """NAME.json, NAME.md and the plots.
+
+        Raises:
+            ConfigError: a file that cannot be written.
+        """
+        values = {"name": name, "title": self.title, "command": list(command), **self.values}
+        files = [
+            _write(folder / f"{name}.json", json.dumps({**values, "remarks": list(self.remarks)}, indent=1) + "\n"),
+            _write(folder / f"{name}.md", self.markdown(command)),
+        ]
+        return files + [plot(folder / f"{name}{suffix}") for suffix, plot in self.plots.items()]
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {text(line)}" for line in lines)
+
+
+def _write(path: Path, content: str) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"file {path}", f"cannot be written ({error.strerror})", "name another folder") from error
+    return path
+
+
+COLUMNS: Mapping[str, Callable[[Line], str]] = {
+    "call reduction": lambda line: say.length(line.call_reduction),
+    "row-layers a pass": lambda line: say.number(line.row_layers),
+    "upper ones": lambda line: say.number(line.upper_row_layers),
+    "nodes pruned a pass": lambda line: say.number(line.pruned),
+    "tokens/s": lambda line: say.number(line.tokens_per_s),
+    "speed-up over plain": lambda line: line.bracketed,
+    "ids equal plain": lambda line: "failed" if line.error else line.exact,
+}
+METRIC_NAMES = {
+    "call_reduction": "call reduction (tokens a pass)",
+    "speedup": "speed-up over plain decoding",
+    "accepted_length": "accepted length",
+    "row_layers": "row-layers a pass",
+    "upper_row_layers": "upper row-layers a pass",
+    "tokens_per_s": "tokens/s",
+}
+ONE = ("call_reduction", "speedup", "accepted_length")  # metrics of which plain decoding has 1
+
+
+def table_of(grid: Grid, report: Report) -> Table:
+    """A part for all tasks and one for each, and a plot of what was swept."""
+    lines = lines_of(grid, report)
+    parts = {}
+    for task in dict.fromkeys(line.task for line in (*whole(lines), *lines)):
+        title = "All tasks (geometric means)" if task == ALL else say.workload_title(report, task)
+        parts[title] = [_row(grid, line) for line in lines if line.task == task]
+    panels = [panel_of(grid, lines, metric) for metric in grid.plots]
+    made = Table(
+        title=grid.title,
+        head=["setting", *([grid.x_label] if grid.x_label else []), *COLUMNS],
+        parts=parts,
+        values={
+            **{name: getattr(report, name) for name in ("commit", "machine", "settings")},
+            **grid.values,
+            "lines": [asdict(line) for line in lines],
+        },
+        how=how(report, grid.facts),
+        plots={".svg": lambda path: figures.lines(panels, path)} if grid.x_label else {},
+        same=all(found.passed for found in report.exactness),
+    )
+    return grid.finish(made, lines)
+
+
+def _row(grid: Grid, line: Line) -> list[str]:
+    x = f"{line.x:g}" if isinstance(line.x, int | float) else str(line.x)
+    return [*((line.series, x) if grid.x_label else (line.method,)), *(show(line) for show in COLUMNS.values())]
+
+
+def how(report: Report, facts: Sequence[str] = ()) -> list[list[str]]:
+    """How a run was measured, and what its methods are."""
+    lines = [say.model_line(report), say.machine_line(report), say.run_line(report), *facts]
+    lines += [f"{key}: {say.setting(value)}" for key, value in report.settings.items()]
+    return [[*lines, *report.notes], [f"{m.name}: {say.method_detail(m)}" for m in report.methods]]
+
+
+def panel_of(grid: Grid, lines: Sequence[Line], metric: str) -> Panel:
+    """A metric over what was swept, all tasks together: a line for each series."""
+    shown = whole(lines)
+    series = []
+    for label in dict.fromkeys(line.series for line in shown):
+        of_series = [line for line in shown if line.series == label]
+        series.append(series_of(label, [line.x for line in of_series], of_series, metric))
+    return panel(metric, series, x_label=grid.x_label, y_label=METRIC_NAMES[metric], log_x=grid.log_x)
+
+
+def series_of(label: str, x: Sequence[Any], lines: Sequence[Line | None], metric: str) -> Series:
+    """A metric of lines, NaN where there is none; speed-ups have their intervals."""
+    ends = ("low", "high") if metric == "speedup" else ()
+
+    def values(name: str) -> list[float]:
+        return [math.nan if line is None else line.metric(name) for line in lines]
+
+    spread: dict[str, Any] = {end: values(f"speedup_{end}") for end in ends}
+    return Series(label=label, x=x, y=values(metric), **spread)
+
+
+def panel(metric: str, series: Sequence[Series], **labels: Any) -> Panel:
+    """Axes for a metric; where plain decoding has 1, there is a broken line."""
+    name = METRIC_NAMES[metric]
+    one = metric in ONE
+    rules: dict[str, Any] = {"line_at": 1.0 if one else None, "y_from": None if one else 0.0, **labels}
+    return Panel(title=name[:1].upper() + name[1:], series=series, **rules)

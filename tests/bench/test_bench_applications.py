@@ -1,0 +1,155 @@
+"""Applications in a benchmark, and what streams are counted by: the yardstick, row-layers, call reduction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers  # noqa: F401  (first loaded in a command, its log would go to a stream that is closed afterwards)
+from reports import World
+from stream_sets import MODEL, save_all
+from typer.testing import CliRunner
+
+from paceline.bench.methods import parse_method, with_plain
+from paceline.bench.records import Cell, Method, Trial
+from paceline.bench.report import load_report, markdown
+from paceline.bench.run import BenchConfig, Run
+from paceline.bench.summary import Index, summarise
+from paceline.cli import app
+from paceline.core.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return save_all(tmp_path_factory.mktemp("sets"))
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    values = {
+        "model": MODEL,
+        "workloads": ("wikisql",),
+        "prompts": 1,
+        "repeats": 1,
+        "max_new_tokens": (6,),
+        "threads": 1,
+    }
+    return values | changes
+
+
+# -- counts in trials
+
+
+def test_reports_of_older_versions_are_read() -> None:
+    report = World(groups=1, repeats=1).report()
+    values = json.loads(json.dumps(report.as_dict()))
+    for trial in values["trials"]:
+        for name in ("row_layers", "upper_row_layers", "pruned"):
+            del trial[name]
+        del trial["cell"]["top_k"]
+    for method in values["methods"]:
+        del method["application"]
+    again = type(report).from_dict(values)
+    assert again.as_dict() == report.as_dict()
+
+
+def test_call_reduction_is_tokens_a_pass_and_row_layers_are_a_pass() -> None:
+    cell = Cell(workload="w")
+    counts = {"passes": 5, "row_layers": 200, "upper_row_layers": 50, "pruned": 10}
+    base = {"cell": cell, "group": 0, "repeat": 0, "prompts": ["p"], "prompt_tokens": [3], "finish": ["stop"]}
+    base |= {"wall_ms": 1.0, "ttft_ms": [1.0]}
+    trials = [
+        Trial(method="plain", outputs=[list(range(12))], passes=12, row_layers=144, **base),
+        Trial(method="streams", outputs=[list(range(12))], **counts, **base),
+    ]
+    report = World(groups=1, repeats=1).report()
+    report.methods, report.trials = [Method(name="plain"), Method(name="streams", drafter="streams:x")], trials
+    report.exactness = []
+    plain, streams = (row.figures for row in summarise(report).rows)
+    assert streams.call_reduction == 12 / 5 and plain.call_reduction == 1
+    assert (streams.row_layers, streams.upper_row_layers, streams.pruned) == (40, 10, 2)
+    assert (plain.row_layers, plain.upper_row_layers, plain.pruned) == (12, None, None)
+    assert "| streams | 2.40 | 40.0 | 10.0 | 2.00 |" in markdown.render(report)
+
+
+# -- the yardstick of an application
+
+
+def test_an_application_is_held_against_its_own_plain_decoding(sets: dict[str, str]) -> None:
+    methods = [
+        parse_method("ngram"),
+        parse_method("a=ngram;application=adapter"),
+        parse_method("s=streams,k=2;application=shared;budget=4"),
+    ]
+    base, adapter, shared, *rest = with_plain(methods, sets)
+    assert rest == methods
+    assert (base.drafter, base.application, base.plain) == ("none", None, True)
+    assert (adapter.drafter, adapter.application, adapter.plain) == ("none", "adapter", True)
+    assert (shared.drafter, shared.settings, shared.application) == ("streams,k=2", {"budget": 0}, "shared")
+    assert shared.plain and not methods[2].plain
+    assert not Method(name="x", drafter="ngram", settings={"budget": 0}).plain  # switched off is no yardstick
+    report = World(groups=1, repeats=1).report()
+    report.methods = [base, adapter, shared, *methods]
+    report.trials, report.exactness = [], []
+    index = Index(report)
+    assert [index.reference(m) for m in methods] == [base.name, adapter.name, shared.name]
+
+
+def test_an_application_of_no_folder_is_refused(sets: dict[str, str]) -> None:
+    method = parse_method("ngram;application=sql")
+    with pytest.raises(ConfigError, match="no folder is given"):
+        with_plain([method], {})
+    with pytest.raises(ConfigError, match="no folder is given"):
+        BenchConfig(model=MODEL, methods=(method,))
+
+
+def test_methods_that_make_an_application_answer_differently_are_refused(sets: dict[str, str]) -> None:
+    texts = ["a=streams;application=shared", "b=streams,at=nodes,attention_limit=4;application=shared;kernels=torch"]
+    with pytest.raises(ConfigError, match="attention_limit"):
+        with_plain([parse_method(text) for text in texts], sets)
+
+
+def test_a_run_gives_applications_their_own_ids_and_compares_within_them(sets: dict[str, str]) -> None:
+    folders = {name: sets[name] for name in ("adapter", "shared")}
+    texts = ["ngram", "a=ngram;application=adapter", "s=streams,k=2;application=shared;budget=3"]
+    methods = with_plain([parse_method(text) for text in texts], folders)
+    report = Run(BenchConfig(methods=tuple(methods), applications=folders, **small())).execute().report
+    assert not [t.error for t in report.trials if t.error]
+    assert {e.method: e.reference for e in report.exactness} == {
+        "ngram": "plain",
+        "a": "plain application=adapter",
+        "s": "plain application=shared",
+    }
+    assert all(e.passed and e.sequences for e in report.exactness)
+    answers = {t.method: t.outputs for t in report.trials}
+    assert answers["ngram"] != answers["s"]  # the set changes the answer, so the test is worth something
+    assert answers["a"] != answers["ngram"]
+
+
+# -- on the command line
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ``paceline bench ARGS`` in this process: wide lines, no colours."""
+    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    return lambda *args: CliRunner().invoke(app, ["bench", *map(str, args)])
+
+
+SMALL = ("--model", MODEL, "--prompts", 1, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1)
+
+
+def test_the_bench_takes_applications(run: Any, sets: dict[str, str], tmp_path: Path) -> None:
+    method = ("--method", "a=ngram;application=mine", "--application", f"mine={sets['adapter']}")
+    result = run(*method, "--workload", "wikisql", "--out", tmp_path, *SMALL)
+    assert result.exit_code == 0, result.output
+    report = load_report(tmp_path)
+    assert [(m.name, m.application, m.plain) for m in report.methods] == [("plain", "mine", True), ("a", "mine", False)]
+    assert report.exactness[0].passed and "application mine" in (tmp_path / "report.md").read_text()
+    unnamed = run(*method[:2], "--workload", "wikisql", *SMALL)
+    assert unnamed.exit_code and "no folder is given" in unnamed.output + unnamed.stderr

@@ -1,0 +1,51 @@
+"""Scores and losses as a study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import answers
+import pytest
+import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from stream_sets import MODEL, save_set
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(*given: Any) -> int:
+    return answers.study.run([*map(str, given), "--model", MODEL, "--threads", "1"])
+
+
+@pytest.mark.parametrize(("gamma", "drafter"), [(0, None), (2, "streams")])
+def test_the_base_and_every_application_are_scored_with_the_streams_that_they_have(
+    tmp_path: Path, gamma: int, drafter: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, folder = tmp_path / "words.txt", save_set(tmp_path / "set", mode="shared", gamma=gamma)
+    text.write_text("Some words to be read.", encoding="utf-8")
+    small = ("--prompts", 2, "--max-new-tokens", 4, "--dtype", "float32")
+    given = ("--tasks", "sql,gsm8k", "--loss", text, "--application", f"mine={folder}", *small)
+    assert run(*given, "--out", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("exact_match", "accuracy", "words", "mine", "base"))
+    found = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert [(task["application"], task["task"]) for task in found["tasks"]] == [
+        (application, task) for application in (None, "mine") for task in ("sql", "gsm8k")
+    ]
+    assert found["options"]["drafter"] == drafter and found["machine"]["processor"]
+    base, mine = found["losses"]
+    assert base["domain"] == "words" and 0 < base["loss"] != mine["loss"] > 0
+    assert "float32" in (tmp_path / "out" / "scores.md").read_text()
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, message in [
+        (("--data", tmp_path), "has no app_wikisql_test.jsonl"),
+        (("--tasks", "poems"), "poems"),
+        (("--prompts", 0), "1 or more"),
+        (("--application", "sql"), "not a name and a value"),
+        (("--loss", tmp_path / "gone.txt"), "no such file"),  # before any of 600 prompts is answered
+    ]:
+        assert run(*given, "--out", tmp_path / "out") == 2
+        assert message in capsys.readouterr().err

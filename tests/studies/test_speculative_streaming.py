@@ -1,0 +1,366 @@
+"""The study of Speculative Streaming: what it measures, verdicts, counts of parameters, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import speculative_streaming as made
+import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from speculative_streaming import FRONTIER, STREAMS, Asked, TrainedSet, study
+from stream_sets import MODEL, save_all
+
+from paceline.bench.grid import ALL
+from paceline.bench.report import load_report
+from paceline.bench.run import BenchConfig
+from paceline.bench.study import Grid, Line
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.target.streams import StreamSet
+
+pytestmark = pytest.mark.timeout(120)
+SHAPE = "random:3x64x128x256"
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return save_all(tmp_path_factory.mktemp("sets"))
+
+
+def grid(name: str, **options: Any) -> Grid:
+    """What a figure would run."""
+    found = study.items[name].make(Asked(**options))
+    assert isinstance(found, Grid)
+    return found
+
+
+def small(found: Grid) -> BenchConfig:
+    return found.config(Asked(model=MODEL, tasks="sql", prompts=1, repeats=1, max_new_tokens=6, threads=1))
+
+
+# -- what is measured
+
+
+def test_the_ablation_has_every_component_wherever_streams_ride(sets: dict[str, str]) -> None:
+    names = [entry.method.name for entry in grid("figure_13", set=sets["lossless"]).entries]
+    assert {"chain", "tree", "threshold 0.01", "count 8", "best 8", "auto budget"} <= {*names}
+    assert {f"{name}{FRONTIER}" for name in names if FRONTIER not in name and name != "auto budget"} <= {*names}
+    shared = grid("figure_13", set=sets["shared"])
+    assert not [entry for entry in shared.entries if FRONTIER in entry.method.name]
+    assert all(entry.method.application == "set" for entry in shared.entries)
+    assert "pruned" not in {entry.series for entry in grid("figure_13", set=sets["unpruned"]).entries}
+
+
+def test_the_ablations_tree_can_be_chosen(
+    sets: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = grid("figure_13", set=sets["lossless"], k=6, nodes=20)
+    methods = {entry.method.name: entry.method for entry in wide.entries}
+    assert methods["tree"].settings["budget"] == 20 and "k=6,nodes=20" in str(methods["tree"].drafter)
+    assert {"count 16", "best 16"} <= {*methods} and not {"count 32", "best 32"} & {*methods}
+    assert "k=6, gamma=2, 20 nodes" in wide.title
+    assert run("figure_10", "--set", sets["lossless"], "--k", "4", "--out", tmp_path) == 2
+    assert "means nothing to figure_10" in capsys.readouterr().err
+
+
+def test_budgets_let_whole_trees_through(sets: dict[str, str]) -> None:
+    methods = {e.method.name: e.method for e in grid("figure_13", set=sets["lossless"]).entries}
+    assert methods["tree"].settings["budget"] == 3 + 9
+    assert methods["chain"].settings["budget"] == 2
+    assert methods["best 8"].settings["budget"] == 8
+
+
+@pytest.mark.parametrize(("k", "gamma", "expected"), [(3, 6, 4), (2, 6, 6), (1, 5, 5), (6, 3, 2)])
+def test_full_trees_stay_small(sets: dict[str, str], k: int, gamma: int, expected: int) -> None:
+    trained = TrainedSet.read(sets["lossless"])
+    assert trained.tree(k, gamma) == {"k": k, "gamma": expected}
+
+
+SWEEPS = ("appendix_e1", "figure_10", "appendix_g1", "figure_12b", "figure_18", "table_4")
+
+
+def test_every_sweep_makes_methods_that_the_bench_takes(sets: dict[str, str]) -> None:
+    grids = {name: grid(name, set=sets["lossless"]) for name in SWEEPS}
+    for found in grids.values():
+        config = small(found)
+        assert all(entry.method in config.methods for entry in found.entries) and found.x_label
+        assert config.methods[0].plain and config.prompts >= found.prompts
+    assert small(grids["figure_18"]).batches == made.SWEPT_BATCHES
+    sampled = small(grids["figure_12b"])
+    assert sampled.temperatures == (1.0,) and sampled.top_ks == made.SWEPT_TOP_KS
+    assert {m.dtype for m in small(grids["table_4"]).methods} == {"auto", "int8"}
+
+
+def test_a_dtype_is_that_of_all_methods_but_those_that_name_one(sets: dict[str, str]) -> None:
+    found = grid("table_4", set=sets["lossless"])
+    config = found.config(Asked(model=MODEL, tasks="sql", dtype="float32"))
+    assert {m.dtype for m in config.methods} == {"float32", "int8"}
+
+
+def test_sweeps_over_sets_go_by_their_layers(sets: dict[str, str]) -> None:
+    folders = {"2": sets["deeper"], "1": sets["lossless"]}
+    several = made.read_sets(folders)
+    assert [trained.config.msa_layers for trained in several] == [1, 2]
+    assert {entry.x for entry in grid("figure_11", sets=folders).entries} == {1, 2}
+    inserted = {trained.config.insertion for trained in several}
+    assert {entry.x for entry in grid("section_2_3", sets=folders).entries} == inserted
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong"),
+    [
+        (lambda s: made.read_sets({"3": s["lossless"]}), "go through 1 layers"),
+        (lambda s: made.read_sets({"2": s["deeper"]}), "1 sets"),
+        (lambda s: TrainedSet.read(s["adapter"]), "adapters alone"),
+    ],
+)  # fmt: skip
+def test_sets_that_cannot_be_are_refused(sets: dict[str, str], call: Any, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        call(sets)
+
+
+def test_a_set_without_early_exit_has_no_thresholds(sets: dict[str, str]) -> None:
+    with pytest.raises(CapabilityError, match="cannot prune"):
+        grid("appendix_g1", set=sets["unpruned"])
+
+
+# -- verdicts
+
+
+def line(method: str, series: str, calls: float, upper: float, speed: float) -> Line:
+    return Line(
+        task=ALL,
+        method=method,
+        series=series,
+        x=None,
+        call_reduction=calls,
+        accepted_length=calls,
+        row_layers=2 * upper,
+        upper_row_layers=upper,
+        pruned=None,
+        tokens_per_s=100 * speed,
+        speedup=speed,
+        speedup_low=speed - 0.1,
+        speedup_high=speed + 0.1,
+        pairs=4,
+        exact="yes",
+        error=None,
+    )
+
+
+LINES = [
+    line("chain", "chain", 2.0, 10, 1.9),
+    line("tree", "tree", 3.0, 100, 1.2),
+    line("threshold 0.01", "pruned", 2.95, 39, 1.8),
+    line("threshold 0.1", "pruned", 2.5, 12, 1.7),
+    line("count 8", "pruned", 2.99, 41, 1.6),
+    line("threshold 0.01 at frontier", "pruned", 2.95, 5, 2.4),
+]
+
+
+def test_pruning_is_held_against_the_whole_tree_of_the_same_kind() -> None:
+    found = {p["method"]: p for p in made.pruning(LINES)}
+    assert set(found) == {"threshold 0.01", "threshold 0.1", "count 8"}
+    assert found["threshold 0.01"]["kept"] == pytest.approx(2.95 / 3) and found["threshold 0.01"]["spent"] == 0.39
+    assert [p["good"] for p in found.values()] == [True, False, False]
+
+
+def test_verdicts_name_the_best_for_calls_and_for_speed() -> None:
+    calls, fast, pruning = made.verdicts(LINES)
+    assert calls == "all: highest call reduction: tree, 3.00"
+    assert fast.startswith("all: fastest: threshold 0.01 at frontier, 2.40")
+    assert "threshold 0.01 keeps 98.3% with 39.0%" in pruning and "no pruning" not in pruning
+    bad = made.verdicts([entry for entry in LINES if not entry.method.startswith("threshold 0.01")])
+    assert bad[-1].startswith("all: no pruning keeps") and "threshold 0.1 keeps 83.3% with 12.0%" in bad[-1]
+
+
+# -- parameters
+
+
+def test_formulas_give_the_published_counts(sets: dict[str, str]) -> None:
+    published = parameters(sets["lossless"])[1:]
+    assert [f"{o['formula']:.1e}" for o in published] == ["8.2e+04", "6.1e+04", "8.2e+04"]
+    assert [f"{o['medusa']:.1e}" for o in published] == ["5.9e+08", "4.3e+08", "5.9e+08"]
+    assert all(o["agrees"] for o in published)
+    assert not made.overhead("x", 4, 8, 4096, 32000, 4, published=8.3e4)["agrees"]
+
+
+def parameters(folder: str) -> list[dict[str, Any]]:
+    steps = study.items["table_3_parameters"].make(Asked(set=folder))
+    assert not isinstance(steps, Grid) and next(steps) is None
+    table = next(steps)
+    assert table is not None and table.same
+    return table.values["overhead"]
+
+
+def test_a_set_is_counted_by_its_own_tensors(sets: dict[str, str]) -> None:
+    trained = StreamSet.load(sets["lossless"])
+    found = made.overhead_of_set(trained, MODEL)
+    d = trained.config.d_model
+    assert found["counted"] == found["formula"] == 2 * d + 2 * 4 * d and found["agrees"]
+    assert found["medusa"] == 2 * (d * d + d + d * trained.config.vocab_size)
+    assert found["adapters"] == sum(v.numel() for k, v in trained.tensors().items() if k.startswith("adapters"))
+    assert not made.overhead("x", 2, 4, d, 8, 2, counted=1)["agrees"]
+
+
+# -- states
+
+
+@pytest.mark.parametrize("name", ["lossless", "shared"])
+def test_similarity_has_a_row_a_layer_and_a_column_a_stream(sets: dict[str, str], name: str) -> None:
+    trained = TrainedSet.read(sets[name])
+    ask = Asked(model=MODEL, tasks="sql", prompts=2, max_new_tokens=8, threads=1, dtype="float32")
+    streams, main, counts = made.states(ask, trained)
+    for found in (streams, main):
+        assert found.shape == (1 + trained.config.msa_layers, trained.config.gamma) and found.abs().max() <= 1
+    assert counts["prompts"] == 2 and 0 < counts["rows"] <= 2 * 8
+    # Streams start as the main state and a small embedding: at first both are about as far from what comes later.
+    assert streams[0].tolist() == pytest.approx(main[0].tolist(), abs=0.1)
+
+
+# -- applications
+
+
+def test_sets_of_an_application_are_what_they_are_taken_for(sets: dict[str, str]) -> None:
+    found = made.application_grid("sql", {"adapter": sets["adapter"], STREAMS: sets["shared"]})
+    names = [entry.method.name for entry in found.entries]
+    assert names[0] == found.over == "adapter" and "streams, plain" in names and "adapter, ngram" in names
+    alone = made.application_grid("sql", {STREAMS: sets["shared"]})
+    assert alone.over == "streams, plain" and {entry.method.application for entry in alone.entries} == {STREAMS}
+    with pytest.raises(ConfigError, match="poetry"):
+        made.application_grid("poetry", {STREAMS: sets["shared"]})
+    for adapter, streams in (("shared", "shared"), ("adapter", "adapter"), ("adapter", "lossless")):
+        with pytest.raises(ConfigError, match="set with"):
+            made.application_grid("sql", {"adapter": sets[adapter], STREAMS: sets[streams]})
+
+
+# -- segment attention
+
+
+def segments(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
+    given = [part for name, value in settings.items() for part in ("--segment", f"{name}={value}")]
+    assert run("appendix_i", "--model", SHAPE, "--threads", 1, *given, "--out", tmp_path) == 0
+    return json.loads((tmp_path / "appendix_i.json").read_text("utf-8"))["costs"]
+
+
+def test_segments_need_less_memory_and_have_the_same_loss(tmp_path: Path) -> None:
+    """Scores of 768 x 768 rows are kept for the dense attention's backward pass; of segments, those of 16 carriers."""
+    naive, cut = segments(tmp_path, segments="naive+16", gamma=4, layers=1, rows=4, length=256, prompt=128, steps=1)
+    assert (naive["way"], cut["way"]) == ("naive", "16")
+    assert naive["loss"] == pytest.approx(cut["loss"], rel=0.01)
+    assert cut["peak_mib"] < 0.7 * naive["peak_mib"]
+    assert cut["tokens_per_s"] > 0
+
+
+def test_segments_of_a_shared_set(tmp_path: Path) -> None:
+    small = {"rows": 1, "length": 32, "prompt": 8, "gamma": 2, "layers": 1, "steps": 1}
+    assert [cost["way"] for cost in segments(tmp_path, segments="all", mode="shared", **small)] == ["all"]
+    assert "shared" in (tmp_path / "appendix_i.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "wrong"),
+    [
+        ("rows=0", "nothing would be measured"),
+        ("prompt=511", "no token is left"),
+        ("colour=1", "colour"),
+        ("segments=naive+0", "segments=0"),
+        ("mode=other", "mode"),
+        ("layers=3", "msa_layers"),
+    ],
+)
+def test_steps_that_cannot_be_measured_are_refused(
+    setting: str, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", SHAPE, "--threads", 1, "--segment", setting)
+    assert run("appendix_i", *given, "--segment", "steps=1", "--out", tmp_path)
+    assert wrong in capsys.readouterr().err
+
+
+# -- on the command line
+
+
+def run(*given: Any) -> int:
+    return study.run([*map(str, given)])
+
+
+SMALL = ("--model", MODEL, "--prompts", 1, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1)
+
+
+def test_a_sweep_writes_tables_and_figures(
+    sets: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("appendix_e1", "--set", sets["lossless"], "--tasks", "sql", "--out", tmp_path, *SMALL)
+    assert run(*given) == 0
+    values = json.loads((tmp_path / "appendix_e1.json").read_text())
+    assert {(ln["series"], ln["x"]) for ln in values["lines"]} == {
+        (series, gamma) for series in ("chain", f"best {made.CUT} nodes") for gamma in (1, 2)
+    }
+    assert all(ln["exact"] == "yes" and ln["row_layers"] for ln in values["lines"])
+    assert values["sets"][0]["gamma"] == 2
+    assert (tmp_path / "appendix_e1.svg").is_file() and "ids equal plain" in (tmp_path / "appendix_e1.md").read_text()
+    assert load_report(tmp_path / "appendix_e1").methods[0].plain
+    assert run(*given) == 2 and "--overwrite" in capsys.readouterr().err
+
+
+def test_the_ablation_of_a_shared_set_runs(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made, "THRESHOLDS", (0.01,))
+    monkeypatch.setattr(made, "COUNTS", (4,))
+    assert run("figure_13", "--set", sets["shared"], "--tasks", "sql", "--out", tmp_path, *SMALL) == 0
+    values = json.loads((tmp_path / "figure_13.json").read_text())
+    names = {"chain", "tree", "threshold 0.01", "count 4", "best 4", "auto budget"}
+    assert {ln["method"] for ln in values["lines"]} == names
+    assert all(ln["exact"] == "yes" and not ln["error"] for ln in values["lines"])
+    assert len(values["pruning"]) == 2 and values["remarks"]
+    assert (tmp_path / "figure_13.svg").is_file() and (tmp_path / "figure_13-pruning.svg").is_file()
+
+
+def test_applications_are_compared_in_one_table(sets: dict[str, str], tmp_path: Path) -> None:
+    pair = ("--adapter", f"sql={sets['adapter']}", "--streams", f"sql={sets['shared']}")
+    assert run("table_3", *pair, "--scored", 2, "--out", tmp_path, *SMALL) == 0
+    lines = {ln["method"]: ln for ln in json.loads((tmp_path / "table_3.json").read_text())["lines"]}
+    assert lines["adapter"]["speedup"] is None and lines["streams, chain"]["pairs"] == 1
+    trained = StreamSet.load(sets["shared"]).parameters_by_part()
+    assert lines["streams, chain"]["extra_parameters"] == trained["embeddings"] + trained["prune"]
+    assert lines["adapter, ngram"]["extra_parameters"] == 0
+    assert {"exact_match"} <= lines["adapter"]["scores"].keys()
+    assert lines["streams, best 8"]["exact"] == lines["adapter, ngram"]["exact"] == "yes"
+    assert "sql" in (tmp_path / "table_3.md").read_text()
+
+
+def test_tables_without_a_run_are_written(
+    sets: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("table_3_parameters", "--set", sets["lossless"], "--out", tmp_path) == 0
+    assert "81,920" in capsys.readouterr().out
+    assert all(row["agrees"] for row in json.loads((tmp_path / "table_3_parameters.json").read_text())["overhead"])
+    small = ("--model", MODEL, "--tasks", "sql", "--prompts", 1, "--max-new-tokens", 4, "--threads", 1)
+    assert run("figure_5", "--set", sets["lossless"], "--out", tmp_path, *small) == 0
+    values = json.loads((tmp_path / "figure_5.json").read_text())
+    assert values["layers"] == [1, 2] and len(values["streams"]) == 2 and (tmp_path / "figure_5.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        (("figure_13",), "--set is not given"),
+        (("figure_11", "--sets", "1=x=y"), "x=y"),
+        (("figure_11", "--sets", "nonsense"), "not a name and a value"),
+        (("figure_13", "--set", "LOSSLESS", "--tasks", "sql,sql"), "one twice"),
+        (("figure_13", "--set", "LOSSLESS", "--sets", "1=LOSSLESS"), "means nothing to figure_13"),
+        (("table_3", "--adapter", "sql=ADAPTER", "--streams", "e2e=SHARED"), "only one of its two sets"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    sets: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], wrong: str
+) -> None:
+    folders = {name.upper(): folder for name, folder in sets.items()}
+    filled = [folders.get(flag, flag) for flag in given]
+    for name, folder in folders.items():
+        filled = [flag.replace(f"={name}", f"={folder}") for flag in filled]
+    assert run(*filled, "--out", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert wrong in said and len(said.splitlines()) == 1
