@@ -238,7 +238,7 @@ def stream_pass(network: Network, trained: StreamSet, carriers: Carriers) -> Str
     """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
     gamma, angle = trained.config.gamma, trained.config.value_rotation
     steps = torch.arange(1, gamma + 1, device=carriers.index.device)
-    values = None if angle is None else value_rotation(steps, angle, network.head_weight)
+    values = None if angle is None else value_rotation(steps, angle, network.head_weight.dtype)
     return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), values)
 
 
