@@ -15,13 +15,16 @@ from .. import zoo
 from ..bench import calibrate as calibration
 from ..bench import decode as decoding
 from ..bench import machine
+from ..bench import parts as stopwatch
 from ..bench import step as stepping
+from ..bench import workloads as prompts_of
 from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
 from ..bench.models import materialised
 from ..bench.report import load_report
 from ..bench.workloads import available
 from ..core.errors import ConfigError
+from ..core.sampling import SamplingParams
 from ..engine.costs import CostTable
 from ..llm import LLM
 from ..target.loader import resolve_folder
@@ -37,6 +40,10 @@ DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
 ThreadsOption = Annotated[int | None, typer.Option(help=THREADS_HELP)]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 KernelsOption = Annotated[str, typer.Option(help="auto, native (compiled for this processor) or torch.")]
+PARTS_TASKS = ("wikisql", "humaneval", "gsm8k")  # what `step --parts` asks
+PARTS_REQUESTS = 6  # at least so many, whatever the batch size
+PARTS_TOKENS = 64  # of an answer
+MOST_PROMPT = 512  # tokens
 OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures as JSON.")]
 
 
@@ -103,8 +110,29 @@ def step(
     kernels: KernelsOption = "auto",
     threads: ThreadsOption = None,
     out: OutOption = None,
+    parts: Annotated[
+        bool, typer.Option("--parts", help="Instead: time every part of the steps of real answers, by drafter.")
+    ] = False,
+    drafter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME,..", help="With --parts: repeat it. Default: none, ngram.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(metavar="N,N,..", help="With --parts: requests at once. [1]")] = None,
+    budget: Annotated[str | None, typer.Option(help="With --parts: drafted nodes a step. [the drafter's own]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="With --parts. [0]")] = None,
 ) -> None:
-    """Time one target pass by number of rows and context, against the machine's read bandwidth."""
+    """Time one target pass by number of rows and context, against the machine's read bandwidth; or a step's parts."""
+    if parts:
+        asked: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "exact": exact,
+            "threads": threads,
+            "kernels": kernels,
+        }
+        _step_parts(model, drafter or ["none", "ngram"], batch or "1", budget, temperature or 0.0, asked, out)
+        return
+    if (drafter, batch, budget, temperature) != (None,) * 4:
+        raise ConfigError("bench step", "--drafter, --batch, --budget and --temperature go with --parts", "add --parts")
     row_counts, contexts = _numbers("--rows", rows), _numbers("--context", context)
     _positive("--repeats", repeats)
     _check_out(out)
@@ -140,6 +168,65 @@ def step(
         "rows": [c.as_dict(bandwidth) for c in costs],
     }
     _write(out, figures)
+
+
+def _step_parts(
+    model: str,
+    drafters: Sequence[str],
+    batch: str,
+    budget: str | None,
+    temperature: float,
+    options: Mapping[str, Any],
+    out: Path | None,
+) -> None:
+    """``bench step --parts``: one table a drafter, a column a batch size."""
+    batches = _numbers("--batch", batch)
+    _check_out(out)
+    params = SamplingParams(temperature=temperature, max_tokens=PARTS_TOKENS, seed=0, ignore_eos=True)
+    console, found = stdout(), []
+    console.print(machine.describe(options["device"]).line())
+    for drafter in drafters:
+        watch = stopwatch.Stopwatch()
+        with stopwatch.compiled_calls(watch):
+            plain = drafter == "none"
+            llm = LLM(
+                model, drafter=None if plain else drafter, budget=None if plain else budget,
+                max_sequences=max(batches), **options,
+            )  # fmt: skip
+        # Tasks in turn, so that every batch size asks something of each.
+        asked = [_task_prompts(name, llm, max(*batches, PARTS_REQUESTS)) for name in PARTS_TASKS]
+        made = []
+        for size in batches:
+            mixed = [asked[i % len(asked)][i // len(asked)] for i in range(max(size, PARTS_REQUESTS))]
+            groups = [mixed[i : i + size] for i in range(0, len(mixed) - size + 1, size)]
+            made.append(stopwatch.measure(llm, watch, groups, params))
+        console.print(f"{model}, {llm.kernels}, drafter {drafter}", markup=False, highlight=False)
+        console.print(_parts_table(made))
+        found += [{"drafter": drafter, **asdict(one)} for one in made]
+    facts = machine.describe(options["device"]).as_dict()
+    asked_for = {"model": model, "budget": budget, "temperature": temperature, **options}
+    _write(out, {"command": "bench step --parts", **asked_for, "machine": facts, "steps": found})
+
+
+def _task_prompts(name: str, llm: LLM, count: int) -> list[tuple[int, ...]]:
+    """Token ids of the first turns of a workload."""
+    workload = prompts_of.load(name, limit=count)
+    encoded = prompts_of.encode(workload, llm.tokenizer, max_model_len=MOST_PROMPT, max_new_tokens=PARTS_TOKENS)
+    return [prompt.ids for prompt in encoded.prompts]
+
+
+def _parts_table(found: Sequence[stopwatch.StepParts]) -> Table:
+    """A line a part, host and compiled time of each batch size."""
+    head = ["part, ms", *(f"{kind}, batch {one.batch}" for one in found for kind in ("host", "compiled"))]
+    rows = []
+    for index, part in enumerate(stopwatch.PARTS):
+        times = [one.parts[index] for one in found]
+        if any(t.host_ms or t.native_ms for t in times):
+            cells = [f"{ms:.3f}" if ms else "" for t in times for ms in (t.host_ms, t.native_ms)]
+            rows.append([part, *cells])
+    whole = [cell for one in found for cell in (f"{one.host_ms:.3f}", f"{one.step_ms - one.host_ms:.3f}")]
+    tokens = [cell for one in found for cell in (f"{one.tokens:.2f} tokens", f"{one.steps} steps")]
+    return _table(head, [*rows, ["whole step", *whole], ["in a step", *tokens]], left=1)
 
 
 @app.command()
