@@ -28,6 +28,7 @@ FUNCTIONS = {
     "pack": ("lay_out", "pack", "main_adapters", "choose_carriers"),
     "head": ("read_logits",),
     "verdict": ("decide",),
+    "pass and verdict": ("decide_compiled",),
     "keep": ("keep",),
     "streams": ("count_streams", "read_streams"),
 }
@@ -41,20 +42,10 @@ METHODS = {
     "emit": ("round.emitter.emit",),
     "observe": ("round.guard.observe",),
 }
-COMPILED = ("pl_run_layers", "pl_logits", "pl_best", "pl_roll", "pl_top")
+COMPILED = ("pl_run_layers", "pl_logits", "pl_best", "pl_roll", "pl_decide", "pl_top")
 PARTS = (
-    "schedule",
-    "budget",
-    "propose",
-    "pack",
-    "passes",
-    "head",
-    "verdict",
-    "emit",
-    "keep",
-    "streams",
-    "observe",
-    "rest",
+    *("schedule", "budget", "propose", "pack", "passes", "head", "verdict", "pass and verdict"),
+    *("emit", "keep", "streams", "observe", "rest"),
 )
 
 

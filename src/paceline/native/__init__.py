@@ -208,6 +208,11 @@ def _declared(found: Any) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64),
         *(ctypes.POINTER(Chain), ctypes.c_int64),
     ]
+    found.pl_decide.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *[ctypes.c_void_p] * 5,
+        *(ctypes.c_int64, ctypes.c_void_p),
+    ]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),

@@ -2079,6 +2079,30 @@ void best(const float* logits, int64_t n, int64_t* token, float* log_q) {
   *log_q = -std::log(total);
 }
 
+// The first of the largest of n logits; the first that is no number, where one is none.
+int64_t likeliest(const float* logits, int64_t n) {
+  v16 most = splat(-INFINITY), odd = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const v16 x = load(logits + i);
+    most = greater(x, most), odd = odd + (x - x);  // not 0 where x is infinite or no number
+  }
+  if (sum16(odd) == 0.0f) {
+    float top = max16(most);
+    bool sound = true;
+    for (int64_t j = i; j < n; j++) sound = sound && std::isfinite(logits[j]), top = std::max(top, logits[j]);
+    if (sound)
+      for (i = 0;; i++)
+        if (logits[i] == top) return i;
+  }
+  int64_t at = 0;
+  for (i = 0; i < n; i++) {
+    if (std::isnan(logits[i])) return i;
+    if (logits[i] > logits[at]) at = i;
+  }
+  return at;
+}
+
 // The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
 void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
   int64_t found = 0;
@@ -2219,6 +2243,63 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
       score[live[a]] += log_q[a];
     }
   }
+}
+
+// One whole greedy pass: tokens become states, go through all layers, and of the rows that are wanted the likeliest token
+// comes out. `parents` holds for each segment the parents of its drafted nodes 1 .. num_nodes - 1, behind `pending` rows of
+// which the last is the root; null where the rows are a chain. `p` carries no states, masks or positions of blocks.
+// Returns a `Refusal`.
+int pl_decide(const Model* m, Pass* p, const void* embedding, const int64_t* tokens, const int64_t* const* parents,
+              const int64_t* num_nodes, const int64_t* wanted, int64_t num_wanted, int64_t* chosen) {
+  if (p->rows < 1 || num_wanted < 0) return BAD_COUNT;
+  if (!all_within(tokens, p->rows, 0, m->vocab)) return BAD_TOKEN;
+  if (!all_within(wanted, num_wanted, 0, p->rows)) return BAD_COUNT;
+  for (int64_t i = 1; i < num_wanted; i++)
+    if (wanted[i] <= wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
+  const Refusal found = check_pass(*m, *p, 0, (int)p->layers);
+  if (found != DONE) return found;
+  static thread_local std::vector<uint8_t> masks;
+  static thread_local std::vector<Segment> segments;
+  static thread_local std::vector<char> states;
+  segments.assign(p->segments, p->segments + p->num_segments);
+  int64_t bytes_of_masks = 0;
+  for (int64_t i = 0; i < p->num_segments; i++) {
+    const Segment& s = segments[i];
+    const int64_t rows = s.stop - s.start;
+    if (!parents[i]) continue;
+    if (num_nodes[i] < 1 || num_nodes[i] > rows || s.num_keys - s.prefix != rows) return BAD_SEGMENT;
+    for (int64_t n = 1; n < num_nodes[i]; n++)
+      if (parents[i][n - 1] < 0 || parents[i][n - 1] >= n) return BAD_SEGMENT;
+    bytes_of_masks += rows * rows;
+  }
+  masks.assign(bytes_of_masks, 0);
+  uint8_t* mask = masks.data();
+  for (int64_t i = 0; i < p->num_segments; i++) {
+    Segment& s = segments[i];
+    if (!parents[i]) continue;
+    const int64_t rows = s.stop - s.start, root = rows - num_nodes[i];
+    for (int64_t r = 0; r < rows; r++) {
+      if (r <= root) std::memset(mask + r * rows, 1, r + 1);
+      else std::memcpy(mask + r * rows, mask + (root + parents[i][r - root - 1]) * rows, rows);
+      mask[r * rows + r] = 1;
+    }
+    s.visible = mask, s.block_positions = p->positions + s.start;
+    mask += rows * rows;
+  }
+  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
+  grow(states, p->rows * bytes);
+  for (int64_t r = 0; r < p->rows; r++) std::memcpy(states.data() + r * bytes, (const char*)embedding + tokens[r] * bytes, bytes);
+  Pass pass = *p;
+  pass.hidden_in = pass.hidden_out = states.data(), pass.segments = segments.data();
+  if (m->wide_activations) run<float>(*m, pass, 0, (int)p->layers);
+  else run<bf16>(*m, pass, 0, (int)p->layers);
+  if (num_wanted == 0) return DONE;
+  for (int64_t i = 0; i < num_wanted; i++)
+    if (wanted[i] != i) std::memmove(states.data() + i * bytes, states.data() + wanted[i] * bytes, bytes);
+  grow(t_logits, num_wanted * m->vocab);
+  head(*m, states.data(), num_wanted, t_logits.data(), (int)p->threads);
+  for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(t_logits.data() + i * m->vocab, m->vocab);
+  return DONE;
 }
 
 // Of each row of logits [rows, n] the k best tokens and their log-probabilities, [rows, k] each. Returns a `Refusal`.

@@ -15,9 +15,10 @@ from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
 from .base import RunningSequence, StepResult, Work
+from .compiled import decide_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
-from .passes import decide, lay_out, main_adapters, pack, read_logits
+from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from .verification import DEFAULT_VERIFIER
 
 
@@ -43,6 +44,8 @@ class SerialRound:
         self.guard = GuardedDrafter(drafter, self.name, verifier, target.config.vocab_size)
         self.emitter = Emitter(target.num_layers, drafter.spec if drafter else None)
         self._taps = drafter.spec.taps if drafter else ()
+        # Whether a pass may be one compiled call; it shows no states, and its verdict is the default one.
+        self.compiled = verifier == DEFAULT_VERIFIER and not self._taps
 
     @property
     def failure(self) -> str | None:
@@ -57,18 +60,23 @@ class SerialRound:
         tree = self.guard.propose(drafting)
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
-        state = self.target.embed(pack(p, self.target))
-        state.adapters = main_adapters(p)
         taps = Taps(self._taps) if self._taps else None
-        p.state = self.target.run_layers(state, 0, self.target.num_layers, self.pool, taps)
-        read_logits(p, self.target)
-        decide(p, self.guard.verifier.verify)
+        if not (self.compiled and decide_compiled(p, self.target, self.pool)):
+            self._decide(p, taps)
         checked = perf_counter()
         self.emitter.emit(p)
         keep(p, self.pool)
         self.guard.observe(p, taps)
         ended = perf_counter()
         return p.result((drafted - began) * 1e3, (checked - drafted) * 1e3, (ended - checked) * 1e3)
+
+    def _decide(self, p: Pass, taps: Taps | None) -> None:
+        """The pass and the verdict, part by part."""
+        state = self.target.embed(pack(p, self.target))
+        state.adapters = main_adapters(p)
+        p.state = self.target.run_layers(state, 0, self.target.num_layers, self.pool, taps)
+        read_logits(p, self.target)
+        decide(p, self.guard.verifier.verify)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter forget ended or preempted sequences."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,17 @@ class Chain:
     floor: float  # it ends once its cumulative log-probability is below this
 
 
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
+
+    start: int
+    stop: int
+    prefix: int  # keys in front of its rows
+    keys: slice | Tensor  # slots of all its keys, the rows' own last
+    parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
+
+
 class Stack:
     """All layers of a decoder and its head. Takes over the decoder's weights, packed."""
 
@@ -204,7 +216,7 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
-        self._best, self._roll = library.pl_best, library.pl_roll
+        self._best, self._roll, self._decide = library.pl_best, library.pl_roll, library.pl_decide
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
 
     def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
@@ -295,6 +307,67 @@ class Stack:
             refused = self._run_layers(self._reference, run, start, stop)
         _require(refused)
         return out
+
+    def decide(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slots: slice | Sequence[int],
+        spans: Sequence[RowSpan],
+        wanted: Sequence[int],
+        adapters: Sequence[AdapterRange],
+        cache: KVCache,
+    ) -> list[int]:
+        """The likeliest token after each of the wanted rows: a whole pass, from token ids on, in one call.
+
+        The same numbers as `run` and `logits` give, without a tensor in between.
+
+        Args:
+            tokens, positions: [rows].
+            slots: [rows] where K and V of each row go.
+            spans: where each sequence's rows lie, in order.
+            wanted: rows, ascending.
+            adapters: ranges of rows with adapters.
+
+        Raises:
+            ConfigError, ValueError: as `run`.
+        """
+        rows, held = len(tokens), list[Any]()
+        table = (native.Segment * len(spans))()
+        parents, nodes = (ctypes.c_void_p * len(spans))(), (ctypes.c_int64 * len(spans))()
+        for i, (made, s) in enumerate(zip(table, spans, strict=True)):
+            made.start, made.stop, made.prefix, made.num_keys = s.start, s.stop, s.prefix, s.prefix + s.stop - s.start
+            _set_keys(made, s.keys, made.num_keys, held)
+            if s.parents is not None:
+                parents[i], nodes[i] = _integers(s.parents, held), len(s.parents) + 1
+        k, v, stride = self._addresses(cache)
+        run = native.Pass(
+            rows=rows,
+            positions=_integers(positions, held),
+            k_cache=ctypes.addressof(k),
+            v_cache=ctypes.addressof(v),
+            head_stride=stride,
+            segments=ctypes.addressof(table),
+            num_segments=len(spans),
+            threads=torch.get_num_threads(),
+            layers=self._num_layers,
+        )
+        if isinstance(slots, slice):
+            run.slot_base = slots.start
+        else:
+            run.slots = _integers(slots, held)
+        if adapters:
+            ranges = self._ranges(adapters, rows)
+            run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
+        chosen = (ctypes.c_int64 * len(wanted))()
+        given = (_integers(tokens, held), parents, nodes, _integers(wanted, held), len(wanted), chosen)
+        self._rotate(run, self._rope.now)
+        refused = self._decide(self._reference, run, self._embedding.data_ptr(), *given)
+        if refused == _BAD_POSITION:
+            self._rotate(run, self._rope.reach(max(positions)))
+            refused = self._decide(self._reference, run, self._embedding.data_ptr(), *given)
+        _require(refused)
+        return chosen[:]
 
     def _states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
@@ -435,6 +508,12 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     _require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
     starts = range(0, rows * k, k)
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
+
+
+def _integers(values: Sequence[int], held: list[Any]) -> int:
+    """The address of these numbers as int64; they are kept in ``held``."""
+    held.append(array("q", values))
+    return held[-1].buffer_info()[0]
 
 
 def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:

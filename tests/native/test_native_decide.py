@@ -1,0 +1,191 @@
+"""A greedy pass in one compiled call chooses what the same pass chooses part by part: shapes, trees, batches, slots."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from native_kit import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
+
+from paceline import LLM, SamplingParams
+from paceline.core.tree_lists import depths_below
+from paceline.drafters.base import RememberingDrafter
+from paceline.kv.pool import KVPool
+from paceline.target.decoder import Decoder
+from paceline.target.native import RowSpan
+from paceline.target.packing import RowPacker
+
+pytestmark = needs_kernels
+PREFIX = 40  # committed tokens of each text: more than the windows
+
+
+class Drafted:
+    """A text with some pending tokens and a tree of drafts behind them."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, pending: int, parents: Sequence[int], seed: int, scattered: bool
+    ) -> None:
+        self.text = Text(decoder, tokens_of(decoder, PREFIX + pending, seed), scattered=scattered, pool=pool)
+        while self.text.cache.committed < PREFIX:
+            self.text.advance(8)
+        self.parents = list(parents)
+        self.rows = pending + len(parents)
+        self.tokens = [*self.text.tokens[PREFIX:], *tokens_of(decoder, len(parents), seed + 100)]
+        root = PREFIX + pending - 1
+        self.positions = [*range(PREFIX, root + 1), *(root + depth for depth in depths_below(parents))]
+        self.nodes = range(pending - 1, self.rows)  # rows of the root and of the drafts
+        self.text.cache.reserve(self.rows)
+
+    def visible(self) -> torch.Tensor:
+        """[rows, rows]: pending rows are a chain, a node sees the root's chain and its ancestors."""
+        pending = self.rows - len(self.parents)
+        mask = torch.ones(self.rows, self.rows, dtype=torch.bool).tril()
+        for node, parent in enumerate(self.parents, start=1):
+            row, above = pending - 1 + node, pending - 1 + parent
+            mask[row] = mask[above]
+            mask[row, row] = True
+        return mask
+
+
+def part_by_part(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int]) -> list[int]:
+    packer = RowPacker(decoder, decoder.device)
+    for d in drafted:
+        cache, stop = d.text.cache, PREFIX + d.rows
+        packer.add(
+            d.tokens,
+            d.positions,
+            [-1] * d.rows,
+            slots=cache.slots(PREFIX, stop),
+            keys=cache.slots(0, stop),
+            num_keys=stop,
+            prefix=PREFIX,
+            visible=d.visible(),
+            block_positions=d.positions,
+        )
+    return forward(decoder, packer, pool)[list(wanted)].numpy().argmax(axis=-1).tolist()
+
+
+def at_once(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int]) -> list[int]:
+    spans, slots, start = [], [], 0
+    for d in drafted:
+        cache, stop = d.text.cache, PREFIX + d.rows
+        chain = d.parents == [*range(len(d.parents))]
+        spans.append(RowSpan(start, start + d.rows, PREFIX, cache.slots(0, stop), None if chain else d.parents))
+        where = cache.slots(PREFIX, stop)
+        slots += range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
+        start += d.rows
+    tokens = [t for d in drafted for t in d.tokens]
+    positions = [p for d in drafted for p in d.positions]
+    assert decoder.stack is not None
+    return decoder.stack.decide(tokens, positions, slots, spans, wanted, (), pool)
+
+
+def batch(decoder: Decoder, seed: int) -> tuple[KVPool, list[Drafted], list[int]]:
+    """A tree behind one row, a tree behind several, a chain, a bare row; rows of interest."""
+    draw, pool = random.Random(seed), blank_pool(decoder)
+    shapes = [(1, [draw.randrange(n) for n in range(1, 9)]), (3, [0, 0, 1, 0, 3]), (2, [0, 1, 2]), (1, [])]
+    drafted = [Drafted(decoder, pool, *shape, seed + i, scattered=False) for i, shape in enumerate(shapes)]
+    start, wanted = 0, []
+    for d in drafted:
+        wanted += [start + n for n in d.nodes]
+        start += d.rows
+    return pool, drafted, wanted
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["base", *SHAPES])
+def test_one_call_chooses_what_its_parts_choose(name: str, kind: str) -> None:
+    decoder = decoder_of(name, kind)
+    for seed in range(3):
+        pool, drafted, wanted = batch(decoder, seed)
+        oracle = part_by_part(decoder, pool, drafted, wanted)
+        assert at_once(decoder, pool, drafted, wanted) == oracle
+        assert at_once(decoder, pool, drafted, wanted[::2]) == oracle[::2]
+        assert at_once(decoder, pool, drafted, ()) == []
+    assert len({*oracle}) > 3 or decoder.config.vocab_size < 30
+
+
+def test_scattered_slots() -> None:
+    decoder = decoder_of("base", "bfloat16")
+    pool = blank_pool(decoder)
+    drafted = [Drafted(decoder, pool, 2, [0, 0, 1], 5, scattered=True)]
+    assert at_once(decoder, pool, drafted, (1, 2, 3, 4)) == part_by_part(decoder, pool, drafted, (1, 2, 3, 4))
+
+
+def test_logits_that_are_no_numbers_are_chosen_as_numpy_does() -> None:
+    decoder = make({"tied": False}, "float32", compiled=True)
+    for row, value in ((3, 3e38), (9, -3e38)):
+        values = decoder.stack.head.packed.view(-1, decoder.config.d_model, 16)  # type: ignore[union-attr]
+        values[row // 16, :, row % 16] = value
+    pool, drafted, wanted = batch(decoder, 1)
+    oracle = part_by_part(decoder, pool, drafted, wanted)
+    assert at_once(decoder, pool, drafted, wanted) == oracle
+    assert {*oracle} & {3, 9}
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
+    decoder = decoder_of("base", "bfloat16")
+    pool = blank_pool(decoder)
+    d = Drafted(decoder, pool, 1, [0, 0, 1], 2, scattered=False)
+    keys, where = d.text.cache.slots(0, PREFIX + 4), d.text.cache.slots(PREFIX, PREFIX + 4)
+    before = [part.clone() for part in (*pool.k, *pool.v)]
+
+    def call(**changes: Any) -> list[int]:
+        given: dict[str, Any] = {
+            "tokens": d.tokens,
+            "positions": d.positions,
+            "slots": where,
+            "spans": [RowSpan(0, 4, PREFIX, keys, [0, 0, 1])],
+            "wanted": [0, 1, 2, 3],
+            "adapters": (),
+            "cache": pool,
+        } | changes
+        assert decoder.stack is not None
+        return decoder.stack.decide(**given)
+
+    vocab = decoder.config.vocab_size
+    wrong: list[dict[str, Any]] = [
+        {"tokens": [1, 2, vocab, 3]},
+        {"tokens": [1, 2, -1, 3]},
+        {"wanted": [1, 0]},
+        {"wanted": [2, 2]},
+        {"wanted": [4]},
+        {"wanted": [-1]},
+        {"spans": [RowSpan(0, 4, PREFIX, keys, [0, 2, 1])]},
+        {"spans": [RowSpan(0, 4, PREFIX, keys, [-1, 0, 1])]},
+        {"spans": [RowSpan(0, 4, PREFIX, keys, [0, 0, 1, 2, 3])]},
+        {"spans": [RowSpan(0, 3, PREFIX, keys, [0, 0])]},
+        {"slots": slice(10**6, 10**6 + 4)},
+        {"positions": [PREFIX, -1, 0, 0]},
+    ]
+    for changes in wrong:
+        with pytest.raises(ValueError):
+            call(**changes)
+    for part, old in zip((*pool.k, *pool.v), before, strict=True):
+        assert torch.equal(part.nan_to_num(7.5), old.nan_to_num(7.5))
+    assert len(call()) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("drafter", [None, "ngram", "hybrid:paceline-small-draft,dtype=int8", "suffix"])
+def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> None:
+    """Ids and counts of whole answers, in batches, some of whose requests need the long way."""
+    llm = LLM("paceline-small", drafter=drafter, budget=None if drafter is None else 6, dtype=dtype, threads=1)
+    prompts = [
+        "CREATE TABLE players (name, team, number)\nQuestion: Who wears number 7?\nSQL:",
+        "one two three one two three one two",
+        "def add(a, b):\n",
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    other = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, repetition_penalty=1.3)
+    found = {}
+    for compiled in (True, False):
+        llm.engine.round.compiled = compiled  # type: ignore[attr-defined]
+        outputs = llm.generate(prompts, greedy) + llm.generate(prompts, [greedy, other, greedy])
+        found[compiled] = [(o.outputs[0].token_ids, o.stats.passes, o.stats.accepted, o.stats.drafted) for o in outputs]
+        if isinstance(llm.engine.round.drafter, RememberingDrafter):  # type: ignore[attr-defined]
+            llm.engine.round.drafter.forget()  # type: ignore[attr-defined]
+    assert found[True] == found[False]
