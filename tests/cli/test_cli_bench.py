@@ -14,11 +14,14 @@ import transformers  # noqa: F401  (first loaded in a command, its log would go 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import zoo
+from paceline import LLM, SamplingParams, native, zoo
+from paceline.bench.parts import Stopwatch, compiled_calls, measure
 from paceline.bench.records import Cell, Method
 from paceline.bench.report import load_report
 from paceline.cli import app
 from paceline.cli.bench_run import LINE_EVERY_S, Lines, _duration
+
+needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="no compiled kernels")
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -152,3 +155,44 @@ def test_a_log_gets_lines_now_and_then_with_the_time_left() -> None:
 @pytest.mark.parametrize(("seconds", "shown"), [(5, "5 s"), (65, "1 min 5 s"), (3700, "1 h 1 min")])
 def test_durations(seconds: float, shown: str) -> None:
     assert _duration(seconds) == shown
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["none", "ngram", "streams:paceline-small-streams"])
+def test_the_parts_of_a_step_add_up(run: Any, tmp_path: Path, drafter: str) -> None:
+    out = tmp_path / "parts.json"
+    result = run("step", "--parts", "--drafter", drafter, "--batch", "1,2", "--threads", "1", "--out", out)
+    assert result.exit_code == 0, result.output
+    for word in ("host, batch 1", "compiled, batch 2", "whole step", "emit"):
+        assert word in result.stdout
+    made = json.loads(out.read_text())
+    assert made["command"] == "bench step --parts" and [one["batch"] for one in made["steps"]] == [1, 2]
+    for one in made["steps"]:
+        assert one["drafter"] == drafter and one["steps"] > 20 and one["tokens"] >= one["batch"]
+        assert 0 < one["host_ms"] < one["step_ms"]
+        # Medians of parts need not add up to the median of their sums, but nearly do.
+        whole = sum(part["host_ms"] + part["native_ms"] for part in one["parts"])
+        assert 0.5 * one["step_ms"] < whole < 1.5 * one["step_ms"]
+        names = {part["part"] for part in one["parts"] if part["host_ms"] + part["native_ms"] > 0}
+        assert {"schedule", "emit", "keep"} <= names
+        assert ("streams" in names) == drafter.startswith("streams") and ("budget" in names) == (drafter != "none")
+
+
+def test_options_of_the_parts_go_with_them(run: Any) -> None:
+    result = run("step", "--drafter", "ngram")
+    assert result.exit_code == 2 and "go with --parts" in result.output
+
+
+@needs_kernels
+def test_after_its_parts_were_timed_an_engine_is_as_before() -> None:
+    watch = Stopwatch()
+    library = native.library()
+    before = library.pl_run_layers
+    with compiled_calls(watch):
+        llm = LLM("paceline-small", drafter="ngram", budget=4, threads=1)
+    assert library.pl_run_layers is before
+    engine = llm.engine
+    measure(llm, watch, [[[5, 6, 7, 5, 6, 7, 5, 6]]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    for owner in (engine.scheduler, engine.round.guard, engine.round.emitter, engine.budget):  # type: ignore[attr-defined]
+        assert not any(callable(value) and getattr(value, "__name__", "") == "run" for value in vars(owner).values())
+    assert watch.steps and not watch.running
