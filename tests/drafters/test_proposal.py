@@ -10,6 +10,9 @@ from draft_kit import paths, proposals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import ConfigError
+from paceline.core.tree import TokenTree
+from paceline.core.tree_checks import problems
 from paceline.drafters.proposal import Proposal, to_tree
 
 
@@ -62,3 +65,28 @@ def test_expected_accepted_adds_up_the_chances_of_all_paths() -> None:
     assert proposal.expected_accepted == pytest.approx(0.875)
     assert not proposal.is_chain
     assert proposal.best(2).is_chain and Proposal().is_chain
+
+
+def test_one_chain_is_the_tree_that_tensors_make() -> None:
+    """The hot case is built from lists; nothing tells it from `TokenTree.from_chain`."""
+    proposal = Proposal([5, 6, 7], [0, 1, 2], [-0.1, -0.2, -0.4])
+    made = to_tree([4], [proposal], [[1, 0, 1]])
+    scores = torch.tensor([[0.0, -0.1, -0.2, -0.4]], dtype=torch.float64)
+    oracle = TokenTree.from_chain(torch.tensor([[4, 5, 6, 7]]), None, torch.tensor([[0, 1, 0, 1]]), scores)
+    for name in ("tokens", "parents", "num_nodes", "node_id", "source", "log_score", "next_id"):
+        mine, other = getattr(made, name), getattr(oracle, name)
+        assert mine.dtype == other.dtype and torch.equal(mine, other), name
+    assert (made.chain, made.dense, made.depth_bound) == (oracle.chain, oracle.dense, oracle.depth_bound)
+    assert made.lists() is made.known and made.known is not None
+    others = oracle.lists()
+    assert (made.known.tokens, made.known.parents) == (others.tokens, others.parents)
+    assert (made.known.sources, made.known.counts) == (others.sources, others.counts)
+    assert made.depth_lists() == oracle.depth_lists() and made.checked
+    assert not [*problems(made)]
+
+
+def test_a_score_that_is_no_number_is_still_found() -> None:
+    tree = to_tree([4], [Proposal([5], [0], [math.nan])])
+    assert not tree.checked
+    with pytest.raises(ConfigError, match="NaN"):
+        tree.check()
