@@ -2,7 +2,7 @@
 
 ``paceline --help`` lists the commands from the table below and imports none of them, since most need
 torch. Each module has an ``app``, a `typer.Typer`, and its options are made from the dataclasses they
-fill (see `options`), so that an option is written down once.
+fill (see `options`), so that an option is declared once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LazyGroup(TyperGroup):
         return name, load(name) if name and command is not None else command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; a user's mistake ends in one line and not in a traceback."""
+        """Run a command; a user error ends in one line, not in a traceback."""
         try:
             return super().invoke(ctx)
         except PacelineError as error:

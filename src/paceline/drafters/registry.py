@@ -60,9 +60,8 @@ class DrafterConfig:
     """Base of every drafter's options: a frozen keyword-only dataclass beside the drafter.
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
-    options in `validate`, and makes the drafter in `build`. The first line of its
-    docstring is the drafter's help text. The field that ``subject`` names takes what follows the colon in
-    ``"name:model"``.
+    options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
+    The field that ``subject`` names takes what follows the colon in ``"name:model"``.
     """
 
     kind: ClassVar[str] = ""

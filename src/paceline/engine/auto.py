@@ -40,7 +40,7 @@ class AutoBudgetConfig:
     switch: float = 0.005  # gain over the present budgets from which others replace them: to change costs nothing
     explore: float = 0.004  # share of the time that tries may cost; well under the 3 % that "never slower" allows
     purse: float = 1.5  # most that the exploration budget holds, in plain steps: what one bad phase may lose at once
-    debt: float = 4.0  # plain steps that one try may lose when the purse is full: a prompt may cost the draft model that
+    debt: float = 4.0  # plain steps that one try may lose when the purse is full: a new prompt's catch-up can cost this
     probe: int = 3  # nodes of a try: enough to see a run, few enough to be cheap
     longest_wait: int = 256  # steps between tries at most: a text may turn predictable at any time
     optimism: float = 0.95  # if even this acceptance would not pay, nothing is tried
