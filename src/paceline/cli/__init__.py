@@ -19,9 +19,9 @@ from .console import stderr
 
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
-    "chat": "Talk with a model in the terminal.",
+    "chat": "Chat with a model in the terminal.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
-    "bench": "Measure what speculation is worth on this machine.",
+    "bench": "Measure the speed-up of speculation on this machine.",
     "train": "Train models, draft models, streams and adapters.",
     "models": "List the embedded models.",
     "drafters": "List the drafters and their options.",
