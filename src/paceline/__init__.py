@@ -1,7 +1,7 @@
-"""Paceline: a drafter runs ahead, the target checks, and every token that comes out is the target's own.
+"""Paceline, a speculative-decoding engine: a drafter proposes tokens, the target verifies them and chooses every token.
 
-``LLM``, ``AsyncLLM`` and the rest are imported on first use, so that ``import paceline`` and
-``paceline --help`` cost milliseconds instead of the seconds that torch takes.
+``LLM``, ``AsyncLLM`` and the rest are imported on first use, so that ``import paceline`` and ``paceline --help`` take
+milliseconds instead of the seconds that importing torch takes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a configuration to an engine: target, pool, drafter, budget and round, each by a function of its own.
 
-No part holds on to the object that asked for it, so that another process can build its part from the same
+No part keeps a reference to the object that asked for it, so that another process can build its part from the same
 configuration.
 """
 
@@ -52,7 +52,7 @@ class LoadedModel:
 
 
 def load_target(config: LLMConfig) -> LoadedModel:
-    """The target. Whatever can be known to be wrong without its weights is said before they are read."""
+    """The target. Everything that can be checked without the weights is checked before they are read."""
     source = _open(config, config.model, config.dtype)
     _pool_tokens(config, source.shape, source.dtype, _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
@@ -146,7 +146,7 @@ def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     """Drafter, pool, budget, round and engine over a loaded target.
 
     Raises:
-        ConfigError: parts that cannot be had or do not fit together.
+        ConfigError: a part that is not available, or parts that do not fit together.
     """
     decoder = target.decoder
     folders = locate(config.applications or {}, config.offline)
@@ -204,7 +204,7 @@ def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Draft
 
 
 def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
-    """How much is drafted: what was asked for, or what the engine finds to pay."""
+    """The draft budget: what was asked for, or chosen by the engine."""
     if drafter is None:
         return FixedBudget(size=0, why="no drafter was named")
     chosen = parse_budget(config.budget)
@@ -272,7 +272,7 @@ def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> 
 def _pool_tokens(
     config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype, max_model_len: int, scratch: int = 0
 ) -> int:
-    """Tokens that the K/V pool is to hold, once it is known that there is memory for them."""
+    """Tokens that the K/V pool will hold; checks that there is memory for them."""
     per_token = KVPool.bytes_per_token(*_kv_shape(shape), dtype)
     # One sequence alone must always fit, with its last token's row.
     least = max_model_len + 1
@@ -301,7 +301,7 @@ def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: 
     """The target's K/V pool, with ``scratch`` slots for streams.
 
     Raises:
-        ConfigError: there is no memory for it.
+        ConfigError: too little memory.
     """
     shape = decoder.config
     tokens = _pool_tokens(config, shape, decoder.dtype, max_model_len, scratch)

@@ -1,4 +1,4 @@
-"""The Python entry for event loops: ``AsyncLLM`` runs an engine in a thread of its own."""
+"""``AsyncLLM``, the interface for event loops: it runs an engine in a thread of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class AsyncLLM:
     """`LLM` for event loops: requests of many tasks share the engine's batches.
 
     The engine runs in a thread of its own, which sleeps while nothing is in flight; requests may come from the event
-    loops of any threads. Call `close` (or use ``async with``) when done; the end of the program does it, too.
+    loops of any threads. Call `close` (or use ``async with``) when done; it is called automatically at the end of the
+    program.
 
     Args:
         model, options: as for `LLM`.
@@ -51,7 +52,7 @@ class AsyncLLM:
 
     @property
     def config(self) -> LLMConfig:
-        """What the model was started with."""
+        """The options that the model was started with."""
         return self._llm.config
 
     async def generate(
@@ -61,7 +62,7 @@ class AsyncLLM:
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.
-            RequestError: its own rules failed on the way.
+            RequestError: the request's own rules failed.
         """
         output: RequestOutput | None = None
         async for chunk in self.stream(prompt, params, application):
@@ -72,12 +73,13 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
     ) -> AsyncIterator[Chunk]:
-        """Chunks as they come. Leaving the iterator, or cancelling the task, ends the request.
+        """Chunks of the answer, one after each step that brings text or tokens. Closing the iterator, or cancelling the
+        task, ends the request.
 
         Raises:
             ConfigError: the prompt cannot be used, or there is no such application, or (on the first ``await``)
                 the parameters cannot be used.
-            RequestError: behind the last chunk, where its own rules failed on the way.
+            RequestError: after the last chunk, if the request's own rules failed.
         """
         return self._stream(self._llm.job(prompt, params, application))
 
@@ -162,7 +164,7 @@ class AsyncLLM:
                 listener(error)
 
     def close(self) -> None:
-        """Stop the engine's thread. Requests in flight are ended with an error."""
+        """Stop the engine's thread. Requests in flight end with an error."""
 
         def end() -> None:
             self._fail_all(ConfigError("a request in flight", "the AsyncLLM was closed", "close it after the answers"))

@@ -1,4 +1,4 @@
-"""A request on its way in, and its answer on its way out: what `LLM` and `AsyncLLM` have in common."""
+"""What `LLM` and `AsyncLLM` share: a request before submission, and the chunks of its answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def raise_failed(output: RequestOutput | None) -> None:
 
 
 class Sent:
-    """What of each sample was streamed already."""
+    """How much of each sample was streamed already."""
 
     def __init__(self, samples: int) -> None:
         self.output: RequestOutput | None = None  # once all was sent
@@ -62,7 +62,7 @@ class Sent:
         self._open = set(range(samples))
 
     def news(self, engine: Engine, live: LiveRequest) -> list[Chunk]:
-        """One chunk for every sample with something new; what a chunk costs does not depend on what came before it."""
+        """One chunk for every sample with something new; its cost does not depend on what was streamed before."""
         fresh = [(i, live.sequences[i].state) for i in sorted(self._open)]
         fresh = [(i, state) for i, state in fresh if state.finished or len(state.token_ids) > self._tokens[i]]
         self._open -= {i for i, state in fresh if state.finished}

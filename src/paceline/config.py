@@ -1,4 +1,4 @@
-"""What can be said about a model at start-up: the options of `LLM` and of the command line."""
+"""The options of `LLM` and of the command line, set at start-up."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .target.loader import check_dtype, parse_device
 
 KERNELS = ("auto", "native", "torch")
 MAX_SEQUENCES, MAX_BATCH_ROWS = 2**16, 2**20
-# Far beyond use, and below the point where an OpenMP runtime ends the process for want of threads.
+# More than is useful, and fewer than make an OpenMP runtime end the process because it can start no more.
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMConfig:
-    """Everything that can be said about a model at start-up."""
+    """All options of a model and its engine; each field's help says what it may hold."""
 
     model: str = option(help="embedded model, folder or hub name")
-    drafter: str | DrafterConfig | None = option(None, help="who guesses: name, name:model, or name:model,option=value")
+    drafter: str | DrafterConfig | None = option(None, help="the drafter: name, name:model, or name:model,option=value")
     round: str = option(
         AUTO_ROUND,
-        help="when guessing and checking happen: serial, fused (streams), or auto: the drafter's",
+        help="order of drafting and verification: serial, fused (streams), or auto: the drafter's",
         choices=(AUTO_ROUND, *ROUNDS),
     )
     verifier: str = option(
@@ -98,7 +98,7 @@ class LLMConfig:
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:
             asked = f"budget={shown(self.budget)} without a drafter"
-            raise ConfigError(asked, "nobody drafts", "name one: drafter='ngram'")
+            raise ConfigError(asked, "there is no drafter", "name one: drafter='ngram'")
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
             asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
@@ -138,7 +138,7 @@ def config_of(model: Any, options: Mapping[str, Any]) -> LLMConfig:
 
 
 def _in_text(value: Any) -> Any:
-    """Paths and torch's own words for a dtype or device, as the options spell them."""
+    """Paths, and torch's dtypes and devices, as the text that the options take."""
     if isinstance(value, Path | torch.device):
         return str(value)
     if isinstance(value, torch.dtype):

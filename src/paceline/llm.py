@@ -1,4 +1,4 @@
-"""The Python entry for ordinary programs: ``LLM`` answers batches and streams; `async_llm` is for event loops."""
+"""``LLM``, the interface for ordinary programs: batches and streams. `async_llm` is for event loops."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Message = Mapping[str, str]  # {"role": .., "content": ..}
 
 
 class LLM:
-    """A model ready to answer.
+    """A target model with an engine, ready for requests.
 
-    Every method may be called from any thread, and from what `generate` calls: requests of all threads share the
-    engine's batches, and each step is done by whichever thread's turn it is.
+    Every method may be called from any thread, and from the ``progress`` callback of `generate`. Requests of all
+    threads share the engine's batches; waiting threads run one step each, in their order of arrival.
 
     Args:
         model: an embedded model's name, a local Hugging Face folder, or a hub name.
-        share: one of the same target, whose weights are used in place of loading them again; K/V, drafter and
-            engine stay apart.
+        share: an `LLM` of the same target, whose weights are used in place of loading them again; K/V, drafter and
+            engine are not shared.
         options: the fields of `LLMConfig`.
 
     Raises:
@@ -68,14 +68,14 @@ class LLM:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What the target's speed depends on here: a calibration must have been made under the same conditions."""
+        """The conditions that the target's speed depends on: a calibration must have been made under the same ones."""
         return fingerprint(self.config, self.decoder)
 
     # -- answers
 
     @property
     def kernels(self) -> str:
-        """What the layers run on: "native" and the instructions in use, or "torch"."""
+        """The kernels of the layers: "native" with the instructions in use, or "torch"."""
         return "torch" if self.decoder.stack is None else f"native ({native.describe()})"
 
     def generate(
@@ -85,22 +85,22 @@ class LLM:
         progress: Callable[[int], None] | None = None,
         application: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, together where there is room.
+        """Answer prompts, batched as memory and limits allow.
 
-        A request whose own sampling rules, text or stop rules fail on the way ends alone, with
+        A request whose own sampling rules, text or stop rules fail ends alone, with
         ``finish_reason="error"``; see `RequestOutput.error`.
 
         Args:
             prompts: one or many; text, or ``{"prompt_token_ids": [...]}``.
             params: one for all, or one a prompt; default: `SamplingParams()`.
-            progress: called with the number of answers that are done.
+            progress: called with the number of finished answers.
             application: whose adapters answer, one for all or one a prompt; None: the base model.
 
         Returns:
             One output a prompt, in their order.
 
         Raises:
-            ConfigError: a prompt, parameters or an application that cannot be used; no answer was begun then.
+            ConfigError: a prompt, parameters or an application that cannot be used; no request was begun then.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = _one_each(params, SamplingParams, len(many), "SamplingParams")
@@ -126,11 +126,11 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
     ) -> Iterator[Chunk]:
-        """Answer one prompt piece by piece. Leaving the iterator early ends the request.
+        """Stream the answer to one prompt. Closing the iterator early ends the request.
 
         Raises:
             ConfigError: the prompt, the parameters or the application cannot be used.
-            RequestError: behind the last chunk, where its own rules failed on the way.
+            RequestError: after the last chunk, if the request's own rules failed.
         """
         return self._stream(self.job(prompt, params, application))
 
@@ -145,7 +145,7 @@ class LLM:
         return Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request that is in flight; what it has so far, or None if there is no such request."""
+        """End a request in flight. Returns its output so far, or None if there is no such request."""
         with self.engine.lock:
             return self.engine.abort(request_id)
 
@@ -175,7 +175,7 @@ class LLM:
             raise
 
     def _give_up(self, lives: Sequence[LiveRequest]) -> None:
-        """End requests; from wherever, a garbage collector in the middle of a step included."""
+        """End requests; safe to call from anywhere, even from a garbage collector in the middle of a step."""
         for live in lives:
             self.engine.cancel(live.request.id)
         if self.engine.lock.take_if_free():  # else whoever holds it will see to it

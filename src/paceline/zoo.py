@@ -1,4 +1,4 @@
-"""The embedded models: where they are and what they are.
+"""The embedded models: their folders and cards.
 
 A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and
 names its draft and its drafter. A trained set (role "streams" or "adapter") is a folder with

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: one contract (`base`), an oracle (`reference`) and fast backends."""
+"""Attention over the paged cache: one contract (`base`), a reference (`reference`) and fast backends."""
 
 from __future__ import annotations
 

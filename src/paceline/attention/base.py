@@ -1,4 +1,4 @@
-"""What attention needs to know: which keys each row of a packed batch may see.
+"""The contract of attention: which keys each row of a packed batch sees.
 
 Rows are packed over sequences (ragged, no padding). A `Segment` describes the rows of one sequence in
 one forward pass; a backend turns all segments into a plan once, and every layer uses that plan.

@@ -1,4 +1,4 @@
-"""Dense attention in plain tensor algebra, any dtype: the oracle that fast backends are held against."""
+"""Dense attention in plain tensor algebra, any dtype: the reference that fast backends are compared with."""
 
 from __future__ import annotations
 

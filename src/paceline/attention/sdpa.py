@@ -4,7 +4,7 @@ The usual way. A sequence whose slots are contiguous is read as a slice, without
 sees all keys needs no mask; a fresh prompt is causal; all else carries a mask, built once a pass and
 shared by all layers.
 
-Exact. A row's bits must not depend on who else is in the pass, so every row becomes a batch entry of
+Exact. A row's bits must not depend on the other rows of the pass, so every row becomes a batch entry of
 its own: one query against its own keys, in plain decoding's order, padded with masked keys to a
 multiple of `BUCKET`. The kernel computes batch entries apart, and the shape of an entry depends on the
 row's position alone. What lies behind the row's own keys is multiplied by zero.

@@ -1,4 +1,4 @@
-"""A benchmark from start to report: load, ask every method in turn (`schedule`, `trials`), compare ids, write."""
+"""A benchmark from start to report: load, run every method interleaved (`schedule`, `trials`), compare ids, write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Silent = Watcher  # it tells nobody
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     report: Report
     files: tuple[Path, ...] = ()
@@ -50,9 +50,9 @@ class Run:
         config: what to measure.
         out: folder for journal and report; None keeps nothing.
         resume: go on with the journal in ``out``.
-        overwrite: start again where ``out`` holds a run.
+        overwrite: start again even if ``out`` holds a run.
         command: the command line that repeats it.
-        watcher: who is told how far it is.
+        watcher: is told the progress.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Run:
     def execute(self) -> Outcome:
         """Prepare, measure, check, report.
 
-        An interrupt (Ctrl-C) while it measures ends it early: the report has what there is.
+        An interrupt (Ctrl-C) during the measurement ends it early: the report has the trials so far.
 
         Raises:
-            ConfigError: anything that cannot be as it was asked for; found before the first trial.
+            ConfigError: options that cannot be used; found before the first trial.
         """
         began = perf_counter()
         config = self.config
@@ -203,7 +203,7 @@ def _enough(cell: Cell, loaded: Sequence[Workload]) -> None:
 
 
 def _check_out(out: Path | None, resume: bool, overwrite: bool) -> None:
-    """Make the folder, and refuse to spoil what is in it.
+    """Make the folder, and refuse to overwrite its content.
 
     Raises:
         ConfigError: it cannot be written, holds a run already, or has nothing to resume.

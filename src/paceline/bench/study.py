@@ -1,9 +1,9 @@
-"""A paper's tables and figures from runs of one's own: the frame in which a study is a list of short functions.
+"""The framework for studies: a paper's tables and figures as a list of short functions.
 
-A study is a script. Each of its functions is a table or a figure, takes the options and gives a `Grid` (methods x
-workloads x settings, measured in turns on the same prompts), or yields a `Table` that it makes in another way. The
-frame reads the command line, runs what was named, shows the tables and writes NAME.json, NAME.md, NAME.svg and, of a
-grid, its journal and raw report in the folder NAME. docs/write-a-study.md has a whole one.
+A study is a script. Each of its functions is a table or a figure, takes the options and returns a `Grid` (methods x
+workloads x settings, measured interleaved on the same prompts), or yields a `Table` that it makes in another way. The
+framework reads the command line, runs the functions named, prints the tables and writes NAME.json, NAME.md, NAME.svg
+and, of a grid, its journal and raw report in the folder NAME. docs/write-a-study.md has a complete example.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIFFERENT, WRONG, INTERRUPTED = 1, 2, 130  # exit status: ids differ from plain'
 
 
 def asked(default: Any, help: str, metavar: str | None = None) -> Any:
-    """A field of `Options`: its default, its line of help, and the word for its value."""
+    """A field of `Options`: its default, help text, and the placeholder of its value."""
     metadata = {"help": help, "metavar": metavar}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -36,9 +36,9 @@ def asked(default: Any, help: str, metavar: str | None = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every study can be asked, all of it from the command line.
+    """The options of every study, all of them command-line flags.
 
-    A study with questions of its own adds fields: text, numbers, paths, flags, ``dict`` for NAME=VALUE and ``list`` for
+    A study with options of its own adds fields: text, numbers, paths, flags, ``dict`` for NAME=VALUE and ``list`` for
     text, both to be repeated.
     """
 
@@ -102,9 +102,9 @@ class Study:
     """A script of tables and figures.
 
     Args:
-        title: of the paper, or what is asked.
+        title: of the paper, or the question.
         options: `Options`, or a subclass of it.
-        quick: options of ``--quick``, where the user says nothing.
+        quick: options of ``--quick``, unless the user gives them.
     """
 
     def __init__(self, title: str, options: type[Options] = Options, quick: Mapping[str, Any] | None = None) -> None:
@@ -122,14 +122,14 @@ class Study:
         draws: bool = True,
         **defaults: Any,
     ) -> Callable[[Make], Make]:
-        """Take in the function below under its own name; ``--help`` shows the first line of its docstring.
+        """Register the decorated function under its own name; ``--help`` shows the first line of its docstring.
 
         Args:
             needs: options that must be given.
-            takes: others of the study's own options that it looks at.
+            takes: others of the study's own options that it uses.
             quick: options of ``--quick``, for this one alone.
-            draws: whether matplotlib must be there.
-            defaults: of options, where they are not the study's.
+            draws: whether it needs matplotlib.
+            defaults: of options, if they differ from the study's.
         """
 
         def add(make: Make) -> Make:
@@ -150,11 +150,11 @@ class Study:
         return self.figure(draws=False, **given)
 
     def main(self, arguments: Sequence[str] | None = None) -> NoReturn:
-        """Make what the command line names, and leave with the status: 0 or one of the constants above."""
+        """Run the figures that the command line names, and exit with the status: 0 or one of the constants above."""
         sys.exit(self.run(sys.argv[1:] if arguments is None else arguments))
 
     def run(self, arguments: Sequence[str]) -> int:
-        """The same, returning the status. Mistakes and Ctrl-C end in one line on stderr; what was measured is kept."""
+        """The same, returning the status. Errors and Ctrl-C end in one line on stderr; what was measured is kept."""
         try:
             same = [self._finish(*each) for each in self._begin(arguments)]
         except PacelineError as error:
@@ -166,7 +166,7 @@ class Study:
         return 0 if all(same) else DIFFERENT
 
     def _begin(self, arguments: Sequence[str]) -> list[tuple[str, Options, Made]]:
-        """Everything that is to be measured, so that mistakes show before the first run begins."""
+        """All grids and tables to be measured, so that errors are found before the first run begins."""
         given = _parse(self, arguments)
         named = given.pop("figures")
         items = {name: self._item(name) for name in named or self.items}
@@ -233,7 +233,7 @@ def _parse(study: Study, arguments: Sequence[str]) -> dict[str, Any]:
     """What was given, by option; ``figures`` is always there.
 
     Raises:
-        ConfigError: an unknown option, a value that is none, or no folder for what is made.
+        ConfigError: an unknown option, an invalid value, or no output folder.
     """
     items = "\n".join(f"  {name:<20} {item.help}" for name, item in study.items.items())
     parser = _Parser(

@@ -2,7 +2,7 @@
 
 ``paceline --help`` lists the commands from the table below and imports none of them, since most need
 torch. Each module has an ``app``, a `typer.Typer`, and its options are made from the dataclasses they
-fill (see `options`), so that an option is written down once.
+fill (see `options`), so that an option is declared once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .console import stderr
 
 COMMANDS = {  # name -> what it does; the module has the same name
     "generate": "Answer prompts; each token is coloured by how it came about.",
-    "chat": "Talk with a model in the terminal.",
+    "chat": "Chat with a model in the terminal.",
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
-    "bench": "Measure what speculation is worth on this machine.",
+    "bench": "Measure the speed-up of speculation on this machine.",
     "train": "Train models, draft models, streams and adapters.",
     "models": "List the embedded models.",
     "drafters": "List the drafters and their options.",
@@ -45,7 +45,7 @@ class LazyGroup(TyperGroup):
         return name, load(name) if name and command is not None else command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; a user's mistake ends in one line and not in a traceback."""
+        """Run a command; a user error ends in one line, not in a traceback."""
         try:
             return super().invoke(ctx)
         except PacelineError as error:

@@ -1,4 +1,4 @@
-"""``paceline bench``: what speculation is worth here (see `bench_run`), and what single things cost."""
+"""``paceline bench``: speed-ups on this machine (see `bench_run`), and the cost of single operations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def workloads(
         Path | None, typer.Option(metavar="DIR", help="Folder of workloads that do not come along.")
     ] = None,
 ) -> None:
-    """List what can be asked: workloads that come with Paceline, and those read from a folder."""
+    """List the workloads: those packaged with Paceline, and those read from a folder."""
     table = Table(box=None, header_style="bold")
     for name in ("workload", "title", "read from", "licence", "source"):
         table.add_column(name, overflow="fold")
@@ -67,7 +67,7 @@ def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="Report of one run, or its folder.")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Report of the other.")],
 ) -> None:
-    """Hold one report against another: what differs, and what became faster or slower (B over A)."""
+    """Compare two reports: what differs, and what became faster or slower (B over A)."""
     stdout().print(render_terminal(compare_reports(load_report(first), load_report(second))))
 
 
@@ -84,7 +84,7 @@ def calibrate(
     exact: Annotated[bool, typer.Option("--exact", help="Calibrate the exact mode.")] = False,
     threads: ThreadsOption = None,
 ) -> None:
-    """Measure what passes cost, for the draft budget "auto", and keep it beside the model."""
+    """Measure the cost of passes, for the draft budget "auto", and store it beside the model."""
     _positive("--repeats", repeats)
     if model.startswith("random:"):
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
@@ -246,7 +246,7 @@ def decode(
     threads: ThreadsOption = None,
     out: OutOption = None,
 ) -> None:
-    """Plain decoding, one request and many at once, in turns with transformers on the same weights."""
+    """Plain decoding, one request and many at once, interleaved with transformers on the same weights."""
     batches = _numbers("--batch", batch)
     for name, value in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens), ("--repeats", repeats)):
         _positive(name, value)

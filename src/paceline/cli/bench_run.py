@@ -1,4 +1,4 @@
-"""``paceline bench`` itself: methods in turn on the same prompts, then tables and a page."""
+"""``paceline bench`` itself: methods interleaved on the same prompts, then tables and a page."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ class RunOptions:
 
 @takes(options=RunOptions)
 def bench(context: typer.Context, options: dict[str, Any]) -> None:
-    """Measure what speculation is worth here: per task and method, beside other engines, against the physical floor.
+    """Measure the speed-up on this machine: per task and method, beside other engines, against the memory bandwidth.
 
-    Without a subcommand, all methods run in turn on the same prompts, and a table with paired speed-ups and their 95 %
-    intervals is shown; with --out a page with plots is written. Ctrl-C keeps what there is.
+    Without a subcommand, all methods run interleaved on the same prompts, and a table with paired speed-ups and their
+    95 % intervals is shown; with --out a page with plots is written. Ctrl-C keeps the trials so far.
     """
     if context.invoked_subcommand is not None:
         return

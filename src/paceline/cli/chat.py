@@ -46,7 +46,7 @@ def chat(
     llm: dict[str, Any],
     params: dict[str, Any],
 ) -> None:
-    """Talk with a model. Type /help for the commands."""
+    """Chat with a model. Type /help for the commands."""
     sampling = SamplingParams(**params)
     _refuse_batch_options(sampling)
     application = application_named(as_, llm["applications"] or {})

@@ -1,4 +1,4 @@
-"""``paceline demo``: the same model plainly and speculatively; the same tokens, and how many a second."""
+"""``paceline demo``: plain and speculative decoding of one model; the same tokens, and tokens a second of both."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def demo(
 ) -> None:
     """Answer prompts plainly and speculatively, greedily, and compare.
 
-    In bfloat16 a pass over many rows may round otherwise than a pass over one; --exact, the default here,
-    rules that out, so the tokens must be the same: where they are not, the exit status is 1.
+    In bfloat16 a pass over many rows may round differently from a pass over one; --exact, the default here, prevents
+    that, so the tokens must be the same: if they are not, the exit status is 1.
     """
     chosen = _load(prompts)
     if repeats < 1:

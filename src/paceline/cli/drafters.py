@@ -1,4 +1,4 @@
-"""``paceline drafters``: who can guess, and with which options."""
+"""``paceline drafters``: the drafters and their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline models``: what can be loaded by name."""
+"""``paceline models``: the models that can be loaded by name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def open_llm(options: dict[str, Any]) -> LLM:
 
 
 def default_drafter(model: str, applications: Mapping[str, str], offline: bool) -> str | None:
-    """Who drafts where nobody is named: the streams of the applications if they have any, else the zoo's choice.
+    """The drafter if none is named: the streams of the applications if they have any, else the zoo's choice.
 
     Applications with streams cannot do without them: their answers depend on them.
     """

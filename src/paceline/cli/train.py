@@ -1,6 +1,6 @@
 """``paceline train``: train drafts, streams, adapters and models; one command a kind, or a recipe file.
 
-A recipe file (``*.toml``) stands where the kind would: ``paceline train zoo/recipes/streams-sql.toml --data FOLDER``.
+A recipe file (``*.toml``) takes the place of the kind: ``paceline train zoo/recipes/streams-sql.toml --data FOLDER``.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ def _train(job: Job, stop_after: int | None, tensorboard: bool) -> None:
 
 @app.command()
 def answers(
-    target: Annotated[str, typer.Option(metavar="MODEL", help="Who answers.")],
-    data: Annotated[list[str], typer.Option(metavar="FILE", help="Whose prompts; repeat it for several.")],
+    target: Annotated[str, typer.Option(metavar="MODEL", help="The model that answers.")],
+    data: Annotated[list[str], typer.Option(metavar="FILE", help="Prompts to answer; repeat it for several.")],
     out: Annotated[str, typer.Option(metavar="FILE.jsonl", help="Where the answers go; what is there is kept.")],
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = None,
     length: Annotated[int, typer.Option(min=8, help="Most tokens of prompt and answer together.")] = 384,
@@ -241,7 +241,7 @@ def answers(
     seed: Annotated[int, typer.Option(help="Of the choice of prompts, and of sampling.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
 ) -> None:
-    """Let the target answer the data's own prompts: what drafts are best trained on."""
+    """Generate the target's answers to the data's prompts: the best training data for drafts."""
     from ..core.sampling import SamplingParams
     from ..llm import LLM
 

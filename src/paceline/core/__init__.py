@@ -1,1 +1,1 @@
-"""Pure tensors and data: what is being tried, what survives, what is drawn. Imports torch and pydantic only."""
+"""Token trees, verification, sampling, requests: functions of tensors and data. Imports torch and pydantic only."""

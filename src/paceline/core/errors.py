@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what was asked, what is wrong and what to do."""
+"""The errors that users see. Each says what was asked, what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class PacelineError(Exception):
 class ConfigError(PacelineError, ValueError):
     """An option, a request, a file or a checkpoint that cannot be used as it is.
 
-    Raised at start-up or at submission, never in mid-run. One error type carries all bad input, so
-    that a caller needs one ``except`` clause.
+    Raised at start-up or at submission, never during a run. All bad input raises this one type, so that a caller needs
+    one ``except`` clause.
 
     Args:
         asked: what the caller asked for (``"temperature=-1"``).
@@ -36,12 +36,12 @@ class CapabilityError(ConfigError):
 
 
 class RequestError(PacelineError):
-    """A request that ended in its middle, since its own sampling rules, text or stop rules failed.
+    """A request that ended early because its own sampling rules, text or stop rules failed.
 
     Args:
         request_id: which one.
         why: the error that ended it.
-        output: what there is of its answer, a `RequestOutput`.
+        output: its answer so far, a `RequestOutput`.
     """
 
     def __init__(self, request_id: str, why: str, output: Any) -> None:
@@ -55,4 +55,4 @@ class RequestError(PacelineError):
 
 
 class PoolFullError(PacelineError):
-    """The K/V pool has no free block. The engine answers it by dropping drafts or by preemption."""
+    """The K/V pool has no free block. The engine responds by dropping drafts or by preemption."""

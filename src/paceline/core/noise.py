@@ -21,7 +21,7 @@ TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)  # domains: noise for different purpo
 
 
 def derive_seed() -> int:
-    """A fresh seed for a request that names none; 53 bits, so that any JSON reader keeps it whole."""
+    """A fresh seed for a request without one; 53 bits, so that any JSON reader keeps it exactly."""
     return secrets.randbits(53)
 
 
@@ -54,7 +54,7 @@ def _counters(vocab_size: int, device: torch.device) -> Tensor:
 def _hash_bits(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """[len(keys), V] int64 in [0, 2^63): the SplitMix64 stream of each key, one output a token id.
 
-    The last xor-shift of the finaliser is left out: it only mends low bits, and a float uses the high ones.
+    The last xor-shift of the finaliser is left out: it only improves low bits, and a float uses the high ones.
     """
     start = torch.tensor([[_signed(key)] for key in keys], dtype=torch.int64, device=device)
     bits = _counters(vocab_size, device) + start

@@ -1,7 +1,8 @@
-"""The fields of a config dataclass: what each may hold, said once and checked the same for text, files and Python.
+"""The fields of a config dataclass: what each may hold, declared once and checked in the same way for text, files and
+Python.
 
-A field comes from `option`. Its type hint says which values fit, strictly: no number stands for a truth value, no text
-for a number. pydantic checks hints and bounds; `check` puts what it finds into a `ConfigError`.
+A field comes from `option`. Its type hint says which values fit, strictly: no number is taken for a truth value, no
+text for a number. pydantic checks hints and bounds; `check` turns what it finds into a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def option(
     """A config field.
 
     Args:
-        default: its value where none is given; left out: one must be given.
-        help: what it says and what it may hold. The remedy of its errors, and its line on the command line.
+        default: its value if none is given; left out: the field is required.
+        help: its meaning and what it may hold: the remedy of its errors, and its help on the command line.
         minimum, maximum: inclusive bounds of a number.
         rules: ``above``, ``below``: exclusive bounds. ``choices``: the texts it may be, with ``unknown``, the words for
             another. ``takes``: words for the type. ``unbounded=True``: whole numbers of any size, any text. For the
@@ -57,7 +58,7 @@ def option(
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Hold the fields of a dataclass instance against their types and bounds.
+    """Check the fields of a dataclass instance against their types and bounds.
 
     Args:
         config: the instance.

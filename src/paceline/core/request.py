@@ -1,4 +1,4 @@
-"""A request from submission to answer: its stop rules, the state of its samples, what is returned."""
+"""A request from submission to answer: its stop rules, the state of its samples, its output."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class TextStream(Protocol):
     """Turns the tokens of one output into text."""
 
     def push(self, token: int) -> str:
-        """The text that the next token brings; "" while a character is incomplete."""
+        """The text that the next token adds; "" while a character is incomplete."""
         ...
 
     def end(self) -> str:
-        """The text of what is left where nothing follows: U+FFFD for an incomplete character."""
+        """The remaining text at the end of the output: U+FFFD for an incomplete character."""
         ...
 
 
 class Texts(Protocol):
-    """What an engine knows of a tokenizer."""
+    """What an engine needs of a tokenizer."""
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
         """What turns the tokens of an answer to this prompt into text."""
@@ -55,8 +55,8 @@ class Texts(Protocol):
 def find_stop(stops: Sequence[str], text: str, new: int) -> tuple[int, str] | None:
     """The first of ``stops`` in ``text`` that ends in its last ``new`` characters: (start, string).
 
-    First means the one that ends first, as though the text had come character by character, so the
-    answer does not depend on where tokens begin; of two that end together, the longer.
+    First means the one that ends first, as if the text had come character by character, so the answer does not depend
+    on where tokens begin; of two that end together, the longer.
     """
     found = []
     for stop in stops:
@@ -72,7 +72,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class GrowingText:
-    """Text that grows at its end: what a piece costs does not depend on how much there is."""
+    """Text that grows at its end: the cost of appending does not depend on its length."""
 
     __slots__ = ("_pieces", "length")
 
@@ -107,7 +107,7 @@ class GrowingText:
 
 
 class StopChecker:
-    """Walks the tokens of one output in order and says where it ends.
+    """Goes through the tokens of one output in order and finds where it ends.
 
     Ids and strings count only in tokens after the first ``min_tokens``.
 
@@ -175,12 +175,12 @@ class StopChecker:
     def feed(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None, StopReason]:
         """Take newly accepted tokens in order, up to the first that ends the output.
 
-        Where the text of a token cannot be made, that token is not taken and the error goes on; `num_tokens` says
-        how many were.
+        If detokenizing a token fails, that token is not taken and the error is raised; `num_tokens` is the number
+        taken.
 
         Returns:
-            How many of them belong to the output, why it ended (None: it goes on), and the stop id or
-            stop string that ended it.
+            How many of them belong to the output, the finish reason (None: not finished), and the stop id or stop
+            string that ended it.
 
         Raises:
             RuntimeError: the output has already ended.
@@ -194,7 +194,7 @@ class StopChecker:
         return len(tokens), None, None
 
     def end(self, reason: Literal["abort", "error"]) -> None:
-        """End the output from outside; its text stays as it is."""
+        """End the output from outside; its text is unchanged."""
         self.finish_reason, self.stop_reason = reason, None
 
     def _take(self, token: int) -> None:
@@ -230,7 +230,7 @@ class StopChecker:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's natural log-probability and its rank (1: the likeliest; equals share a rank)."""
+    """One token's natural log-probability and its rank (1: the likeliest; equal ones share a rank)."""
 
     logprob: float
     rank: int
@@ -315,7 +315,7 @@ class SequenceState:
     def accept(
         self, tokens: Sequence[int], num_drafted: int, logprobs: Sequence[dict[int, Logprob]] | None = None
     ) -> int:
-        """Append what one pass brought: ``num_drafted`` accepted tokens, then the target's own.
+        """Append the tokens of one pass: ``num_drafted`` accepted ones, then the target's own.
 
         The stop rules may cut the tail. What is left goes to the output and to the sampler's counts.
 
@@ -339,12 +339,12 @@ class SequenceState:
         return kept
 
     def fail(self, error: Exception) -> None:
-        """End the output with an error; the tokens so far stay."""
+        """End the output with an error; the tokens so far are kept."""
         self.error = f"{type(error).__name__}: {error}"
         self.checker.end("error")
 
     def output(self) -> CompletionOutput:
-        """The answer so far; its text is what is safe to show."""
+        """The answer so far; its text leaves out what a stop string may still remove."""
         wanted = self.request.params.logprobs is not None
         chosen = zip(self.logprobs, self.token_ids, strict=True) if wanted else ()
         return CompletionOutput(
@@ -392,5 +392,5 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """What ended a sample in its middle; None where nothing did."""
+        """The error that ended a sample early; None if there was none."""
         return next((sample.error for sample in self.outputs if sample.error is not None), None)

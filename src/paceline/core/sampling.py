@@ -1,6 +1,6 @@
-"""How one token is chosen: sampling parameters, the logits pipeline of every node, counter-based noise.
+"""Choosing one token: sampling parameters, the logits processors of every node, counter-based noise.
 
-Every draw is an argmax. The noise of a draw is a pure function of (seed, sample index, the position the
+Every draw is an argmax (Gumbel-max). The noise of a draw is a pure function of (seed, sample index, the position the
 token will occupy, domain, token id): never of the batch, the request or the clock. A drafted node is
 therefore sampled exactly as plain decoding would sample it, with its ancestors as its output.
 
@@ -42,9 +42,9 @@ Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS), IsNumber()]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, when they end, and what is reported about them.
+    """How the tokens of a request are chosen, when its output ends, and what is reported.
 
-    Names and meanings follow vLLM's. All of them are exact under speculation.
+    Names and meanings follow vLLM's. All of them give the same tokens with and without speculation.
 
     Raises:
         ConfigError: a value of the wrong type or out of range.
@@ -243,8 +243,8 @@ _Step = Callable[[Tensor, "Tensor | None"], None]  # (logits [n, V], paths [n, D
 class SequenceSampler:
     """The sampling rules and the noise of one sequence (one of the n samples of a request).
 
-    A *row* is a place where a next token is chosen. ``paths`` says which drafted tokens lie between the
-    committed output and the row: None where none do, else int64 [n, D], -1 padded, from below the root
+    A *row* is a position where a next token is chosen. ``paths`` says which drafted tokens lie between the committed
+    output and the row: None if there are none, else int64 [n, D], -1 padded, from below the root
     down to and including the row's own node. A row's output is the committed output and its path.
 
     The result for a row does not depend on the other rows.
@@ -294,7 +294,7 @@ class SequenceSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether the choice is the argmax of the raw logits, now and from now on."""
+        """Whether every choice from now on is the argmax of the raw logits."""
         return self.greedy and not self._steps
 
     @property
@@ -314,7 +314,7 @@ class SequenceSampler:
     # -- choosing
 
     def process(self, logits: Tensor, paths: Tensor | None = None) -> Tensor:
-        """The logits after every rule of the request, -inf where a token is ruled out.
+        """The logits after all rules of the request, -inf where a token is excluded.
 
         Args:
             logits: [n, V], any float dtype.
@@ -385,7 +385,7 @@ class SequenceSampler:
         """[n, V] float32 Gumbel noise for drafts that are drawn independently of the target's choice.
 
         The k largest of log q + noise are k draws without replacement, in draw order (Kool et al. 2019).
-        ``branch`` (one for all rows, or [n]) tells apart rows at one position that are to differ.
+        ``branch`` (one for all rows, or [n]) distinguishes rows at one position that are to differ.
         """
         return self._independent_noise(noise.DRAFT, positions, branch, device)
 
@@ -396,7 +396,7 @@ class SequenceSampler:
     def accept_uniform(self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
         """[n] float64 in (0, 1), on the CPU: decides whether rejection sampling accepts a drafted token.
 
-        ``branch`` (one for all, or [n]) tells apart nodes that stand at one position.
+        ``branch`` (one for all, or [n]) distinguishes nodes at one position.
         """
         places = _as_list(positions)
         keys = self._keys(noise.ACCEPT, places, _as_list(branch, len(places)))

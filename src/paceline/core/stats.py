@@ -1,14 +1,14 @@
-"""What speculation did and what it cost: counts, acceptance, times.
+"""Statistics of speculation: counts, acceptance, times.
 
 Definitions, once for the whole project:
 
 - A *pass* is a forward of the target that chose at least one token of the sequence's output.
-- *Drafted* tokens were checked by a pass; *accepted* ones are those of them that came out, after the
-  stop rules' cut; *emitted* tokens are all that came out.
+- *Drafted* tokens were checked by a pass; *accepted* ones are those of them that were emitted, after the stop rules'
+  cut; *emitted* tokens are all tokens of the output.
 - *Row-layers* are rows times the layers that each went through, of roots, drafted nodes and streams alike
   (rows of a prompt before its last are left out); the *upper* ones are those of the layers above the one
   before which trees are pruned and streams begin.
-- The mean accepted length is ``1 + accepted / passes``: tokens a pass, were no stop rule to cut any.
+- The mean accepted length is ``1 + accepted / passes``: tokens a pass if no stop rule cut any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SourceStats:
 
 @dataclass(slots=True)
 class SpecStats:
-    """Counts and times of one sequence, one request or a whole run."""
+    """Counts and times (ms) of one sequence, one request or a whole run."""
 
     passes: int = 0
     drafted: int = 0
@@ -70,9 +70,9 @@ class SpecStats:
 
         Args:
             drafted: nodes checked, root not counted.
-            accepted: drafted tokens that came out.
-            emitted: tokens that came out.
-            offered: deepest level at which a node was on offer: one below the accepted path where its
+            accepted: drafted tokens that were emitted.
+            emitted: tokens added to the output.
+            offered: deepest level at which a node was proposed: one below the accepted path where its
                 end has a child, else the length of the path. Default: as for a chain.
             sources: name -> (drafted, accepted), where several proposers fill one tree.
 
@@ -117,7 +117,7 @@ class SpecStats:
         """The sum of both, for requests that ran together.
 
         Counts and times add up. ``elapsed_ms`` is the longer one, ``ttft_ms`` the earlier one.
-        ``off_reason`` stays where both give the same, or where all that was drafted is nothing.
+        ``off_reason`` is kept if both have the same one, or if nothing at all was drafted.
         """
         merged = SpecStats(**{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
         for name in _LISTS:
@@ -139,7 +139,7 @@ class SpecStats:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def summary(self) -> str:
-        """One line for people."""
+        """The main figures in one line of text."""
         parts = [
             f"{self.tokens_per_second:.1f} tokens/s",
             f"mean accepted length {self.mean_accepted_length:.2f}",

@@ -1,7 +1,7 @@
-"""What is being tried: batched token trees, held as parent pointers.
+"""Drafts: batched token trees, stored as parent pointers.
 
 Masks, depths, paths and children are derived from the parents; no operation changes a tree in place. `tree_lists`
-holds the view of plain lists, `tree_checks` the invariants. Axis letters: B requests, N nodes, D depth.
+has the form of plain lists, `tree_checks` the invariants. Axis letters: B requests, N nodes, D depth.
 
 On the CPU every operation checks its arguments and returns the narrowest tree. On an accelerator `extend`
 and `from_chain` do neither, because both would wait for the device (`check` and `trim` do it on demand).
@@ -156,7 +156,7 @@ class TokenTree:
         source: int = 0,
         log_score: Sequence[Sequence[Sequence[float]]] | None = None,
     ) -> TokenTree:
-        """Tries of token paths: shared beginnings become one node, in first-seen order.
+        """Prefix trees of token paths: shared prefixes become one node, in first-seen order.
 
         Args:
             roots: [B] int64.
@@ -170,9 +170,9 @@ class TokenTree:
 
     @staticmethod
     def stack(trees: Sequence[TokenTree]) -> TokenTree:
-        """The trees one below the other along the batch, padded to the widest.
+        """The trees concatenated along the batch, padded to the widest.
 
-        ``log_score`` and ``q`` survive if every tree with drafted nodes has them.
+        ``log_score`` and ``q`` are kept if every tree with drafted nodes has them.
 
         Raises:
             ConfigError: no tree at all, or sampled drafts of different kinds (ids, replacement, dtype).
@@ -250,7 +250,7 @@ class TokenTree:
         """One tree with the paths of both: this tree's nodes first, then what is new in ``other``.
 
         No two nodes of the result have the same path. New nodes get fresh ids; every node keeps its source.
-        ``log_score`` survives if both trees have it; q is dropped, for a merged node was not drawn from one q.
+        ``log_score`` is kept if both trees have it; q is dropped, since a merged node was not drawn from one q.
 
         Raises:
             ConfigError: different batch sizes or roots.
@@ -281,9 +281,9 @@ class TokenTree:
         return grown._keep(keep)
 
     def prune(self, keep: Tensor) -> TokenTree:
-        """Only the nodes that ``keep`` [B, N] bool names; q is dropped, even if all nodes stay.
+        """Only the nodes where ``keep`` [B, N] bool is set; q is dropped, even if all nodes are kept.
 
-        (A rule that looks at drawn tokens and happens to spare them has still made q a lie.)
+        (A rule that depends on the drawn tokens changes their distribution even where it keeps all of them.)
 
         Raises:
             ConfigError: the root is not kept, or a kept node's parent is not.
@@ -327,7 +327,7 @@ class TokenTree:
     def reroot(self, nodes: Tensor | Sequence[int]) -> TokenTree:
         """The subtree below ``nodes`` [B]; that node becomes node 0, scores are counted from it.
 
-        q is kept: whatever is below a node was drawn without regard to the branches that go.
+        q is kept: the nodes below a node were drawn independently of the branches that are dropped.
 
         Raises:
             ConfigError: a node that is not in the tree.
@@ -443,7 +443,7 @@ class TokenTree:
         return self.known
 
     def check(self) -> None:
-        """Test every invariant of the type (waits for the device).
+        """Check every invariant of the type (waits for the device).
 
         Raises:
             ConfigError: the first one that is broken.

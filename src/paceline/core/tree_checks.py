@@ -1,4 +1,4 @@
-"""The invariants of a `TokenTree`, tested one by one. Everything here waits for the device."""
+"""The invariants of a `TokenTree`, checked one by one. Everything here waits for the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which drafted path survives: pure functions of a tree, the target's data at every node, and noise.
+"""Verification: which drafted path is accepted, as pure functions of a tree, the target's data at every node, and
+noise.
 
 No model and no cache. ``p`` is the target's distribution and ``q`` the draft's, everywhere. Node n's row
-of ``p`` (or its entry of ``chosen``) says what the target wants *after* node n.
+of ``p`` (or its entry of ``chosen``) is the target's choice *after* node n.
 Axis letters: B requests, N nodes, D depth, V vocabulary.
 """
 
@@ -25,7 +26,7 @@ ResidualGumbel = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifyOutcome:
-    """Which drafted nodes the target agreed with, and what it says next."""
+    """The accepted nodes of each tree, and the target's next token."""
 
     path: Tensor  # [B, D] int64  accepted nodes from the root down, root excluded, -1 padded; D >= 1
     num_accepted: Tensor  # [B] int64  drafted tokens accepted; the next token is not counted
@@ -34,11 +35,11 @@ class VerifyOutcome:
 
 
 def sample_and_match(tree: TokenTree, chosen: Tensor) -> VerifyOutcome:
-    """Walk each tree along the tokens that the target itself chose.
+    """Follow each tree along the tokens that the target itself chose.
 
     Lossless for any tree at all: every emitted token is the target's own choice after the tokens before
-    it, so the output is what plain decoding with the same noise gives. The tree decides only how many of
-    them come out at once. Of siblings with the same token the first is followed.
+    it, so the output is that of plain decoding with the same noise. The tree decides only how many tokens are emitted
+    at once. Of siblings with the same token the first is followed.
 
     Args:
         tree: the candidates.
@@ -112,8 +113,8 @@ def block(
         ConfigError: shapes that do not fit, or a node that q cannot have drawn.
 
     Source: Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2 and eq. 4.
-    Where the paper's h is 0 / 0 (p and q agree after a fully accepted block) it is 1 here: the longer
-    block is accepted with certainty then, and the choice does not show.
+    Where the paper's h is 0 / 0 (p and q agree after a fully accepted block) it is 1 here: the longer block is then
+    accepted with certainty, so the value has no effect.
     """
     if not tree.is_chain:
         raise CapabilityError(
@@ -135,9 +136,9 @@ def lossy_stream_rejection(
 ) -> VerifyOutcome:
     """The rejection rule of Speculative Streaming on a tree of likeliest tokens. Lossy: the output is not p's.
 
-    A node is accepted with probability min(1, p(x) / q(x)), where q is its stream's distribution; of the
-    accepted paths the longest one comes out (of equals the first), and the next token is drawn from p after it.
-    On a tree that is no honest draw from q this shifts the output towards likely tokens.
+    A node is accepted with probability min(1, p(x) / q(x)), where q is its stream's distribution; of the accepted paths
+    the longest one is emitted (of equals the first), and the next token is drawn from p after it. On a tree that was
+    not drawn from q this shifts the output towards likely tokens.
 
     Args:
         tree: drafts with ``log_score``; log q of a node is its score less its parent's.

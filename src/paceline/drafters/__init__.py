@@ -1,6 +1,6 @@
-"""Who guesses: the contract (`base`), the names (`registry`) and one module a drafter.
+"""Drafters: the contract (`base`), the names (`registry`) and one module a drafter.
 
-The names below load on first use: naming a drafter must not cost the import of torch.
+The names below load on first use: naming a drafter must not import torch.
 """
 
 # ruff: noqa: F401  (the imports are for type checkers)

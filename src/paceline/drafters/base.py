@@ -1,7 +1,7 @@
-"""The contract of a drafter: who guesses.
+"""The contract of a drafter: what it declares, and what the engine calls.
 
-A drafter declares what it reads and can do (`DrafterSpec`, data checked at start-up), sees every
-committed token through `observe`, and answers `propose` with one token tree a sequence.
+A drafter declares what it reads and can do (`DrafterSpec`, data checked at start-up), is shown every committed token in
+`observe`, and returns one token tree a sequence from `propose`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamRules:
-    """How streams join the target's own pass, for drafters that draft with them (the fused round)."""
+    """How streams take part in the target's pass, for drafters that draft with them (the fused round)."""
 
     gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
     wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
     at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
-    prune_threshold: float | None = None  # nodes with a transition probability below it go before the upper layers
-    prune_count: int | None = None  # so many drafted nodes stay
+    prune_threshold: float | None = None  # nodes with a transition probability below it are pruned
+    prune_count: int | None = None  # drafted nodes that pruning keeps
     attention_limit: int | None = None  # keys of its main row that a stream attends to; None: all
     rotates: bool = False  # whether a set rotates values, which the torch layers alone can do
 
@@ -51,12 +51,12 @@ class StreamRules:
         return self.prune_threshold is not None or self.prune_count is not None
 
     def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
-        """Slots that the streams of the widest pass need.
+        """K/V slots that the streams of the widest pass need.
 
         Args:
-            shared: most streams a row of an application; 0: none has any.
+            shared: most streams that a row of an application carries; 0: no application has streams.
             rows: of a target pass.
-            sequences: that run at once.
+            sequences: that may run at once.
         """
         everywhere = max(shared, self.gamma if self.at == "nodes" else 0)  # any row may carry them
         # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left.
@@ -65,7 +65,7 @@ class StreamRules:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """What a drafter needs and can do. Declared once, checked at start-up."""
+    """What a drafter needs and what it can do. Declared once, checked at start-up."""
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose outputs it reads; -1 is the last, before the final norm
@@ -75,7 +75,7 @@ class DrafterSpec:
     lookahead: int = 0  # its K/V at i depends on tokens up to i + lookahead
     rounds: frozenset[str] = frozenset({"serial"})
     default_budget: int = 0  # drafted nodes a step where the user names no budget
-    tree: bool = False  # may propose siblings
+    tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
     streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
@@ -96,7 +96,7 @@ class SequenceView:
 
 @dataclass(slots=True)
 class DraftRequest:
-    """What is wanted of `propose`: a tree for each sequence, within its budget."""
+    """The argument of `propose`: a tree is wanted for each sequence, within its budget."""
 
     sequences: Sequence[SequenceView]  # [B]
     budgets: Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
@@ -109,7 +109,7 @@ class DraftRequest:
 
 @dataclass(slots=True)
 class StepFeatures:
-    """What a drafter may observe after a target forward pass, prefill included."""
+    """What a drafter is shown after a target forward pass, prefill included."""
 
     sequences: Sequence[SequenceView]  # [B] sequences that had rows in the pass
     committed: Sequence[Sequence[int]]  # [B] tokens that this pass newly committed as output (empty in mid-prefill)
@@ -121,7 +121,7 @@ class StepFeatures:
 
 
 class Drafter(Protocol):
-    """Who guesses."""
+    """Proposes draft tokens."""
 
     spec: DrafterSpec
 
@@ -129,7 +129,7 @@ class Drafter(Protocol):
         """Called once, before the first request: check the target, load weights, allocate caches.
 
         Args:
-            target: what the target is.
+            target: the target's shape and context.
             max_sequences: sequences that may run at once.
             pool_tokens: tokens that the target's K/V pool holds, over all sequences.
             device: where the target runs.
@@ -151,18 +151,18 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class RememberingDrafter(Drafter, Protocol):
-    """A drafter that carries something from one request to the next: outputs, K/V of prompts, what it learned."""
+    """A drafter that keeps state from one request to the next: outputs, K/V of prompts, statistics."""
 
     def forget(self) -> None:
-        """Drop all of it. Called between requests, so that a benchmark's trials know nothing of each other."""
+        """Drop all of it. Called between requests, so that a benchmark's trials do not influence each other."""
         ...
 
 
 class StreamingDrafter(Drafter, Protocol):
-    """A drafter whose guesses are read from streams in the target's own pass; `DrafterSpec.streams` is set."""
+    """A drafter whose drafts are read from streams in the target's pass; `DrafterSpec.streams` is set."""
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
-        """The lossless set whose streams this sequence's rows carry; None: they carry none."""
+        """The lossless set whose streams the sequence's rows carry; None: they carry none."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The recipe ``draft_model``: a small model of the same tokenizer, taught to say what the target says."""
+"""The recipe ``draft_model``: a small model of the same tokenizer, distilled from the target."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class DraftModelKind:
     taps: ClassVar[tuple[int, ...]] = (-1,)
 
     def imitates(self, options: DraftModelOptions) -> bool:
-        """A draft is right where it says what the target says."""
+        """True: a draft is accepted where it agrees with the target."""
         return True
 
     def build(self, options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:

@@ -1,4 +1,4 @@
-"""A small language model drafts for a large one (Leviathan et al. 2023; Chen et al. 2023).
+"""A small language model as the drafter of a large one (Leviathan et al. 2023; Chen et al. 2023).
 
 Three shapes of draft:
 
@@ -205,10 +205,10 @@ class DraftModel:
         )
 
     def observe(self, step: StepFeatures) -> None:
-        """Nothing to do: committed tokens are read from the sequence when the next draft is wanted."""
+        """Nothing to do: committed tokens are read from the sequence at the next `propose`."""
 
     def release(self, keys: Sequence[int]) -> None:
-        """Free the K/V of ended or preempted sequences (their blocks stay findable)."""
+        """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
         for key in keys:
             state = self._states.pop(key, None)
             if state is not None:
@@ -563,7 +563,7 @@ class DraftModel:
 
 
 def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: str) -> None:
-    """Refuse a draft whose token ids mean other pieces than the target's.
+    """Refuse a draft model whose token ids stand for other strings than the target's.
 
     Raises:
         CapabilityError: names the first ids that differ.

@@ -1,12 +1,12 @@
-"""Look it up where the text repeats itself, ask a draft model where it does not.
+"""Suffix look-up where the text repeats itself, a draft model where it does not.
 
-A suffix look-up costs nothing and is right for long where an answer copies from its prompt or from itself;
-a draft model is right more often elsewhere, at a price. The drafter keeps book on both, deterministically
-(no clock is read), and each step takes the cheaper way to the next token:
+A suffix look-up costs next to nothing and has long accepted runs where an answer copies from its prompt or from itself;
+a draft model is accepted more often elsewhere, at the cost of its passes. The drafter tracks the acceptance of both,
+deterministically (no clock is read), and each step uses what is cheaper a token:
 
     suffix   the look-up alone, where it promises more tokens for the time
     both     the draft model's tree with the look-up grafted in; of two chains (topk=1) the more promising one
-    none     the look-up, if any, while the draft model does not pay for its passes; it is tried again later
+    none     the look-up, if any, while the draft model's passes do not pay; it is tried again later
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Book:
 
 @dataclass(slots=True)
 class _Chances:
-    """How often the token after a match of m tokens was the right one, by m. Shared by all sequences."""
+    """How often the token after a match of m tokens was accepted, by m. Shared by all sequences."""
 
     hits: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * (1 - 0.75**m) for m in range(LONGEST + 1)])
     tries: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * (LONGEST + 1))
@@ -138,20 +138,20 @@ class Hybrid:
         self._suffix.bind(target, max_sequences, pool_tokens, device)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forget ended or preempted sequences."""
+        """Drop the state of ended or preempted sequences."""
         self._draft.release(keys)
         self._suffix.release(keys)
         for key in keys:
             self._books.pop(key, None)
 
     def forget(self) -> None:
-        """Forget earlier outputs, the draft's K/V of earlier prompts, and what look-ups were worth."""
+        """Forget earlier outputs, the draft's K/V of earlier prompts, and the statistics of look-ups."""
         self._draft.forget()
         self._suffix.forget()
         self._chances = _Chances()
 
     def observe(self, step: StepFeatures) -> None:
-        """Judge the last proposals by what came out."""
+        """Update the statistics with what was accepted of the last proposals."""
         self._suffix.observe(step)
         self._draft.observe(step)
         for view, committed, accepted in zip(step.sequences, step.committed, step.num_accepted, strict=True):
@@ -210,7 +210,7 @@ class Hybrid:
         return found
 
     def _ask(self, view: SequenceView, lookup: Proposal) -> bool:
-        """Whether the draft model's passes buy more tokens for the time than the look-up alone."""
+        """Whether the draft model's passes give more tokens a second than the look-up alone."""
         book = self._books[view.key]
         alone = lookup.expected_accepted
         together = max(book.gain, alone + 0.3)

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last few tokens when they stood here before?
+"""Prompt lookup: continue as the last few tokens were continued where they occurred before.
 
 Source: prompt lookup decoding (Saxena 2023); LLMA (Yang et al. 2023, arXiv 2304.04487) copies from
-references in the same way. Departures: the index is kept up token by token, so a step never rescans the
+references in the same way. Differences: the index is updated token by token, so a step never rescans the
 context; a match may run into its own continuation (periodic text); several continuations form a tree.
 """
 
@@ -38,9 +38,9 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token list was last seen; O(new tokens) to keep up.
+    """Where each n-gram of a growing token list was last seen; an update costs O(new tokens).
 
-    An occurrence is named by the position that follows it. The n-gram that ends the list is left out until a
+    An occurrence is stored as the position that follows it. The n-gram that ends the list is left out until a
     token follows it, so that every occurrence found has a continuation.
     """
 
@@ -53,7 +53,7 @@ class NgramIndex:
         self._indexed = 1  # occurrences are known that are followed by positions below this
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in what ``tokens`` has grown by."""
+        """Add the new tokens of ``tokens``."""
         for follower in range(self._indexed, len(tokens)):
             for n in self._sizes:
                 before = -1

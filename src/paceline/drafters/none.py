@@ -1,4 +1,4 @@
-"""No guesses: plain decoding, under the same contract as every drafter."""
+"""No drafts: plain decoding, under the same contract as every drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoneConfig(DrafterConfig):
 
 
 class NoDrafter(PathDrafter):
-    """Proposes the roots alone. Its default budget is 0, so an engine need not ask it at all."""
+    """Proposes the roots alone. Its default budget is 0, so the engine does not call it."""
 
     spec = DrafterSpec(name="none")
 

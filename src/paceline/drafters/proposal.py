@@ -1,4 +1,4 @@
-"""What a drafter that works on token ids proposes, in plain Python, until the batch's tree is built.
+"""The draft of a drafter that works on token ids, in plain Python, before the batch's tree is built.
 
 One `Proposal` a sequence; `to_tree` turns a batch of them into one `TokenTree`. Proposals of several
 drafters can be compared by `expected_accepted` before any tensor exists.
@@ -55,7 +55,7 @@ class Proposal:
         return kept
 
     def graft(self, other: Proposal) -> list[int]:
-        """Add another proposal's nodes below the same root; equal paths become one node, with the better score.
+        """Add the nodes of another proposal below the same root; equal paths become one node, with the better score.
 
         Returns:
             The indices in ``tokens`` of the nodes that are new.
@@ -81,7 +81,7 @@ class Proposal:
 
     @property
     def expected_accepted(self) -> float:
-        """Drafted tokens that the estimates expect to be accepted: a node counts with its path's chance.
+        """Expected number of accepted tokens by the estimates: the sum of the nodes' path probabilities.
 
         Source: SuffixDecoding (arXiv 2411.04975), the score of a speculation tree.
         """
@@ -138,7 +138,7 @@ def _chain(tokens: list[int], source: list[int], log_score: list[float]) -> Toke
 
 
 class PathDrafter:
-    """What drafters share that answer sequence by sequence, in plain Python: they add `spec` and `propose_paths`."""
+    """Base of drafters that propose sequence by sequence, in plain Python: they add `spec` and `propose_paths`."""
 
     spec: DrafterSpec
 

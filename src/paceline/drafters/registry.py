@@ -1,4 +1,4 @@
-"""Drafters by name: what can be asked for, with which options.
+"""Drafters by name, and their options.
 
 A drafter is named by a string (``"ngram"``, ``"draft_model:paceline-small-draft,depth=6"``) or by its
 config object. The config class is the whole registration: its fields are the options, their types and
@@ -42,7 +42,7 @@ _registered: dict[str, type[DrafterConfig]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterContext:
-    """What a drafter may use while it is being built: the surroundings of the target."""
+    """What a drafter may use while it is built: how to load models, and where the target runs."""
 
     load_model: Callable[..., Any] | None = None  # (name, dtype) -> a model of its own, for drafters that run one
     dtype: Any = None  # torch.dtype of the target
@@ -59,10 +59,9 @@ class DrafterContext:
 class DrafterConfig:
     """Base of every drafter's options: a frozen keyword-only dataclass beside the drafter.
 
-    A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks
-    what bounds cannot say in `validate`, and makes the drafter in `build`. The first line of its
-    docstring is the drafter's help text. The field that ``subject`` names takes what follows the colon in
-    ``"name:model"``.
+    A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
+    options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
+    The field that ``subject`` names takes what follows the colon in ``"name:model"``.
     """
 
     kind: ClassVar[str] = ""
@@ -109,7 +108,7 @@ class DrafterRow:
 
 
 def register(config_class: type[DrafterConfig]) -> type[DrafterConfig]:
-    """Make a config class known under its ``kind``, for this process; usable as a decorator.
+    """Register a config class under its ``kind``, for this process; usable as a decorator.
 
     Raises:
         ConfigError: no kind, a kind with odd characters, or a kind that another class has.
@@ -133,7 +132,7 @@ def _discovered() -> tuple[dict[str, EntryPoint], list[EntryPoint]]:
 
 
 def names() -> list[str]:
-    """All names that can be asked for: built in, registered, and brought by other packages."""
+    """All names that can be used: built in, registered, and from other packages."""
     return list(dict.fromkeys([*_BUILTIN, *_registered, *_discovered()[0]]))
 
 
@@ -232,10 +231,10 @@ def _read_options(asked: str, chosen: type[DrafterConfig], given: Sequence[tuple
 
 
 def build(config: DrafterConfig, context: DrafterContext | None = None) -> Drafter:
-    """Make the drafter of a config and check that it keeps to the contract.
+    """Make the drafter of a config and check that it implements the contract.
 
     Raises:
-        CapabilityError: what ``build`` returned is no drafter.
+        CapabilityError: the object that ``build`` returned is not a drafter.
     """
     from .base import DrafterSpec  # here, since base needs torch
 
@@ -253,7 +252,7 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
 
 
 def describe() -> list[DrafterRow]:
-    """All drafters with their options; those that cannot be loaded say why."""
+    """All drafters with their options; for those that cannot be loaded, the reason."""
     return [*map(_describe, names()), *map(_describe_clash, _discovered()[1])]
 
 

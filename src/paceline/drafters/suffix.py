@@ -4,8 +4,8 @@ A suffix automaton over the sequence's own tokens and one over the outputs of ea
 questions in constant time: which is the longest suffix seen before, and how often did each token follow it.
 
 Sources: SuffixDecoding (Oliaro et al., arXiv 2411.04975), sections 3.1-3.3, for the pattern lookup, the
-frequency-scored tree and its size limit; the automaton is that of Blumer et al. (1985). Departures: an
-automaton in place of a suffix tree; it keeps contexts of up to ``max_match`` tokens only, which bounds the
+frequency-scored tree and its size limit; the automaton is that of Blumer et al. (1985). Differences: an automaton in
+place of a suffix tree; it keeps contexts of up to ``max_match`` tokens only, which bounds the
 work a token and makes repetitive text free; the trees of both sources are compared by the same score.
 """
 
@@ -69,7 +69,7 @@ class SuffixAutomaton:
         self._last = 0
 
     def begin(self) -> None:
-        """What follows is a new text: no run reaches across."""
+        """Begin a new text: no run crosses the boundary."""
         self._last = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ class _Sequence:
 class SharedOutputs:
     """Outputs of earlier requests, in two generations: when the younger is half the limit, the older is dropped.
 
-    So old outputs go by halves, nothing is ever rebuilt, and between half of the limit and all of it is remembered.
+    Nothing is ever rebuilt, and between half of the limit and all of it is remembered.
     """
 
     def __init__(self, max_tokens: int, max_match: int) -> None:
@@ -257,7 +257,7 @@ class SuffixDrafter(PathDrafter):
         self._sequences: dict[int, _Sequence] = {}
 
     def observe(self, step: StepFeatures) -> None:
-        """Note who runs: an output is remembered even if its sequence never asked for a draft."""
+        """Note the running sequences: an output is remembered even if its sequence was never drafted for."""
         for seq in step.sequences:
             self._sequence(seq).tokens = seq.tokens
 
@@ -281,7 +281,7 @@ class SuffixDrafter(PathDrafter):
         return best
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forget these sequences but remember their outputs.
+        """Drop the state of these sequences but remember their outputs.
 
         One that was preempted comes back under the same key and is remembered once more at its end: its first
         part then counts twice, which changes frequencies a little and nothing else.

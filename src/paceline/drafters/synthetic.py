@@ -1,8 +1,8 @@
-"""Right at a stated rate, by reading the target's recorded answers: for measuring an engine, never for use.
+"""Correct at a stated rate, by reading the target's recorded answers: for measuring an engine, never for use.
 
 What a step costs depends on how many drafted tokens are accepted, and that depends on the model and the text.
-With the answers known beforehand the rate is a setting, so an engine can be measured with any model, even a
-random one. Nothing here guesses: figures obtained with it say nothing about a drafter and are labelled
+With the answers known beforehand the rate is a setting, so an engine can be measured with any model, even a random one.
+Nothing is predicted here: figures obtained with it say nothing about a drafter and are labelled
 synthetic wherever they are shown (`DrafterSpec.synthetic`).
 """
 
@@ -78,7 +78,7 @@ class SyntheticConfig(DrafterConfig):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the target said to one prompt."""
+    """The target's answer to one prompt."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -130,10 +130,10 @@ def record_answers(
     params: SamplingParams | Sequence[SamplingParams],
     path: str | Path,
 ) -> list[list[int]]:
-    """Let the target answer, and write down what it says.
+    """Let the target answer prompts, and write the answers to a file.
 
     Args:
-        llm: the target, an `LLM`; without a drafter, so that nothing but the target has a say.
+        llm: the target, an `LLM`; without a drafter, so that the answers are the target's alone.
         prompts: token ids of each.
         params: one for all, or one a prompt; at a temperature above 0 with the seed of the later run.
         path: of the file to write.

@@ -1,1 +1,1 @@
-"""The loop that turns requests into tokens."""
+"""The engine: scheduling, draft budgets, and the loop that turns requests into tokens."""

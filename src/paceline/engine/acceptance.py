@@ -1,8 +1,8 @@
-"""How many drafted tokens will be accepted: exponential averages, by depth, by sequence, over a shared one.
+"""Estimates of how many drafted tokens will be accepted: exponential averages by depth, for each sequence and shared.
 
-What is followed is unconditional on the drafter's having something to say: ``arrive[d]`` is the chance that a step
-which allowed depth d and accepted d - 1 tokens also accepted a d-th. A look-up that proposes in one step of five and
-is then right scores 0.2 at depth 1, and the rows it costs are followed beside it.
+The averages count steps without a proposal, too: ``arrive[d]`` is the probability that a step which allowed depth d and
+accepted d - 1 tokens also accepted a d-th. A look-up that proposes in one step of five and is then accepted has 0.2 at
+depth 1; the rows it costs are averaged separately.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import log1p
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig:
-    """What is believed before anything was seen, and how fast belief changes."""
+    """Initial estimates, and how fast they change."""
 
     arrive: float = 0.6  # chance of one more accepted token; hopeful enough for a first try
     offer: float = 0.7  # chance that a drafter proposes anything
@@ -26,7 +26,7 @@ class AcceptanceConfig:
 
 @dataclass(slots=True)
 class _Average:
-    """An exponential average that moves faster while it is young."""
+    """An exponential average with larger weights for the first observations."""
 
     value: float
     count: int = field(default=0)
@@ -37,10 +37,10 @@ class _Average:
 
 
 class Acceptance:
-    """One set of averages, beginning with a parent's (or a config's) figures.
+    """One set of averages, starting from those of a parent (or a config).
 
     Args:
-        config: beliefs and speeds.
+        config: initial estimates and rates.
         parent: the shared averages, for those of one sequence.
     """
 
@@ -65,13 +65,13 @@ class Acceptance:
         self.strength = _Average(parent.strength.value if parent else config.arrive)
 
     def observe(self, budget: int, drafted: int, accepted: int, ended: bool) -> None:
-        """Learn from one step.
+        """Update from one step.
 
         Args:
             budget: nodes that were allowed.
             drafted: nodes that were checked.
             accepted: tokens that were accepted.
-            ended: the sequence ended with this step, so that the first token not accepted says nothing.
+            ended: the sequence ended with this step, so that the first token not accepted is no evidence.
         """
         weight, floor = self._weight, self._floor
         self.offer.move(drafted > 0, weight, floor)
@@ -91,7 +91,7 @@ class Acceptance:
             self.tries[depth] += 1
 
     def chance(self, depth: int) -> float:
-        """Chance of a token at ``depth``, given all before it."""
+        """Probability that a token at ``depth`` is accepted, given that all before it are."""
         return self.arrive[depth - 1] if depth <= len(self.arrive) else self._belief(depth)
 
     def _belief(self, depth: int) -> float:
@@ -103,7 +103,7 @@ class Acceptance:
         return max(self._config.arrive, self.arrive[0]) if len(self.arrive) == 1 else self.arrive[-1]
 
     def curve(self, most: int, tree: bool) -> tuple[list[float], list[float]]:
-        """What the n-th node of a budget brings and costs, n = 1 .. most.
+        """Expected tokens and rows of the n-th node of a budget, n = 1 .. most.
 
         Args:
             most: nodes to look at.
@@ -111,7 +111,7 @@ class Acceptance:
                 taken to grow with log(1 + n), as for trees whose best nodes come first.
 
         Returns:
-            [most] expected tokens, and [most] expected rows, of each node; both never rise.
+            [most] expected tokens, and [most] expected rows, of each node; neither increases with n.
         """
         rows = []
         row = self.offer.value

@@ -1,15 +1,16 @@
-"""The draft budget that is left to the engine: as many nodes as pay, none where none do.
+"""The draft budget that the engine chooses: as many nodes as pay, none where none do.
 
-Three things are followed: what a step costs (`costs`), what the drafter costs, and how many drafted tokens are
-accepted (`acceptance`). Now and then a review looks for the budgets, over all sequences of the batch, that bring
+Three things are measured: the cost of a step (`costs`), the cost of the drafter, and how many drafted tokens are
+accepted (`acceptance`). From time to time a review chooses the budgets, over all sequences of the batch, that maximise
 
-    most expected tokens a second  =  (B + sum of expected accepted tokens) / (step + draft time)
+    expected tokens a second = (B + sum of expected accepted tokens) / (step + draft time)
 
-plain decoding included. Between reviews a step costs a dictionary look-up.
+where plain decoding is one of the choices. Between reviews a step costs a dictionary look-up.
 
-Never slower than plain decoding, but for a share that is set: what is tried only in order to learn (a sequence that
-rests may have become predictable) is paid from a purse that fills by that share of the time and by what such tries
-win. Failing tries empty the purse and double the wait; one that succeeds pays for the next.
+It is never slower than plain decoding except for a configured share of the time. Trials, drafts made only to learn (a
+sequence that is not drafted for may have become predictable), are paid from an exploration budget (the "purse"), which
+grows by that share of the time and by the time that trials save. Failed trials use it up and double the wait; a
+successful one pays for the next.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudgetConfig:
-    """How careful, how curious and how busy the choice is."""
+    """Thresholds, exploration and effort of the choice. A batch *rests* while nothing is drafted for it; a *try* is a
+    trial."""
 
     enter: float = 0.06  # gain over plain decoding from which a resting batch drafts: above the estimates' error
-    stay: float = 0.025  # gain below which a drafting batch rests: the gap to `enter` stops flapping
+    stay: float = 0.025  # gain below which a drafting batch rests: the gap to `enter` prevents oscillation
     trim: float = 0.04  # gain over the drafter's own size from which less is given: drafters limit themselves
     switch: float = 0.005  # gain over the present budgets from which others replace them: to change costs nothing
     explore: float = 0.004  # share of the time that tries may cost; well under the 3 % that "never slower" allows
-    purse: float = 1.5  # most that the purse holds, in plain steps: what one bad stretch may lose at once
-    debt: float = 4.0  # plain steps that one try may lose when the purse is full: catching up can cost that much
+    purse: float = 1.5  # most that the exploration budget holds, in plain steps: what one bad phase may lose at once
+    debt: float = 4.0  # plain steps that one try may lose when the purse is full: a new prompt's catch-up can cost this
     probe: int = 3  # nodes of a try: enough to see a run, few enough to be cheap
     longest_wait: int = 256  # steps between tries at most: a text may turn predictable at any time
     optimism: float = 0.95  # if even this acceptance would not pay, nothing is tried
@@ -48,15 +50,15 @@ class AutoBudgetConfig:
     listen_every: int = 4  # steps at rest of which one is learned from: plain steps are all alike
     rest_factor: int = 4  # a resting batch is reviewed so many times more rarely: only tries bring news
     forced_below: int = 8  # batches up to this size are reviewed at once when a sequence comes or goes
-    plain_first: int = 2  # plain steps seen at a batch size before drafts: the yardstick must be measured
-    reference: float = 0.004  # share of the gain that is spent on plain steps that renew the yardstick
+    plain_first: int = 2  # plain steps seen at a batch size before drafts: the baseline must be measured
+    reference: float = 0.004  # share of the gain that is spent on plain steps that renew the baseline
     horizon: int = 64  # tokens over which a drafter's catching up must pay, fewer where the request ends earlier
-    pilot: int = 1  # sequences of a batch that begin while the drafter is unknown: the others wait for the news
+    pilot: int = 1  # sequences of a batch that begin while the drafter is unknown: the others wait for the result
     pilot_steps: int = 3  # drafts after which it is known
     shared_samples: int = 4  # sequences a step from which all learn: more would say the same and cost time
     evaluations: int = 16  # points at which a walk over the nodes is evaluated
     ledger_rate: float = 1 / 24  # weight of a step in the profit that drafting really made
-    ledger_steps: int = 12  # drafted steps before the ledger is believed
+    ledger_steps: int = 12  # drafted steps before the ledger (the measured gain) is used
     penalty: int = 64  # steps of rest after a loss that the estimates did not foresee; doubles each time
     longest_penalty: int = 256  # beyond that the rest itself would cost more than another dozen of losing steps
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
@@ -64,7 +66,7 @@ class AutoBudgetConfig:
 
 @dataclass(slots=True)
 class _Follow:
-    """What is kept of one sequence."""
+    """State of one sequence."""
 
     acceptance: Acceptance
     born: int  # step in which it was first seen
@@ -74,7 +76,7 @@ class _Follow:
 
 @dataclass(slots=True)
 class Decision:
-    """What a review chose, and the figures it chose by."""
+    """The result of a review, and the figures behind it."""
 
     batch_size: int
     plain_ms: float  # expected, of a step without drafts
@@ -96,7 +98,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Try:
-    """A draft that is made in order to learn."""
+    """A trial: a draft that is made in order to learn."""
 
     key: int
     expected_ms: float  # what it adds to the step
@@ -106,7 +108,7 @@ class _Try:
 
 @dataclass(slots=True)
 class _Ledger:
-    """What drafting won or lost in fact, in plain steps a step: exponential mean and variance."""
+    """Measured gain or loss of drafting, in plain steps a step: exponential mean and variance."""
 
     least: int  # steps of rest after a first loss
     most: int  # the same after many
@@ -132,7 +134,7 @@ class _Ledger:
         return self.steps >= least_steps and self.mean > math.sqrt(self.variance * rate / (2 - rate))
 
     def punish(self, step: int) -> None:
-        """Rest from ``step`` on, and begin a new account."""
+        """Rest from ``step`` on, and reset the measured gain."""
         self.rest_until = step + self.penalty
         self.penalty = min(self.most, 2 * self.penalty)
         self.mean = self.variance = 0.0
@@ -148,8 +150,8 @@ class AutoBudget:
         tree: the drafter may propose siblings.
         draft_guess: the drafter's time before any was measured; see `DraftCosts`.
         prepares: the drafter proposes only what the step before has prepared, and a step without a budget prepares
-            nothing: a try at rest then takes two steps.
-        config: how careful and how curious.
+            nothing: a trial then takes two steps.
+        config: thresholds and exploration.
         clock: seconds, to time the reviews.
     """
 
@@ -203,7 +205,7 @@ class AutoBudget:
 
     @property
     def learns(self) -> bool:
-        """Whether the coming step is of interest: every one that drafts, some of the others."""
+        """Whether to observe the coming step: every one that drafts, some of the others."""
         return self._listens
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
@@ -261,7 +263,7 @@ class AutoBudget:
         return self.explain() if self._rested - follow.rested_before > steps / 2 else None
 
     def explain(self, sequence: RunningSequence | None = None) -> str:
-        """Why the last review chose what it chose, in a sentence; of one sequence where it is given."""
+        """Why the last review chose its budgets, in a sentence; for one sequence if it is given."""
         d = self.decision
         if d.batch_size == 0:
             return "auto: no step was planned yet"
@@ -286,7 +288,7 @@ class AutoBudget:
         )
 
     def describe(self) -> dict[str, Any]:
-        """The last choice and what it rests on."""
+        """The last choice and the figures behind it."""
         d = self.decision
         depths = min(self.cap, len(self.shared.arrive))
         return {
@@ -337,14 +339,14 @@ class AutoBudget:
         return budgets
 
     def _wants_plain(self, batch_size: int) -> bool:
-        """Whether a plain step is due, so that the yardstick is measured and stays true."""
+        """Whether a plain step is due, so that the baseline is measured and kept up to date."""
         if self.costs.visits(batch_size, 0) < self.config.plain_first:
             return True
         interval = (self.decision.gain - 1) / self.config.reference
         return self._since_plain >= max(24.0, min(512.0, interval))
 
     def _consider_try(self, sequences: Sequence[RunningSequence], budgets: list[int], batch_size: int) -> None:
-        """Let one sequence draft more than planned if the purse can pay for it."""
+        """Let one sequence draft more than planned if the exploration budget allows it."""
         chosen, nodes = self._candidate(sequences, budgets)
         prepared = [i for i, s in enumerate(sequences) if s.view.key == self._prepared and budgets[i] == 0]
         self._prepared = None
@@ -391,11 +393,12 @@ class AutoBudget:
         return max(0.0, added) + max(0.0, draft), sum(gains[base:])
 
     def _most_ms(self) -> float:
-        """What a full purse holds."""
+        """The most that the exploration budget holds, in ms."""
         return self.config.purse * self.decision.plain_ms
 
     def _credit_ms(self) -> float:
-        """What a try may lose: what is in the purse; a full one may be overdrawn, else a dear try is never made."""
+        """What a trial may lose: the exploration budget; a full one may be overdrawn, else an expensive trial is never
+        made."""
         full = self._purse_ms >= 0.99 * self._most_ms()
         return self.config.debt * self.decision.plain_ms if full else self._purse_ms
 
@@ -424,7 +427,7 @@ class AutoBudget:
         self.draft_costs.observe(len(asked), max(nodes), sum(nodes), unseen, step.draft_ms)
 
     def _account(self, step: StepRecord, total_ms: float, plain_ms: float) -> None:
-        """What the drafts of a step won or lost, for the purse or for the ledger."""
+        """Add the measured gain or loss of a step's drafts to the exploration budget or to the ledger."""
         batch = len(step.sequences)
         if self._try is not None:
             keys = [s.view.key for s in step.sequences]
@@ -447,7 +450,7 @@ class AutoBudget:
                 self._try_at = self._step + 1
                 self._review_at = self._step + 1
         elif self._planned and step.pure:
-            # A hiccup is nobody's fault: no more than half again of what was expected is charged.
+            # A slow moment is no evidence: at most 1.5 times the expected cost is charged.
             charged = min(total_ms, 1.5 * max(self.decision.step_ms, plain_ms))
             self._ledger(batch).add(sum(step.accepted) / batch + 1 - charged / plain_ms, self.config.ledger_rate)
 
@@ -500,7 +503,7 @@ class AutoBudget:
             self._review_gap = 1
 
     def _hold(self, best: Decision, before: Decision, walk: _Walk) -> Decision:
-        """Budgets that need a good reason to be left: the drafter's own size, and those of before."""
+        """Budgets that are changed only for a clear gain: the drafter's own size, and the previous ones."""
         config = self.config
         full = walk.value_of({key: self.cap if nodes else 0 for key, nodes in best.nodes.items()}, self.cap)
         if full.gain >= 1 + config.enter and best.gain < full.gain * (1 + config.trim):
@@ -512,13 +515,13 @@ class AutoBudget:
         return best
 
     def _pilot(self, decision: Decision, sequences: Sequence[RunningSequence]) -> None:
-        """Let the few that need least catching up begin: of this drafter nothing is known yet."""
+        """Begin with the few sequences that have least to catch up: nothing is known of this drafter yet."""
         first = {s.view.key for s in sorted(sequences, key=self._unseen)[: self.config.pilot]}
         decision.nodes = {key: nodes if key in first else 0 for key, nodes in decision.nodes.items()}
         decision.newcomer = 0
 
     def _penalise(self, before: Decision) -> bool:
-        """Rest where drafting loses in fact what it should win by the estimates."""
+        """Rest where drafting measurably loses although the estimates expect a gain."""
         ledger, config = self._ledger(before.batch_size), self.config
         if ledger.wins(config.ledger_steps, config.ledger_rate):
             ledger.penalty = ledger.least  # other texts, other luck
@@ -537,7 +540,7 @@ class AutoBudget:
         return follow.acceptance if follow else self.shared
 
     def _unseen(self, sequence: RunningSequence) -> int:
-        """Tokens that the drafter has not taken in."""
+        """Tokens that the drafter has not processed."""
         follow = self._follows.get(sequence.view.key)
         return len(sequence.view.tokens) - (follow.seen if follow else 0)
 

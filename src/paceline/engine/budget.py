@@ -1,4 +1,4 @@
-"""How many nodes to draft: fixed, by batch size, or left to the engine (`auto.AutoBudget`)."""
+"""How many nodes to draft: fixed, by batch size, or chosen by the engine (`auto.AutoBudget`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FORMS = "give a number, a table such as '1:8,4:4,16:0', or 'auto'"
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did, for a budget that learns. Lists are over the sequences that got tokens."""
+    """The record of one step, for a budget that learns. Lists are over the sequences that got tokens."""
 
     sequences: Sequence[RunningSequence]  # [B] in the order of the pass
     budgets: Sequence[int]  # [B] nodes that were allowed
     drafted: Sequence[int]  # [B] nodes that were checked
-    accepted: Sequence[int]  # [B] drafted tokens that came out
+    accepted: Sequence[int]  # [B] drafted tokens that were emitted
     pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
     draft_ms: float
-    rest_ms: float  # everything else of the step: scheduling, target pass, verdict, book-keeping
+    rest_ms: float  # everything else of the step: scheduling, target pass, verification, book-keeping
 
 
 class DraftBudget(Protocol):
@@ -34,12 +34,12 @@ class DraftBudget(Protocol):
 
     @property
     def never_drafts(self) -> bool:
-        """Whether every answer is 0, so that nobody need ask."""
+        """Whether the budget is always 0, so that `plan` need not be called."""
         ...
 
     @property
     def learns(self) -> bool:
-        """Whether it wants to be told what the coming step does; asked after `plan`."""
+        """Whether `observe` is to be called for the coming step; read after `plan`."""
         ...
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
@@ -55,7 +55,7 @@ class DraftBudget(Protocol):
         ...
 
     def observe(self, step: StepRecord) -> None:
-        """What the step did; called after each step where `learns`."""
+        """Take in the record of a step; called after each step where `learns`."""
         ...
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
@@ -67,7 +67,7 @@ class DraftBudget(Protocol):
         ...
 
     def rested(self, sequence: RunningSequence) -> str | None:
-        """Why speculation was put to rest for most of this sequence's steps, where it was."""
+        """Why drafting was off for most of this sequence's steps, if it was."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class DraftBudget(Protocol):
 
 
 class StaticBudget:
-    """What budgets that learn nothing have in common."""
+    """Base of budgets that learn nothing."""
 
     learns = False
 
@@ -111,7 +111,7 @@ class FixedBudget(StaticBudget):
         return (self.why or "the draft budget is 0") if self.size == 0 else None
 
     def rested(self, sequence: RunningSequence) -> str | None:
-        """A fixed budget never rests; one of 0 has said so at the start."""
+        """A fixed budget is never switched off; for one of 0 `reason` says so at the start."""
         return self.reason()
 
     def describe(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class TableBudget(StaticBudget):
         return f"the draft budget is 0 at every batch size ({self})" if self.never_drafts else None
 
     def rested(self, sequence: RunningSequence) -> str | None:
-        """Said of a sequence that drafted nothing although the table lets smaller batches draft."""
+        """For a sequence that drafted nothing although the table allows drafts in smaller batches."""
         stats = sequence.state.stats
         return f"the draft budget is 0 at the batch sizes met ({self})" if stats.passes and not stats.drafted else None
 
@@ -165,7 +165,7 @@ class TableBudget(StaticBudget):
 
 
 def parse_budget(value: int | str | Mapping[Any, Any] | None) -> FixedBudget | TableBudget | Literal["auto"]:
-    """What a user asked for: a number, a table, or ``auto`` (also None).
+    """The budget that a user asked for: a number, a table, or ``auto`` (also None).
 
     Raises:
         ConfigError: neither, or out of range.

@@ -1,7 +1,7 @@
-"""Measuring what steps cost, and keeping the figures: beside the model, or in the user's cache folder.
+"""Calibration: measuring the cost of steps, and storing the figures beside the model or in the user's cache folder.
 
 A calibration holds for one machine, thread count, torch build and way of running the model. Entries for several of
-them may lie in one file; one that fits none is ignored, and the reason is said.
+them may lie in one file; one that does not fit is ignored, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUICK_REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What figures depend on."""
+    """The conditions that measured costs depend on."""
 
     processor: str
     cores: int
@@ -86,7 +86,7 @@ def processor(device: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured costs, and for what they hold."""
+    """Measured costs, and the conditions under which they hold."""
 
     fingerprint: Fingerprint
     table: CostTable
@@ -275,7 +275,7 @@ def measure(
     source: str,
     progress: Callable[[int], None] | None = None,
 ) -> CostTable:
-    """Medians of passes of every size, in turns, so that a slow moment hits all alike.
+    """Medians of passes of every size, in turns, so that a slow moment affects all alike.
 
     Args:
         rows: rows of one sequence, from 1 on.

@@ -1,11 +1,11 @@
-"""What steps cost: a measured table, corrected by every step that is run.
+"""The cost of steps: a measured table, corrected by every step that is run.
 
     step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) + context ]  x  correction
                     B sequences of one row each, R drafted rows on top
 
 The table comes from a calibration or from a quick estimate; it knows the shape (eight rows cost little more than
-one; every sequence brings work of its own). The correction follows the machine as it is now, loaded or not, and
-everything of a step that the table has not seen: sampling, book-keeping, trees.
+one; every sequence brings work of its own). The correction follows the machine's present load, and covers what the
+table does not: sampling, book-keeping, trees.
 """
 
 from __future__ import annotations
@@ -143,11 +143,11 @@ class _Deviation:
 
 
 class Corrections:
-    """By what measured times differ from expected ones, as logs.
+    """Logs of measured times over expected ones.
 
     The correction is a sum of two: one that all kinds share (the machine's speed now) and one of the kind, a pair of
-    buckets. Both are exponential averages, of which the median of the last three counts, so that a hiccup moves
-    nothing.
+    buckets. Both are exponential averages, of which the median of the last three counts, so that a single slow step
+    changes nothing.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class StepCosts:
 def draft_guess(
     table: CostTable, draft: CostTable | None = None, network: bool = False
 ) -> tuple[float, float, float, float]:
-    """What a drafter's time may be before any was measured, as `DraftCosts` takes it.
+    """An estimate of a drafter's time before any was measured, as `DraftCosts` takes it.
 
     Args:
         table: the target's costs.

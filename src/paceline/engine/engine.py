@@ -1,7 +1,7 @@
 """The loop: submit, step, collect, abort. It knows no drafter and no round by name.
 
-An engine is driven by one thread at a time: who calls it from several holds `Engine.lock` meanwhile (`LLM` does).
-Whatever ends a call in its middle, Ctrl-C for one, the next call mends: see `Engine._mend`.
+An engine is driven by one thread at a time: callers in several threads hold `Engine.lock` meanwhile (`LLM` does). After
+a call that was interrupted, by Ctrl-C for example, the next call restores a consistent state: see `Engine._mend`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineLimits:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request in flight: its samples and its clock."""
+    """A request in flight: its samples and its times."""
 
     request: Request
     sequences: list[RunningSequence]
@@ -56,13 +56,13 @@ class Engine:
     """Continuous batching over one target.
 
     Args:
-        round_: when guessing and checking happen.
+        round_: drafting and verification of a step.
         pool: the target's K/V.
         limits: what requests must fit into.
         scheduler: limits of a step.
         budget: how many nodes to draft.
-        texts: what turns tokens into text; None for a model without a tokenizer.
-        applications: what requests may name, by name.
+        texts: detokenization; None for a model without a tokenizer.
+        applications: those that requests may name, by name.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Engine:
 
         Args:
             prompt_ids, params: what is asked.
-            request_id: to know it by; None: one is made up.
+            request_id: its id; None: one is generated.
             prompt: its text, where text was given.
             application: whose adapters answer; None: the base model.
-            on_end: called when it has ended, in whichever thread drives the engine then; must not call the engine.
+            on_end: called when it has ended, in the thread that drives the engine then; must not call the engine.
 
         Returns:
             Its id.
@@ -141,13 +141,13 @@ class Engine:
             for sequence in sequences:
                 self.scheduler.add(sequence)
             self._end()
-        except BaseException:  # nobody learns of it
+        except BaseException:  # the caller does not get its id
             self.cancel(request_id)
             raise
         return request_id
 
     def _echo(self, prompt_ids: Sequence[int], prompt: str | None, params: SamplingParams) -> str:
-        """What the text of the answer begins with."""
+        """The beginning of the answer's text."""
         if not params.echo or prompt is not None:
             return prompt or "" if params.echo else ""
         if self._texts is None:
@@ -219,7 +219,7 @@ class Engine:
         return RunningSequence(state, view, max_len)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now. Returns what it has so far; None if it is not in flight."""
+        """End a request now. Returns its output so far; None if it is not in flight."""
         live = self.live.get(request_id)
         if live is None:
             return None
@@ -229,14 +229,14 @@ class Engine:
         return self.output(live)
 
     def cancel(self, request_id: str) -> None:
-        """Have a request aborted by the next call that changes anything.
+        """Have a request aborted by the next call that changes the engine.
 
         Safe from anywhere: another thread, or a garbage collector in the middle of a step.
         """
         self._cancelled.append(request_id)
 
     def settle(self) -> None:
-        """Abort what was cancelled, now."""
+        """Abort the cancelled requests now."""
         if self._cancelled:
             self._begin()
             self._end()
@@ -311,7 +311,7 @@ class Engine:
     # -- calls that end in their middle
 
     def _begin(self) -> None:
-        """Begin a change that must happen whole and ends with `_end`: what an earlier one left half done is mended."""
+        """Begin a change that must be completed by `_end`; first repairs what an interrupted one left."""
         if self._torn:
             self._mend()
         self._torn = True
@@ -322,14 +322,14 @@ class Engine:
             self._cancelled.popleft()
 
     def _end(self) -> None:
-        """The change has happened. Not reached where it ended in its middle."""
+        """The change is complete. Not reached if it was interrupted."""
         self._torn = False
 
     def _mend(self) -> None:
-        """Put every request in flight back to the tokens that are surely out, and let all of them wait again.
+        """Reset every request in flight to the tokens that were surely emitted, and queue all of them again.
 
-        What is out, with its seed, says all: the rest is computed anew and comes out the same. So nothing that a
-        step, an abort or a submission left half done (caches, queues, texts) is looked at any more.
+        Emitted tokens and the seed determine everything else, which is computed anew with the same result. So no state
+        that a step, an abort or a submission left half done (caches, queues, texts) is used.
         """
         old = [s for live in self.live.values() for s in live.sequences]
         self.round.release([*old, *self.scheduler.running])
@@ -342,7 +342,7 @@ class Engine:
         self._untold = list(self.live.values())
 
     def _anew(self, old: RunningSequence) -> RunningSequence:
-        """A sequence that says what an old one has said; one that was ended from outside stays as it is."""
+        """A new sequence with the emitted tokens of an old one; one that was ended from outside is kept as it is."""
         state = old.state
         old.cache = None
         if state.checker.finish_reason in ("abort", "error"):
@@ -368,7 +368,7 @@ class Engine:
     # -- answers
 
     def output(self, live: LiveRequest) -> RequestOutput:
-        """What a request has so far, or its whole answer."""
+        """A request's output so far, or its whole answer."""
         stats = SpecStats()
         for sequence in live.sequences:
             stats = stats.merge(sequence.state.stats)
@@ -415,7 +415,7 @@ Counts = tuple[Work, int, int]  # a work and its sequence's drafted and accepted
 
 
 def _counts(works: Sequence[Work]) -> list[Counts]:
-    """Of the sequences that will get tokens; to be asked before the step, which changes what is pending."""
+    """Counts of the sequences that will get tokens; taken before the step, which changes what is pending."""
     stats = [(w, w.sequence.state.stats) for w in works if w.generates]
     return [(w, s.drafted, s.accepted) for w, s in stats]
 

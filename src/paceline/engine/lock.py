@@ -1,4 +1,4 @@
-"""A lock that serves those who wait in their order."""
+"""A fair lock: waiting threads get it in their order of arrival."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class ReentryError(RuntimeError):
 
 
 class FairLock:
-    """A lock for threads that take it again and again: nobody who waits is passed over.
+    """A lock for threads that take it again and again: no waiting thread is passed over.
 
-    `threading.Lock` lets a thread that releases it take it again before another wakes up, so that a loop of steps
-    would shut everybody else out. Here a release hands the lock to whoever has waited longest.
+    `threading.Lock` lets a thread that releases it take it again before another wakes up, so that a loop of steps would
+    keep all others from it. Here a release hands the lock to the thread that has waited longest.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class FairLock:
             raise
 
     def take_if_free(self) -> bool:
-        """Take the lock if that needs no waiting of any kind, not even for this object's own book-keeping."""
+        """Take the lock if that needs no waiting, not even for this object's internal state."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -67,7 +67,7 @@ class FairLock:
             self._guard.release()
 
     def free_mine(self) -> None:
-        """Give the lock back if this thread holds it: for whoever was interrupted while taking it."""
+        """Release the lock if this thread holds it: for a thread that was interrupted while taking it."""
         with self._guard:
             if self._owner == threading.get_ident():
                 self._pass_on()
@@ -81,7 +81,7 @@ class FairLock:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        """Name the next owner, who takes itself out of the queue: an interrupt in here loses nobody."""
+        """Name the next owner, which takes itself out of the queue: an interrupt in here loses no waiting thread."""
         if not self._waiting:
             self._owner = None
             return

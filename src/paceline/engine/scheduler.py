@@ -1,8 +1,8 @@
-"""Who runs, and with how many rows: one rule for prefill, decoding and speculation.
+"""Which sequences run, and with how many rows: one rule for prefill, decoding and speculation.
 
-Every sequence has tokens that are known and tokens whose K/V is computed. Each step lets the second
-number catch up with the first, within a budget of rows. A prompt is caught up with in chunks, a
-decoding sequence is one token behind, and drafts ride on top.
+Every sequence has known tokens, and a number of them whose K/V is computed. Each step computes known tokens that are
+still pending, within a limit of rows: a prompt in chunks, one token for a decoding sequence, and its drafted nodes in
+addition.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Give a sequence's blocks back; it waits in front and recomputes (or finds) its K/V later."""
+        """Free a sequence's blocks; it waits at the front of the queue and recomputes its K/V (or finds it in the
+        prefix cache) later."""
         assert sequence.cache is not None
         self.running.remove(sequence)
         sequence.cache.release()
@@ -170,7 +171,7 @@ class Scheduler:
         return dict(zip(map(id, able), self.budget.plan(able, generating), strict=True)) if able else {}
 
     def _max_depth(self, sequence: RunningSequence) -> int:
-        """Deepest node that can still come out, with one token of the target's own behind it."""
+        """Deepest node that can still be emitted, with one token of the target's own after it."""
         room = sequence.max_len - len(sequence.view.tokens)
         return max(0, min(sequence.state.checker.remaining, room) - 1)
 

@@ -1,4 +1,4 @@
-"""Between text and token ids: prompts in, pieces of text out."""
+"""Between text and token ids: tokenization of prompts, incremental detokenization of answers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Texts:
         """The text of one token as it stands in running text, a leading space included."""
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """What turns the tokens of an answer to this prompt into text."""
+        """The detokenizer of an answer to this prompt."""
         return AnswerText(self._decoder(skip_special_tokens), prompt_ids)
 
     def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -134,14 +134,14 @@ def _alone(decode: Callable[[Sequence[int]], str], anchor: list[int], token: int
 class AnswerText:
     """The text of an answer, token by token; no text of the prompt is part of it.
 
-    A token's text depends on its neighbours (a leading space, the bytes of one character), so a window of a few
-    tokens is decoded anew for each. What has come out of it stays; U+FFFD at its end waits, since the next token may
-    make a character of it. Where later tokens change what the tokenizer makes of those before (a run of byte tokens
-    turns out to be no UTF-8), what follows the last complete character is decoded by itself.
+    A token's text depends on its neighbours (a leading space, the bytes of one character), so a window of a few tokens
+    is decoded anew for each. Text that was returned is never changed; U+FFFD at the end is held back, since the next
+    token may complete the character. Where later tokens change the text of those before (a run of byte tokens turns out
+    to be no UTF-8), what follows the last complete character is decoded by itself.
 
     Args:
         decode: ids to text.
-        prompt_ids: what stands before the answer. A character that it begins and the answer completes is the answer's.
+        prompt_ids: the prompt's ids. A character that the prompt begins and the answer completes belongs to the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ class AnswerText:
         self._foreign = len(decode(self._ids)) - len(self._shown)
 
     def push(self, token: int) -> str:
-        """The text that the next token brings; "" while a character is incomplete."""
+        """The text that the next token adds; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._text()
         if not text.endswith(_BROKEN) and not self._foreign:  # the common case, in fewer steps
@@ -171,7 +171,7 @@ class AnswerText:
         return new
 
     def end(self) -> str:
-        """The text of what is left where nothing follows: U+FFFD for an incomplete character."""
+        """The remaining text at the end of the answer: U+FFFD for an incomplete character."""
         text = self._text()
         return self._advance(text, len(text))
 

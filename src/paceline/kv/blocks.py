@@ -1,4 +1,4 @@
-"""Which blocks of the pool are free, shared, or kept for a prompt that may come again.
+"""Blocks of the pool: free, shared, or cached for a prompt with the same prefix.
 
     every block is in exactly one state:
         used    refs > 0                     held by one or more sequences
@@ -6,7 +6,7 @@
         empty   refs = 0, nothing published
 
 A published block is found again by its content: the id of the content before it and its own tokens,
-compared exactly (no hash is trusted, so two prompts can never be confused).
+compared exactly (not by a hash, so two prompts can never be confused).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT_CONTENT = 0  # what stands before the first block of every sequence
 
 
 class BlockAllocator:
-    """Hands out blocks, next to one another where it can.
+    """Allocates blocks, consecutive ones where possible.
 
     A sequence whose blocks are consecutive is read as one slice, without a gather; so a sequence grows
     into the block after its last one, and a new sequence starts where the most room is.

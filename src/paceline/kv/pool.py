@@ -1,4 +1,4 @@
-"""The paged K/V pool: one a device, one view of it a sequence.
+"""The paged K/V pool: one per device, with one view of it per sequence.
 
     a sequence's logical positions
 
@@ -6,8 +6,8 @@
         K/V of tokens that are      | the speculative region: pending     |
         part of the answer          | tokens, then the draft tree's nodes |
 
-`reserve` opens the region for one forward pass, `commit` keeps some of its rows (a length bump for a
-chain, a compaction for a tree), `rollback` forgets it.
+`reserve` opens the region for one forward pass, `commit` keeps some of its rows (a longer committed length for a chain,
+a compaction for a tree), `rollback` drops it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KVPool:
         num_tokens: slots wanted; rounded up to whole blocks.
         dtype, device: of the tensors.
         block_size: slots a block.
-        scratch_slots: slots of no sequence, for K and V that one pass alone needs.
+        scratch_slots: slots that belong to no sequence, for K and V that only one pass needs.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KVPool:
         return slice(first, first + count)
 
     def content_root(self, identity: str | None) -> int:
-        """What stands before the first block of sequences whose K/V depends on more than their tokens.
+        """The content id before the first block, of sequences whose K/V depends on more than their tokens.
 
         Args:
             identity: of what it depends on (an adapter); None: the base model alone.

@@ -5,14 +5,14 @@ The library is compiled once, for the processor at hand, by whatever C++ compile
 `ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Where there is no
 compiler, everything runs on torch's own kernels, and `unavailable` says why.
 
-A kept library is code that will run, so before it is opened
+A cached library is code that will run, so before it is opened
 
 - it must be whole: its name carries the sha256 of its content, and it gets that name in one step, once its bytes
   are on the disk. A power cut or a full disk leaves no file under such a name, or one that fails the check and is
   compiled anew; several processes that compile at once each put a whole file there. One name cannot go without the
   other, as a file and a checksum beside it could.
 - it and its folder must belong to the user who runs this (to root only where root runs it), and nobody else may
-  write to them. Otherwise torch's kernels are used, and a warning says what to change.
+  write to them. Otherwise torch's kernels are used, and a warning gives the remedy.
 
 Between the check and the opening only somebody who may write to that folder could change the file: by the second
 rule that is the user. (Who may write to a folder above it could put another folder in its place; that one would
@@ -152,7 +152,7 @@ def unavailable() -> str | None:
 
 
 def describe() -> str:
-    """Which kernels run: the instructions they use, or why there are none."""
+    """The kernels in use: their instructions, or why there are none."""
     found = library()
     return ISA_NAMES[found.isa] if found is not None else f"torch ({unavailable()})"
 
@@ -324,8 +324,7 @@ def _output(command: list[str], seconds: int) -> tuple[int, str]:
 def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str) -> Path:
     """Compile, then put the result in place in one step: several processes may do this at once.
 
-    The OpenMP runtime is not linked: its functions are found in the one that torch has loaded. Two
-    runtimes would keep two teams of threads, each waiting in the other's way.
+    No OpenMP runtime is linked: the kernels have threads of their own.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         obj, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"

@@ -1,4 +1,4 @@
-"""When guessing and checking happen."""
+"""Rounds: the order of drafting and verification in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTO = "auto"
 
 
 def default_round(spec: DrafterSpec | None) -> str:
-    """The round that a drafter runs in where the user names none: serial if it can, else its own."""
+    """The round of a drafter if the user names none: serial if it can run there, else its own."""
     if spec is None or "serial" in spec.rounds:
         return "serial"
     return min(spec.rounds)

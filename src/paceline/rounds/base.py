@@ -36,7 +36,7 @@ class RunningSequence:
 
     @property
     def identity(self) -> str | None:
-        """On what its K/V depends besides its tokens; None: on nothing."""
+        """What its K/V depends on besides its tokens (its application); None: nothing."""
         return None if self.view.application is None else self.view.application.identity
 
     @property
@@ -56,11 +56,11 @@ class RunningSequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the last token is out."""
+        """Whether the last token was emitted."""
         return self.state.finished
 
     def emit(self, tokens: Sequence[int], drafted: int, logprobs: Sequence[dict[int, Logprob]] | None) -> int:
-        """Append what the target chose, cut where a stop rule says so.
+        """Append the tokens of one pass, cut by the stop rules.
 
         Args:
             tokens: accepted drafts, then the target's own next token.
@@ -68,8 +68,8 @@ class RunningSequence:
             logprobs: one a token, where the request asked for them.
 
         Returns:
-            How many tokens were kept; the rest was never said. Where text or stop rules fail at one, those before
-            it are kept, and the view notes the fault.
+            How many tokens were kept. If text or stop rules fail at one, those before it are kept, and the view notes
+            the fault.
         """
         before = len(self.state.token_ids)
         try:
@@ -81,14 +81,14 @@ class RunningSequence:
         return kept
 
     def fail(self) -> None:
-        """End it with the fault that its view notes."""
+        """End the sequence with the fault that its view notes."""
         assert self.view.fault is not None
         self.state.fail(self.view.fault)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one sequence does in one step. Its cache has room reserved for all of it."""
+    """One sequence's part of a step. Its K/V slots are reserved."""
 
     sequence: RunningSequence
     rows: int  # pending tokens to compute now
@@ -98,13 +98,13 @@ class Work:
 
     @property
     def generates(self) -> bool:
-        """Whether the step reaches the last known token, so that a new one comes out."""
+        """Whether the step reaches the last known token, so that a new one is generated."""
         return self.rows == self.sequence.pending
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of one step."""
+    """The result of one step."""
 
     emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many; 0: ended by a fault
     draft_ms: float
@@ -113,13 +113,13 @@ class StepResult:
 
 
 class Round(Protocol):
-    """When guessing and checking happen."""
+    """One step of drafting and verification, in an order of its own."""
 
     name: str
 
     @property
     def failure(self) -> str | None:
-        """Why the drafter was put aside, if it failed."""
+        """Why the drafter was disabled, if it failed."""
         ...
 
     def step(self, works: Sequence[Work]) -> StepResult:
@@ -130,7 +130,7 @@ class Round(Protocol):
         ...
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """The sequences ended or were preempted: let the drafter forget them."""
+        """The sequences ended or were preempted: let the drafter drop their state."""
         ...
 
 
@@ -142,6 +142,6 @@ class StreamingRound(Round, Protocol):
         """Check an application's set against the rules of the drafter and the layers.
 
         Raises:
-            CapabilityError: it cannot run by them.
+            CapabilityError: it does not fit them.
         """
         ...

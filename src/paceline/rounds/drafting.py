@@ -1,4 +1,4 @@
-"""A round's drafter, whose faults cost no request."""
+"""A round's drafter, guarded: its faults cost no request."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class GuardedDrafter:
-    """Asks a drafter and checks its answers. Where it fails it is put aside, and decoding goes on without it.
+    """Calls a drafter and checks its trees. A drafter that fails is disabled, and decoding goes on without it.
 
     Args:
-        drafter: who guesses; None: nobody.
-        round_name: of the round that asks.
-        verifier: name of what will judge the drafts.
+        drafter: the drafter; None: nothing is drafted.
+        round_name: of the round that calls.
+        verifier: name of the verifier of the drafts.
         vocab_size: of the target.
 
     Raises:
@@ -42,11 +42,11 @@ class GuardedDrafter:
             )
         self.drafter = drafter
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
-        self.failure: str | None = None  # why it was put aside
+        self.failure: str | None = None  # why it was disabled
         self._vocab_size = vocab_size
 
     def propose(self, drafting: Sequence[Work]) -> TokenTree | None:
-        """The drafter's trees, checked; None where there is none, or where it failed."""
+        """The drafter's trees, checked; None if nothing is drafted, or if it failed."""
         if self.drafter is None or self.failure is not None or not drafting:
             return None
         want = DraftRequest(
@@ -58,7 +58,7 @@ class GuardedDrafter:
             return self._fit(self.drafter.propose(want), want)
         except Exception as error:
             if any(view.sampler.fault is not None for view in want.sequences):
-                # A request's own rules failed while they were asked what to draft: its verdict will end it. What the
+                # A request's own sampling rules failed while the drafter used them: verification will end it. What the
                 # drafter had begun for these sequences is dropped.
                 self.release([w.sequence for w in drafting])
             else:
@@ -66,7 +66,7 @@ class GuardedDrafter:
             return None
 
     def observe(self, p: Pass, taps: Taps | None = None, stream_logits: Sequence[Tensor | None] = ()) -> None:
-        """Tell the drafter what came of a pass.
+        """Show the drafter the results of a pass.
 
         Args:
             p: the pass, its tokens emitted.
@@ -92,7 +92,7 @@ class GuardedDrafter:
             self._put_aside(error)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let the drafter forget ended or preempted sequences."""
+        """Let the drafter drop the state of ended or preempted sequences."""
         if self.drafter is None or not sequences:
             return
         try:
@@ -101,7 +101,7 @@ class GuardedDrafter:
             self._put_aside(error)
 
     def _put_aside(self, error: Exception) -> None:
-        """Go on without the drafter. It is a guest: its fault must not cost a request."""
+        """Go on without the drafter: its fault must not cost a request."""
         assert self.drafter is not None
         self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
         log.error("%s; decoding goes on without it", self.failure, exc_info=error)

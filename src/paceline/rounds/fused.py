@@ -1,4 +1,4 @@
-"""The fused round: one pass of the target checks the last draft and brings forth the next.
+"""The fused round: one pass of the target verifies the last draft and makes the next.
 
 propose -> embed -> layers 0 .. N - Ns - 1 -> prune the trees -> insert streams -> layers N - Ns .. N - 1
 -> decide -> emit -> keep K/V -> read the streams of the last accepted node -> observe
@@ -29,17 +29,17 @@ from .verification import DEFAULT_VERIFIER
 
 
 class FusedRound:
-    """Verification and speculation in one pass, by streams on the target's own rows.
+    """Verification and drafting in one pass, by streams beside the target's rows.
 
     Args:
-        target: the model whose word counts.
+        target: the model that verifies.
         pool: its K/V, with scratch slots for the streams of the widest pass.
         drafter: one that drafts with streams.
         verifier: name of the verifier.
 
     Raises:
         ConfigError: no drafter, or one that does not run in this round.
-        CapabilityError: rules that these layers cannot follow.
+        CapabilityError: stream rules that these layers do not support.
     """
 
     name = "fused"
@@ -66,11 +66,11 @@ class FusedRound:
 
     @property
     def failure(self) -> str | None:
-        """Why the drafter was put aside, if it failed."""
+        """Why the drafter was disabled, if it failed."""
         return self.guard.failure
 
     def admit(self, streams: StreamSet) -> None:
-        """Check that an application's set can run by the drafter's rules.
+        """Check that an application's set fits the drafter's rules.
 
         Raises:
             CapabilityError: it has fewer streams than are wanted, cannot be pruned, or rotates values in layers that
@@ -121,7 +121,7 @@ class FusedRound:
         return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let the drafter forget ended or preempted sequences."""
+        """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)
 
     def _run(self, p: Pass) -> list[Carriers]:

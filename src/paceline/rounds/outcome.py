@@ -1,4 +1,4 @@
-"""What follows the verdict: tokens come out and are counted, K and V of what was accepted is kept."""
+"""After verification: tokens are emitted and counted, K and V of accepted nodes are kept."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Emitter:
 
     Args:
         num_layers: of the target, which every row of a pass goes through.
-        spec: of the drafter, for the names of who proposed a node; None: nothing is drafted.
+        spec: of the drafter, for the names of its sources; None: nothing is drafted.
     """
 
     def __init__(self, num_layers: int, spec: DrafterSpec | None) -> None:
         self.num_layers, self.spec = num_layers, spec
 
     def emit(self, p: Pass) -> None:
-        """`Pass.emitted`; `Pass.paths` are cut to what came out.
+        """Sets `Pass.emitted`; cuts `Pass.paths` to the emitted tokens.
 
-        A sequence whose own rules fail, here or in the verdict, ends with that error; the others go on.
+        A sequence whose own rules fail, here or in verification, ends with that error; the others go on.
         """
         p.emitted = [0] * len(p.works)
         for i in p.generating:
@@ -40,7 +40,7 @@ class Emitter:
                 work.sequence.fail()
 
     def _emit(self, p: Pass, i: int) -> int:
-        """Emit the tokens of one work and count them; how many came out."""
+        """Emit the tokens of one work and count them; returns how many were emitted."""
         sequence, path = p.works[i].sequence, p.paths[i]
         logprobs = _logprobs(p, i) if sequence.params.logprobs is not None else None
         emitted = sequence.emit(p.tokens[i], len(path), logprobs)
@@ -60,7 +60,7 @@ class Emitter:
         lists = p.tree.lists()
         parents = lists.parents[span.tree_index][1:nodes]
         marks = lists.sources[span.tree_index][:nodes]
-        # All of the path came out, and the next guess was wrong.
+        # The whole path was emitted, and the next draft token was wrong.
         refused = emitted > len(path) and p.frontier(i) in parents
         stats.record_pass(
             drafted=nodes - 1,
@@ -92,7 +92,7 @@ def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> di
 def keep(p: Pass, pool: KVPool) -> None:
     """Commit the K/V of pending tokens and accepted nodes; the root is the last pending token.
 
-    K and V lie where the node stood when it was proposed, whatever was pruned since.
+    K and V are in the slot of the node's index at the proposal, whatever was pruned since.
     """
     kept = []
     for i, work in enumerate(p.works):

@@ -1,9 +1,9 @@
-"""One target pass, from rows to verdicts: the parts that rounds are made of.
+"""One target pass, from rows to accepted tokens: the parts that rounds are made of.
 
     lay_out -> pack -> (the target's layers) -> read_logits -> decide -> `outcome.Emitter.emit` -> `outcome.keep`
 
-A `Pass` is what they hand on. A round that runs the layers in pieces, on other workers or in compiled code uses the
-same record: whoever comes later in the line finds there what earlier parts left.
+Each part reads and fills a `Pass`. A round that runs the layers in pieces, on other workers or in compiled code uses
+the same record.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One target pass and what came of it. B works; rows are packed work after work."""
+    """One target pass and its results. B works; rows are packed work after work."""
 
     works: Sequence[Work]
     spans: list[Span]  # [B]
     tree: TokenTree | None  # of the works that draft, in their order
-    generating: list[int]  # works that reach their last known token, so that a new one comes out
+    generating: list[int]  # works that reach their last known token, so that a new one is generated
     kept: dict[int, list[int]] = field(default_factory=dict)  # work -> proposed index of each node that pruning left
     state: ForwardState = field(init=False)
     logits: Tensor = field(init=False)  # [nodes of all generating works, V]
     rows: dict[int, slice] = field(default_factory=dict)  # generating work -> rows of `logits`
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # generating work -> what comes out, accepted and next
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # generating work -> accepted tokens, then the next
     paths: dict[int, list[int]] = field(default_factory=dict)  # generating work -> accepted nodes
-    emitted: list[int] = field(init=False)  # [B] tokens that came out, after the stop rules' cut
+    emitted: list[int] = field(init=False)  # [B] tokens emitted, after the stop rules' cut
 
     @property
     def main_rows(self) -> int:
@@ -67,7 +67,7 @@ class Pass:
         return path[-1] if path else 0
 
     def result(self, draft_ms: float, verify_ms: float, host_ms: float) -> StepResult:
-        """What the engine hears of it."""
+        """What the engine gets of it."""
         rows = zip(self.works, self.emitted, strict=True)
         said = [(w.sequence, n) for w, n in rows if n or w.sequence.view.fault is not None]
         return StepResult(said, draft_ms, verify_ms, host_ms)
@@ -142,7 +142,7 @@ def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
 
 
 def read_logits(p: Pass, target: Decoder) -> None:
-    """`Pass.logits` and `Pass.rows` from the last layer; prompt log-probabilities are taken on the way."""
+    """Sets `Pass.logits` and `Pass.rows` from the last layer; records prompt log-probabilities, too."""
     for work, span in zip(p.works, p.spans, strict=True):
         if work.sequence.params.prompt_logprobs is not None:
             try:
@@ -186,7 +186,7 @@ def _record_prompt(work: Work, span: Span, state: ForwardState, target: Decoder)
 
 
 def decide(p: Pass, verify: Verifier) -> None:
-    """`Pass.tokens` and `Pass.paths`: the target's own choice after bare roots, the verifier's word on trees."""
+    """Sets `Pass.tokens` and `Pass.paths`: the target's own choice after bare roots, the verifier's result on trees."""
     plain = [i for i in p.generating if p.spans[i].tree_index < 0]
     treed = [i for i in p.generating if p.spans[i].tree_index >= 0]
     if plain:

@@ -26,13 +26,13 @@ def prune(p: Pass, carriers: Sequence[Carriers], segments: list[Segment], target
     """Drop unlikely nodes from tree and rows by the early exit's transition probabilities.
 
     Args:
-        p: the pass; its tree, spans and state become those of what is left, `Pass.kept` says what that is.
+        p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.kept`.
         carriers: whose trees may be pruned now: each is pruned once.
         segments: of the main rows, one a work; changed in place.
-        target, rules: the model, and what goes.
+        target, rules: the model, and what is pruned.
 
     Returns:
-        Whether any node went.
+        Whether any node was pruned.
     """
     treed = [c for c in carriers if p.spans[c.work].nodes > 1]
     if p.tree is None or not treed:
@@ -56,13 +56,13 @@ def prune(p: Pass, carriers: Sequence[Carriers], segments: list[Segment], target
 def surviving(
     parents: Sequence[int], transitions: Sequence[float], threshold: float | None, count: int | None
 ) -> list[int]:
-    """Nodes of one tree that stay, ascending, the root among them.
+    """Nodes of one tree that are kept, ascending, including the root.
 
     Args:
         parents: of each node, -1 for the root; those after the last of ``transitions`` are not read.
         transitions: log p of each node given its parent; the root's is not read.
-        threshold: a node whose transition probability is below it goes with its subtree.
-        count: so many drafted nodes stay, those with the best cumulative score; of equals the earlier ones.
+        threshold: a node whose transition probability is below it is pruned with its subtree.
+        count: drafted nodes to keep: those with the best cumulative score, of equals the earlier ones.
 
     Source: Speculative Streaming, section 2.3 and appendix G.1.
     """

@@ -1,4 +1,4 @@
-"""The serial round: draft, then check, then the next.
+"""The serial round: draft, verify, repeat.
 
 propose -> one target pass over pending rows and tree nodes -> decide -> emit -> keep K/V -> observe
 """
@@ -23,12 +23,12 @@ from .verification import DEFAULT_VERIFIER
 
 
 class SerialRound:
-    """Draft, check, repeat: the schedule of every classical system.
+    """Draft, verify, repeat: the schedule of classical speculative decoding.
 
     Args:
-        target: the model whose word counts.
+        target: the model that verifies.
         pool: its K/V.
-        drafter: who guesses; None: plain decoding.
+        drafter: the drafter; None: plain decoding.
         verifier: name of the verifier.
 
     Raises:
@@ -49,7 +49,7 @@ class SerialRound:
 
     @property
     def failure(self) -> str | None:
-        """Why the drafter was put aside, if it failed."""
+        """Why the drafter was disabled, if it failed."""
         return self.guard.failure
 
     @torch.inference_mode()
@@ -79,5 +79,5 @@ class SerialRound:
         decide(p, self.guard.verifier.verify)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let the drafter forget ended or preempted sequences."""
+        """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)

@@ -1,8 +1,8 @@
-"""What streams say after the verdict: their logits at each last accepted node, and what they cost.
+"""Streams after verification: their logits at each last accepted node, and their statistics.
 
-Source: Speculative Streaming, section 2.2. Streams of the last accepted node alone, run after the verdict, are an
-addition of ours: a lossless set's main rows never see streams, so that those of the other nodes can be left out; the
-keys are the same, and so are the results.
+Source: Speculative Streaming, section 2.2. Running the streams of the last accepted node alone, after verification, is
+our addition: a lossless set's main rows never see streams, so those of the other nodes can be left out; the keys are
+the same, and so are the results.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .stream_rows import Carriers, stream_adapters, stream_rotation
 
 
 def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: KVPool) -> list[Tensor | None]:
-    """[B] logits [gamma, V] of the streams of each sequence's last accepted node; all others are never read.
+    """[B] logits [gamma, V] of the streams of each sequence's last accepted node; no others are read.
 
-    The pass is emitted and its K/V kept: streams that come after the verdict attend to committed keys.
+    Call it after emission and commit: streams that run after verification attend to committed keys.
     """
     found: list[Tensor | None] = [None] * len(p.works)
     alive = [c for c in carriers if p.emitted[c.work] and not p.works[c.work].sequence.finished]

@@ -1,4 +1,4 @@
-"""Streams as rows of a running pass: who carries them, how their rows join, what each row sees.
+"""Streams as rows of a running pass: which rows carry them, how their rows are added, what each row sees.
 
 Stream rows follow the main rows and have K and V of their own in the pool's scratch slots: main rows of a lossless
 set never see those keys, so that they stay what plain decoding computes, bit for bit.
@@ -39,7 +39,7 @@ class Carriers:
     shared: bool  # main rows attend to their streams (eq. 3)
     segment: Segment | None = None  # of the streams' rows, once they are in the pass
     limit: StreamLimit | None = None  # where their attention is limited
-    hidden: Tensor | None = None  # [nodes, d_model] at the insertion layer, where the streams come after the verdict
+    hidden: Tensor | None = None  # [nodes, d_model] at the insertion layer, if the streams run after verification
     pruned: int = 0  # nodes that went
 
     @property
@@ -54,7 +54,7 @@ class Carriers:
 
 
 def choose_carriers(p: Pass, general: Callable[[SequenceView], StreamSet | None] | None) -> list[Carriers]:
-    """Every generated row of a shared set, and roots and nodes where drafts are wanted.
+    """The rows that carry streams: every generated row of a shared set, and roots and nodes where drafts are wanted.
 
     Args:
         p: the pass.
@@ -83,7 +83,7 @@ def _wants_streams(work: Work) -> bool:
 
 
 class StreamInsertion:
-    """Puts streams into one pass, and plans its rows anew as they change.
+    """Adds streams to one pass, and plans its rows anew as they change.
 
     Args:
         p: the pass, its state embedded and planned.
@@ -98,7 +98,8 @@ class StreamInsertion:
         self.inserted: list[Carriers] = []  # in the order of their streams' rows
 
     def append(self, carriers: Sequence[Carriers]) -> None:
-        """Put the streams of every row that carries them behind the rows of the pass, as they start (eq. 4)."""
+        """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
+        4)."""
         p, state, device = self.p, self.p.state, self.target.device
         if state.stream is None:
             state.stream = torch.zeros(len(state.hidden), dtype=torch.int64, device=device)

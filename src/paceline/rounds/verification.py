@@ -1,4 +1,4 @@
-"""From packed logits to verdicts: the verifiers that a user can name."""
+"""From packed logits to accepted paths: the verifiers by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _chosen(sequence: SequenceView, logits: Tensor, paths: Tensor | None, positi
         return sequence.sampler.choose(logits, paths, positions)
     except Exception as error:
         sequence.fault = error
-        return _likeliest(logits)  # to fill the places: none of them comes out
+        return _likeliest(logits)  # placeholders: none of them is emitted
 
 
 def _likeliest(logits: Tensor) -> Tensor:

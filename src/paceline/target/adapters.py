@@ -108,7 +108,7 @@ class LowRank(nn.Module):
         return (self.down[key], self.up[key]) if key in self.down else None
 
     def prepare(self, exact: bool = False) -> LowRank:
-        """Make `delta` use inference kernels, from now on; parameters that change later are not seen.
+        """Make `delta` use inference kernels from now on; later changes of parameters have no effect.
 
         Args:
             exact: a row's bits must not depend on the number of rows.
@@ -129,7 +129,7 @@ class LowRank(nn.Module):
         Args:
             layer: absolute index.
             linear: one of `LINEARS`.
-            x: [..., in], the very input of that linear; [rows, in] once prepared.
+            x: [..., in], the input of that linear; [rows, in] once prepared.
 
         Returns:
             [..., out]; None where this linear has no adapter.

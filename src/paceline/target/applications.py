@@ -2,8 +2,8 @@
 
 An application is a set of adapters, with or without streams, that was trained in shared mode for one target
 (Speculative Streaming, section 2.4: one base model, an adapter an application). The rows of a request that
-names it go through the base's linear layers plus the application's adapters; rows of other requests in the
-same pass do not notice.
+names it go through the base's linear layers plus the application's adapters; rows of other requests in the same pass
+are not affected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def locate(named: Mapping[str, str], offline: bool = False) -> dict[str, Path]:
     """The folder of every application's trained set.
 
     Raises:
-        ConfigError: there is none, or a name that cannot be; it says of which application.
+        ConfigError: no such folder, or an invalid name; names the application.
     """
     folders = {}
     for name, where in named.items():
@@ -63,7 +63,7 @@ def load_applications(
         target, target_folder: its name, for messages, and where its checkpoint lies.
 
     Raises:
-        ConfigError: a name that cannot be, files that are missing or broken, a set in lossless mode, or one
+        ConfigError: an invalid name, files that are missing or broken, a set in lossless mode, or one
             that was trained for another target.
     """
     if not folders:

@@ -1,6 +1,6 @@
-"""The primitive under every round: run any range of a decoder's layers.
+"""The inputs and outputs of a forward pass over any range of a decoder's layers.
 
-Everything that a forward pass needs is in its arguments: no global context, no attribute hung on a
+Everything that a forward pass needs is in its arguments: no global context, no hidden attribute of a
 model. Rows are packed over sequences, ragged and without padding.
 """
 
@@ -75,10 +75,10 @@ class ForwardState:
     special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything
 
     def keep(self, rows: Tensor, attn: Any) -> ForwardState:
-        """Only the ``rows`` [kept] int64, ascending, with the plan of what is left: pruning in mid-forward.
+        """The state of the ``rows`` [kept] int64, ascending, alone, with their plan: pruning in mid-pass.
 
-        Adapters are left out: their ranges must be given anew. K and V that the others have written stay
-        where they are until their owner's region is committed.
+        Adapters are left out: their ranges must be given anew. K and V that dropped rows have written remain until
+        their sequence's region is committed.
         """
         return ForwardState(
             self.hidden[rows],
@@ -99,7 +99,7 @@ class KVCache(Protocol):
 
 
 class Planner(Protocol):
-    """Whoever turns segments into an attention plan."""
+    """Turns segments into an attention plan."""
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The plan for rows at ``positions`` [rows] int64."""

@@ -1,7 +1,7 @@
 """The network: embed, run any range of layers, logits. One class for every family in `families`.
 
-Written for few rows on a CPU, where an elementwise operation costs about as long as it takes Python to
-ask for it: the layer below is as few calls as the arithmetic allows.
+Written for few rows on a CPU, where an elementwise operation takes about as long as its call from Python: a layer is as
+few calls as the arithmetic allows.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         return self._stack
 
     def expect(self, position: int) -> None:
-        """Say that rows may have positions up to ``position``; those of the context need no such call.
+        """Announce positions up to ``position``; those of the context need no such call.
 
         Streams lie beyond their row: those of the context's last rows have positions that no main row has.
         """
@@ -160,8 +160,7 @@ class Decoder(nn.Module):
     ) -> ForwardState:
         """Run layers start .. stop - 1 in place on ``state``; K and V of every row go to its slot.
 
-        A tap is the very tensor that the next layer reads. Layers never write to their input, so it stays
-        as it was.
+        A tap is the tensor that the next layer reads. Layers never write to their input, so it is not changed.
         """
         if self._stack is not None:
             return self._run_native(self._stack, state, start, stop, cache, taps)

@@ -1,7 +1,7 @@
-"""Reading files that others wrote: JSON that may hold anything, and what safetensors say of their tensors.
+"""Reading untrusted files: JSON with any content, and the headers of safetensors files.
 
 Nothing here trusts a size that a file states: JSON is bounded before it is read, and of weights the header alone
-is read, whose offsets and sizes the safetensors library holds against the file's true length.
+is read, whose offsets and sizes the safetensors library checks against the file's true length.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def opened(file: Path, remedy: str) -> Iterator[Any]:
 
 
 def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
-    """What the headers of safetensors files tell; no data is read.
+    """The headers of safetensors files; no data is read.
 
     Raises:
         ConfigError: as `opened`.
@@ -117,7 +117,7 @@ def stored_tensors(files: Iterable[Path], remedy: str) -> list[StoredTensor]:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on a device; None where the system does not say."""
+    """Free memory of a device in bytes; None if the system does not report it."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, to use again
         return int(torch.cuda.mem_get_info(device)[0]) + kept

@@ -46,8 +46,8 @@ def load_model(
 ) -> Decoder:
     """Load the checkpoint in a local folder.
 
-    The headers of the weight files are held against ``config.json``, and the memory that the weights need against
-    what is free, before anything is allocated.
+    The headers of the weight files are compared with ``config.json``, and the memory that the weights need with what is
+    free, before anything is allocated.
 
     Args:
         path: a folder, as `resolve_folder` gives it.

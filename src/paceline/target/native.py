@@ -1,6 +1,6 @@
 """A decoder's layers in one call: the compiled counterpart of `decoder.Layer.run`.
 
-Takes over where it can (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, heads of a
+Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, heads of a
 multiple of 16); everything else runs layer by layer on torch. A row's bits depend on that row and on the
 keys it sees alone, so what ``exact`` asks for holds here at no cost (int8 weights pay a little for it in wide passes).
 """
@@ -244,7 +244,7 @@ class Stack:
         return [*self.linears, self.head]
 
     def plan(self, segments: Sequence[Segment]) -> NativePlan:
-        """Addresses instead of tensors.
+        """The plan with addresses in place of tensors.
 
         Raises:
             ValueError: keys, masks or positions of another shape or dtype than the segment says.

@@ -1,4 +1,4 @@
-"""What a layer does otherwise for rows of speculative streams: rotated values, attention over few keys.
+"""What a layer does differently for rows of speculative streams: rotated values, attention over few keys.
 
 Source: Speculative Streaming, appendices E.4 and H.1.
 """
@@ -69,7 +69,7 @@ class StreamLimit:
     ) -> Tensor:  # [G * gamma, heads * head_dim]
         """Attention of the stream rows over their main row's best keys and streams 1 .. j.
 
-        The weights that choose are the main row's, averaged over heads. Streams keep the keys that are inside
+        Keys are chosen by the main row's attention weights, averaged over heads. Streams keep the keys that are inside
         their own sliding window, which lies up to gamma behind the main row's.
         """
         groups = query.shape[1] // k_cache.shape[0]
@@ -109,7 +109,7 @@ class StreamLimit:
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """What a layer does otherwise for stream rows: value rotation (appendix E.4), limited attention (H.1)."""
+    """What a layer does differently for stream rows: value rotation (appendix E.4), limited attention (H.1)."""
 
     start: int  # first stream row of the pass; they are its last ones
     rotation: tuple[Tensor, Tensor] | None = None  # of the streams' values; see `value_rotation`

@@ -1,7 +1,7 @@
-"""Speculative streams of a decoder: what is trained for them, its file form, and how a stream starts.
+"""Speculative streams of a decoder: their trained parameters, the file format, and the initial states.
 
-A row of the target that carries streams has gamma of them beside it in the top layers; stream j says what token comes
-j places after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
+A row of the target that carries streams has gamma of them beside it in the top layers; stream j predicts the token j
+places after the row's own next one. `StreamSet` holds all that a trained set adds to the base model.
 
 Source: Speculative Streaming, section 2 and appendices E.4, G.1, N.1.
 """
@@ -144,7 +144,7 @@ class LowRankMap(nn.Module):
 
 
 class StreamSet(nn.Module):
-    """All that a trained set adds to the base model. NaN until it is loaded or made by `fresh`.
+    """All parameters that a trained set adds to the base model. NaN until loaded or made by `fresh`.
 
     Args:
         config: its shape.

@@ -1,9 +1,9 @@
-"""A target's own answers as training data: a draft is right where it says what the target says.
+"""A target's own answers as training data: a draft is accepted where it agrees with the target.
 
 The prompts are those of the data, rendered as training renders them; a text's prompt is the first part of each of its
 pieces. A line holds text and token ids: text does not always encode to the ids that it came from. Beside the file
-lies ``FILE.json``, which says what made it: it is gone on with by the same target and settings alone. Nothing here
-runs a model: `write` is handed a function that answers.
+lies ``FILE.json``, which records what made it: only the same target and settings may continue it. Nothing here runs a
+model: `write` is given a function that answers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Losses over rows whose logits are never all held: a walk over chunks that makes the gradients on its way.
+"""Losses over rows whose logits are never all held: gradients are computed chunk by chunk.
 
 No more than one chunk's [chunk, V] logits exist at a time. Gradients with respect to ``hidden`` and ``head`` are known
 in closed form (`losses`), so they are made in the same walk and only scaled in the backward pass: the head is applied
 once, not once more to recompute. Rows of weight 0 (padding, prompts) are left out before the head is applied, so they
-cost nothing, and what their inputs and targets hold does not matter.
+cost nothing, and their inputs and targets may have any content.
 
 Logits, probabilities and sums are float32 (float64 for float64 inputs), under autocast too; the products take 16-bit
 factors there: a GPU keeps their float32 sums, a CPU, which has no such product, rounds each logit to 16 bit once.

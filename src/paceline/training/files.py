@@ -1,4 +1,4 @@
-"""Files that runs leave and go on with: written, or refused with what to do; of the same run, or refused."""
+"""Files of runs: writing them with errors that give a remedy, and refusing those of another run."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 Notation: ``hidden`` [rows, d] after the final norm, ``head`` [V, d], logits l = head hidden, q = softmax(l / T) is
 the model in training (the draft), p = softmax(L / T) the target. Every loss is a weighted mean over rows,
-``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may hold anything.
+``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may have any content.
 
-Of each loss there are two forms. What training calls never holds the logits of all rows (`chunked`): it goes by the
-``_.._rows`` function, the closed form of the loss of some rows and of its slope, the derivative by l / T. What is
-called ``eager`` is the formula itself, dense and differentiated by autograd: the reference that the other equals.
-To measure rather than train, call them outside of autocast, which rounds products.
+Each loss has two forms. Training uses one that never holds the logits of all rows (`chunked`): its ``_.._rows``
+function is the closed form of the loss of some rows and of its slope, the derivative by l / T. The ``eager`` form is
+the formula itself, dense and differentiated by autograd: the reference that the other equals. To measure rather than
+train, call them outside of autocast, which rounds products.
 """
 
 from __future__ import annotations

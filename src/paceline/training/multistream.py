@@ -1,6 +1,6 @@
 """Speculative streams with gradients, over whole packed rows: what `rounds/fused.py` computes token by token.
 
-Main rows [B, T] run as ever up to layer N - Ns. From there each *carrier*, a main row whose next token is
+Main rows [B, T] run unchanged up to layer N - Ns. From there each *carrier*, a main row whose next token is
 generated, has gamma streams beside it: stream j of row t attends to the main keys of its document up to t and to
 streams 1 .. j of the same row (Speculative Streaming, eq. 2, `stream_sees`). In shared mode a carrier attends to its
 own streams, too (eq. 3, `main_sees`), and the adapters serve the main rows.
@@ -8,7 +8,7 @@ own streams, too (eq. 3, `main_sees`), and the adapters serve the main rows.
 Streams never see each other across rows. So their attention is not one of T (1 + gamma) rows by as many keys: it
 is done document by document, the main keys once for all streams, and gamma keys more for each carrier. Carriers can
 be cut into *segments* that are run one after the other (appendix I), so that memory is bounded by a segment.
-`eager_streams` is the one dense attention that this is held against.
+`eager_streams` is one dense attention, the reference for this.
 
 Shapes: B rows, T tokens, R carriers, gamma streams, H heads, D head_dim, d d_model; "flat" is [B * T], of keys and
 values [B * T, kv_heads, D].

@@ -1,6 +1,6 @@
 """Reads the next draft from the streams of the last accepted node.
 
-Stream j says what comes j places after the target's own next token, whatever that token is. So the k
+Stream j predicts the token j places after the target's own next token, whatever that token is. So the k
 likeliest tokens of stream 1 are children of the root, those of stream 2 are children of each of these, and
 so on: a product tree of 1 + k + k^2 + .. nodes, of which the best by the sum of log q along their path are
 proposed.
@@ -62,7 +62,7 @@ class StreamsConfig(DrafterConfig):
     best_path_batch: int = option(8, help="from so many drafting sequences on, the best path alone", minimum=1)
     at: Literal["nodes", "frontier"] = option(
         "frontier",
-        help="rows that carry streams: every kept node in the same pass, or the last accepted one after the verdict",
+        help="rows that carry streams: every kept node in the same pass, or the last accepted one after verification",
     )
     attention_limit: int | None = option(
         None, help="keys of its main row that a stream attends to, best first (torch kernels, at=nodes)", minimum=1
@@ -113,7 +113,7 @@ class StreamsConfig(DrafterConfig):
 
 
 class StreamsDrafter:
-    """Proposes what the streams of the last accepted node said.
+    """Proposes trees from the streams of the last accepted node.
 
     Args:
         config: shape and kind of the drafts.
@@ -165,7 +165,7 @@ class StreamsDrafter:
         return self.streams
 
     def observe(self, step: StepFeatures) -> None:
-        """Keep what the streams said; what they said before is out of date."""
+        """Keep the streams' distributions, in place of the earlier ones."""
         for sequence, committed, logits in zip(step.sequences, step.committed, step.stream_logits, strict=False):
             if logits is not None:
                 self._logits[sequence.key] = logits

@@ -104,7 +104,7 @@ class StreamOptions:
             self._require_unset()
 
     def _require_unset(self) -> None:
-        """Refuse options of streams where none are trained; prune_rank=0 says what is the case."""
+        """Refuse options of streams if none are trained; prune_rank=0 is allowed, since it is true."""
         defaults = {f.name: f.default for f in fields(self)}
         for name in _OF_STREAMS:
             value = getattr(self, name)
@@ -191,7 +191,7 @@ class StreamRecipe:
     # -- lossless mode
 
     def _lossless(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, dict[str, float]]:
-        """Each segment forward and backward on its own; the loss returned hands over the gradients made so far."""
+        """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
         main = main_pass(self.network, batch, self.module.config.insertion)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
         total: Tensor | None = None
@@ -246,7 +246,7 @@ class StreamRecipe:
         return loss, figures
 
     def _exit_loss(self, entering: Tensor, part: Carriers, aims: Aims) -> tuple[Tensor, dict[str, float]]:
-        """CE of head(norm(M + up down M)) with the next token; M is detached, so that it pulls on nothing else."""
+        """CE of head(norm(M + up down M)) with the next token; M is detached, so that it trains nothing else."""
         exit_map = self.module.prune_map
         if exit_map is None:
             return entering.new_zeros(()), {}
@@ -255,7 +255,7 @@ class StreamRecipe:
         return loss, {"exit": float(loss.detach())}
 
     def eager_loss(self, batch: TokenBatch) -> Tensor:
-        """The same loss through one dense attention a row of the batch: what segments are measured against."""
+        """The same loss through one dense attention per row of the batch: the reference for segments."""
         rows = [batch.rows(b, b + 1) for b in range(len(batch.tokens))]
         made = [(row, choose_carriers(row)) for row in rows]
         outputs = [eager_streams(self.network, self.module, row, carriers) for row, carriers in made]
@@ -469,7 +469,7 @@ def _argmax(final: Tensor, head: Tensor) -> Tensor:
 
 @torch.no_grad()
 def similarity(network: Network, trained: StreamSet, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """How near the state of stream j of row t is to main row t + j, layer by layer.
+    """Cosine similarity of stream j's state of row t with main row t + j, layer by layer.
 
     Args:
         network: the target.
@@ -512,7 +512,7 @@ class StreamsKind:
     Options: ClassVar[type[StreamOptions]] = StreamOptions
 
     def imitates(self, options: StreamOptions) -> bool:
-        """Lossless streams say what the target says; an application has answers of its own."""
+        """Lossless streams learn to agree with the target; an application has answers of its own."""
         return options.mode == "lossless"
 
     def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
