@@ -210,8 +210,7 @@ def _declared(found: Any) -> Any:
     ]
     found.pl_decide.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *[ctypes.c_void_p] * 5,
-        *(ctypes.c_int64, ctypes.c_void_p),
+        *[ctypes.c_void_p] * 3,
     ]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
     found.pl_logits.argtypes = [

@@ -2246,51 +2246,63 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
 }
 
 // One whole greedy pass: tokens become states, go through all layers, and of the rows that are wanted the likeliest token
-// comes out. `parents` holds for each segment the parents of its drafted nodes 1 .. num_nodes - 1, behind `pending` rows of
-// which the last is the root; null where the rows are a chain. `p` carries no states, masks or positions of blocks.
-// Returns a `Refusal`.
-int pl_decide(const Model* m, Pass* p, const void* embedding, const int64_t* tokens, const int64_t* const* parents,
-              const int64_t* num_nodes, const int64_t* wanted, int64_t num_wanted, int64_t* chosen) {
-  if (p->rows < 1 || num_wanted < 0) return BAD_COUNT;
-  if (!all_within(tokens, p->rows, 0, m->vocab)) return BAD_TOKEN;
-  if (!all_within(wanted, num_wanted, 0, p->rows)) return BAD_COUNT;
-  for (int64_t i = 1; i < num_wanted; i++)
-    if (wanted[i] <= wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
-  const Refusal found = check_pass(*m, *p, 0, (int)p->layers);
-  if (found != DONE) return found;
+// comes out. All numbers come in one list, so that the caller makes one:
+//     rows, segments, wanted, slot_base (-1: slots are listed)
+//     for each segment: start, stop, prefix, base (-1: keys are listed), address of the keys, drafted nodes in a tree (-1: a chain)
+//     tokens [rows], positions [rows], slots [rows] where they are listed, rows that are wanted (ascending)
+//     for each segment with a tree: the parents of its drafted nodes, which are its last rows; the row before them is the root, 0
+// `p` carries the rotation table, caches, threads and adapters. Returns a `Refusal`.
+int pl_decide(const Model* m, const Pass* p, const void* embedding, const int64_t* list, int64_t* chosen) {
+  const int64_t rows = list[0], count = list[1], num_wanted = list[2], slot_base = list[3];
+  const int64_t* of_segment = list + 4;
+  const int64_t* tokens = of_segment + 6 * count;
+  const int64_t* positions = tokens + rows;
+  const int64_t* slots = positions + rows;
+  const int64_t* wanted = slots + (slot_base < 0 ? rows : 0);
+  const int64_t* parents = wanted + num_wanted;
   static thread_local std::vector<uint8_t> masks;
   static thread_local std::vector<Segment> segments;
   static thread_local std::vector<char> states;
-  segments.assign(p->segments, p->segments + p->num_segments);
+  segments.clear();
   int64_t bytes_of_masks = 0;
-  for (int64_t i = 0; i < p->num_segments; i++) {
-    const Segment& s = segments[i];
-    const int64_t rows = s.stop - s.start;
-    if (!parents[i]) continue;
-    if (num_nodes[i] < 1 || num_nodes[i] > rows || s.num_keys - s.prefix != rows) return BAD_SEGMENT;
-    for (int64_t n = 1; n < num_nodes[i]; n++)
-      if (parents[i][n - 1] < 0 || parents[i][n - 1] >= n) return BAD_SEGMENT;
-    bytes_of_masks += rows * rows;
+  for (int64_t i = 0; i < count; i++, of_segment += 6) {
+    const int64_t start = of_segment[0], stop = of_segment[1], prefix = of_segment[2], drafted = of_segment[5];
+    segments.push_back({start, stop, prefix, prefix + stop - start, of_segment[3], (const int64_t*)of_segment[4], nullptr, nullptr});
+    if (drafted < 0) continue;
+    if (start < 0 || stop > rows || drafted >= stop - start) return BAD_SEGMENT;
+    for (int64_t n = 0; n < drafted; n++)
+      if (parents[n] < 0 || parents[n] > n) return BAD_SEGMENT;
+    parents += drafted, bytes_of_masks += (stop - start) * (stop - start);
   }
+  Pass pass = *p;
+  pass.rows = rows, pass.positions = positions, pass.slots = slot_base < 0 ? slots : nullptr, pass.slot_base = slot_base;
+  pass.segments = segments.data(), pass.num_segments = count;
+  if (rows < 1 || !all_within(wanted, num_wanted, 0, rows)) return BAD_COUNT;
+  for (int64_t i = 1; i < num_wanted; i++)
+    if (wanted[i] <= wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
+  if (!all_within(tokens, rows, 0, m->vocab)) return BAD_TOKEN;
+  const Refusal found = check_pass(*m, pass, 0, (int)p->layers);
+  if (found != DONE) return found;
+
   masks.assign(bytes_of_masks, 0);
   uint8_t* mask = masks.data();
-  for (int64_t i = 0; i < p->num_segments; i++) {
+  parents = wanted + num_wanted, of_segment = list + 4;
+  for (int64_t i = 0; i < count; i++, of_segment += 6) {
     Segment& s = segments[i];
-    if (!parents[i]) continue;
-    const int64_t rows = s.stop - s.start, root = rows - num_nodes[i];
-    for (int64_t r = 0; r < rows; r++) {
-      if (r <= root) std::memset(mask + r * rows, 1, r + 1);
-      else std::memcpy(mask + r * rows, mask + (root + parents[i][r - root - 1]) * rows, rows);
-      mask[r * rows + r] = 1;
+    const int64_t width = s.stop - s.start, drafted = of_segment[5], root = width - 1 - drafted;
+    if (drafted < 0) continue;
+    for (int64_t r = 0; r < width; r++) {
+      if (r <= root) std::memset(mask + r * width, 1, r);
+      else std::memcpy(mask + r * width, mask + (root + parents[r - root - 1]) * width, width);
+      mask[r * width + r] = 1;
     }
-    s.visible = mask, s.block_positions = p->positions + s.start;
-    mask += rows * rows;
+    s.visible = mask, s.block_positions = positions + s.start;
+    parents += drafted, mask += width * width;
   }
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  grow(states, p->rows * bytes);
-  for (int64_t r = 0; r < p->rows; r++) std::memcpy(states.data() + r * bytes, (const char*)embedding + tokens[r] * bytes, bytes);
-  Pass pass = *p;
-  pass.hidden_in = pass.hidden_out = states.data(), pass.segments = segments.data();
+  grow(states, rows * bytes);
+  for (int64_t r = 0; r < rows; r++) std::memcpy(states.data() + r * bytes, (const char*)embedding + tokens[r] * bytes, bytes);
+  pass.hidden_in = pass.hidden_out = states.data();
   if (m->wide_activations) run<float>(*m, pass, 0, (int)p->layers);
   else run<bf16>(*m, pass, 0, (int)p->layers);
   if (num_wanted == 0) return DONE;

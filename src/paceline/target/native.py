@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -162,8 +162,7 @@ class Chain:
     floor: float  # it ends once its cumulative log-probability is below this
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
 
     start: int
@@ -211,6 +210,7 @@ class Stack:
         self._reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[Any, native.Pass] = WeakKeyDictionary()
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._packing = threading.Lock()
         library = native.library()
@@ -332,42 +332,49 @@ class Stack:
         Raises:
             ConfigError, ValueError: as `run`.
         """
-        rows, held = len(tokens), list[Any]()
-        table = (native.Segment * len(spans))()
-        parents, nodes = (ctypes.c_void_p * len(spans))(), (ctypes.c_int64 * len(spans))()
-        for i, (made, s) in enumerate(zip(table, spans, strict=True)):
-            made.start, made.stop, made.prefix, made.num_keys = s.start, s.stop, s.prefix, s.prefix + s.stop - s.start
-            _set_keys(made, s.keys, made.num_keys, held)
-            if s.parents is not None:
-                parents[i], nodes[i] = _integers(s.parents, held), len(s.parents) + 1
-        k, v, stride = self._addresses(cache)
-        run = native.Pass(
-            rows=rows,
-            positions=_integers(positions, held),
-            k_cache=ctypes.addressof(k),
-            v_cache=ctypes.addressof(v),
-            head_stride=stride,
-            segments=ctypes.addressof(table),
-            num_segments=len(spans),
-            threads=torch.get_num_threads(),
-            layers=self._num_layers,
-        )
-        if isinstance(slots, slice):
-            run.slot_base = slots.start
-        else:
-            run.slots = _integers(slots, held)
+        numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
+        parents: list[int] = []
+        held: list[Tensor] = []
+        for start, stop, prefix, keys, above in spans:
+            numbers += (start, stop, prefix)
+            numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys, (prefix + stop - start,), held))
+            numbers.append(-1 if above is None else len(above))
+            parents += above or ()
+        numbers += tokens
+        numbers += positions
+        if not isinstance(slots, slice):
+            numbers += slots
+        numbers += wanted
+        numbers += parents
+        made = array("q", numbers)
+        chosen = array("q", bytes(8 * len(wanted)))
+        run = self._pass(cache)
+        run.num_adapters = 0
         if adapters:
-            ranges = self._ranges(adapters, rows)
+            ranges = self._ranges(adapters, len(tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        chosen = (ctypes.c_int64 * len(wanted))()
-        given = (_integers(tokens, held), parents, nodes, _integers(wanted, held), len(wanted), chosen)
-        self._rotate(run, self._rope.now)
-        refused = self._decide(self._reference, run, self._embedding.data_ptr(), *given)
+        given = self._embedding.data_ptr(), made.buffer_info()[0], chosen.buffer_info()[0]
+        refused = self._decide(self._reference, run, *given)
         if refused == _BAD_POSITION:
-            self._rotate(run, self._rope.reach(max(positions)))
-            refused = self._decide(self._reference, run, self._embedding.data_ptr(), *given)
+            self._rope.reach(max(positions))
+            refused = self._decide(self._reference, self._pass(cache), *given)
         _require(refused)
-        return chosen[:]
+        return chosen.tolist()
+
+    def _pass(self, cache: KVCache) -> native.Pass:
+        """What passes over a cache have in common, made once; with the rotation table and the threads of now."""
+        found = self._passes.get(cache)
+        if found is None:
+            k, v, stride = self._addresses(cache)
+            found = self._passes[cache] = native.Pass(
+                k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
+            )
+            found.rotation = None
+        if found.rotation is not self._rope.now:
+            found.rotation = self._rope.now
+            self._rotate(found, found.rotation)
+        found.threads = torch.get_num_threads()
+        return found
 
     def _states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
@@ -508,12 +515,6 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     _require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
     starts = range(0, rows * k, k)
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
-
-
-def _integers(values: Sequence[int], held: list[Any]) -> int:
-    """The address of these numbers as int64; they are kept in ``held``."""
-    held.append(array("q", values))
-    return held[-1].buffer_info()[0]
 
 
 def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
