@@ -26,7 +26,7 @@ from paceline.attention.base import Segment
 from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.native import Chain, NativeLinear, top
+from paceline.target.native import Chain, NativeLinear, RowSpan, top
 from paceline.target.rope import RopeConfig
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")
@@ -212,6 +212,34 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
         assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
 
 
+def one_decision(decoder: Decoder, draw: random.Random) -> None:
+    """A greedy pass from token ids on: chains and trees, contiguous and gathered, up to the cache's end."""
+    stack: Any = decoder.stack
+    vocab = decoder.config.vocab_size
+    sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 5]), draw.choice([0, 1, 8, 17])) for _ in range(3)]
+    totals = [sum(size) for size in sizes]
+    cache, at, start = Cache(decoder, sum(totals)), 0, 0
+    order = torch.randperm(sum(totals))
+    contiguous = draw.random() < 0.5
+    tokens, positions, slots, spans, wanted = [], [], [], [], []
+    for (prefix, pending, drafted), total in zip(sizes, totals, strict=True):
+        keys: slice | Tensor = slice(at, at + total) if contiguous else order[at : at + total].clone()
+        named = key_slots(Segment(0, 0, keys, total, 0, None, None))
+        at += total
+        cache.put(named[:prefix])
+        rows = pending + drafted
+        parents = [draw.randint(0, n) for n in range(drafted)] if draw.random() < 0.7 else None
+        tokens += [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(rows)]
+        positions += range(prefix, prefix + rows)
+        slots += named[prefix:].tolist()
+        spans.append(RowSpan(start, start + rows, prefix, keys, parents))
+        wanted += [start + r for r in range(rows) if draw.random() < 0.6]
+        start += rows
+    ranges = adapters(decoder, draw, start)
+    found = stack.decide(tokens, positions, slots, spans, wanted, ranges, cache)
+    assert len(found) == len(wanted) and all(0 <= token < vocab for token in found)
+
+
 def reads(decoder: Decoder, draw: random.Random, rows: int) -> None:
     """Logits, the best of them, and the k best."""
     stack: Any = decoder.stack
@@ -323,7 +351,7 @@ def main() -> None:
 def sweep(draw: random.Random, quick: bool) -> str:
     """All shapes; what was done."""
     library: Any = native.library()
-    counts = {"networks": 0, "passes": 0, "rolls": 0, "products": 0}
+    counts = {"networks": 0, "passes": 0, "rolls": 0, "decisions": 0, "products": 0}
     for level in sorted({library.isa, min(library.isa, 1)}):
         library.pl_init(level)
         torch.set_num_threads(2)
@@ -344,9 +372,11 @@ def sweep(draw: random.Random, quick: bool) -> str:
                 alone(lambda decoder=decoder, rows=rows: reads(decoder, draw, rows))  # type: ignore[misc]
             for _ in range(4 if quick else 10):
                 alone(lambda decoder=decoder: one_roll(decoder, draw))  # type: ignore[misc]
+                alone(lambda decoder=decoder: one_decision(decoder, draw))  # type: ignore[misc]
             alone(lambda decoder=decoder: refusals(decoder))  # type: ignore[misc]
             counts["passes"] += len(widths)
             counts["rolls"] += 4 if quick else 10
+            counts["decisions"] += 4 if quick else 10
     done = ", ".join(f"{count} {name}" for name, count in counts.items())
     return f"nothing was found in {done} on {native.describe()}"
 
