@@ -431,18 +431,14 @@ class FakePeer:
     fail_after: int | None = None
     made: list[FakePeer] = []
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, method: Method, *args: Any, **options: Any) -> None:
+        if method.drafter == "ngram-mod":
+            raise PeerError("it does not start: no such flag")
         self.version = "1.2"
         self.runs = 0
         self.paused = True
         self.closed = False
         self.made.append(self)
-
-    def start(self, method: Method, *args: Any, **options: Any) -> FakePeer:
-        if method.drafter == "ngram-mod":
-            raise PeerError("it does not start: no such flag")
-        return self
 
     def run(self, prompts: list[Any], max_new_tokens: int, ignore_eos: bool) -> PeerResult:
         self.runs += 1
