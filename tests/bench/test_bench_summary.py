@@ -22,7 +22,6 @@ from paceline.bench.summary import (
     overall_ratio,
     paired_logs,
     percentile_bounds,
-    ratio_interval,
     slower_cells,
     summarise,
 )
@@ -65,7 +64,7 @@ def test_speedup_is_the_geometric_mean_over_groups_of_the_median_over_repeats() 
     ratios = [[2.0, 4.0, 100.0], [8.0, 8.0, 1.0]]  # medians 4 and 8
     trials = [trial("plain", g, r, 100.0) for g in range(2) for r in range(3)]
     trials += [trial("fast", g, r, 100.0 / ratios[g][r]) for g in range(2) for r in range(3)]
-    found = ratio_interval(report_of(trials, PLAIN, FAST), "fast", "plain", CELL)
+    found = overall_ratio(report_of(trials, PLAIN, FAST), "fast", "plain", [CELL])
     assert found is not None
     assert found.value == pytest.approx(math.sqrt(4 * 8))
     assert (found.groups, found.pairs) == (2, 6)
@@ -74,7 +73,7 @@ def test_speedup_is_the_geometric_mean_over_groups_of_the_median_over_repeats() 
 
 def test_an_even_number_of_repeats_takes_the_middle_of_the_logs() -> None:
     trials = [trial("plain", 0, r, 100.0) for r in range(2)] + [trial("fast", 0, r, 100 / (2, 8)[r]) for r in range(2)]
-    found = ratio_interval(report_of(trials, PLAIN, FAST), "fast", "plain", CELL)
+    found = overall_ratio(report_of(trials, PLAIN, FAST), "fast", "plain", [CELL])
     assert found is not None and found.value == pytest.approx(4.0)
 
 
@@ -84,7 +83,7 @@ def test_a_slow_moment_that_hits_both_of_a_pair_changes_nothing() -> None:
     for t in slow.trials:
         t.wall_ms *= 7 if t.repeat == 1 else 1
     cell = report.trials[0].cell
-    before, after = (ratio_interval(r, "hybrid", "plain", cell) for r in (report, slow))
+    before, after = (overall_ratio(r, "hybrid", "plain", [cell]) for r in (report, slow))
     assert before is not None and after is not None
     assert after.value == pytest.approx(before.value)
     assert after.low == pytest.approx(before.low)
@@ -95,19 +94,19 @@ def test_only_pairs_count() -> None:
     trials += [trial("fast", 0, 0, 50.0), trial("fast", 1, 0, 10.0, error="broken"), trial("fast", 2, 0, 1.0)]
     logs = paired_logs([t for t in trials if t.method == "fast"], [t for t in trials if t.method == "plain"])
     assert logs == [[pytest.approx(math.log(2))]]
-    assert ratio_interval(report_of(trials, PLAIN, FAST), "fast", "nobody", CELL) is None
+    assert overall_ratio(report_of(trials, PLAIN, FAST), "fast", "nobody", [CELL]) is None
 
 
 def test_a_single_pair_has_no_spread_and_says_so() -> None:
     report = report_of([trial("plain", 0, 0, 100.0), trial("fast", 0, 0, 50.0)], PLAIN, FAST)
-    found = ratio_interval(report, "fast", "plain", CELL)
+    found = overall_ratio(report, "fast", "plain", [CELL])
     assert found is not None and found.pairs == 1
     assert found.low == found.value == found.high
 
 
 def test_a_trial_without_tokens_is_no_speed() -> None:
     trials = [trial("plain", 0, 0, 100.0), trial("fast", 0, 0, 50.0, tokens=0)]
-    assert ratio_interval(report_of(trials, PLAIN, FAST), "fast", "plain", CELL) is None
+    assert overall_ratio(report_of(trials, PLAIN, FAST), "fast", "plain", [CELL]) is None
 
 
 def test_overall_is_the_geometric_mean_of_the_workloads() -> None:

@@ -15,10 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import zoo
+from paceline.bench.config import LINE_EVERY_S, Lines, duration
 from paceline.bench.records import Cell, Method
 from paceline.bench.report import load_report
 from paceline.cli import app
-from paceline.cli.bench_run import LINE_EVERY_S, Lines, _duration
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -151,4 +151,4 @@ def test_a_log_gets_lines_now_and_then_with_the_time_left() -> None:
 
 @pytest.mark.parametrize(("seconds", "shown"), [(5, "5 s"), (65, "1 min 5 s"), (3700, "1 h 1 min")])
 def test_durations(seconds: float, shown: str) -> None:
-    assert _duration(seconds) == shown
+    assert duration(seconds) == shown

@@ -23,7 +23,7 @@ from .records import Cell, Report
 from .report import wording as say
 from .report.tables import NONE
 from .report.tables import Cell as Shown
-from .report.terminal import add_block, rich_table
+from .report.terminal import add_block, figures_table, rich_table
 from .summary import SEED, Floats, Index, Interval, bootstrap, draw_groups, percentile_bounds, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
@@ -211,7 +211,9 @@ def _difference(a: Logs, b: Logs, generator: np.random.Generator) -> Floats:
 def render_terminal(comparison: Comparison) -> RenderableType:
     """Differences of the runs first, then the figures, then what only one of them has."""
     parts: list[RenderableType] = [Text(f"A: {comparison.a}"), Text(f"B: {comparison.b}"), Text()]
-    parts.append(_difference_table(comparison) if comparison.differences else Text("the runs differ in nothing known"))
+    found = [(d.what, d.a, d.b) for d in comparison.differences]
+    differing = figures_table(["differs", "A", "B"], found, words=3, header_style="dim", padding=(0, 1, 0, 0))
+    parts.append(differing if found else Text("the runs differ in nothing known"))
     parts += [Text(), _main_table(comparison) if comparison.rows else Text("no method ran in the same cell in both")]
     for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
         parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in only)] if only else []
@@ -240,12 +242,3 @@ def _cells(row: ComparedRow) -> list[Shown]:
 def _judged(ratio: Interval | None) -> Shown:
     mark, kind = MARKS[verdict(ratio)]
     return Shown(text=f"{say.interval(ratio)} {mark}", kind=kind) if ratio else NONE
-
-
-def _difference_table(comparison: Comparison) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
-    for name in ("differs", "A", "B"):
-        table.add_column(name, overflow="fold")
-    for found in comparison.differences:
-        table.add_row(*(Text(value) for value in (found.what, found.a, found.b)))
-    return table

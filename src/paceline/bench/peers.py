@@ -11,13 +11,14 @@ down whoever is measured next.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,15 @@ def kind_of(name: str) -> PeerKind:
         ConfigError: there is none.
     """
     if name not in PEERS:
-        raise ConfigError(f"peer {name!r}", "no such peer", f"choose from {', '.join(PEERS)}")
+        raise ConfigError(f"peer {name!r}", f"there is no peer {name!r}", near(name, PEERS))
     return PEERS[name]
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What to write in place of an unknown name."""
+    listed = list(known)
+    found = difflib.get_close_matches(name, listed, n=1)
+    return (f"did you mean {found[0]!r}? " if found else "") + f"known are {', '.join(listed)}"
 
 
 def available(name: str) -> str | None:

@@ -31,8 +31,6 @@ from .schedule import cells_of, prepare, random_workload
 from .trials import WARM_UP_TOKENS, Trials
 from .workloads import Workload
 
-Silent = Watcher  # it tells nobody
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

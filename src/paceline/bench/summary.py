@@ -292,16 +292,12 @@ def _order(section: Section) -> tuple[float, ...]:
 # -- ratios
 
 
-def ratio_interval(report: Report | Index, a: str, b: str, cell: Cell) -> Interval | None:
-    """How many times as fast as ``b`` method ``a`` is in one cell; None where no trials pair.
-
-    Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's.
-    """
-    return overall_ratio(report, a, b, [cell])
-
-
 def overall_ratio(report: Report | Index, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
-    """The same over several cells: the geometric mean of those in which both methods ran."""
+    """How many times as fast as ``b`` method ``a`` is: the geometric mean over the cells in which both ran.
+
+    Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's. None where no
+    trials pair.
+    """
     index = report if isinstance(report, Index) else Index(report)
     found = [sample for cell in cells if (sample := index.sample(a, b, cell)) is not None]
     if not found:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..bench import methods as known
-from ..bench.config import BenchConfig, Watcher
+from ..bench.config import BenchConfig, Lines, Watcher
 from ..bench.measure import Group
 from ..bench.methods import CELL_SETTINGS, Sweep
 from ..bench.peers import PEERS
@@ -34,7 +32,6 @@ Many = list[str] | None
 Text = str | None
 Count = int | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-LINE_EVERY_S = 10.0  # between lines of progress, where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ class RunOptions:
     )
     temperature: Text = _option("Of sampling; 0 is greedy [default: 0]", metavar="T,T,..")
     top_k: Text = _option("Likeliest tokens that sampling chooses from [default: 0, all]", metavar="N,N,..")
-    application: Many = _option(
+    application: dict[str, str] | None = _option(
         "A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
         metavar="NAME=FOLDER",
     )
@@ -126,7 +123,7 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
     size = QUICK if asked.quick else FULL
     config = BenchConfig(
         methods=_methods(asked, sweeps.values()),
-        applications=_applications(asked),
+        applications=asked.application or {},
         workloads=tuple(asked.workload or ()),
         data=Path(asked.data) if asked.data else None,
         prompts=size.prompts if asked.prompts is None else asked.prompts,
@@ -199,33 +196,13 @@ def _values(setting: str, text: str | None, sweeps: dict[str, Sweep], default: A
         ) from error
 
 
-def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
-    """Folders by name, from ``NAME=FOLDER``.
-
-    Raises:
-        ConfigError: text of another form, or a name twice.
-    """
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, folder = (part.strip() for part in pair.partition("="))
-        if not (name and equals and folder) or name in found:
-            wrong = "the name is there twice" if name in found else "not a name and a folder"
-            raise ConfigError(f"{flag} {pair}", wrong, f"write it like {flag} sql=path/to/folder, each name once")
-        found[name] = folder
-    return found
-
-
-def _applications(asked: RunOptions) -> dict[str, str]:
-    return named_folders("--application", asked.application or [])
-
-
 def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
     # The report says which peers are not built.
     peers = known.peer_methods(dict.fromkeys([*(asked.peer or []), *(PEERS if asked.peers else ())]), asked.dtype)
     texts = asked.method
     chosen = known.parse_methods(texts, asked.dtype) if texts else known.default_methods(asked.model, asked.dtype)
     added = [m for m in peers if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added], _applications(asked)), list(sweeps)))
+    return tuple(known.expand(known.with_plain([*chosen, *added], asked.application or {}), list(sweeps)))
 
 
 # -- progress
@@ -245,38 +222,6 @@ class Bar(Watcher):
         self._progress.update(
             self._task, description=f"{group.cell.workload}, {method.name}", completed=done, total=total, refresh=True
         )
-
-
-class Lines(Watcher):
-    """Progress in a log: a line for each stage, and one now and then."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._last = clock()
-        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
-
-    def stage(self, text: str) -> None:
-        self._say(text)
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        now = self._clock()
-        self._first = self._first or (now, done)
-        if now - self._last < LINE_EVERY_S:
-            return
-        began, already = self._first
-        left = (now - began) / max(done - already, 1) * (total - done)
-        self._say(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {_duration(left)} left")
-
-    def _say(self, text: str) -> None:
-        self._last = self._clock()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 @contextmanager

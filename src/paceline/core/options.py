@@ -7,7 +7,7 @@ for a number. pydantic checks hints and bounds; `check` puts what it finds into 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -177,6 +177,24 @@ def _read_as(text: str, kind: Any) -> Any:
         inner = text[1:-1] if text.startswith("<") and text.endswith(">") else text
         value = tuple(part.strip() for part in inner.split(",") if part.strip())
     return TypeAdapter(kind).validate_python(value)
+
+
+def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
+    """``["sql=a/folder"]`` -> ``{"sql": "a/folder"}``; a name stands for one thing.
+
+    Raises:
+        ConfigError: text of another form, or a name twice; ``flag`` is what the text was given for.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not (name and equals and value) or name in found:
+            wrong = "the name is there twice" if name in found else "not a name and a value"
+            raise ConfigError(
+                f"{flag} {pair}", wrong, f"write {flag} NAME=VALUE (of a set NAME=FOLDER), each name once"
+            )
+        found[name] = value
+    return found
 
 
 def written(value: Any) -> str:

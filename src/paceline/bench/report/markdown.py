@@ -22,7 +22,7 @@ def render(report: Report | Summary) -> str:
     """The whole report; ends with a newline."""
     summary = report if isinstance(report, Summary) else summarise(report)
     index = Index(summary.report)
-    blocks = [f"# {text(summary.report.title)}", f"**{text(say.headline(summary))}**", _list(say.findings(summary))]
+    blocks = [f"# {text(summary.report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
     for section in summary.sections:
         blocks += _section(summary, index, section)
     for label, _, found in tables.curves(summary):
@@ -64,7 +64,8 @@ def _titled(title: str, found: Table | None) -> list[str]:
     return [] if found is None else [title, _table(found)]
 
 
-def _list(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
+    """A list."""
     return "\n".join(f"- {text(line)}" for line in lines)
 
 
@@ -93,19 +94,17 @@ def _problems(summary: Summary) -> list[str]:
     found = say.troubles(summary)
     slower = [f"slower than plain: {line}" for line in found["slower"]]
     lines = [*found["differing"], *slower, *found["failed"], *found["unavailable"]]
-    return ["## What went wrong or did not run", _list(lines)] if lines else []
+    return ["## What went wrong or did not run", bullets(lines)] if lines else []
 
 
 def _how(summary: Summary) -> list[str]:
     report = summary.report
-    lines = [say.model_line(report), say.machine_line(report), say.run_line(report)]
-    lines += [f"{key}: {say.setting(value)}" for key, value in report.settings.items()]
     command = say.command_line(report).replace("```", "` ` `")
     defined = [f"- **{term}**: {text(meaning)}" for term, meaning in say.definitions(report)]
     return [
         "## How it was measured",
-        _list([*lines, *report.notes]),
-        _list(f"{say.method_name(m)}: {say.method_detail(m)}" for m in report.methods if not m.plain),
+        bullets(say.how_lines(report)),
+        bullets(f"{say.method_name(m)}: {say.method_detail(m)}" for m in report.methods if not m.plain),
         f"To repeat it:\n\n```\n{command}\n```",
         _table(tables.workloads(report)) if report.workloads else "",
         "### What the words mean",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -77,6 +78,16 @@ def rich_table(first: str, *names: str) -> RichTable:
     table.add_column(first, overflow="fold")
     for name in names:
         table.add_column(name, justify="right", overflow="fold", no_wrap=not name.startswith("÷"))
+    return table
+
+
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> RichTable:
+    """A table of plain text: the first columns (``words``) to the left, figures to the right."""
+    table = RichTable(box=None, **{"header_style": "bold", **look})
+    for place, name in enumerate(head):
+        table.add_column(name, justify="left" if place < words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -217,6 +217,12 @@ def agreement_line(report: Report) -> str | None:
     return f"peers' ids equal our plain decoding: {same:,} of {count_of(total, 'sequence')}"
 
 
+def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
+    """How a run was measured: model, machine, versions, what else is known of it, settings, notes."""
+    lines = [model_line(report), machine_line(report), run_line(report), *facts]
+    return [*lines, *(f"{key}: {setting(value)}" for key, value in report.settings.items()), *report.notes]
+
+
 def failures(report: Report) -> list[Exactness]:
     """Comparisons of this engine's methods that failed."""
     return [e for e in report.exactness if not e.passed and report.is_own(e.method)]
