@@ -211,9 +211,8 @@ def test_against_holds_every_method_against_every_peer() -> None:
 def test_best_leaves_synthetic_plain_and_peers_aside() -> None:
     summary = summarise(World().report())
     total = summary.total(summary.sections[0])
-    ours, theirs = best(total), best(total, own=False)
+    ours = best(total)
     assert ours is not None and ours.method.name == "hybrid"
-    assert theirs is not None and theirs.method.name == "llama.cpp/draft-simple"
     assert max(total, key=lambda r: r.speed or 0).method.synthetic  # it was there to be left aside
 
 
@@ -222,8 +221,6 @@ def test_slower_cells_finds_what_loses_and_nothing_else() -> None:
     found = {(row.method.name, row.section.batch) for row in slower_cells(summary)}
     assert ("ngram", 32) in found
     assert found <= {("ngram", 32), ("draft_model depth=4", 32)}  # the second one breaks even there
-    assert slower_cells(summary, methods=["hybrid"]) == []
-    assert {row.method.name for row in slower_cells(summary, bound=100, methods=["hybrid"])} == {"hybrid"}
 
 
 def test_batch_curve() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import exp
 from statistics import fmean, median
 from typing import Any, Literal
 from zlib import crc32
@@ -24,7 +25,7 @@ from .report import wording as say
 from .report.tables import NONE
 from .report.tables import Cell as Shown
 from .report.terminal import add_block, figures_table, rich_table
-from .summary import SEED, Floats, Index, Interval, bootstrap, draw_groups, percentile_bounds, speeds
+from .summary import SEED, Floats, Index, Interval, bootstrap, draw_groups, interval_of, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
@@ -148,9 +149,9 @@ def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell
     return ComparedRow(
         method=say.method_name(left.methods[name]),
         cell=cell,
-        tokens_per_s=(_mean([a for a, _ in sides]), _mean([b for _, b in sides])),
+        tokens_per_s=_ratios(sides),
         ratio=ratio,
-        speedups=(_mean([a for a, _ in ratios]), _mean([b for _, b in ratios])) if ratios else None,
+        speedups=_ratios(ratios) if ratios else None,
         speedup_ratio=_ratio(ratios, f"{name}|{cell}|speed-up"),
     )
 
@@ -170,9 +171,14 @@ def _logs(index: Index, name: str, cell: Cell, paired: bool = False) -> Logs:
     return found
 
 
+def _ratios(sides: Sequence[tuple[Logs, Logs]]) -> tuple[float, float]:
+    """Geometric means of both sides."""
+    return exp(_mean([a for a, _ in sides])), exp(_mean([b for _, b in sides]))
+
+
 def _mean(sides: Sequence[Logs]) -> float:
-    """Geometric mean over cells and groups of the medians over repeats."""
-    return float(np.exp(fmean(fmean(median(group) for group in side.values()) for side in sides)))
+    """Mean over cells and groups of the medians over repeats."""
+    return fmean(fmean(median(group) for group in side.values()) for side in sides)
 
 
 def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
@@ -181,12 +187,10 @@ def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
         return None
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     matched = [_matched(a, b) for a, b in sides]
-    resamples = np.mean([_difference(a, b, generator) for a, b in matched], axis=0)  # [S]
-    low, high = percentile_bounds(resamples)
-    return Interval(
-        value=_mean([b for _, b in matched]) / _mean([a for a, _ in matched]),
-        low=float(np.exp(low)),
-        high=float(np.exp(high)),
+    resamples = [_difference(a, b, generator) for a, b in matched]
+    return interval_of(
+        _mean([b for _, b in matched]) - _mean([a for a, _ in matched]),
+        resamples,
         groups=sum(min(len(a), len(b)) for a, b in matched),
         pairs=sum(min(sum(map(len, a.values())), sum(map(len, b.values()))) for a, b in matched),
     )

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..core.errors import ConfigError
 from ..llm import LLM
 from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .near_ties import Asked, Finding, Judge, Said, Tolerance, count_tokens
@@ -75,20 +74,12 @@ def compare_outputs(
         other: trials of the method in the same cell.
         explain: judges differences (see `Explain`); without it none is explained.
         finish: whether the reasons for ending are compared (a peer may have its own words).
-
-    Raises:
-        ConfigError: trials of several methods or cells, or none that pair.
     """
-    method, cell = _one_of(other)
-    plain, _ = _one_of(reference, cell)
+    method, plain, cell = other[0].method, reference[0].method, other[0].cell
     found = Exactness(method=method, reference=plain, cell=cell, sequences=0, identical=0)
     for base, trial in _paired(reference, other):
         for prompt, finding in _compare_group(base, trial, explain, finish):
             _count_in(found, trial, prompt, finding)
-    if not found.sequences:
-        raise ConfigError(
-            f"comparing {method!r} with {plain!r}", "no trial of one pairs with a trial of the other", "run both"
-        )
     return found
 
 
@@ -103,15 +94,6 @@ def _count_in(found: Exactness, trial: Trial, prompt: str, finding: Finding | No
         found.explained += 1
     else:
         found.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **finding.as_dict()})
-
-
-def _one_of(trials: Sequence[Trial], cell: Cell | None = None) -> tuple[str, Cell]:
-    kinds = {(trial.method, trial.cell) for trial in trials}
-    if len(kinds) != 1 or cell not in (None, trials[0].cell):
-        raise ConfigError(
-            f"comparing trials of {len(kinds)} kinds", "one method in one cell is compared at a time", "see check()"
-        )
-    return kinds.pop()
 
 
 def _paired(reference: Sequence[Trial], other: Sequence[Trial]) -> Iterator[tuple[Trial, Trial]]:
@@ -222,11 +204,12 @@ def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> li
         base = index.trials.get((cell, reference), [])
         if name == reference:
             found += _against_itself(trials)
-        elif any(_paired(base, trials)):
+        elif base:
             explain = partial(_explained, judges, method, index.methods[reference], llm_of, base, asked)
             # The judge runs the base model: it has no word on what an application says.
             judged = explain if method.application is None else None
-            found.append(compare_outputs(base, trials, judged, finish=method.own))
+            compared = compare_outputs(base, trials, judged, finish=method.own)
+            found += [compared] if compared.sequences else []
     return found
 
 

@@ -300,25 +300,23 @@ class Builder:
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
         self._targets: list[tuple[LLM, int | None]] = []  # one a target, and what it holds
 
-    def llm(self, method: Method, limits: Limits | None = None, answers: str | None = None) -> LLM:
-        """A method's engine.
-
-        Args:
-            limits: default: those of `LLM`.
-            answers: file of recorded answers, for a synthetic drafter without one.
+    def llm(self, method: Method, limits: Limits | None = None) -> LLM:
+        """A method's engine; without ``limits`` with those of `LLM`.
 
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        return self._make(method, limits, answers)[0]
+        return self._make(method, limits)[0]
 
     def runner(self, method: Method, limits: Limits, answers: str | None = None) -> EngineRunner:
-        """The same, ready to be measured."""
+        """The same, ready to be measured; ``answers``: file of recorded ones, for a synthetic drafter without one."""
         llm, target, own = self._make(method, limits, answers)
         holds = None if target is None or own is None else target + own
         return EngineRunner(method, llm, self.memory, holds)
 
-    def _make(self, method: Method, limits: Limits | None, answers: str | None) -> tuple[LLM, int | None, int | None]:
+    def _make(
+        self, method: Method, limits: Limits | None, answers: str | None = None
+    ) -> tuple[LLM, int | None, int | None]:
         """The engine, bytes that its target holds, bytes that the rest holds."""
         options = {
             **self._common,

@@ -187,7 +187,7 @@ class _Asker:
         if config.random:
             length = context or config.prompt_tokens
             return workloads.random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
-        encoded = workloads.encode(
+        encoded = Encoded(
             workload,
             self._target.tokenizer,
             context=context,

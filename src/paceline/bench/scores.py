@@ -133,11 +133,8 @@ def encoded_prompts(
         ConfigError: prompts that do not fit, an answer without a token, or a model without a tokenizer.
     """
     most = workload.max_new_tokens if max_new_tokens is None else max_new_tokens
-    if most < 1:
-        raise ConfigError(f"max_new_tokens={most}", "an output has at least one token", "give 1 or more")
     longest = llm.engine.limits.max_model_len
-    tokenizer = _tokenizer(llm, f"workload {workload.name}")
-    encoded = workloads.encode(workload, tokenizer, max_model_len=longest, max_new_tokens=most)
+    encoded = workloads.Encoded(workload, llm.tokenizer, max_model_len=longest, max_new_tokens=most)
     return [list(prompt.ids) for prompt in encoded.prompts], most, encoded.notes()
 
 

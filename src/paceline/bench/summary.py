@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from statistics import geometric_mean, median
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -302,14 +303,15 @@ def overall_ratio(report: Report | Index, a: str, b: str, cells: Iterable[Cell])
     found = [sample for cell in cells if (sample := index.sample(a, b, cell)) is not None]
     if not found:
         return None
-    resamples = np.mean([s[1] for s in found], axis=0)  # [S]
-    low, high = percentile_bounds(resamples)
+    values, resamples, groups, pairs = zip(*found, strict=True)
+    return interval_of(float(np.mean(values)), resamples, sum(groups), sum(pairs))
+
+
+def interval_of(value: float, resamples: Sequence[Floats], groups: int, pairs: int) -> Interval:
+    """A ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
+    low, high = percentile_bounds(np.mean(resamples, axis=0))
     return Interval(
-        value=float(np.exp(np.mean([s[0] for s in found]))),
-        low=float(np.exp(low)),
-        high=float(np.exp(high)),
-        groups=sum(s[2] for s in found),
-        pairs=sum(s[3] for s in found),
+        value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), groups=groups, pairs=pairs
     )
 
 
@@ -430,39 +432,39 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
     """
     good = [t for t in trials if t.error is None]
     failed = [t for t in trials if t.error is not None]
-    passes, accepted = sum(t.passes for t in good), sum(t.accepted for t in good)
+
+    def total(name: str) -> Any:
+        return sum(getattr(t, name) for t in good)
+
+    def a_pass(name: str) -> float | None:
+        return total(name) / passes if passes and total(name) else None
+
+    tokens, wall, passes = total("tokens"), total("wall_ms"), total("passes")
     offered, taken = _sum_lists(t.depth_offered for t in good), _sum_lists(t.depth_accepted for t in good)
     ttft = [value for t in good for value in t.ttft_ms]
-    peaks = [t.peak_bytes for t in good if t.peak_bytes is not None]
-    share, floor = _floor(good, bandwidth)
+    floor_ms = 1000 * total("bytes_read") / bandwidth if bandwidth and wall else None
     return Figures(
         trials=len(good),
         failed=len(failed),
         error=failed[0].error if failed else None,
-        tokens=sum(t.tokens for t in good),
-        wall_ms=sum(t.wall_ms for t in good),
+        tokens=tokens,
+        wall_ms=wall,
         speed=_spread(speeds(good).values()),
-        accepted_length=1 + accepted / passes if passes else None,
-        call_reduction=sum(t.tokens for t in good) / passes if passes else None,
-        row_layers=_a_pass(good, "row_layers", passes),
-        upper_row_layers=_a_pass(good, "upper_row_layers", passes),
-        pruned=_a_pass(good, "pruned", passes),
+        accepted_length=1 + total("accepted") / passes if passes else None,
+        call_reduction=tokens / passes if passes else None,
+        row_layers=a_pass("row_layers"),
+        upper_row_layers=a_pass("upper_row_layers"),
+        pruned=a_pass("pruned"),
         acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
         offered=tuple(offered),
-        shares=_shares(good),
-        peak_bytes=max(peaks, default=None),
+        shares=_shares(total("draft_ms"), total("verify_ms"), total("host_ms"), wall),
+        peak_bytes=max((t.peak_bytes for t in good if t.peak_bytes is not None), default=None),
         ttft_ms=median(ttft) if ttft else None,
         waits=_waits(good),
-        floor_share=share,
-        floor_tokens_per_s=floor,
+        floor_share=floor_ms / wall if floor_ms else None,
+        floor_tokens_per_s=1000 * tokens / floor_ms if floor_ms else None,
         off_reason=next((t.off_reason for t in good if t.off_reason), None),
     )
-
-
-def _a_pass(trials: Sequence[Trial], name: str, passes: int) -> float | None:
-    """A count of trials over their passes; None where nothing was counted."""
-    total: int = sum(getattr(t, name) for t in trials)
-    return total / passes if passes and total else None
 
 
 def _spread(values: Iterable[float]) -> Spread | None:
@@ -482,13 +484,12 @@ def _mean_spread(each: Sequence[Spread]) -> Spread | None:
     return Spread(count=sum(spread.count for spread in each), **means)
 
 
-def _shares(trials: Sequence[Trial]) -> TimeShares | None:
-    draft, verify, host = (sum(getattr(t, name) for t in trials) for name in ("draft_ms", "verify_ms", "host_ms"))
+def _shares(draft: float, verify: float, host: float, wall: float) -> TimeShares | None:
     known = draft + verify + host
     if not known:
         return None
     # Two clocks may disagree by a hair: the parts never add up to more than the whole.
-    whole = max(known, sum(t.wall_ms for t in trials))
+    whole = max(known, wall)
     return TimeShares(draft=draft / whole, verify=verify / whole, host=host / whole, rest=1 - known / whole)
 
 
@@ -501,16 +502,6 @@ def _waits(trials: Sequence[Trial]) -> Waits | None:
     return Waits(mean_ms=float(waits.sum()) / tokens, p50_ms=p50, p90_ms=p90, p99_ms=p99)
 
 
-def _floor(trials: Sequence[Trial], bandwidth: float | None) -> tuple[float | None, float | None]:
-    """Share of the floor that was reached, and tokens/s at the floor."""
-    read = sum(t.bytes_read for t in trials)
-    wall = sum(t.wall_ms for t in trials)
-    if not bandwidth or not read or not wall:
-        return None, None
-    floor_ms = 1000 * read / bandwidth
-    return floor_ms / wall, 1000 * sum(t.tokens for t in trials) / floor_ms
-
-
 def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
     return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
@@ -518,24 +509,17 @@ def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
 # -- what a reader asks first
 
 
-def best(rows: Iterable[Row], *, own: bool = True) -> Row | None:
-    """The fastest speculative method by its speed: of this engine, or else of the peers; synthetic ones apart."""
-    able = [
-        row
-        for row in rows
-        if (row.method.own) == own and not row.method.synthetic and not row.method.plain and row.speed is not None
-    ]
+def best(rows: Iterable[Row]) -> Row | None:
+    """The fastest speculative method of this engine by its speed; synthetic ones apart."""
+    methods = [(row, row.method) for row in rows if row.speed is not None]
+    able = [row for row, method in methods if method.own and not method.synthetic and not method.plain]
     return max(able, key=lambda row: row.speed or 0.0, default=None)
 
 
-def slower_cells(summary: Summary, bound: float = NEVER_SLOWER, methods: Sequence[str] | None = None) -> list[Row]:
-    """Rows of this engine whose speed-up over plain has a lower bound below ``bound``.
-
-    Args:
-        methods: names to look at; default: every speculative method of this engine that is not synthetic.
-    """
-    chosen = methods or [m.name for m in summary.report.methods if m.own and not m.synthetic]
-    return [row for row in summary.rows if row.method.name in chosen and row.speedup and row.speedup.low < bound]
+def slower_cells(summary: Summary) -> list[Row]:
+    """Rows of speculative methods of this engine, synthetic ones apart, that may be slower than plain decoding."""
+    able = [row for row in summary.rows if row.method.own and not row.method.synthetic]
+    return [row for row in able if row.speedup and row.speedup.low < NEVER_SLOWER]
 
 
 def batch_curve(report: Report | Summary) -> list[Curve]:

@@ -52,14 +52,14 @@ def speedup(row: Row) -> str:
     return interval(row.speedup)
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None) -> str:
     """Three significant digits, no exponent."""
     if value is None:
         return NOTHING
     if not value:
         return "0"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(places, digits)}f}"
+    places = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(places, 3)}f}"
 
 
 def share(value: float | None) -> str:
