@@ -11,7 +11,6 @@ from reports import BANDWIDTH, TRUTHS, World, fail
 
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.bench.summary import (
-    Index,
     Row,
     against,
     batch_curve,
@@ -123,7 +122,7 @@ def test_overall_is_the_geometric_mean_of_the_workloads() -> None:
 def test_the_same_report_gives_the_same_figures_in_any_order_of_trials() -> None:
     report = World().report()
     other = replace(report, trials=sorted(report.trials, key=lambda t: (t.method, t.repeat, t.cell.workload)))
-    index, shuffled = Index(report), Index(other)
+    index, shuffled = summarise(report), summarise(other)
     for cell in index.cells:
         assert overall_ratio(index, "ngram", "plain", [cell]) == overall_ratio(shuffled, "ngram", "plain", [cell])
 
@@ -182,7 +181,7 @@ def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
         Method(name="llama.cpp/ngram", engine="llama.cpp", drafter="ngram"),
         Method(name="vllm/ngram", engine="vllm", drafter="ngram"),
     ]
-    index = Index(report_of([], *methods))
+    index = summarise(report_of([], *methods))
     assert {m.name: index.reference(m) for m in methods} == {
         "plain": "plain",
         "plain f32": "plain f32",

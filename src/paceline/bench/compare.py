@@ -25,7 +25,7 @@ from .report import wording as say
 from .report.tables import NONE
 from .report.tables import Cell as Shown
 from .report.terminal import add_block, figures_table, rich_table
-from .summary import SEED, Floats, Index, Interval, bootstrap, draw_groups, interval_of, speeds
+from .summary import SEED, Floats, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
@@ -91,7 +91,7 @@ def verdict(ratio: Interval | None) -> Verdict:
 
 def compare(a: Report, b: Report) -> Comparison:
     """How report ``b`` differs from report ``a``; every ratio is b over a."""
-    left, right = Index(a), Index(b)
+    left, right = Summary(a), Summary(b)
     mine, theirs = _usable(left), _usable(right)
     common = [key for key in mine if key in theirs]
     methods = list(dict.fromkeys(name for _, name in common))
@@ -130,16 +130,16 @@ def _different(what: str, a: Any, b: Any) -> list[Difference]:
 # -- ratios
 
 
-def _usable(index: Index) -> list[tuple[Cell, str]]:
+def _usable(index: Summary) -> list[tuple[Cell, str]]:
     return [key for key, trials in index.trials.items() if speeds(trials)]
 
 
-def _key_label(index: Index, key: tuple[Cell, str]) -> str:
+def _key_label(index: Summary, key: tuple[Cell, str]) -> str:
     cell, name = key
     return f"{say.method_name(index.methods[name])}, {say.cell_label(cell)}"
 
 
-def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
+def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
     sides = [(_logs(left, name, c), _logs(right, name, c)) for c in cells]
     ratios = [
         (a, b) for c in cells if (a := _logs(left, name, c, paired=True)) and (b := _logs(right, name, c, paired=True))
@@ -156,7 +156,7 @@ def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell
     )
 
 
-def _logs(index: Index, name: str, cell: Cell, paired: bool = False) -> Logs:
+def _logs(index: Summary, name: str, cell: Cell, paired: bool = False) -> Logs:
     """Logs of speeds; paired: of their ratios to plain decoding's, and none of plain decoding itself."""
     trials = index.trials[cell, name]
     values = speeds(trials)

@@ -32,7 +32,7 @@ from .report.markdown import bullets, table, text
 from .report.terminal import figures_table
 from .run import BenchConfig, Run
 from .scores import workload_of
-from .summary import Index, Row, Summary, overall_ratio, summarise
+from .summary import Row, Summary, overall_ratio, summarise
 
 if TYPE_CHECKING:
     from .study import Options
@@ -161,21 +161,21 @@ class Line:
 
 def lines_of(grid: Grid, report: Report) -> list[Line]:
     """Every method of the grid on every task and over all, at every value of the cells."""
-    summary, index = summarise(report), Index(report)
+    summary = summarise(report)
     entries = {entry.method.name: entry for entry in grid.entries}
     totals = [row for row in summary.overall if len(summary.workloads(row.section)) > 1]
     rows = [row for row in (*summary.rows, *totals) if row.method.name in entries]
-    found = [_line(row, summary, index, grid, entries[row.method.name]) for row in rows]
+    found = [_line(row, summary, grid, entries[row.method.name]) for row in rows]
     return sorted(found, key=lambda line: line.x == EVERY)  # top-k of all tokens comes after the largest k
 
 
-def _line(row: Row, summary: Summary, index: Index, grid: Grid, entry: Entry) -> Line:
+def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
     same = [r for r in summary.of(row.section) if r.method.name == row.method.name]
     parts = [row] if row.workload is not None else same
     ratio = row.speedup
     if grid.over is not None:
         cells = [r.cell for r in parts if r.cell is not None]
-        ratio = overall_ratio(index, row.method.name, grid.over, cells) if row.method.name != grid.over else None
+        ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
     counts = ("call_reduction", "accepted_length", "row_layers", "upper_row_layers")
     return Line(
         task=ALL if row.workload is None else row.workload,

@@ -20,7 +20,7 @@ from ..llm import LLM
 from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .near_ties import Asked, Finding, Judge, Said, Tolerance, count_tokens
 from .records import OWN, Cell, Exactness, Method, Report, Trial
-from .summary import Index
+from .summary import Summary
 
 AskedOf = Callable[[Trial, int], Asked]  # (trial, index of the prompt in its group) -> what was asked
 
@@ -168,7 +168,7 @@ def why_unchecked(method: Method, cell: Cell) -> str | None:
 
 def unchecked(report: Report) -> list[str]:
     """One sentence for everything in the report that `check` has nothing to hold against, for its notes."""
-    index = Index(report)
+    index = Summary(report)
     notes: dict[str, None] = {}
     for cell, name in index.trials:
         method = index.methods[name]
@@ -193,7 +193,7 @@ def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> li
     Returns:
         One entry for each method that has something to be compared with, in the order of the report.
     """
-    index = Index(report)
+    index = Summary(report)
     judges: dict[tuple[str, bool, bool], Judge] = {}
     found = []
     for (cell, name), trials in index.trials.items():

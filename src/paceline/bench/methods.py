@@ -109,23 +109,23 @@ def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
     return renamed
 
 
-def parse_sweep(text: str) -> Sweep:
-    """Read one sweep.
+def parse_sweep(text: str, asked: str = "") -> Sweep:
+    """Read one sweep; ``asked`` is what errors call it.
 
     Raises:
         ConfigError: no such setting, no value, a value twice or of the wrong type.
     """
+    asked = asked or f"--sweep {text}"
     setting, equals, rest = (part.strip() for part in text.partition("="))
     values = [value.strip() for value in _COMMA.split(rest)]
     if not equals or not setting or not all(values):
-        raise ConfigError(f"--sweep {text}", "not a setting and its values", "write it like budget=1,2,4,8")
+        raise ConfigError(asked, "not a setting and its values", "write it like budget=1,2,4,8")
     if len(set(values)) < len(values):
-        raise ConfigError(f"--sweep {text}", "a value is there twice", "give each once")
-    return Sweep(setting=setting, values=tuple(_sweep_value(setting, value, text) for value in values))
+        raise ConfigError(asked, "a value is there twice", "give each once")
+    return Sweep(setting=setting, values=tuple(_sweep_value(setting, value, asked) for value in values))
 
 
-def _sweep_value(setting: str, value: str, text: str) -> Any:
-    asked = f"--sweep {text}"
+def _sweep_value(setting: str, value: str, asked: str) -> Any:
     if "." in setting:
         drafter, _, option = setting.partition(".")
         known = [f.name for f in fields(registry.config_class(drafter))]

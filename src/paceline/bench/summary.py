@@ -179,46 +179,11 @@ class Curve:
     points: tuple[tuple[int, Interval], ...]  # batch size, speed-up over plain at it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """All rows of a report, in its own order."""
-
-    report: Report
-    sections: tuple[Section, ...]
-    rows: tuple[Row, ...]  # by section, workload, method
-    overall: tuple[Row, ...]  # by section, method
-
-    def of(self, section: Section) -> list[Row]:
-        """The rows of one section."""
-        return [row for row in self.rows if row.section == section]
-
-    def total(self, section: Section) -> list[Row]:
-        """The rows over all workloads of one section."""
-        return [row for row in self.overall if row.section == section]
-
-    def workloads(self, section: Section) -> list[str]:
-        """Names, in the order of the run."""
-        return list(dict.fromkeys(row.workload for row in self.of(section) if row.workload is not None))
-
-    @cached_property
-    def exact(self) -> ExactCount | None:
-        """Over all methods of this engine."""
-        return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
-
-
 # -- the whole
 
 
-def summarise(report: Report) -> Summary:
-    """Every figure of a report."""
-    index = Index(report)
-    rows = tuple(row for section in index.sections for row in _rows(index, section))
-    overall = tuple(row for section in index.sections for row in _overall_rows(index, section))
-    return Summary(report=report, sections=tuple(index.sections), rows=rows, overall=overall)
-
-
-class Index:
-    """A report's trials by cell and method, and the sections they fall into."""
+class Summary:
+    """A report's trials by cell and method, the sections they fall into, and every figure, in its own order."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -233,8 +198,36 @@ class Index:
         found = [self.section(cell, name) for cell, name in self.trials]
         # Dtypes in the order of the methods, then what a sweep raises.
         dtypes = list(dict.fromkeys(self.dtype(method) for method in report.methods))
-        self.sections = sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s)))
+        self.sections = tuple(sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s))))
         self.samples: dict[tuple[str, str, Cell], tuple[float, Floats, int, int] | None] = {}
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """By section, workload, method."""
+        found = [(s, entry) for s in self.sections for entry in self.in_section(s)]
+        return tuple(self._row(section, method, {cell: trials}, cell) for section, (cell, method, trials) in found)
+
+    @cached_property
+    def overall(self) -> tuple[Row, ...]:
+        """By section, method: over all workloads."""
+        return tuple(row for section in self.sections for row in self._totals(section))
+
+    @cached_property
+    def exact(self) -> ExactCount | None:
+        """Over all methods of this engine."""
+        return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
+
+    def of(self, section: Section) -> list[Row]:
+        """The rows of one section."""
+        return [row for row in self.rows if row.section == section]
+
+    def total(self, section: Section) -> list[Row]:
+        """The rows over all workloads of one section."""
+        return [row for row in self.overall if row.section == section]
+
+    def workloads(self, section: Section) -> list[str]:
+        """Names, in the order of the run."""
+        return list(dict.fromkeys(row.workload for row in self.of(section) if row.workload is not None))
 
     def dtype(self, method: Method) -> str:
         """What the method computes in; ``auto`` is the checkpoint's."""
@@ -284,6 +277,35 @@ class Index:
             self.samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
         return self.samples[key]
 
+    def _totals(self, section: Section) -> Iterator[Row]:
+        entries = self.in_section(section)
+        for method in self.methods.values():
+            mine = {cell: trials for cell, other, trials in entries if other == method}
+            if mine:
+                row = self._row(section, method, mine)
+                each = [spread for trials in mine.values() if (spread := _spread(speeds(trials).values()))]
+                yield replace(row, figures=replace(row.figures, speed=_mean_spread(each)), workloads=len(each))
+
+    def _row(
+        self, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
+    ) -> Row:
+        reference, bandwidth = self.reference(method), self.report.machine.get("read_bandwidth_bytes_per_s")
+        return Row(
+            section=section,
+            workload=cell.workload if cell else None,
+            cell=cell,
+            method=method,
+            figures=figures([trial for trials in of.values() for trial in trials], bandwidth),
+            reference=reference,
+            speedup=overall_ratio(self, method.name, reference, of) if reference not in (None, method.name) else None,
+            exact=_exact_count(e for e in self.report.exactness if e.method == method.name and e.cell in of),
+        )
+
+
+def summarise(report: Report | Summary) -> Summary:
+    """The same, where it is one already."""
+    return report if isinstance(report, Summary) else Summary(report)
+
 
 def _order(section: Section) -> tuple[float, ...]:
     context, length = section.context or 0, section.max_new_tokens or 0
@@ -293,14 +315,14 @@ def _order(section: Section) -> tuple[float, ...]:
 # -- ratios
 
 
-def overall_ratio(report: Report | Index, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
+def overall_ratio(report: Report | Summary, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
     """How many times as fast as ``b`` method ``a`` is: the geometric mean over the cells in which both ran.
 
     Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's. None where no
     trials pair.
     """
-    index = report if isinstance(report, Index) else Index(report)
-    found = [sample for cell in cells if (sample := index.sample(a, b, cell)) is not None]
+    summary = summarise(report)
+    found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
     if not found:
         return None
     values, resamples, groups, pairs = zip(*found, strict=True)
@@ -369,43 +391,6 @@ def percentile_bounds(resamples: Floats) -> tuple[float, float]:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resamples, [tail, 1 - tail])
     return float(low), float(high)
-
-
-# -- rows
-
-
-def _rows(index: Index, section: Section) -> Iterator[Row]:
-    """A row a method on each workload of a section."""
-    for cell, method, trials in index.in_section(section):
-        yield _row(index, section, method, {cell: trials}, cell)
-
-
-def _overall_rows(index: Index, section: Section) -> Iterator[Row]:
-    """A row a method over all workloads of a section."""
-    entries = index.in_section(section)
-    for method in index.methods.values():
-        mine = {cell: trials for cell, other, trials in entries if other == method}
-        if mine:
-            row = _row(index, section, method, mine)
-            each = [spread for trials in mine.values() if (spread := _spread(speeds(trials).values()))]
-            yield replace(row, figures=replace(row.figures, speed=_mean_spread(each)), workloads=len(each))
-
-
-def _row(
-    index: Index, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
-) -> Row:
-    bandwidth = index.report.machine.get("read_bandwidth_bytes_per_s")
-    reference = index.reference(method)
-    return Row(
-        section=section,
-        workload=cell.workload if cell else None,
-        cell=cell,
-        method=method,
-        figures=figures([trial for trials in of.values() for trial in trials], bandwidth),
-        reference=reference,
-        speedup=overall_ratio(index, method.name, reference, of) if reference not in (None, method.name) else None,
-        exact=_exact_count(e for e in index.report.exactness if e.method == method.name and e.cell in of),
-    )
 
 
 def _exact_count(found: Iterable[Exactness]) -> ExactCount | None:
@@ -524,7 +509,7 @@ def slower_cells(summary: Summary) -> list[Row]:
 
 def batch_curve(report: Report | Summary) -> list[Curve]:
     """Speed-up against batch size, over all workloads; methods measured at a single size are left out."""
-    summary = report if isinstance(report, Summary) else summarise(report)
+    summary = summarise(report)
     points: dict[tuple[Section, str], list[Row]] = {}
     for row in summary.overall:
         if row.speedup is not None:
@@ -540,9 +525,9 @@ def batch_curve(report: Report | Summary) -> list[Curve]:
     ]
 
 
-def against(report: Report | Index, section: Section) -> dict[str, dict[str, Interval]]:
+def against(report: Report | Summary, section: Section) -> dict[str, dict[str, Interval]]:
     """Other engines' plain decoding -> method -> how many times as fast it is, over the section's workloads."""
-    index = report if isinstance(report, Index) else Index(report)
+    index = summarise(report)
     entries = index.in_section(section)
     cells = list(dict.fromkeys(cell for cell, _, _ in entries))
     names = list(dict.fromkeys(method.name for _, method, _ in entries))

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..bench import methods as known
-from ..bench.config import BenchConfig, Lines, Watcher
+from ..bench.config import NAMES, BenchConfig, Lines, Watcher
 from ..bench.measure import Group
 from ..bench.methods import CELL_SETTINGS, Sweep
 from ..bench.peers import PEERS
@@ -119,8 +119,9 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
     if context.invoked_subcommand is not None:
         return
     asked = RunOptions(**options)
-    sweeps = _sweeps(asked.sweep or [])
+    sweeps = _sweeps(asked)
     size = QUICK if asked.quick else FULL
+    cells: dict[str, Any] = {many: sweeps[name].values for many, name in NAMES.items() if name in sweeps}
     config = BenchConfig(
         methods=_methods(asked, sweeps.values()),
         applications=asked.application or {},
@@ -128,12 +129,8 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
         data=Path(asked.data) if asked.data else None,
         prompts=size.prompts if asked.prompts is None else asked.prompts,
         repeats=size.repeats if asked.repeats is None else asked.repeats,
-        batches=_values("batch", asked.batch, sweeps, 1),
-        contexts=_values("context", asked.context_length, sweeps, None),
-        temperatures=_values("temperature", asked.temperature, sweeps, 0.0),
-        top_ks=_values("top_k", asked.top_k, sweeps, 0),
-        max_new_tokens=_values("max_new_tokens", asked.max_new_tokens, sweeps, size.max_new_tokens),
         time_limit_s=size.time_limit_s,
+        **{"max_new_tokens": (size.max_new_tokens,), **cells},
         **{name: options[name] for name in ("model", "seed", "device", "threads", "ignore_eos", "check", "title")},
         **_prompt_tokens(asked.model, asked.prompt_tokens),
     )
@@ -171,29 +168,21 @@ def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
     return {"prompt_tokens": given}
 
 
-def _sweeps(texts: list[str]) -> dict[str, Sweep]:
-    """By setting."""
-    sweeps: dict[str, Sweep] = {}
-    for sweep in map(known.parse_sweep, texts):
-        if sweeps.setdefault(sweep.setting, sweep) is not sweep:
-            first = sweeps[sweep.setting]
-            raise ConfigError(f"--sweep {first.text}", f"{sweep.setting} is swept twice", "sweep it once")
-    return sweeps
-
-
-def _values(setting: str, text: str | None, sweeps: dict[str, Sweep], default: Any) -> tuple[Any, ...]:
-    """The values of a setting that makes cells, from its own flag or from its sweep."""
-    flag, swept = "--" + setting.replace("_", "-"), sweeps.get(setting)
-    if text is None:
-        return swept.values if swept else (default,)
-    if swept:
-        raise ConfigError(f"{flag} {text} with --sweep {swept.text}", "both say the same thing", "give one of them")
-    try:
-        return tuple(CELL_SETTINGS[setting](part.strip()) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"{flag} {text}", "not numbers with commas between", f"write {flag} 1 or {flag} 1,8"
-        ) from error
+def _sweeps(asked: RunOptions) -> dict[str, Sweep]:
+    """By setting; what makes cells has a flag of its own too."""
+    texts = [(f"--sweep {text}", text) for text in asked.sweep or []]
+    for setting in CELL_SETTINGS:
+        text = getattr(asked, "context_length" if setting == "context" else setting)
+        texts += [(f"--{setting.replace('_', '-')} {text}", f"{setting}={text}")] if text is not None else []
+    found: dict[str, tuple[str, Sweep]] = {}
+    for said, text in texts:
+        sweep = known.parse_sweep(text, said)
+        if sweep.setting in found:
+            raise ConfigError(
+                f"{found[sweep.setting][0]} with {said}", f"{sweep.setting} is swept twice", "give one of them"
+            )
+        found[sweep.setting] = (said, sweep)
+    return {setting: sweep for setting, (_, sweep) in found.items()}
 
 
 def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:

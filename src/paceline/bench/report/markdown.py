@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..records import Report
-from ..summary import Index, Row, Section, Summary, summarise
+from ..summary import Row, Section, Summary, summarise
 from . import tables
 from . import wording as say
 from .tables import Table
@@ -20,11 +20,10 @@ TIMES = tables.columns(
 
 def render(report: Report | Summary) -> str:
     """The whole report; ends with a newline."""
-    summary = report if isinstance(report, Summary) else summarise(report)
-    index = Index(summary.report)
+    summary = summarise(report)
     blocks = [f"# {text(summary.report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
     for section in summary.sections:
-        blocks += _section(summary, index, section)
+        blocks += _section(summary, section)
     for label, _, found in tables.curves(summary):
         blocks += [f"## Speed-up by batch size, {text(label)}", _table(found)]
     blocks += [*_problems(summary), *_how(summary)]
@@ -69,7 +68,7 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {text(line)}" for line in lines)
 
 
-def _section(summary: Summary, index: Index, section: Section) -> list[str]:
+def _section(summary: Summary, section: Section) -> list[str]:
     names, total = summary.workloads(section), summary.total(section)
     blocks = [f"## {text(say.upper(section.label()))}"]
     if len(names) > 1:
@@ -81,7 +80,7 @@ def _section(summary: Summary, index: Index, section: Section) -> list[str]:
         title, body = text(say.workload_title(summary.report, name)), "\n\n".join(_tables(rows))
         blocks.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>" if len(names) > 1 else body)
         blocks += _titled("Acceptance by position:", tables.acceptance(rows)) if len(names) == 1 else []
-    return blocks + _titled("Beside other engines' plain decoding:", tables.peers(index, section))
+    return blocks + _titled("Beside other engines' plain decoding:", tables.peers(summary, section))
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:

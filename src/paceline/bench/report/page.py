@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ..figures import Series, drawable
 from ..records import Report
-from ..summary import Index, Section, Summary, best, summarise
+from ..summary import Section, Summary, best, summarise
 from . import plots, tables
 from . import wording as say
 from .tables import Table
@@ -30,7 +30,7 @@ def render(report: Report | Summary, json_name: str = "report.json") -> str:
         report: what to show.
         json_name: name of the raw data, in the folder that the page will be in.
     """
-    summary = report if isinstance(report, Summary) else summarise(report)
+    summary = summarise(report)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_asset("page.html.j2")).render(**_context(summary), json_name=json_name) + "\n"
 
@@ -40,7 +40,7 @@ def _asset(name: str) -> str:
 
 
 def _context(summary: Summary) -> dict[str, Any]:
-    report, index = summary.report, Index(summary.report)
+    report = summary.report
     look = plots.looks(report.methods)
     first = say.main_section(summary)
     order = sorted(summary.sections, key=lambda section: section != first)  # the main one first, the rest as they are
@@ -54,7 +54,7 @@ def _context(summary: Summary) -> dict[str, Any]:
         "tiles": _tiles(summary, first),
         "troubles": say.troubles(summary),
         "bests": _bests(summary, first),
-        "parts": [_part(summary, index, section, look) for section in order],
+        "parts": [_part(summary, section, look) for section in order],
         "curves": [_curve(label, plots.batches(found, look), table) for label, found, table in tables.curves(summary)],
         "facts": _facts(report),
         "methods": tables.methods(report),
@@ -97,7 +97,7 @@ def _bests(summary: Summary, section: Section | None) -> Table | None:
     return tables.by_workload(summary.report, rows, BEST, "Best method by workload") if len(rows) > 1 else None
 
 
-def _part(summary: Summary, index: Index, section: Section, look: dict[str, Series]) -> dict[str, Any]:
+def _part(summary: Summary, section: Section, look: dict[str, Series]) -> dict[str, Any]:
     """What the page shows of one section."""
     total, names = summary.total(section), summary.workloads(section)
     floors = [r.figures.floor_tokens_per_s for r in total if r.method.plain]
@@ -109,7 +109,7 @@ def _part(summary: Summary, index: Index, section: Section, look: dict[str, Seri
         "label": say.upper(section.label()),
         "total": tables.figures(total, COLUMNS, label),
         "speedups": plots.speedups(summary, section, look),
-        "peers": tables.peers(index, section),
+        "peers": tables.peers(summary, section),
         "acceptance_table": accepted,
         "acceptance": plots.acceptance(total, look) if accepted else "",
         "shares": plots.time_shares(total) if any(row.figures.shares for row in total) else "",

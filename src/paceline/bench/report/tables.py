@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..records import Report
-from ..summary import Curve, Index, Interval, Row, Section, Summary, against, batch_curve
+from ..summary import Curve, Interval, Row, Section, Summary, against, batch_curve
 from . import wording as say
 
 
@@ -195,12 +195,13 @@ def matrix(summary: Summary, section: Section) -> Table | None:
     return Table(label="Speed-up by workload", head=head, rows=made) if methods else None
 
 
-def peers(index: Index, section: Section) -> Table | None:
+def peers(summary: Summary, section: Section) -> Table | None:
     """How many times as fast as the other engines' plain decoding every method is."""
-    found = against(index, section)
-    names = [name for name in index.methods if any(name in ratios for ratios in found.values())]
+    found = against(summary, section)
+    names = [name for name in summary.methods if any(name in ratios for ratios in found.values())]
     rows = [
-        [words(say.method_name(index.methods[n])), *(_ratio(ratios.get(n)) for ratios in found.values())] for n in names
+        [words(say.method_name(summary.methods[n])), *(_ratio(ratios.get(n)) for ratios in found.values())]
+        for n in names
     ]
     head = ["method", *(f"over {peer}" for peer in found)]
     return Table(label="Beside other engines", head=head, rows=rows) if found else None

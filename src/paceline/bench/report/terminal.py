@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..records import Report
-from ..summary import Index, Row, Section, Summary, summarise
+from ..summary import Row, Section, Summary, summarise
 from . import tables
 from . import wording as say
 from .tables import Cell, Column, Table
@@ -29,13 +29,12 @@ WIDE_COLUMNS = NARROW_COLUMNS + tables.columns(
 
 def render(report: Report | Summary) -> RenderableType:
     """Everything a reader of the terminal wants, top to bottom: findings, tables, what went wrong."""
-    summary = report if isinstance(report, Summary) else summarise(report)
-    index = Index(summary.report)
+    summary = summarise(report)
     parts: list[RenderableType] = [_head(summary)]
     first = say.main_section(summary)
     for section in summary.sections:
         parts += [heading(section.label()), _SectionTable(summary, section, each=section == first)]
-        parts += _peers(tables.peers(index, section))
+        parts += _peers(tables.peers(summary, section))
     if len(summary.sections) > 1:
         parts.append(Text("\nThe other tables by workload are in the report.", style=FAINT))
     for label, _, table in tables.curves(summary):

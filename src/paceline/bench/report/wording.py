@@ -15,7 +15,6 @@ from ..summary import (
     NEVER_SLOWER,
     RESAMPLES,
     ExactCount,
-    Index,
     Interval,
     Row,
     Section,
@@ -315,7 +314,7 @@ def rival(summary: Summary) -> tuple[str, Interval] | None:
         return None
     fastest = max(theirs, key=lambda r: r.speed or 0.0)
     cells = [r.cell for r in summary.of(section) if r.method.name == fastest.method.name and r.cell]
-    ratio = overall_ratio(Index(summary.report), ours.method.name, fastest.method.name, cells)
+    ratio = overall_ratio(summary, ours.method.name, fastest.method.name, cells)
     return None if ratio is None else (method_name(fastest.method), ratio)
 
 
