@@ -275,7 +275,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
 def test_unknown_names_and_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'humaneval'"):
         load("humanevall")
-    with pytest.raises(ConfigError, match="Known are spec_bench, gsm8k") as error:
+    with pytest.raises(ConfigError, match="nown workloads: spec_bench, gsm8k") as error:
         load("zzz")
     assert "Did you mean" not in str(error.value)
     for path in (tmp_path / "no.jsonl", str(tmp_path / "no"), "no.jsonl"):

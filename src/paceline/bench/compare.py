@@ -54,18 +54,7 @@ class ComparedRow:
     cell: Cell | None  # None: over all of them
     tokens_per_s: tuple[float, float]  # of a and of b
     ratio: Interval  # of tokens/s, b over a
-    speedups: tuple[float, float] | None  # over plain decoding, in a and in b
-    speedup_ratio: Interval | None  # of them, b over a
-
-    @property
-    def verdict(self) -> Verdict:
-        """What became of the speed."""
-        return verdict(self.ratio)
-
-    @property
-    def speedup_verdict(self) -> Verdict:
-        """What became of the speed-up over plain decoding."""
-        return verdict(self.speedup_ratio)
+    speedup_ratio: Interval | None  # of speed-ups over plain decoding, b over a
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +119,13 @@ def _different(what: str, a: Any, b: Any) -> list[Difference]:
 # -- ratios
 
 
-def _usable(index: Summary) -> list[tuple[Cell, str]]:
-    return [key for key, trials in index.trials.items() if speeds(trials)]
+def _usable(summary: Summary) -> list[tuple[Cell, str]]:
+    return [key for key, trials in summary.trials.items() if speeds(trials)]
 
 
-def _key_label(index: Summary, key: tuple[Cell, str]) -> str:
+def _key_label(summary: Summary, key: tuple[Cell, str]) -> str:
     cell, name = key
-    return f"{say.method_name(index.methods[name])}, {say.cell_label(cell)}"
+    return f"{say.method_name(summary.methods[name])}, {say.cell_label(cell)}"
 
 
 def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
@@ -149,31 +138,25 @@ def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: 
     return ComparedRow(
         method=say.method_name(left.methods[name]),
         cell=cell,
-        tokens_per_s=_ratios(sides),
+        tokens_per_s=(exp(_mean([a for a, _ in sides])), exp(_mean([b for _, b in sides]))),
         ratio=ratio,
-        speedups=_ratios(ratios) if ratios else None,
         speedup_ratio=_ratio(ratios, f"{name}|{cell}|speed-up"),
     )
 
 
-def _logs(index: Summary, name: str, cell: Cell, paired: bool = False) -> Logs:
+def _logs(summary: Summary, name: str, cell: Cell, paired: bool = False) -> Logs:
     """Logs of speeds; paired: of their ratios to plain decoding's, and none of plain decoding itself."""
-    trials = index.trials[cell, name]
+    trials = summary.trials[cell, name]
     values = speeds(trials)
     if paired:
-        reference = index.reference(index.methods[name])
-        plain = speeds(index.trials.get((cell, reference), ())) if reference not in (None, name) else {}
+        reference = summary.reference(summary.methods[name])
+        plain = speeds(summary.trials.get((cell, reference), ())) if reference not in (None, name) else {}
         values = {key: speed / plain[key] for key, speed in values.items() if key in plain}
     found: Logs = {}
     for trial in trials:
         if (trial.group, trial.repeat) in values:
             found.setdefault(tuple(trial.prompts), []).append(float(np.log(values[trial.group, trial.repeat])))
     return found
-
-
-def _ratios(sides: Sequence[tuple[Logs, Logs]]) -> tuple[float, float]:
-    """Geometric means of both sides."""
-    return exp(_mean([a for a, _ in sides])), exp(_mean([b for _, b in sides]))
 
 
 def _mean(sides: Sequence[Logs]) -> float:

@@ -168,15 +168,16 @@ def why_unchecked(method: Method, cell: Cell) -> str | None:
 
 def unchecked(report: Report) -> list[str]:
     """One sentence for everything in the report that `check` has nothing to hold against, for its notes."""
-    index = Summary(report)
+    summary = Summary(report)
     notes: dict[str, None] = {}
-    for cell, name in index.trials:
-        method = index.methods[name]
+    for cell, name in summary.trials:
+        method = summary.methods[name]
         reason = why_unchecked(method, cell)
         if reason:
             notes[f"{name} at temperature {cell.temperature:g}: ids not compared; {reason}."] = None
-        elif index.reference(method, engine=OWN) is None:
-            notes[f"{name}: ids not compared; plain decoding in {index.dtype(method)} is not among the methods."] = None
+        elif summary.reference(method, engine=OWN) is None:
+            dtype = summary.dtype(method)
+            notes[f"{name}: ids not compared; plain decoding in {dtype} is not among the methods."] = None
     return list(notes)
 
 
@@ -193,19 +194,19 @@ def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> li
     Returns:
         One entry for each method that has something to be compared with, in the order of the report.
     """
-    index = Summary(report)
+    summary = Summary(report)
     judges: dict[tuple[str, bool, bool], Judge] = {}
     found = []
-    for (cell, name), trials in index.trials.items():
-        method = index.methods[name]
-        reference = index.reference(method, engine=OWN)
+    for (cell, name), trials in summary.trials.items():
+        method = summary.methods[name]
+        reference = summary.reference(method, engine=OWN)
         if reference is None or why_unchecked(method, cell):
             continue
-        base = index.trials.get((cell, reference), [])
+        base = summary.trials.get((cell, reference), [])
         if name == reference:
             found += _against_itself(trials)
         elif base:
-            explain = partial(_explained, judges, method, index.methods[reference], llm_of, base, asked)
+            explain = partial(_explained, judges, method, summary.methods[reference], llm_of, base, asked)
             # The judge runs the base model: it has no word on what an application says.
             judged = explain if method.application is None else None
             compared = compare_outputs(base, trials, judged, finish=method.own)

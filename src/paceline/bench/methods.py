@@ -28,13 +28,13 @@ from typing import Any, get_type_hints
 from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
-from ..core.options import read, type_name, written
+from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
 from ..target.loader import resolve_folder
 from ..target.streams import read_config
 from .peers import check as check_peer
-from .peers import kind_of, near
+from .peers import kind_of
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding
@@ -130,7 +130,7 @@ def _sweep_value(setting: str, value: str, asked: str) -> Any:
         drafter, _, option = setting.partition(".")
         known = [f.name for f in fields(registry.config_class(drafter))]
         if option not in known:
-            raise ConfigError(asked, f"{drafter} has no option {option!r}", near(option, known))
+            raise ConfigError(asked, f"{drafter} has no option {option!r}", suggest(option, known, "option"))
         return value
     if setting in CELL_SETTINGS:
         try:
@@ -194,7 +194,7 @@ def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str
     engine, _, mode = body.partition("/")
     modes = kind_of(engine).modes
     if mode not in modes:
-        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", near(mode, modes))
+        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", suggest(mode, modes, "mode"))
     dtype = settings.pop("dtype", dtype)
     values: dict[str, Any] = {key: read(value, int | float | str) for key, value in settings.items()}
     method = Method(name=name or text, engine=engine, drafter=mode, settings=values, dtype=dtype)
@@ -204,13 +204,13 @@ def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str
 
 def _known_round(name: str, asked: str) -> str:
     if name not in (AUTO, *ROUNDS):
-        raise ConfigError(asked, f"there is no round {name!r}", near(name, [AUTO, *ROUNDS]))
+        raise ConfigError(asked, f"there is no round {name!r}", suggest(name, [AUTO, *ROUNDS], "round"))
     return name
 
 
 def _setting_value(name: str, text: str, asked: str, others: Sequence[str]) -> Any:
     if name not in SETTINGS:
-        raise ConfigError(asked, f"there is no setting {name!r}", near(name, [*SETTINGS, *others]))
+        raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, [*SETTINGS, *others], "setting"))
     hint = get_type_hints(LLMConfig)[name]
     try:
         return read(text, hint)

@@ -11,19 +11,19 @@ down whoever is measured next.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
+from ..core.options import suggest
 from .records import PLAIN, Method
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
@@ -137,15 +137,8 @@ def kind_of(name: str) -> PeerKind:
         ConfigError: there is none.
     """
     if name not in PEERS:
-        raise ConfigError(f"peer {name!r}", f"there is no peer {name!r}", near(name, PEERS))
+        raise ConfigError(f"peer {name!r}", f"there is no peer {name!r}", suggest(name, PEERS, "peer"))
     return PEERS[name]
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """What to write in place of an unknown name."""
-    listed = list(known)
-    found = difflib.get_close_matches(name, listed, n=1)
-    return (f"did you mean {found[0]!r}? " if found else "") + f"known are {', '.join(listed)}"
 
 
 def available(name: str) -> str | None:

@@ -155,12 +155,6 @@ def _generate(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ap
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, application=application)
 
 
-def _tokenizer(llm: LLM, what: str) -> Any:
-    if llm.tokenizer is None:
-        raise CapabilityError(what, "this model has no tokenizer, so text means nothing to it", "add its files")
-    return llm.tokenizer
-
-
 # -- texts
 
 
@@ -185,7 +179,8 @@ def domain_losses(
         ConfigError: a file that is missing, broken or without a usable record, a context that does not fit, or a
             model without a tokenizer; raised before anything is computed.
     """
-    _tokenizer(llm, "texts")
+    if llm.tokenizer is None:
+        raise CapabilityError("texts", "this model has no tokenizer, so text means nothing to it", "add its files")
     most = llm.engine.limits.max_model_len - 1  # the engine needs room for one more, which nobody reads
     if context is not None and not 2 <= context <= most:
         wrong = f"a piece has 2 tokens or more, and this model has room for {most}"

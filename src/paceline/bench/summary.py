@@ -129,16 +129,10 @@ class ExactCount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """What is the same for all rows of one table: everything of a cell but its workload, and the dtype."""
+class Section(Cell):
+    """What is the same for all rows of one table: of a cell no workload, and new tokens only where they differ."""
 
     dtype: str
-    batch: int
-    temperature: float
-    context: int | None
-    ignore_eos: bool
-    max_new_tokens: int | None  # only where one workload was run with several
-    top_k: int = 0
 
     def label(self) -> str:
         """For headings."""
@@ -146,7 +140,7 @@ class Section:
         parts += [f"top {self.top_k}"] if self.top_k else []
         parts.append(self.dtype)
         parts += [f"context {self.context}"] if self.context is not None else []
-        parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens is not None else []
+        parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens else []
         return ", ".join(parts + (["EOS ignored"] if self.ignore_eos else []))
 
 
@@ -213,6 +207,12 @@ class Summary:
         return tuple(row for section in self.sections for row in self._totals(section))
 
     @cached_property
+    def main(self) -> Section | None:
+        """The one to show first: the first with a speculative method of this engine, else the first."""
+        able = [s for s in self.sections if any(row.speedup and row.method.own for row in self.total(s))]
+        return next(iter((*able, *self.sections)), None)
+
+    @cached_property
     def exact(self) -> ExactCount | None:
         """Over all methods of this engine."""
         return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
@@ -221,8 +221,8 @@ class Summary:
         """The rows of one section."""
         return [row for row in self.rows if row.section == section]
 
-    def total(self, section: Section) -> list[Row]:
-        """The rows over all workloads of one section."""
+    def total(self, section: Section | None) -> list[Row]:
+        """The rows over all workloads of one section; none of none."""
         return [row for row in self.overall if row.section == section]
 
     def workloads(self, section: Section) -> list[str]:
@@ -235,15 +235,9 @@ class Summary:
 
     def section(self, cell: Cell, method: str) -> Section:
         """Where a cell of a method belongs."""
-        return Section(
-            dtype=self.dtype(self.methods[method]),
-            batch=cell.batch,
-            temperature=cell.temperature,
-            context=cell.context,
-            ignore_eos=cell.ignore_eos,
-            max_new_tokens=cell.max_new_tokens if cell in self._many_lengths else None,
-            top_k=cell.top_k,
-        )
+        length = cell.max_new_tokens if cell in self._many_lengths else 0
+        shared = {**vars(cell), "workload": "", "max_new_tokens": length}
+        return Section(**shared, dtype=self.dtype(self.methods[method]))
 
     def in_section(self, section: Section) -> list[tuple[Cell, Method, list[Trial]]]:
         """Cells in the order of the run, methods in the order of the report."""
@@ -308,8 +302,8 @@ def summarise(report: Report | Summary) -> Summary:
 
 
 def _order(section: Section) -> tuple[float, ...]:
-    context, length = section.context or 0, section.max_new_tokens or 0
-    return (section.temperature, section.top_k, context, length, section.ignore_eos, section.batch)
+    s = section
+    return (s.temperature, s.top_k, s.context or 0, s.max_new_tokens, s.ignore_eos, s.batch)
 
 
 # -- ratios

@@ -12,7 +12,6 @@ Names ending in .gz are gzip-compressed. Other keys are kept as they are.
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import hashlib
 import json
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.options import suggest
 from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
 from .records import PromptIds
@@ -103,12 +103,8 @@ class WorkloadRow(Entry):
     origin: str  # what `load` would read, or what is needed
 
 
-def _catalogue() -> dict[str, Entry]:
-    text = (resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8")
-    return {name: Entry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
-
-
-WORKLOADS = _catalogue()
+_CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
+WORKLOADS = {name: Entry(name=name, **facts) for name, facts in _CATALOGUE.items()}
 
 
 # -- finding and loading
@@ -224,13 +220,8 @@ def _existing_path(name_or_path: str | Path) -> Path:
     name = _normal(name_or_path)
     if not name or "/" in name or "." in name:
         raise ConfigError(f"workload {name_or_path}", "there is no such file or folder", "check the path")
-    near = difflib.get_close_matches(name, WORKLOADS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"workload {name_or_path!r}",
-        "it is neither a known workload nor a file or folder",
-        f"{hint}Known are {', '.join(WORKLOADS)}".strip(),
-    )
+    wrong = "it is neither a known workload nor a file or folder"
+    raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
 
 
 def _unnamed(path: Path) -> Entry:

@@ -6,6 +6,7 @@ for a number. pydantic checks hints and bounds; `check` puts what it finds into 
 
 from __future__ import annotations
 
+import difflib
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields
@@ -245,6 +246,14 @@ class _Shown(reprlib.Repr):
 
 _SHOWN = _Shown()
 _SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
+
+
+def suggest(word: str, known: Iterable[str], what: str) -> str:
+    """What to write in place of a word that is not known, of those that are."""
+    listed = list(known)
+    close = difflib.get_close_matches(word, listed, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known {what}s: {', '.join(listed) or 'none'}"
 
 
 def shown(value: Any) -> str:

@@ -36,13 +36,6 @@ def text(value: object) -> str:
     return re.sub(r"([\\`*\[\]<>|#~&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))", r"\\\1", flat)
 
 
-def code(value: str) -> str:
-    """A code span for text with any number of backquotes."""
-    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", value)), default=0))
-    pad = " " if "`" in value else ""
-    return f"{ticks}{pad}{value}{pad}{ticks}"
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table, the first column to the left and figures to the right. Cells are Markdown already."""
     lines = [head, [":--"] + ["--:"] * (len(head) - 1), *rows]

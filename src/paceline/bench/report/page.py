@@ -42,8 +42,9 @@ def _asset(name: str) -> str:
 def _context(summary: Summary) -> dict[str, Any]:
     report = summary.report
     look = plots.looks(report.methods)
-    first = say.main_section(summary)
-    order = sorted(summary.sections, key=lambda section: section != first)  # the main one first, the rest as they are
+    order = sorted(
+        summary.sections, key=lambda section: section != summary.main
+    )  # the main one first, the rest as they are
     return {
         "say": say,
         "report": report,
@@ -51,9 +52,9 @@ def _context(summary: Summary) -> dict[str, Any]:
         "css": Markup(_asset("page.css")),  # our own files: not to be escaped
         "js": Markup(_asset("page.js")),
         "plotted": drawable(),
-        "tiles": _tiles(summary, first),
+        "tiles": _tiles(summary),
         "troubles": say.troubles(summary),
-        "bests": _bests(summary, first),
+        "bests": _bests(summary),
         "parts": [_part(summary, section, look) for section in order],
         "curves": [_curve(label, plots.batches(found, look), table) for label, found, table in tables.curves(summary)],
         "facts": _facts(report),
@@ -62,9 +63,9 @@ def _context(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _tiles(summary: Summary, section: Section | None) -> list[tuple[str, str, str, bool]]:
+def _tiles(summary: Summary) -> list[tuple[str, str, str, bool]]:
     """The figures at the top: name, value, note, and whether it is bad news."""
-    total = summary.total(section) if section is not None else []
+    total = summary.total(summary.main)
     ours, plain = best(total), next((r for r in total if r.method.plain and r.method.own), None)
     tiles = []
     if ours is not None and ours.speedup is not None:
@@ -77,8 +78,9 @@ def _tiles(summary: Summary, section: Section | None) -> list[tuple[str, str, st
         ]
     rival, count = say.rival(summary), summary.exact
     if rival is not None:
-        tiles.append((f"over {rival[0]}", say.times(rival[1].value), "the fastest peer here", False))
-    if count is not None and section is not None:
+        _, name, ratio = rival
+        tiles.append((f"over {name}", say.times(ratio.value), "the fastest peer here", False))
+    if count is not None and summary.main is not None:
         note = f"of {say.count_of(count.sequences, 'sequence')}"
         note += f", {count.explained:,} explained" if count.explained else ""
         note += f", {count.failures:,} differ" if count.failures else ""
@@ -89,10 +91,10 @@ def _tiles(summary: Summary, section: Section | None) -> list[tuple[str, str, st
     return tiles
 
 
-def _bests(summary: Summary, section: Section | None) -> Table | None:
+def _bests(summary: Summary) -> Table | None:
     """The best method of this engine on each workload, where there are several."""
-    names = summary.workloads(section) if section else []
-    found = [best(row for row in summary.of(section) if row.workload == name) for name in names if section]
+    shown = [row for row in summary.rows if row.section == summary.main]
+    found = [best(row for row in shown if row.workload == name) for name in dict.fromkeys(r.workload for r in shown)]
     rows = [row for row in found if row is not None]
     return tables.by_workload(summary.report, rows, BEST, "Best method by workload") if len(rows) > 1 else None
 

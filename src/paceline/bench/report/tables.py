@@ -147,10 +147,6 @@ def _ratio(found: Interval | None) -> Cell:
     return Cell(text=say.interval(found), value=found.value if found else None)
 
 
-def _padded(cells: Sequence[Cell], width: int) -> list[Cell]:
-    return [*cells, *[NONE] * (width - len(cells))]
-
-
 # -- the tables
 
 
@@ -177,7 +173,7 @@ def acceptance(rows: Iterable[Row]) -> Table | None:
     for row in found:
         pairs = zip(row.figures.acceptance, row.figures.offered, strict=True)
         cells = [Cell(text=say.share(share), value=share, title=f"of {many:,} passes") for share, many in pairs]
-        made.append([name_of(row), *_padded(cells, depth)])
+        made.append([name_of(row), *cells, *[NONE] * (depth - len(cells))])
     head = ["method", *(str(d + 1) for d in range(depth))]
     return Table(label="Acceptance by position", head=head, rows=made) if made else None
 
@@ -216,7 +212,7 @@ def curves(summary: Summary) -> list[tuple[str, Sequence[Curve], Table]]:
         batches = sorted({batch for curve in here for batch, _ in curve.points})
         rows = [[words(say.method_name(c.method)), *(_ratio(dict(c.points).get(b)) for b in batches)] for c in here]
         table = Table(label="Speed-up by batch size", head=["method", *map(str, batches)], rows=rows)
-        made.append((say.without_batch(section), here, table))
+        made.append((section.label().removeprefix(f"batch {section.batch}, "), here, table))
     return made
 
 

@@ -31,9 +31,8 @@ def render(report: Report | Summary) -> RenderableType:
     """Everything a reader of the terminal wants, top to bottom: findings, tables, what went wrong."""
     summary = summarise(report)
     parts: list[RenderableType] = [_head(summary)]
-    first = say.main_section(summary)
     for section in summary.sections:
-        parts += [heading(section.label()), _SectionTable(summary, section, each=section == first)]
+        parts += [heading(section.label()), _SectionTable(summary, section, each=section == summary.main)]
         parts += _peers(tables.peers(summary, section))
     if len(summary.sections) > 1:
         parts.append(Text("\nThe other tables by workload are in the report.", style=FAINT))
