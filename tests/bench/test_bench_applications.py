@@ -16,7 +16,7 @@ from paceline.bench.methods import parse_method, with_plain
 from paceline.bench.records import Cell, Method, Trial
 from paceline.bench.report import load_report, markdown
 from paceline.bench.run import BenchConfig, Run
-from paceline.bench.summary import Index, summarise
+from paceline.bench.summary import summarise
 from paceline.cli import app
 from paceline.core.errors import ConfigError
 
@@ -94,7 +94,7 @@ def test_an_application_is_held_against_its_own_plain_decoding(sets: dict[str, s
     report = World(groups=1, repeats=1).report()
     report.methods = [base, adapter, shared, *methods]
     report.trials, report.exactness = [], []
-    index = Index(report)
+    index = summarise(report)
     assert [index.reference(m) for m in methods] == [base.name, adapter.name, shared.name]
 
 

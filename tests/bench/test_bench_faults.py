@@ -143,11 +143,11 @@ def test_one_wrong_token_is_caught(
 def test_an_output_one_token_short_is_caught(plant: Any, dtype: str):
     """An engine whose stop rule counts one too many."""
 
-    def submit(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
+    def drive(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
         cell = replace(group.cell, max_new_tokens=group.cell.max_new_tokens - 1)
         return right(runner, replace(group, cell=cell), most)
 
-    plant(submit, "_submit")
+    plant(drive, "_drive")
     report = bench(dtype)
     assert [len(ids) for ids in output_of(report, FAST)] == [LENGTH - 1] * 2
     assert [failure["what"] for failure in verdict(report).failures] == ["one token short"] * 2
@@ -206,10 +206,10 @@ def test_a_reordered_prompt_list_is_caught(plant: Any):
 def test_reordered_outputs_are_caught(plant: Any):
     """The prompts are named in order, and the answers belong to each other's."""
 
-    def submit(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
+    def drive(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
         return right(runner, replace(group, prompts=group.prompts[::-1]), most)
 
-    plant(submit, "_submit")
+    plant(drive, "_drive")
     found = verdict(bench("float32"))
     assert all(failure["what"].startswith("outputs in another order: this is") for failure in found.failures)
     assert len(found.failures) == 2

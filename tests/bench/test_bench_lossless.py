@@ -172,25 +172,14 @@ def test_a_greedy_trial_finds_another_repeat_and_a_warm_one_does_not():
     late = trial("ngram", OUTPUTS, repeat=3)
     assert compare_outputs([PLAIN], [late]).identical == 3
     cell = replace(CELL, temperature=1.0)
-    with pytest.raises(ConfigError, match="pairs"):
-        compare_outputs([replace(PLAIN, cell=cell)], [replace(late, cell=cell)])
+    assert compare_outputs([replace(PLAIN, cell=cell)], [replace(late, cell=cell)]).sequences == 0
 
 
 def test_failed_trials_have_no_say():
     broken = trial("ngram", [], prompts=["p0", "p1", "p2"], prompt_tokens=[], finish=[], error="out of memory")
     found = compare_outputs([PLAIN], [broken, trial("ngram", OUTPUTS, repeat=1)])
     assert found.passed and found.sequences == 3
-    with pytest.raises(ConfigError, match="no trial of one pairs"):
-        compare_outputs([PLAIN], [broken])
-
-
-def test_one_method_in_one_cell_at_a_time():
-    with pytest.raises(ConfigError):
-        compare_outputs([PLAIN], [trial("ngram", OUTPUTS), trial("suffix", OUTPUTS)])
-    with pytest.raises(ConfigError):
-        compare_outputs([PLAIN], [trial("ngram", OUTPUTS, cell=replace(CELL, batch=2))])
-    with pytest.raises(ConfigError):
-        compare_outputs([PLAIN], [])
+    assert compare_outputs([PLAIN], [broken]).sequences == 0
 
 
 def test_a_peers_own_words_for_the_end_may_be_left_out():

@@ -91,10 +91,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     made: list[Peer] = []
 
     def start(mode: str = "plain", name: str = "fake", draft: bool = False, **settings: Any) -> Peer:
-        made.append(Peer(name))
         method = Method(name="m", engine=name, drafter=mode, settings=settings)
         draft_folder = tmp_path if draft else None
-        return made[-1].start(method, tmp_path, draft_folder, threads=1, max_model_len=64, timeout_s=30)
+        made.append(Peer(method, tmp_path, draft_folder, threads=1, max_model_len=64, timeout_s=30))
+        return made[-1]
 
     yield start
     for peer in made:
@@ -147,7 +147,6 @@ class TestProtocol:
 
     def test_what_a_library_prints_goes_to_the_log(self, fake: Callable[..., Peer]) -> None:
         peer = fake()
-        assert peer.log is not None
         assert "a library prints what it likes" in peer.log.read_text()
 
     def test_a_refusal_leaves_the_worker_running(self, fake: Callable[..., Peer]) -> None:
@@ -194,16 +193,6 @@ class TestFailures:
         with pytest.raises(PeerError, match=said):
             fake().run([[what]], 1)
 
-    def test_a_second_start_is_refused(self, fake: Callable[..., Peer], tmp_path: Path) -> None:
-        peer = fake()
-        with pytest.raises(PeerError, match="started already"):
-            peer.start(Method(name="m", engine="fake"), tmp_path, threads=1, max_model_len=8)
-        assert peer.alive  # the first one is not hurt
-
-    def test_a_method_of_another_peer(self, fake: Callable[..., Peer], tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"Use Peer\('babble'\)"):
-            Peer("fake").start(Method(name="m", engine="babble"), tmp_path, threads=1, max_model_len=8)
-
 
 class TestChecks:
     def test_not_built_says_what_to_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +200,7 @@ class TestChecks:
         for name in PEERS:
             assert f"make peer-{name}" in str(peers.available(name))
         with pytest.raises(PeerError, match="make peer-vllm"):
-            Peer("vllm").start(Method(name="v", engine="vllm"), tmp_path, threads=1, max_model_len=8)
+            Peer(Method(name="v", engine="vllm"), tmp_path, threads=1, max_model_len=8)
 
     def test_incomplete(self, fake: Callable[..., Peer], tmp_path: Path) -> None:
         assert peers.available("fake") is None
@@ -220,7 +209,7 @@ class TestChecks:
 
     def test_unknown_peer(self) -> None:
         with pytest.raises(ConfigError, match="transformers, llama.cpp, vllm"):
-            Peer("tgi")
+            Peer(Method(name="m", engine="tgi"), "", threads=1, max_model_len=8)
 
     @pytest.mark.parametrize(
         ("asked", "said"),
@@ -294,7 +283,7 @@ from paceline.bench.records import Method
 folder = Path({str(tmp_path)!r})
 modes = {{"plain": peers.PeerMode()}}
 peers.PEERS["fake"] = peers.PeerKind(name="fake", worker=str(folder / "fake.py"), modes=modes)
-peer = peers.Peer("fake").start(Method(name="m", engine="fake"), folder, threads=1, max_model_len=8)
+peer = peers.Peer(Method(name="m", engine="fake"), folder, threads=1, max_model_len=8)
 print(peer.about["pid"], peer.about["child"], flush=True)
 if {doing!r} == "busy":
     threading.Thread(target=peer.run, args=([[102]], 1), daemon=True).start()
@@ -422,13 +411,13 @@ def test_a_random_model_without_a_tokenizer(name: str, monkeypatch: pytest.Monke
     if reason:
         pytest.skip(reason)
     prompt = list(range(10, 40))
-    with materialised("random:2x128x256x700") as folder, Peer(name) as peer:
+    with materialised("random:2x128x256x700") as folder:
         llm = LLM(folder, dtype="float32")
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
         ours = llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
         method = Method(name="m", engine=name, dtype="float32")
-        peer.start(method, folder, threads=1, max_model_len=128)
-        assert peer.run([prompt], NEW_TOKENS, True).outputs == [list(ours)]
+        with Peer(method, folder, threads=1, max_model_len=128) as peer:
+            assert peer.run([prompt], NEW_TOKENS, True).outputs == [list(ours)]
 
 
 @pytest.mark.full
@@ -451,8 +440,7 @@ def test_float32_ids_of_a_peer_are_ours(
     assert any(len(ids) < NEW_TOKENS for ids in ours[False])  # an end of text is met
     method = Method(name="m", engine=name, drafter=mode, dtype="float32")
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-    with Peer(name) as peer:
-        peer.start(method, target, draft, threads=1, max_model_len=256, max_batch=batch)
+    with Peer(method, target, draft, threads=1, max_model_len=256, max_batch=batch) as peer:
         for ignore_eos, expected in ours.items():
             results = [peer.run(group, NEW_TOKENS, ignore_eos) for group in groups]
             assert [ids for result in results for ids in result.outputs] == expected

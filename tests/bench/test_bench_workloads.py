@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from paceline import zoo
-from paceline.bench.workloads import WORKLOADS, Prompt, Workload, available, choose, encode, load, random_prompts
+from paceline.bench.workloads import WORKLOADS, Encoded, Prompt, Workload, available, choose, load, random_prompts
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
@@ -177,7 +177,6 @@ def test_a_file_of_either_form_and_compressed(tmp_path: Path) -> None:
     packed = load(str(write(tmp_path / "mine.jsonl.gz", turns, "", pair)))
     assert (packed.prompts, packed.name) == (plain.prompts, "mine")
     assert packed.fingerprint == plain.fingerprint
-    assert load(tmp_path / "mine.jsonl", chat=False).chat is False
 
 
 def test_prompts_that_are_the_same_are_one_with_several_references(tmp_path: Path) -> None:
@@ -276,7 +275,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
 def test_unknown_names_and_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'humaneval'"):
         load("humanevall")
-    with pytest.raises(ConfigError, match="Known are spec_bench, gsm8k") as error:
+    with pytest.raises(ConfigError, match="nown workloads: spec_bench, gsm8k") as error:
         load("zzz")
     assert "Did you mean" not in str(error.value)
     for path in (tmp_path / "no.jsonl", str(tmp_path / "no"), "no.jsonl"):
@@ -312,7 +311,7 @@ def test_ids_are_those_that_the_model_computes(small: Any) -> None:
     once = SamplingParams(max_tokens=1, temperature=0)
     for name in PACKAGED:
         found = load(name, limit=2)
-        ids = [list(p.ids) for p in encode(found, small, max_model_len=2048, max_new_tokens=64).prompts]
+        ids = [list(p.ids) for p in Encoded(found, small, max_model_len=2048, max_new_tokens=64).prompts]
         texts = [p.turns[0] for p in found.prompts]
         if found.chat:
             seen = [llm.chat([{"role": "user", "content": text}], once)[0].prompt_token_ids for text in texts]
@@ -323,7 +322,7 @@ def test_ids_are_those_that_the_model_computes(small: Any) -> None:
 
 def test_ids_of_a_second_turn_are_those_of_the_chat(small: Any) -> None:
     made = asked("First?", " Second? \n")
-    turn = encode(made, small, max_model_len=LONG, max_new_tokens=1).next_turn(made.prompts[0], 1, ["An answer."])
+    turn = Encoded(made, small, max_model_len=LONG, max_new_tokens=1).next_turn(made.prompts[0], 1, ["An answer."])
     talk = [("user", "First?"), ("assistant", "An answer."), ("user", " Second? \n")]
     messages = [{"role": role, "content": text} for role, text in talk]
     expected = small.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
@@ -336,7 +335,7 @@ def test_without_a_template_a_conversation_is_text_with_blank_lines(tokenizer: A
     if chat:  # a chat workload, and a model without a template; else a raw workload, and a model with one
         tokenizer.chat_template = None
     made = asked("One.", "Two.", "Three.", chat=chat)
-    encoded = encode(made, tokenizer, max_model_len=LONG, max_new_tokens=1)
+    encoded = Encoded(made, tokenizer, max_model_len=LONG, max_new_tokens=1)
     assert list(encoded.prompts[0].ids) == tokenizer.encode("One.")
     third = encoded.next_turn(made.prompts[0], 2, ["A", "B"])
     assert list(third.ids) == tokenizer.encode("One.\n\nA\n\nTwo.\n\nB\n\nThree.")
@@ -345,7 +344,7 @@ def test_without_a_template_a_conversation_is_text_with_blank_lines(tokenizer: A
 
 def test_turns_that_are_not_there(small: Any) -> None:
     made = asked("One.", "Two.")
-    encoded = encode(made, small, max_model_len=LONG, max_new_tokens=1)
+    encoded = Encoded(made, small, max_model_len=LONG, max_new_tokens=1)
     for turn in (0, 2):
         with pytest.raises(ConfigError, match="has 2 turns"):
             encoded.next_turn(made.prompts[0], turn, ["x"] * turn)
@@ -355,7 +354,7 @@ def test_turns_that_are_not_there(small: Any) -> None:
 
 def test_text_needs_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match="no tokenizer"):
-        encode(asked("x"), None, max_model_len=9, max_new_tokens=1)
+        Encoded(asked("x"), None, max_model_len=9, max_new_tokens=1)
 
 
 # -- cut and filled
@@ -365,8 +364,8 @@ def test_text_needs_a_tokenizer() -> None:
 @pytest.mark.parametrize("context", [64, 777])
 def test_a_context_is_met_exactly_and_counted(small: Any, name: str, context: int) -> None:
     found = load(name)
-    as_is = encode(found, small, max_model_len=LONG, max_new_tokens=8)
-    brought = encode(found, small, context=context, max_model_len=context + 8, max_new_tokens=8)
+    as_is = Encoded(found, small, max_model_len=LONG, max_new_tokens=8)
+    brought = Encoded(found, small, context=context, max_model_len=context + 8, max_new_tokens=8)
     assert {len(p.ids) for p in brought.prompts} == {context}
     for before, after in zip(as_is.prompts, brought.prompts, strict=True):
         assert (before.id, before.category) == (after.id, after.category)
@@ -385,7 +384,7 @@ def test_a_context_is_met_exactly_and_counted(small: Any, name: str, context: in
 def test_a_filled_prompt_never_holds_text_of_its_own_book(small: Any) -> None:
     found = load("books")
     for prompt, encoded in zip(
-        found.prompts, encode(found, small, context=4000, max_model_len=LONG, max_new_tokens=1).prompts, strict=True
+        found.prompts, Encoded(found, small, context=4000, max_model_len=LONG, max_new_tokens=1).prompts, strict=True
     ):
         text = small.decode(encoded.ids, skip_special_tokens=True)
         assert prompt.turns[0] in text
@@ -396,20 +395,20 @@ def test_a_filled_prompt_never_holds_text_of_its_own_book(small: Any) -> None:
 
 
 def test_filled_prompts_are_not_one_common_prefix(small: Any) -> None:
-    encoded = encode(load("gsm8k"), small, context=1000, max_model_len=LONG, max_new_tokens=1)
+    encoded = Encoded(load("gsm8k"), small, context=1000, max_model_len=LONG, max_new_tokens=1)
     assert len({p.ids[:32] for p in encoded.prompts}) >= 35
 
 
 def test_there_is_so_much_book_text_and_no_more(small: Any) -> None:
     with pytest.raises(ConfigError, match="the packaged books have"):
-        encode(asked("x"), small, context=90_000, max_model_len=LONG, max_new_tokens=1)
+        Encoded(asked("x"), small, context=90_000, max_model_len=LONG, max_new_tokens=1)
 
 
 def test_a_prompt_that_the_model_has_no_room_for_is_cut_and_counted(small: Any) -> None:
     long, short = " ".join(f"word{i}" for i in range(500)), "A short one."
     made = workload(*(Prompt(id=t[:4], category="c", turns=(t,)) for t in (long, short)))
-    whole = encode(made, small, max_model_len=LONG, max_new_tokens=1).prompts
-    encoded = encode(made, small, max_model_len=100, max_new_tokens=20)
+    whole = Encoded(made, small, max_model_len=LONG, max_new_tokens=1).prompts
+    encoded = Encoded(made, small, max_model_len=100, max_new_tokens=20)
     first, second = encoded.prompts
     assert len(first.ids) == 80
     assert first.ids[:2] == whole[0].ids[:2] and first.ids[2:] == whole[0].ids[-78:]  # BOS and <|user|> stay
@@ -420,10 +419,10 @@ def test_a_prompt_that_the_model_has_no_room_for_is_cut_and_counted(small: Any) 
 
 def test_the_oldest_text_of_a_conversation_goes_first(small: Any) -> None:
     made = asked("alpha " * 40, "omega?")
-    whole = encode(made, small, max_model_len=LONG, max_new_tokens=1).next_turn(made.prompts[0], 1, ["beta " * 40])
+    whole = Encoded(made, small, max_model_len=LONG, max_new_tokens=1).next_turn(made.prompts[0], 1, ["beta " * 40])
     text = small.decode(whole.ids)
     for room in (len(whole.ids) - 5, 60, 20):
-        encoded = encode(made, small, max_model_len=room + 1, max_new_tokens=1)
+        encoded = Encoded(made, small, max_model_len=room + 1, max_new_tokens=1)
         turn = encoded.next_turn(made.prompts[0], 1, ["beta " * 40])
         left = small.decode(turn.ids)
         assert len(turn.ids) == room and encoded.cut["a/2"] == len(whole.ids) - room
@@ -439,7 +438,7 @@ def test_any_template_that_quotes_its_messages_can_be_filled(tokenizer: Any, tri
     content = "m['content'] | trim" if trims else "m['content']"
     loop = "{% for m in messages %}[{{ m['role'] }}] {{ " + content + " }}\n{% endfor %}"
     tokenizer.chat_template = "{{ bos_token }}" + loop + ">"
-    encoded = encode(asked("  Why? \n"), tokenizer, context=100, max_model_len=LONG, max_new_tokens=1)
+    encoded = Encoded(asked("  Why? \n"), tokenizer, context=100, max_model_len=LONG, max_new_tokens=1)
     text = tokenizer.decode(encoded.prompts[0].ids)
     assert len(encoded.prompts[0].ids) == 100
     assert text.startswith("<|bos|>[user] ") and text.endswith("\n\nWhy?\n>" if trims else "\n\n  Why? \n\n>")
@@ -448,11 +447,11 @@ def test_any_template_that_quotes_its_messages_can_be_filled(tokenizer: Any, tri
 def test_a_template_that_rewrites_its_messages_can_be_asked_but_not_cut(tokenizer: Any) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
     made = asked("why " * 50)
-    whole = encode(made, tokenizer, max_model_len=LONG, max_new_tokens=1)
+    whole = Encoded(made, tokenizer, max_model_len=LONG, max_new_tokens=1)
     assert list(whole.prompts[0].ids) == tokenizer.encode("WHY " * 50, add_special_tokens=False)
     for context, length in ((20, LONG), (None, 20)):
         with pytest.raises(ConfigError, match="rewrites its messages"):
-            encode(made, tokenizer, context=context, max_model_len=length, max_new_tokens=1)
+            Encoded(made, tokenizer, context=context, max_model_len=length, max_new_tokens=1)
 
 
 def test_limits_that_leave_no_room(small: Any) -> None:
@@ -464,8 +463,8 @@ def test_limits_that_leave_no_room(small: Any) -> None:
         ({"max_model_len": 10, "max_new_tokens": 7}, "the chat template alone takes 3"),
     ):
         with pytest.raises(ConfigError, match=wrong):
-            encode(asked("A question of some length?"), small, **options)
-    smallest = encode(asked("A question of some length?"), small, max_model_len=5, max_new_tokens=1)
+            Encoded(asked("A question of some length?"), small, **options)
+    smallest = Encoded(asked("A question of some length?"), small, max_model_len=5, max_new_tokens=1)
     assert small.decode(smallest.prompts[0].ids) == "<|bos|><|user|>?<|assistant|>"
 
 
@@ -479,12 +478,6 @@ def test_random_prompts_repeat_and_do_not_depend_on_their_number() -> None:
     assert {len(p.ids) for p in many} == {50}
     assert all(0 <= token < 97 for p in many for token in p.ids) and len(set(many[0].ids)) > 20
     assert random_prompts(2, 50, 97, seed=4) != few
-
-
-@pytest.mark.parametrize("bad", [(0, 1, 9), (1, 0, 9), (1, 1, 1)])
-def test_random_prompts_of_nothing(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        random_prompts(*bad)
 
 
 def test_what_a_report_keeps_is_json() -> None:

@@ -15,11 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams, native, zoo
+from paceline.bench.config import LINE_EVERY_S, Lines, duration
 from paceline.bench.parts import Stopwatch, compiled_calls, measure
 from paceline.bench.records import Cell, Method
 from paceline.bench.report import load_report
 from paceline.cli import app
-from paceline.cli.bench_run import LINE_EVERY_S, Lines, _duration
 
 needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="no compiled kernels")
 
@@ -154,7 +154,7 @@ def test_a_log_gets_lines_now_and_then_with_the_time_left() -> None:
 
 @pytest.mark.parametrize(("seconds", "shown"), [(5, "5 s"), (65, "1 min 5 s"), (3700, "1 h 1 min")])
 def test_durations(seconds: float, shown: str) -> None:
-    assert _duration(seconds) == shown
+    assert duration(seconds) == shown
 
 
 @needs_kernels

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import exp
 from statistics import fmean, median
 from typing import Any, Literal
 from zlib import crc32
@@ -23,8 +24,8 @@ from .records import Cell, Report
 from .report import wording as say
 from .report.tables import NONE
 from .report.tables import Cell as Shown
-from .report.terminal import add_block, rich_table
-from .summary import SEED, Floats, Index, Interval, bootstrap, draw_groups, percentile_bounds, speeds
+from .report.terminal import add_block, figures_table, rich_table
+from .summary import SEED, Floats, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
@@ -53,18 +54,7 @@ class ComparedRow:
     cell: Cell | None  # None: over all of them
     tokens_per_s: tuple[float, float]  # of a and of b
     ratio: Interval  # of tokens/s, b over a
-    speedups: tuple[float, float] | None  # over plain decoding, in a and in b
-    speedup_ratio: Interval | None  # of them, b over a
-
-    @property
-    def verdict(self) -> Verdict:
-        """What became of the speed."""
-        return verdict(self.ratio)
-
-    @property
-    def speedup_verdict(self) -> Verdict:
-        """What became of the speed-up over plain decoding."""
-        return verdict(self.speedup_ratio)
+    speedup_ratio: Interval | None  # of speed-ups over plain decoding, b over a
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +80,7 @@ def verdict(ratio: Interval | None) -> Verdict:
 
 def compare(a: Report, b: Report) -> Comparison:
     """How report ``b`` differs from report ``a``; every ratio is b over a."""
-    left, right = Index(a), Index(b)
+    left, right = Summary(a), Summary(b)
     mine, theirs = _usable(left), _usable(right)
     common = [key for key in mine if key in theirs]
     methods = list(dict.fromkeys(name for _, name in common))
@@ -129,16 +119,16 @@ def _different(what: str, a: Any, b: Any) -> list[Difference]:
 # -- ratios
 
 
-def _usable(index: Index) -> list[tuple[Cell, str]]:
-    return [key for key, trials in index.trials.items() if speeds(trials)]
+def _usable(summary: Summary) -> list[tuple[Cell, str]]:
+    return [key for key, trials in summary.trials.items() if speeds(trials)]
 
 
-def _key_label(index: Index, key: tuple[Cell, str]) -> str:
+def _key_label(summary: Summary, key: tuple[Cell, str]) -> str:
     cell, name = key
-    return f"{say.method_name(index.methods[name])}, {say.cell_label(cell)}"
+    return f"{say.method_name(summary.methods[name])}, {say.cell_label(cell)}"
 
 
-def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
+def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
     sides = [(_logs(left, name, c), _logs(right, name, c)) for c in cells]
     ratios = [
         (a, b) for c in cells if (a := _logs(left, name, c, paired=True)) and (b := _logs(right, name, c, paired=True))
@@ -148,20 +138,19 @@ def _row(left: Index, right: Index, name: str, cells: Sequence[Cell], cell: Cell
     return ComparedRow(
         method=say.method_name(left.methods[name]),
         cell=cell,
-        tokens_per_s=(_mean([a for a, _ in sides]), _mean([b for _, b in sides])),
+        tokens_per_s=(exp(_mean([a for a, _ in sides])), exp(_mean([b for _, b in sides]))),
         ratio=ratio,
-        speedups=(_mean([a for a, _ in ratios]), _mean([b for _, b in ratios])) if ratios else None,
         speedup_ratio=_ratio(ratios, f"{name}|{cell}|speed-up"),
     )
 
 
-def _logs(index: Index, name: str, cell: Cell, paired: bool = False) -> Logs:
+def _logs(summary: Summary, name: str, cell: Cell, paired: bool = False) -> Logs:
     """Logs of speeds; paired: of their ratios to plain decoding's, and none of plain decoding itself."""
-    trials = index.trials[cell, name]
+    trials = summary.trials[cell, name]
     values = speeds(trials)
     if paired:
-        reference = index.reference(index.methods[name])
-        plain = speeds(index.trials.get((cell, reference), ())) if reference not in (None, name) else {}
+        reference = summary.reference(summary.methods[name])
+        plain = speeds(summary.trials.get((cell, reference), ())) if reference not in (None, name) else {}
         values = {key: speed / plain[key] for key, speed in values.items() if key in plain}
     found: Logs = {}
     for trial in trials:
@@ -171,8 +160,8 @@ def _logs(index: Index, name: str, cell: Cell, paired: bool = False) -> Logs:
 
 
 def _mean(sides: Sequence[Logs]) -> float:
-    """Geometric mean over cells and groups of the medians over repeats."""
-    return float(np.exp(fmean(fmean(median(group) for group in side.values()) for side in sides)))
+    """Mean over cells and groups of the medians over repeats."""
+    return fmean(fmean(median(group) for group in side.values()) for side in sides)
 
 
 def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
@@ -181,12 +170,10 @@ def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
         return None
     generator = np.random.default_rng([SEED, crc32(label.encode())])
     matched = [_matched(a, b) for a, b in sides]
-    resamples = np.mean([_difference(a, b, generator) for a, b in matched], axis=0)  # [S]
-    low, high = percentile_bounds(resamples)
-    return Interval(
-        value=_mean([b for _, b in matched]) / _mean([a for a, _ in matched]),
-        low=float(np.exp(low)),
-        high=float(np.exp(high)),
+    resamples = [_difference(a, b, generator) for a, b in matched]
+    return interval_of(
+        _mean([b for _, b in matched]) - _mean([a for a, _ in matched]),
+        resamples,
         groups=sum(min(len(a), len(b)) for a, b in matched),
         pairs=sum(min(sum(map(len, a.values())), sum(map(len, b.values()))) for a, b in matched),
     )
@@ -211,7 +198,9 @@ def _difference(a: Logs, b: Logs, generator: np.random.Generator) -> Floats:
 def render_terminal(comparison: Comparison) -> RenderableType:
     """Differences of the runs first, then the figures, then what only one of them has."""
     parts: list[RenderableType] = [Text(f"A: {comparison.a}"), Text(f"B: {comparison.b}"), Text()]
-    parts.append(_difference_table(comparison) if comparison.differences else Text("the runs differ in nothing known"))
+    found = [(d.what, d.a, d.b) for d in comparison.differences]
+    differing = figures_table(["differs", "A", "B"], found, words=3, header_style="dim", padding=(0, 1, 0, 0))
+    parts.append(differing if found else Text("the runs differ in nothing known"))
     parts += [Text(), _main_table(comparison) if comparison.rows else Text("no method ran in the same cell in both")]
     for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
         parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in only)] if only else []
@@ -240,12 +229,3 @@ def _cells(row: ComparedRow) -> list[Shown]:
 def _judged(ratio: Interval | None) -> Shown:
     mark, kind = MARKS[verdict(ratio)]
     return Shown(text=f"{say.interval(ratio)} {mark}", kind=kind) if ratio else NONE
-
-
-def _difference_table(comparison: Comparison) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
-    for name in ("differs", "A", "B"):
-        table.add_column(name, overflow="fold")
-    for found in comparison.differences:
-        table.add_row(*(Text(value) for value in (found.what, found.a, found.b)))
-    return table

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
@@ -14,6 +17,7 @@ from .records import Method
 if TYPE_CHECKING:
     from .measure import Group
 
+LINE_EVERY_S = 10.0  # between lines of progress
 # Settings that take several values, and what a user calls them.
 NAMES = {
     "batches": "batch",
@@ -107,3 +111,32 @@ class Watcher:
 
     def trial(self, done: int, total: int, group: Group, method: Method) -> None:
         """A trial is about to begin; ``done`` of ``total`` are behind."""
+
+
+class Lines(Watcher):
+    """Progress in a log: a line for each stage, and one now and then."""
+
+    def __init__(self, console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._style, self._clock = console, style, clock
+        self._last = clock()
+        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
+
+    def stage(self, text: str) -> None:
+        """A line."""
+        self._last = self._clock()
+        self._console.print(text, style=self._style, markup=False, highlight=False, soft_wrap=True)
+
+    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
+        """A line with the time left, if the latest one is long ago."""
+        now = self._clock()
+        began, already = self._first = self._first or (now, done)
+        if now - self._last >= LINE_EVERY_S:
+            left = duration((now - began) / max(done - already, 1) * (total - done))
+            self.stage(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {left} left")
+
+
+def duration(seconds: float) -> str:
+    """``1 min 5 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

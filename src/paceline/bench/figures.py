@@ -98,27 +98,31 @@ def drawable() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def lines(panels: Sequence[Panel], path: Path, width: float = 1.0) -> Path:
+def lines(panels: Sequence[Panel], path: Path, width: float = 1.0, kind: str = "lines") -> Path:
     """Panels side by side with a line for each series, written to ``path`` (SVG or PNG, by its suffix).
 
     Args:
         width: of a panel, in usual ones.
+        kind: as of `svg`.
 
     Raises:
         CapabilityError: there is no matplotlib.
         ConfigError: the file cannot be written.
     """
-    return _save(panels, path, "lines", width)
+    require_matplotlib()
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _draw(panels, kind, width, {}, path, metadata=metadata, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"figure {path}", f"cannot be written ({error})", "name a .svg in a folder you own"
+        ) from error
+    return path
 
 
-def points(panels: Sequence[Panel], path: Path) -> Path:
-    """The same with points that no line joins."""
-    return _save(panels, path, "points")
-
-
-def bars(panels: Sequence[Panel], path: Path) -> Path:
-    """Panels side by side with horizontal bars: words ``x`` at the left, the first on top, a bar for each series."""
-    return _save(panels, path, "bars")
+points = partial(lines, kind="points")  # that no line joins
+bars = partial(lines, kind="bars")  # horizontal: words ``x`` at the left, the first on top, a bar for each series
 
 
 def svg(panels: Sequence[Panel], kind: str) -> str:
@@ -137,19 +141,6 @@ def svg(panels: Sequence[Panel], kind: str) -> str:
     return re.sub(
         r' width="([0-9.]+)pt" height="[0-9.]+pt"', r' style="max-width:\1pt"', found[found.index("<svg") :], count=1
     )
-
-
-def _save(panels: Sequence[Panel], path: Path, kind: str, width: float = 1.0) -> Path:
-    require_matplotlib()
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _draw(panels, kind, width, {}, path, metadata=metadata, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"figure {path}", f"cannot be written ({error})", "name a .svg in a folder you own"
-        ) from error
-    return path
 
 
 def _draw(panels: Sequence[Panel], kind: str, width: float, style: Any, target: Any, **save: Any) -> None:

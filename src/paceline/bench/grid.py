@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,27 +18,27 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from ..core.errors import ConfigError
 from . import figures
+from .config import Lines
 from .figures import Panel, Series
 from .journal import NAME as JOURNAL_NAME
-from .measure import Group
 from .methods import with_plain
 from .records import Method, Report
 from .report import wording as say
-from .report.markdown import table, text
-from .run import BenchConfig, Run, Silent
+from .report import write_text
+from .report.markdown import bullets, table, text
+from .report.terminal import figures_table
+from .run import BenchConfig, Run
 from .scores import workload_of
-from .summary import Index, Row, Summary, overall_ratio, summarise
+from .summary import Row, Summary, overall_ratio, summarise
 
 if TYPE_CHECKING:
     from .study import Options
 
 ALL = "all"  # the task that stands for all of them
 EVERY = "all"  # the top-k that leaves no token out
-LINE_EVERY_S = 10.0  # between lines of progress
 APART_S = 1800.0  # the most that a process of `apart` may take
 T = TypeVar("T")
 Plot = Callable[[Path], Path]
@@ -89,28 +88,6 @@ class Grid:
         return BenchConfig(methods=tuple(methods), applications=self.applications, **values)
 
 
-class _Progress(Silent):
-    """A line on stderr for each stage of a run, and one now and then."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._last = time.monotonic()
-        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
-
-    def stage(self, text: str) -> None:
-        """A new part of the run begins."""
-        self._last = time.monotonic()
-        self._console.print(text, style="dim", markup=False)
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """A trial is about to begin."""
-        now = time.monotonic()
-        began, already = self._first = self._first or (now, done)
-        if now - self._last > LINE_EVERY_S:
-            left = (now - began) / max(done - already, 1) * (total - done)
-            self.stage(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {left:.0f} s left")
-
-
 def measure(grid: Grid, options: Options, folder: Path) -> Report:
     """Run a grid, with its journal and raw report in a folder.
 
@@ -119,7 +96,8 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
         KeyboardInterrupt: it was cut off; the report has what there is, and the journal lets it go on.
     """
     flags = {"overwrite": options.overwrite, "resume": options.resume and (folder / JOURNAL_NAME).is_file()}
-    run = Run(grid.config(options), out=folder, command=options.command, watcher=_Progress(), **flags)
+    watcher = Lines(Console(stderr=True), "dim")
+    run = Run(grid.config(options), out=folder, command=options.command, watcher=watcher, **flags)
     outcome = run.execute()
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -183,21 +161,21 @@ class Line:
 
 def lines_of(grid: Grid, report: Report) -> list[Line]:
     """Every method of the grid on every task and over all, at every value of the cells."""
-    summary, index = summarise(report), Index(report)
+    summary = summarise(report)
     entries = {entry.method.name: entry for entry in grid.entries}
     totals = [row for row in summary.overall if len(summary.workloads(row.section)) > 1]
     rows = [row for row in (*summary.rows, *totals) if row.method.name in entries]
-    found = [_line(row, summary, index, grid, entries[row.method.name]) for row in rows]
+    found = [_line(row, summary, grid, entries[row.method.name]) for row in rows]
     return sorted(found, key=lambda line: line.x == EVERY)  # top-k of all tokens comes after the largest k
 
 
-def _line(row: Row, summary: Summary, index: Index, grid: Grid, entry: Entry) -> Line:
+def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
     same = [r for r in summary.of(row.section) if r.method.name == row.method.name]
     parts = [row] if row.workload is not None else same
     ratio = row.speedup
     if grid.over is not None:
         cells = [r.cell for r in parts if r.cell is not None]
-        ratio = overall_ratio(index, row.method.name, grid.over, cells) if row.method.name != grid.over else None
+        ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
     counts = ("call_reduction", "accepted_length", "row_layers", "upper_row_layers")
     return Line(
         task=ALL if row.workload is None else row.workload,
@@ -253,23 +231,18 @@ class Table:
         console = Console(highlight=False, soft_wrap=True)
         if not console.is_terminal:
             console.width = max(console.width, 160)  # a pipe limits no table
-        shown = RichTable(box=None, header_style="bold")
-        for place, name in enumerate(self.head):
-            shown.add_column(name, justify="right" if place else "left", overflow="fold")
-        for row in next(iter(self.parts.values()), ()):
-            shown.add_row(*(cell.replace("[", r"\[") for cell in row))
         console.print(self.title, style="bold", markup=False)
-        console.print(shown)
+        console.print(figures_table(self.head, next(iter(self.parts.values()), ())))
         for remark in self.remarks:
             console.print(remark, markup=False)
 
     def markdown(self, command: Sequence[str]) -> str:
         """The page; ends with a newline."""
-        blocks = [f"# {text(self.title)}", _list(self.remarks)]
+        blocks = [f"# {text(self.title)}", bullets(self.remarks)]
         for heading, rows in self.parts.items():
             body = table([text(name) for name in self.head], ([text(cell) for cell in row] for row in rows))
             blocks += [f"## {text(heading)}" if heading else "", body]
-        blocks += ["## How it was measured" if self.how else "", *map(_list, self.how)]
+        blocks += ["## How it was measured" if self.how else "", *map(bullets, self.how)]
         blocks.append(f"To repeat it:\n\n```\n{shlex.join(command)}\n```")
         return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -280,24 +253,10 @@ class Table:
             ConfigError: a file that cannot be written.
         """
         values = {"name": name, "title": self.title, "command": list(command), **self.values}
-        files = [
-            _write(folder / f"{name}.json", json.dumps({**values, "remarks": list(self.remarks)}, indent=1) + "\n"),
-            _write(folder / f"{name}.md", self.markdown(command)),
-        ]
+        text = json.dumps({**values, "remarks": list(self.remarks)}, indent=1) + "\n"
+        texts = {".json": text, ".md": self.markdown(command)}
+        files = [write_text(folder / f"{name}{suffix}", text, "file") for suffix, text in texts.items()]
         return files + [plot(folder / f"{name}{suffix}") for suffix, plot in self.plots.items()]
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {text(line)}" for line in lines)
-
-
-def _write(path: Path, content: str) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"file {path}", f"cannot be written ({error.strerror})", "name another folder") from error
-    return path
 
 
 COLUMNS: Mapping[str, Callable[[Line], str]] = {
@@ -351,9 +310,7 @@ def _row(grid: Grid, line: Line) -> list[str]:
 
 def how(report: Report, facts: Sequence[str] = ()) -> list[list[str]]:
     """How a run was measured, and what its methods are."""
-    lines = [say.model_line(report), say.machine_line(report), say.run_line(report), *facts]
-    lines += [f"{key}: {say.setting(value)}" for key, value in report.settings.items()]
-    return [[*lines, *report.notes], [f"{m.name}: {say.method_detail(m)}" for m in report.methods]]
+    return [say.how_lines(report, facts), [f"{m.name}: {say.method_detail(m)}" for m in report.methods]]
 
 
 def panel_of(grid: Grid, lines: Sequence[Line], metric: str) -> Panel:

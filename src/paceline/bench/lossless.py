@@ -16,12 +16,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..core.errors import ConfigError
 from ..llm import LLM
 from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .near_ties import Asked, Finding, Judge, Said, Tolerance, count_tokens
 from .records import OWN, Cell, Exactness, Method, Report, Trial
-from .summary import Index
+from .summary import Summary
 
 AskedOf = Callable[[Trial, int], Asked]  # (trial, index of the prompt in its group) -> what was asked
 
@@ -75,20 +74,12 @@ def compare_outputs(
         other: trials of the method in the same cell.
         explain: judges differences (see `Explain`); without it none is explained.
         finish: whether the reasons for ending are compared (a peer may have its own words).
-
-    Raises:
-        ConfigError: trials of several methods or cells, or none that pair.
     """
-    method, cell = _one_of(other)
-    plain, _ = _one_of(reference, cell)
+    method, plain, cell = other[0].method, reference[0].method, other[0].cell
     found = Exactness(method=method, reference=plain, cell=cell, sequences=0, identical=0)
     for base, trial in _paired(reference, other):
         for prompt, finding in _compare_group(base, trial, explain, finish):
             _count_in(found, trial, prompt, finding)
-    if not found.sequences:
-        raise ConfigError(
-            f"comparing {method!r} with {plain!r}", "no trial of one pairs with a trial of the other", "run both"
-        )
     return found
 
 
@@ -103,15 +94,6 @@ def _count_in(found: Exactness, trial: Trial, prompt: str, finding: Finding | No
         found.explained += 1
     else:
         found.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **finding.as_dict()})
-
-
-def _one_of(trials: Sequence[Trial], cell: Cell | None = None) -> tuple[str, Cell]:
-    kinds = {(trial.method, trial.cell) for trial in trials}
-    if len(kinds) != 1 or cell not in (None, trials[0].cell):
-        raise ConfigError(
-            f"comparing trials of {len(kinds)} kinds", "one method in one cell is compared at a time", "see check()"
-        )
-    return kinds.pop()
 
 
 def _paired(reference: Sequence[Trial], other: Sequence[Trial]) -> Iterator[tuple[Trial, Trial]]:
@@ -186,15 +168,16 @@ def why_unchecked(method: Method, cell: Cell) -> str | None:
 
 def unchecked(report: Report) -> list[str]:
     """One sentence for everything in the report that `check` has nothing to hold against, for its notes."""
-    index = Index(report)
+    summary = Summary(report)
     notes: dict[str, None] = {}
-    for cell, name in index.trials:
-        method = index.methods[name]
+    for cell, name in summary.trials:
+        method = summary.methods[name]
         reason = why_unchecked(method, cell)
         if reason:
             notes[f"{name} at temperature {cell.temperature:g}: ids not compared; {reason}."] = None
-        elif index.reference(method, engine=OWN) is None:
-            notes[f"{name}: ids not compared; plain decoding in {index.dtype(method)} is not among the methods."] = None
+        elif summary.reference(method, engine=OWN) is None:
+            dtype = summary.dtype(method)
+            notes[f"{name}: ids not compared; plain decoding in {dtype} is not among the methods."] = None
     return list(notes)
 
 
@@ -211,22 +194,23 @@ def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> li
     Returns:
         One entry for each method that has something to be compared with, in the order of the report.
     """
-    index = Index(report)
+    summary = Summary(report)
     judges: dict[tuple[str, bool, bool], Judge] = {}
     found = []
-    for (cell, name), trials in index.trials.items():
-        method = index.methods[name]
-        reference = index.reference(method, engine=OWN)
+    for (cell, name), trials in summary.trials.items():
+        method = summary.methods[name]
+        reference = summary.reference(method, engine=OWN)
         if reference is None or why_unchecked(method, cell):
             continue
-        base = index.trials.get((cell, reference), [])
+        base = summary.trials.get((cell, reference), [])
         if name == reference:
             found += _against_itself(trials)
-        elif any(_paired(base, trials)):
-            explain = partial(_explained, judges, method, index.methods[reference], llm_of, base, asked)
+        elif base:
+            explain = partial(_explained, judges, method, summary.methods[reference], llm_of, base, asked)
             # The judge runs the base model: it has no word on what an application says.
             judged = explain if method.application is None else None
-            found.append(compare_outputs(base, trials, judged, finish=method.own))
+            compared = compare_outputs(base, trials, judged, finish=method.own)
+            found += [compared] if compared.sequences else []
     return found
 
 

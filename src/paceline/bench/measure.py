@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,12 +22,12 @@ from ..config import TARGET_OPTIONS, LLMConfig
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
 from ..drafters.base import RememberingDrafter
-from ..engine.engine import LiveRequest
 from ..kv.pool import KVPool
 from ..llm import LLM
 from ..rounds.base import RunningSequence
 from ..target.decoder import Decoder
 from .methods import drafter_config
+from .peer_workers.worker_protocol import Arrivals
 from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)
@@ -126,57 +127,21 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
     return 2 * keys * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
 
 
-# -- the clock
+# -- our own methods
 
 
 @dataclass(slots=True)
-class _Watch:
-    """One request's arrivals."""
+class _Driven:
+    """A group on its way: its sequences in the order of submission, when their tokens came, and what that took."""
 
-    sequence: RunningSequence
-    seen: int = 0
-    first: float | None = None
-    last: float = 0.0
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """When tokens came, of all requests of a group. Times are `perf_counter` seconds."""
-
-    submitted: float
-    watches: dict[str, _Watch] = field(default_factory=dict)  # by request id, in the order of submission
-    waits_ms: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def note(self, touched: Sequence[LiveRequest], now: float) -> None:
-        """Take down what a step brought."""
-        for live in touched:
-            watch = self.watches[live.request.id]
-            fresh = len(watch.sequence.state.token_ids) - watch.seen
-            if not fresh:
-                continue
-            if watch.first is None:
-                watch.first = now
-            else:
-                self.waits_ms.append((now - watch.last) * 1e3)
-                self.counts.append(fresh)
-            watch.seen += fresh
-            watch.last = now
-
-    def ttft_ms(self) -> list[float]:
-        """Of each request, from the submission of the group."""
-        return [(w.first - self.submitted) * 1e3 for w in self.watches.values() if w.first is not None]
-
-    def wall_ms(self) -> float:
-        """From the submission of the group to its last token."""
-        return (max(w.last for w in self.watches.values()) - self.submitted) * 1e3
+    sequences: list[RunningSequence]
+    seen: Arrivals
+    steps: int = 0
+    bytes_read: int = 0  # what the passes had to read
 
     def stats(self) -> SpecStats:
         """Of all requests together."""
-        merged = SpecStats()
-        for watch in self.watches.values():
-            merged = merged.merge(watch.sequence.state.stats)
-        return merged
+        return reduce(SpecStats.merge, (sequence.state.stats for sequence in self.sequences))
 
 
 @contextmanager
@@ -190,9 +155,6 @@ def quiet_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-# -- our own methods
 
 
 class EngineRunner:
@@ -220,7 +182,7 @@ class EngineRunner:
             Exception: whatever the engine raises.
         """
         self._forget()
-        self._drive(self._submit(group, max_new_tokens))
+        self._drive(group, max_new_tokens)
 
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial. An error of the engine becomes the trial's."""
@@ -230,8 +192,7 @@ class EngineRunner:
         try:
             with quiet_collector():
                 before, can_peak = self._memory.held(), self._memory.reset_peak()
-                arrivals = self._submit(group)
-                trial.steps, trial.bytes_read = self._drive(arrivals)
+                driven = self._drive(group)
         except Exception as error:
             self._abort_all()
             log.warning("%s failed on group %d of %s", self.method.name, group.index, group.cell, exc_info=error)
@@ -240,32 +201,29 @@ class EngineRunner:
             self._abort_all()
             raise
         trial.peak_bytes = self._peak(before) if can_peak else None
-        _fill(trial, arrivals)
+        _fill(trial, driven)
         trial.budget = _rounded(self.llm.engine.budget.describe())
-        off = None if self.method.plain else arrivals.stats().off_reason
+        off = None if self.method.plain else driven.stats().off_reason
         trial.off_reason = self.llm.engine.round.failure or off
         return trial
 
-    def _submit(self, group: Group, max_new_tokens: int | None = None) -> Arrivals:
-        engine = self.llm.engine
-        arrivals = Arrivals(perf_counter())
-        for prompt in group.prompts:
-            params = group.params(prompt, max_new_tokens)
-            request_id = engine.submit(prompt.ids, params, application=self.method.application)
-            arrivals.watches[request_id] = _Watch(engine.live[request_id].sequences[0])
-        return arrivals
-
-    def _drive(self, arrivals: Arrivals) -> tuple[int, int]:
-        """Step until all are answered. Returns steps, and bytes that their passes had to read."""
-        engine, decoder = self.llm.engine, self.llm.decoder
-        weights, steps, keys = decoder.pass_bytes, 0, 0
+    def _drive(self, group: Group, max_new_tokens: int | None = None) -> _Driven:
+        """Submit a group, and step until all are answered."""
+        engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
+        began = perf_counter()
+        asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
+        places = {engine.submit(ids, params, application=application): i for i, (ids, params) in enumerate(asked)}
+        driven = _Driven([engine.live[name].sequences[0] for name in places], Arrivals(len(places)))
         while engine.busy:
             # What is committed before the pass must be read by it; what it writes itself is in the caches.
-            keys += sum(kv_bytes(decoder, s.cache.committed) for s in engine.scheduler.running if s.cache is not None)
+            held = [s.cache.committed for s in engine.scheduler.running if s.cache is not None]
+            driven.bytes_read += decoder.pass_bytes + sum(kv_bytes(decoder, tokens) for tokens in held)
             touched = engine.step()
-            arrivals.note(touched, perf_counter())
-            steps += 1
-        return steps, steps * weights + keys
+            now_ms = 1000 * (perf_counter() - began)
+            for place in (places[live.request.id] for live in touched):
+                driven.seen.note(place, len(driven.sequences[place].state.token_ids), now_ms)
+            driven.steps += 1
+        return driven
 
     def _forget(self) -> None:
         """Let nothing of an earlier trial be found: no K/V of the prompts, no outputs that a drafter saw."""
@@ -300,15 +258,15 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _fill(trial: Trial, arrivals: Arrivals) -> None:
+def _fill(trial: Trial, driven: _Driven) -> None:
     """What the requests say about themselves."""
-    states = [watch.sequence.state for watch in arrivals.watches.values()]
-    stats = arrivals.stats()
+    states, seen, stats = [sequence.state for sequence in driven.sequences], driven.seen, driven.stats()
     trial.outputs = [list(state.token_ids) for state in states]
     trial.finish = [str(state.checker.finish_reason) for state in states]
-    trial.wall_ms = arrivals.wall_ms()
-    trial.ttft_ms = arrivals.ttft_ms()
-    trial.waits_ms, trial.arrivals = arrivals.waits_ms, arrivals.counts
+    trial.wall_ms = max(last for last in seen.last_ms if last is not None)
+    trial.ttft_ms = [first for first in seen.first_ms if first is not None]
+    trial.waits_ms, trial.arrivals = seen.waits_ms, seen.arrivals
+    trial.steps, trial.bytes_read = driven.steps, driven.bytes_read
     for name in COUNTED:
         setattr(trial, name, getattr(stats, name))
 
@@ -342,25 +300,23 @@ class Builder:
         self._common: dict[str, Any] = {"model": model, "device": device, "threads": threads}
         self._targets: list[tuple[LLM, int | None]] = []  # one a target, and what it holds
 
-    def llm(self, method: Method, limits: Limits | None = None, answers: str | None = None) -> LLM:
-        """A method's engine.
-
-        Args:
-            limits: default: those of `LLM`.
-            answers: file of recorded answers, for a synthetic drafter without one.
+    def llm(self, method: Method, limits: Limits | None = None) -> LLM:
+        """A method's engine; without ``limits`` with those of `LLM`.
 
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        return self._make(method, limits, answers)[0]
+        return self._make(method, limits)[0]
 
     def runner(self, method: Method, limits: Limits, answers: str | None = None) -> EngineRunner:
-        """The same, ready to be measured."""
+        """The same, ready to be measured; ``answers``: file of recorded ones, for a synthetic drafter without one."""
         llm, target, own = self._make(method, limits, answers)
         holds = None if target is None or own is None else target + own
         return EngineRunner(method, llm, self.memory, holds)
 
-    def _make(self, method: Method, limits: Limits | None, answers: str | None) -> tuple[LLM, int | None, int | None]:
+    def _make(
+        self, method: Method, limits: Limits | None, answers: str | None = None
+    ) -> tuple[LLM, int | None, int | None]:
         """The engine, bytes that its target holds, bytes that the rest holds."""
         options = {
             **self._common,

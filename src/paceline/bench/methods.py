@@ -19,23 +19,22 @@ value. ``DRAFTER.OPTION`` is an option of one drafter.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
+from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
 from ..target.loader import resolve_folder
 from ..target.streams import read_config
-from .peers import PEERS, PeerKind
 from .peers import check as check_peer
+from .peers import kind_of
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding
@@ -48,7 +47,6 @@ CELL_SETTINGS: dict[str, Callable[[str], Any]] = {
     "top_k": int,
     "max_new_tokens": int,
 }
-ABSENT = "none"  # as a value: the option's None
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
@@ -111,28 +109,28 @@ def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
     return renamed
 
 
-def parse_sweep(text: str) -> Sweep:
-    """Read one sweep.
+def parse_sweep(text: str, asked: str = "") -> Sweep:
+    """Read one sweep; ``asked`` is what errors call it.
 
     Raises:
         ConfigError: no such setting, no value, a value twice or of the wrong type.
     """
+    asked = asked or f"--sweep {text}"
     setting, equals, rest = (part.strip() for part in text.partition("="))
     values = [value.strip() for value in _COMMA.split(rest)]
     if not equals or not setting or not all(values):
-        raise ConfigError(f"--sweep {text}", "not a setting and its values", "write it like budget=1,2,4,8")
+        raise ConfigError(asked, "not a setting and its values", "write it like budget=1,2,4,8")
     if len(set(values)) < len(values):
-        raise ConfigError(f"--sweep {text}", "a value is there twice", "give each once")
-    return Sweep(setting=setting, values=tuple(_sweep_value(setting, value, text) for value in values))
+        raise ConfigError(asked, "a value is there twice", "give each once")
+    return Sweep(setting=setting, values=tuple(_sweep_value(setting, value, asked) for value in values))
 
 
-def _sweep_value(setting: str, value: str, text: str) -> Any:
-    asked = f"--sweep {text}"
+def _sweep_value(setting: str, value: str, asked: str) -> Any:
     if "." in setting:
         drafter, _, option = setting.partition(".")
         known = [f.name for f in fields(registry.config_class(drafter))]
         if option not in known:
-            raise ConfigError(asked, f"{drafter} has no option {option!r}", _near(option, known))
+            raise ConfigError(asked, f"{drafter} has no option {option!r}", suggest(option, known, "option"))
         return value
     if setting in CELL_SETTINGS:
         try:
@@ -194,68 +192,35 @@ def _default_name(drafter: str, settings: dict[str, str]) -> str:
 
 def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str], dtype: str) -> Method:
     engine, _, mode = body.partition("/")
-    modes = _peer(engine, f"--method {text!r}").modes
+    modes = kind_of(engine).modes
     if mode not in modes:
-        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", _near(mode, modes))
-    dtype, values = settings.get("dtype", dtype), {k: _plain_value(v) for k, v in settings.items() if k != "dtype"}
+        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", suggest(mode, modes, "mode"))
+    dtype = settings.pop("dtype", dtype)
+    values: dict[str, Any] = {key: read(value, int | float | str) for key, value in settings.items()}
     method = Method(name=name or text, engine=engine, drafter=mode, settings=values, dtype=dtype)
     check_peer(method)
     return method
 
 
-def _peer(name: str, asked: str) -> PeerKind:
-    if name not in PEERS:
-        raise ConfigError(asked, f"there is no peer {name!r}", _near(name, PEERS))
-    return PEERS[name]
-
-
-def _plain_value(text: str) -> Any:
-    """A number where it is one."""
-    return next((value for kind in (int, float) if (value := _as(kind, text)) is not None), text)
-
-
 def _known_round(name: str, asked: str) -> str:
     if name not in (AUTO, *ROUNDS):
-        raise ConfigError(asked, f"there is no round {name!r}", _near(name, [AUTO, *ROUNDS]))
+        raise ConfigError(asked, f"there is no round {name!r}", suggest(name, [AUTO, *ROUNDS], "round"))
     return name
 
 
 def _setting_value(name: str, text: str, asked: str, others: Sequence[str]) -> Any:
     if name not in SETTINGS:
-        raise ConfigError(asked, f"there is no setting {name!r}", _near(name, [*SETTINGS, *others]))
+        raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, [*SETTINGS, *others], "setting"))
     hint = get_type_hints(LLMConfig)[name]
-    kinds = get_args(hint) or (hint,)
-    if NoneType in kinds and text.lower() == ABSENT:
-        return None
-    for kind in (bool, int, float, str):
-        if kind in kinds and (value := _as(kind, text)) is not None:
-            return value
-    raise ConfigError(
-        asked, f"{text!r} is no value for {name}", f"{name} is {LLMConfig.__dataclass_fields__[name].type}"
-    )
-
-
-def _as(kind: type, text: str) -> Any:
-    """The text as a value of this type; None where it is none."""
-    if kind is bool:
-        return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(text.lower())
     try:
-        return kind(text)
-    except ValueError:
-        return None
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    listed = list(known)
-    near = difflib.get_close_matches(name, listed, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"known are {', '.join(listed)}"
+        return read(text, hint)
+    except ValueError as error:
+        raise ConfigError(asked, f"{text!r} is no value for {name}", f"{name} is {type_name(hint)}") from error
 
 
 def show(value: Any) -> str:
     """A setting's value as a user writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return ABSENT if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else written(value)
 
 
 # -- checking
@@ -343,7 +308,7 @@ def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
     return [
         Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype)
         for engine in engines
-        for mode in _peer(engine, f"--peer {engine}").modes
+        for mode in kind_of(engine).modes
     ]
 
 

@@ -13,16 +13,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import queue
 import signal
 import subprocess
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
+from ..core.options import suggest
 from .records import PLAIN, Method
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
@@ -136,7 +137,7 @@ def kind_of(name: str) -> PeerKind:
         ConfigError: there is none.
     """
     if name not in PEERS:
-        raise ConfigError(f"peer {name!r}", "no such peer", f"choose from {', '.join(PEERS)}")
+        raise ConfigError(f"peer {name!r}", f"there is no peer {name!r}", suggest(name, PEERS, "peer"))
     return PEERS[name]
 
 
@@ -190,35 +191,26 @@ def check(method: Method, *, draft: bool = True, batch: int = 1) -> tuple[PeerKi
 
 
 class Peer:
-    """One worker of one peer in one mode, from `start` to `close`.
+    """One worker of one peer in one mode, started and loaded, until `close`.
 
     A context manager. The worker dies with this process: at the end of its standard input it kills itself and
     its children, and a worker that is paused at that moment is hung up by the system.
+
+    Args:
+        method: peer, mode, options and dtype; "auto" is what the checkpoint is stored in.
+        model_folder: a Hugging Face folder.
+        draft_folder: of the draft model, for the modes that need one.
+        threads: as many as the peer may use.
+        max_model_len: tokens of prompt and answer together, of one request.
+        max_batch: prompts at once.
+        timeout_s: for starting and loading, conversion and compilation included.
 
     Raises:
         PeerError: it cannot be started, took too long, ended, or said what cannot be understood.
         ConfigError: the method asks for what the peer does not have.
     """
 
-    def __init__(self, name: str) -> None:
-        self.kind = kind_of(name)
-        self.about: dict[str, Any] = {}  # what the worker said of itself: "version", ...
-        self.log: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._buffer = b""
-        self._paused = False
-
-    @property
-    def version(self) -> str:
-        """The peer's version, once started."""
-        return str(self.about.get("version", ""))
-
-    @property
-    def alive(self) -> bool:
-        """Whether the worker runs (paused or not)."""
-        return self._process is not None and self._process.poll() is None
-
-    def start(
+    def __init__(
         self,
         method: Method,
         model_folder: str | Path,
@@ -228,49 +220,46 @@ class Peer:
         max_model_len: int,
         max_batch: int = 1,
         timeout_s: float = 600.0,
-    ) -> Peer:
-        """Start the worker and load the model.
-
-        Args:
-            method: mode, options and dtype; "auto" is what the checkpoint is stored in.
-            model_folder: a Hugging Face folder.
-            draft_folder: of the draft model, for the modes that need one.
-            threads: as many as the peer may use.
-            max_model_len: tokens of prompt and answer together, of one request.
-            max_batch: prompts at once.
-            timeout_s: for starting and loading, conversion and compilation included.
-
-        Returns:
-            Itself.
-        """
-        reason = available(self.kind.name)
+    ) -> None:
+        reason = available(method.engine)
         if reason:
             raise PeerError(reason)
-        kind, mode, options = check(method, draft=draft_folder is not None, batch=max_batch)
-        if kind is not self.kind:
-            raise ConfigError(f"method {method.name!r}", f"is not one of {self.kind.name}", f"use Peer({kind.name!r})")
-        model = Path(model_folder).resolve()
-        needs_draft = kind.modes[mode].draft and draft_folder is not None
-        self._spawn(peers_folder() / kind.name, mode)
+        self.kind, mode, options = check(method, draft=draft_folder is not None, batch=max_batch)
+        model, folder = Path(model_folder).resolve(), peers_folder()
+        draft = Path(draft_folder).resolve() if self.kind.modes[mode].draft and draft_folder is not None else None
         request = {
             "op": "load",
             "model": str(model),
-            "draft": str(Path(draft_folder).resolve()) if needs_draft and draft_folder else None,
+            "draft": str(draft) if draft else None,
             "mode": mode,
             "options": options,
             "dtype": stored_dtype(model) if method.dtype == "auto" else method.dtype,
             "threads": threads,
             "max_model_len": max_model_len,
             "max_batch": max_batch,
-            "home": str(peers_folder() / kind.name),
-            "cache": str(peers_folder()),
+            "home": str(folder / self.kind.name),
+            "cache": str(folder),
         }
+        self.log = folder / "logs" / f"{self.kind.name}-{mode}.log"
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # lines; empty at the end
+        self._paused = False
+        self._process = self._spawn(folder / self.kind.name)
+        threading.Thread(target=self._listen, daemon=True).start()
         try:
-            self.about = self._call(request, timeout_s)
+            self.about = self._call(request, timeout_s)  # what the worker says of itself: "version", ...
         except BaseException:
             self.close()
             raise
-        return self
+
+    @property
+    def version(self) -> str:
+        """The peer's version."""
+        return str(self.about.get("version", ""))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker runs (paused or not)."""
+        return self._process.poll() is None
 
     def run(
         self,
@@ -310,22 +299,19 @@ class Peer:
 
     def close(self) -> None:
         """End the worker and its children; twice is once."""
-        process = self._process
-        if process is None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        if stdin.closed:
             return
-        assert process.stdin is not None and process.stdout is not None
-        if self.alive and not self._paused:
-            with contextlib.suppress(OSError):
-                process.stdin.write(b'{"op": "quit"}\n')
-                process.stdin.flush()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_AFTER_S)
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if self.alive and not self._paused:
+                stdin.write(b'{"op": "quit"}\n')
+                stdin.flush()
+                self._process.wait(KILL_AFTER_S)
         self._signal(signal.SIGKILL)  # the group, also where only children are left
-        process.wait()
-        self._process, self._paused, self._buffer = None, False, b""
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            stdin.close()
 
     def __enter__(self) -> Peer:
         return self
@@ -333,16 +319,11 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _spawn(self, home: Path, mode: str) -> None:
-        if self._process is not None:
-            raise PeerError(f"{self.kind.name}: this worker was started already; close it first")
-        logs = peers_folder() / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self.log = logs / f"{self.kind.name}-{mode}.log"
-        python = home / "venv/bin/python"
+    def _spawn(self, home: Path) -> subprocess.Popen[bytes]:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(python), "-u", str(WORKERS / self.kind.worker)],
+            return subprocess.Popen(
+                [str(home / "venv/bin/python"), "-u", str(WORKERS / self.kind.worker)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -351,6 +332,13 @@ class Peer:
                 # process is gone while it is paused.
                 process_group=0,
             )
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._replies.put(line)
+        self._replies.put(b"")
 
     def _environment(self, home: Path) -> dict[str, str]:
         """This process's, without what was set for its own threads and modules."""
@@ -362,66 +350,42 @@ class Peer:
     def _call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if not self.alive:
             raise self._failed("is not running")
-        assert self._process is not None and self._process.stdin is not None
+        op = request["op"]
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-            line = self._read_line(time.monotonic() + timeout_s)
+            line = self._replies.get(timeout=timeout_s)
         except OSError as error:
-            raise self._failed(f"ended during {request['op']!r} ({error})") from error
-        if line is None:
+            raise self._failed(f"ended during {op!r} ({error})") from error
+        except queue.Empty:
             self._signal(signal.SIGKILL)
             self._process.wait()
-            raise self._failed(f"did not finish {request['op']!r} within {timeout_s:g} s and was ended")
+            raise self._failed(f"did not finish {op!r} within {timeout_s:g} s and was ended") from None
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_AFTER_S)
-            raise self._failed(f"ended during {request['op']!r} with status {self._process.poll()}")
-        return self._parse(line, request["op"])
-
-    def _parse(self, line: bytes, op: str) -> dict[str, Any]:
+            raise self._failed(f"ended during {op!r} with status {self._process.poll()}")
         try:
-            reply = json.loads(line)
+            reply: dict[str, Any] = json.loads(line)
             good = reply.pop("ok")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise self._failed(f"answered {op!r} with what is not the protocol: {line[:200]!r}") from error
+            raise self._failed(f"answered {op!r} with what is not the protocol: {line.rstrip()[:200]!r}") from error
         if not good:
             raise self._failed(f"failed at {op!r}: {reply.get('error', 'no reason given')}")
         return reply
 
-    def _read_line(self, deadline: float) -> bytes | None:
-        """The next line; b"" at the end of the stream, None when time is up."""
-        assert self._process is not None and self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    return None
-                chunk = os.read(descriptor, 1 << 16)
-                if not chunk:
-                    return b""
-                self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
     def _failed(self, what: str) -> PeerError:
-        text, tail = f"{self.kind.name} {what}", self._log_tail()
-        return PeerError(f"{text}\nlast lines of {self.log}:\n{tail}" if tail else text)
-
-    def _log_tail(self) -> str:
-        if self.log is None or not self.log.is_file():
-            return ""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 8192))
             lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(line[:300] for line in lines[-LOG_LINES:])
+        tail = "\n".join(line[:300] for line in lines[-LOG_LINES:])
+        text = f"{self.kind.name} {what}"
+        return PeerError(f"{text}\nlast lines of {self.log}:\n{tail}" if tail else text)
 
 
 def stored_dtype(folder: Path) -> str:

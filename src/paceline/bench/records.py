@@ -12,16 +12,18 @@ another one, and repeated. Aggregates are never stored without the trials behind
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainSerializer, TypeAdapter, ValidationError
 
 OWN = "paceline"  # the engine of our own methods
 SCHEMA = 1  # of the JSON report; raised when a reader of an older one would go wrong
 PLAIN = "plain"  # name of the method that every speed-up is over
 PLAIN_MODES = ("none", PLAIN)  # `Method.drafter` of decoding without speculation, ours and the peers'
+
+Ms = Annotated[float, PlainSerializer(lambda value: round(value, 3))]  # written to a microsecond
 
 
 class Record:
@@ -43,6 +45,11 @@ class Record:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ValueError(f"{place}: {first['msg']}") from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """The inverse, ready for JSON."""
+        found: dict[str, Any] = _adapter(cast(Any, type(self))).dump_python(self)
+        return found
 
 
 @cache
@@ -112,18 +119,18 @@ class Trial(Record):
     prompt_tokens: list[int]  # of each
     outputs: list[list[int]]  # new token ids of each
     finish: list[str]  # why each ended
-    wall_ms: float  # from submission of the group to its last token
-    ttft_ms: list[float]  # of each request, from submission of the group to its first token
-    waits_ms: list[float] = field(default_factory=list)  # between successive arrivals of tokens, all requests pooled
+    wall_ms: Ms  # from submission of the group to its last token
+    ttft_ms: list[Ms]  # of each request, from submission of the group to its first token
+    waits_ms: list[Ms] = field(default_factory=list)  # between successive arrivals of tokens, all requests pooled
     arrivals: list[int] = field(default_factory=list)  # tokens that came at the end of each of those waits
     passes: int = 0  # target passes that chose tokens, summed over sequences
     drafted: int = 0
     accepted: int = 0
     depth_offered: list[int] = field(default_factory=list)  # [d-1] passes that accepted d-1 and had a node at d
     depth_accepted: list[int] = field(default_factory=list)  # [d-1] of them, those that accepted at d
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    host_ms: float = 0.0
+    draft_ms: Ms = 0.0
+    verify_ms: Ms = 0.0
+    host_ms: Ms = 0.0
     steps: int = 0  # engine steps: target passes over the whole group
     bytes_read: int = 0  # weights and K/V that the target passes must read, from their shapes
     row_layers: int = 0  # of those passes: rows times the layers that each went through (see `core.stats`)
@@ -143,21 +150,6 @@ class Trial(Record):
     def tokens_per_s(self) -> float:
         """New tokens over the wall time, prompt processing included."""
         return 1000 * self.tokens / self.wall_ms if self.wall_ms else 0.0
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """1 + accepted / passes."""
-        return 1 + self.accepted / self.passes if self.passes else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON; times are rounded to a microsecond."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}  # not `asdict`: it copies every token id
-        found["cell"] = asdict(self.cell)
-        for name in ("wall_ms", "draft_ms", "verify_ms", "host_ms"):
-            found[name] = round(found[name], 3)
-        for name in ("ttft_ms", "waits_ms"):
-            found[name] = [round(value, 3) for value in found[name]]
-        return found
 
 
 @dataclass(kw_only=True)
@@ -199,21 +191,13 @@ class Report(Record):
     notes: list[str] = field(default_factory=list)
     schema: int = SCHEMA
 
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        found["methods"] = [asdict(m) for m in self.methods]
-        found["trials"] = [t.as_dict() for t in self.trials]
-        found["exactness"] = [asdict(e) for e in self.exactness]
-        return found
-
     def is_own(self, name: str) -> bool:
         """Whether a method of that name ran in this engine; one that is not listed counts as ours."""
         return next((method.own for method in self.methods if method.name == name), True)
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """The inverse of `as_dict`.
+        """See `Record.from_dict`.
 
         Raises:
             ValueError: another schema, or what `Record.from_dict` says.

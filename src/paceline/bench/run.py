@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import subprocess
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,7 +31,7 @@ from .schedule import cells_of, prepare, random_workload
 from .trials import WARM_UP_TOKENS, Trials
 from .workloads import Workload
 
-Silent = Watcher  # it tells nobody
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Run:
             command=self.command,
             model=model_facts(target, config.model),
             machine=facts,
-            versions=_versions() | trials.versions,
+            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | trials.versions,
             commit=self.commit,
             settings={
                 **{name: settings[name] for name in ("repeats", "seed", "device", "threads", "prompt_tokens")},
@@ -232,11 +232,6 @@ def _check_out(out: Path | None, resume: bool, overwrite: bool) -> None:
         raise ConfigError(f"--out {out}", f"it holds the report {title!r}", "name another folder, or give --overwrite")
     if journal.exists() and holds_trials(journal):
         raise ConfigError(f"--out {out}", "it holds a run that was cut off", "go on with --resume, or give --overwrite")
-
-
-def _versions() -> dict[str, str]:
-    packages = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-    return {"paceline": __version__} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def commit() -> str | None:

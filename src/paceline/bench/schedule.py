@@ -68,16 +68,12 @@ def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group
     return [Group(cell=cell, index=i, prompts=batch, seed=seed) for i, batch in enumerate(batches)]
 
 
-def point_of(cell: Cell) -> tuple[Any, ...]:
-    """What cells of one sweep point have in common. (New tokens may be a workload's own.)"""
-    return cell.temperature, cell.top_k, cell.context, cell.batch
-
-
 def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[list[tuple[Group, int]]]:
     """For each sweep point its (group, repeat) pairs, in the order in which they are run."""
     points: dict[tuple[Any, ...], list[Sequence[Group]]] = {}
     for cell, of_cell in groups.items():
-        points.setdefault(point_of(cell), []).append(of_cell)
+        point = cell.temperature, cell.top_k, cell.context, cell.batch  # not new tokens: they may be a workload's own
+        points.setdefault(point, []).append(of_cell)
     return [
         [
             (of_cell[index], repeat)
@@ -187,7 +183,7 @@ class _Asker:
         if config.random:
             length = context or config.prompt_tokens
             return workloads.random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
-        encoded = workloads.encode(
+        encoded = Encoded(
             workload,
             self._target.tokenizer,
             context=context,

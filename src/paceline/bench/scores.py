@@ -133,11 +133,8 @@ def encoded_prompts(
         ConfigError: prompts that do not fit, an answer without a token, or a model without a tokenizer.
     """
     most = workload.max_new_tokens if max_new_tokens is None else max_new_tokens
-    if most < 1:
-        raise ConfigError(f"max_new_tokens={most}", "an output has at least one token", "give 1 or more")
     longest = llm.engine.limits.max_model_len
-    tokenizer = _tokenizer(llm, f"workload {workload.name}")
-    encoded = workloads.encode(workload, tokenizer, max_model_len=longest, max_new_tokens=most)
+    encoded = workloads.Encoded(workload, llm.tokenizer, max_model_len=longest, max_new_tokens=most)
     return [list(prompt.ids) for prompt in encoded.prompts], most, encoded.notes()
 
 
@@ -156,12 +153,6 @@ def _load(task: str, folder: str | Path | None, limit: int | None, seed: int) ->
 def _generate(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, application: str | None) -> list[Any]:
     """Outputs of prompts of ids, in their order."""
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, application=application)
-
-
-def _tokenizer(llm: LLM, what: str) -> Any:
-    if llm.tokenizer is None:
-        raise CapabilityError(what, "this model has no tokenizer, so text means nothing to it", "add its files")
-    return llm.tokenizer
 
 
 # -- texts
@@ -188,7 +179,8 @@ def domain_losses(
         ConfigError: a file that is missing, broken or without a usable record, a context that does not fit, or a
             model without a tokenizer; raised before anything is computed.
     """
-    _tokenizer(llm, "texts")
+    if llm.tokenizer is None:
+        raise CapabilityError("texts", "this model has no tokenizer, so text means nothing to it", "add its files")
     most = llm.engine.limits.max_model_len - 1  # the engine needs room for one more, which nobody reads
     if context is not None and not 2 <= context <= most:
         wrong = f"a piece has 2 tokens or more, and this model has room for {most}"

@@ -30,24 +30,20 @@ class StepCost:
     weight_bytes: int  # that a pass reads
     kv_bytes: int  # that a pass reads
 
-    def gigabytes_per_second(self) -> float:
-        """Weights over the whole step."""
-        return self.weight_bytes / self.step_ms / 1e6
-
-    def share(self, bandwidth: float) -> float:
-        """Weights and K/V over the whole step, of ``bandwidth`` bytes a second."""
-        return (self.weight_bytes + self.kv_bytes) / (self.step_ms * 1e-3) / bandwidth
-
-    def linear_share(self, bandwidth: float) -> float:
-        """Weights over the linear layers alone, of ``bandwidth`` bytes a second."""
-        return self.weight_bytes / (self.linear_ms * 1e-3) / bandwidth
-
     def as_dict(self, bandwidth: float) -> dict[str, Any]:
-        """Ready for JSON, derived figures included."""
+        """Ready for JSON, with what follows of it.
+
+        Args:
+            bandwidth: bytes a second that the machine reads.
+
+        Returns:
+            Its fields, weights read over the whole step, weights and K/V over the whole step and weights over the
+            linear layers alone as shares of ``bandwidth``.
+        """
         return asdict(self) | {
-            "weights_gb_per_s": self.gigabytes_per_second(),
-            "share_of_bandwidth": self.share(bandwidth),
-            "linear_share_of_bandwidth": self.linear_share(bandwidth),
+            "weights_gb_per_s": self.weight_bytes / self.step_ms / 1e6,
+            "share_of_bandwidth": (self.weight_bytes + self.kv_bytes) / (self.step_ms * 1e-3) / bandwidth,
+            "linear_share_of_bandwidth": self.weight_bytes / (self.linear_ms * 1e-3) / bandwidth,
         }
 
 

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, NoReturn, get_origin, get_type_hints
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
-from ..core.options import alternatives
+from ..core.options import alternatives, named_values
 from .figures import require_matplotlib
 from .grid import Entry, Grid, Line, Table, measure, table_of
 
@@ -253,7 +253,7 @@ def _parse(study: Study, arguments: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(parser.prog, "no folder is named for what is made", "add --out DIR")
     for name, texts in given.items():
         if name in options and get_origin(hints[name]) is dict:
-            given[name] = _pairs(_flag(name), texts)
+            given[name] = named_values(_flag(name), texts)
     told = [a for a in arguments if a not in ("--resume", "--overwrite")]
     return {**given, "command": ("python", sys.argv[0], *told)}
 
@@ -271,18 +271,6 @@ def _add(parser: ArgumentParser, option: Field[Any], hint: Any) -> None:
     else:
         metavar = option.metadata["metavar"] or option.name.upper()
         parser.add_argument(_flag(option.name), type=kind, metavar=metavar, help=words)
-
-
-def _pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE, each name once."""
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if not (name and equals and value) or name in found:
-            wrong = "the name is there twice" if name in found else "not a name and a value"
-            raise ConfigError(f"{flag} {text}", wrong, f"write it like {flag} NAME=VALUE, each name once")
-        found[name] = value
-    return found
 
 
 def _flag(name: str) -> str:

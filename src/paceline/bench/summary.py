@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from statistics import geometric_mean, median
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -128,16 +129,10 @@ class ExactCount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """What is the same for all rows of one table: everything of a cell but its workload, and the dtype."""
+class Section(Cell):
+    """What is the same for all rows of one table: of a cell no workload, and new tokens only where they differ."""
 
     dtype: str
-    batch: int
-    temperature: float
-    context: int | None
-    ignore_eos: bool
-    max_new_tokens: int | None  # only where one workload was run with several
-    top_k: int = 0
 
     def label(self) -> str:
         """For headings."""
@@ -145,7 +140,7 @@ class Section:
         parts += [f"top {self.top_k}"] if self.top_k else []
         parts.append(self.dtype)
         parts += [f"context {self.context}"] if self.context is not None else []
-        parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens is not None else []
+        parts += [f"{self.max_new_tokens} new tokens"] if self.max_new_tokens else []
         return ", ".join(parts + (["EOS ignored"] if self.ignore_eos else []))
 
 
@@ -178,46 +173,11 @@ class Curve:
     points: tuple[tuple[int, Interval], ...]  # batch size, speed-up over plain at it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """All rows of a report, in its own order."""
-
-    report: Report
-    sections: tuple[Section, ...]
-    rows: tuple[Row, ...]  # by section, workload, method
-    overall: tuple[Row, ...]  # by section, method
-
-    def of(self, section: Section) -> list[Row]:
-        """The rows of one section."""
-        return [row for row in self.rows if row.section == section]
-
-    def total(self, section: Section) -> list[Row]:
-        """The rows over all workloads of one section."""
-        return [row for row in self.overall if row.section == section]
-
-    def workloads(self, section: Section) -> list[str]:
-        """Names, in the order of the run."""
-        return list(dict.fromkeys(row.workload for row in self.of(section) if row.workload is not None))
-
-    @cached_property
-    def exact(self) -> ExactCount | None:
-        """Over all methods of this engine."""
-        return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
-
-
 # -- the whole
 
 
-def summarise(report: Report) -> Summary:
-    """Every figure of a report."""
-    index = Index(report)
-    rows = tuple(row for section in index.sections for row in _rows(index, section))
-    overall = tuple(row for section in index.sections for row in _overall_rows(index, section))
-    return Summary(report=report, sections=tuple(index.sections), rows=rows, overall=overall)
-
-
-class Index:
-    """A report's trials by cell and method, and the sections they fall into."""
+class Summary:
+    """A report's trials by cell and method, the sections they fall into, and every figure, in its own order."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -232,8 +192,42 @@ class Index:
         found = [self.section(cell, name) for cell, name in self.trials]
         # Dtypes in the order of the methods, then what a sweep raises.
         dtypes = list(dict.fromkeys(self.dtype(method) for method in report.methods))
-        self.sections = sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s)))
+        self.sections = tuple(sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s))))
         self.samples: dict[tuple[str, str, Cell], tuple[float, Floats, int, int] | None] = {}
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """By section, workload, method."""
+        found = [(s, entry) for s in self.sections for entry in self.in_section(s)]
+        return tuple(self._row(section, method, {cell: trials}, cell) for section, (cell, method, trials) in found)
+
+    @cached_property
+    def overall(self) -> tuple[Row, ...]:
+        """By section, method: over all workloads."""
+        return tuple(row for section in self.sections for row in self._totals(section))
+
+    @cached_property
+    def main(self) -> Section | None:
+        """The one to show first: the first with a speculative method of this engine, else the first."""
+        able = [s for s in self.sections if any(row.speedup and row.method.own for row in self.total(s))]
+        return next(iter((*able, *self.sections)), None)
+
+    @cached_property
+    def exact(self) -> ExactCount | None:
+        """Over all methods of this engine."""
+        return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
+
+    def of(self, section: Section) -> list[Row]:
+        """The rows of one section."""
+        return [row for row in self.rows if row.section == section]
+
+    def total(self, section: Section | None) -> list[Row]:
+        """The rows over all workloads of one section; none of none."""
+        return [row for row in self.overall if row.section == section]
+
+    def workloads(self, section: Section) -> list[str]:
+        """Names, in the order of the run."""
+        return list(dict.fromkeys(row.workload for row in self.of(section) if row.workload is not None))
 
     def dtype(self, method: Method) -> str:
         """What the method computes in; ``auto`` is the checkpoint's."""
@@ -241,15 +235,9 @@ class Index:
 
     def section(self, cell: Cell, method: str) -> Section:
         """Where a cell of a method belongs."""
-        return Section(
-            dtype=self.dtype(self.methods[method]),
-            batch=cell.batch,
-            temperature=cell.temperature,
-            context=cell.context,
-            ignore_eos=cell.ignore_eos,
-            max_new_tokens=cell.max_new_tokens if cell in self._many_lengths else None,
-            top_k=cell.top_k,
-        )
+        length = cell.max_new_tokens if cell in self._many_lengths else 0
+        shared = {**vars(cell), "workload": "", "max_new_tokens": length}
+        return Section(**shared, dtype=self.dtype(self.methods[method]))
 
     def in_section(self, section: Section) -> list[tuple[Cell, Method, list[Trial]]]:
         """Cells in the order of the run, methods in the order of the report."""
@@ -283,37 +271,63 @@ class Index:
             self.samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
         return self.samples[key]
 
+    def _totals(self, section: Section) -> Iterator[Row]:
+        entries = self.in_section(section)
+        for method in self.methods.values():
+            mine = {cell: trials for cell, other, trials in entries if other == method}
+            if mine:
+                row = self._row(section, method, mine)
+                each = [spread for trials in mine.values() if (spread := _spread(speeds(trials).values()))]
+                yield replace(row, figures=replace(row.figures, speed=_mean_spread(each)), workloads=len(each))
+
+    def _row(
+        self, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
+    ) -> Row:
+        reference, bandwidth = self.reference(method), self.report.machine.get("read_bandwidth_bytes_per_s")
+        return Row(
+            section=section,
+            workload=cell.workload if cell else None,
+            cell=cell,
+            method=method,
+            figures=figures([trial for trials in of.values() for trial in trials], bandwidth),
+            reference=reference,
+            speedup=overall_ratio(self, method.name, reference, of) if reference not in (None, method.name) else None,
+            exact=_exact_count(e for e in self.report.exactness if e.method == method.name and e.cell in of),
+        )
+
+
+def summarise(report: Report | Summary) -> Summary:
+    """The same, where it is one already."""
+    return report if isinstance(report, Summary) else Summary(report)
+
 
 def _order(section: Section) -> tuple[float, ...]:
-    context, length = section.context or 0, section.max_new_tokens or 0
-    return (section.temperature, section.top_k, context, length, section.ignore_eos, section.batch)
+    s = section
+    return (s.temperature, s.top_k, s.context or 0, s.max_new_tokens, s.ignore_eos, s.batch)
 
 
 # -- ratios
 
 
-def ratio_interval(report: Report | Index, a: str, b: str, cell: Cell) -> Interval | None:
-    """How many times as fast as ``b`` method ``a`` is in one cell; None where no trials pair.
+def overall_ratio(report: Report | Summary, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
+    """How many times as fast as ``b`` method ``a`` is: the geometric mean over the cells in which both ran.
 
-    Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's.
+    Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's. None where no
+    trials pair.
     """
-    return overall_ratio(report, a, b, [cell])
-
-
-def overall_ratio(report: Report | Index, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
-    """The same over several cells: the geometric mean of those in which both methods ran."""
-    index = report if isinstance(report, Index) else Index(report)
-    found = [sample for cell in cells if (sample := index.sample(a, b, cell)) is not None]
+    summary = summarise(report)
+    found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
     if not found:
         return None
-    resamples = np.mean([s[1] for s in found], axis=0)  # [S]
-    low, high = percentile_bounds(resamples)
+    values, resamples, groups, pairs = zip(*found, strict=True)
+    return interval_of(float(np.mean(values)), resamples, sum(groups), sum(pairs))
+
+
+def interval_of(value: float, resamples: Sequence[Floats], groups: int, pairs: int) -> Interval:
+    """A ratio with its bounds, from logs: of the ratio itself, and of its [S] resamples in each cell."""
+    low, high = percentile_bounds(np.mean(resamples, axis=0))
     return Interval(
-        value=float(np.exp(np.mean([s[0] for s in found]))),
-        low=float(np.exp(low)),
-        high=float(np.exp(high)),
-        groups=sum(s[2] for s in found),
-        pairs=sum(s[3] for s in found),
+        value=float(np.exp(value)), low=float(np.exp(low)), high=float(np.exp(high)), groups=groups, pairs=pairs
     )
 
 
@@ -373,43 +387,6 @@ def percentile_bounds(resamples: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-# -- rows
-
-
-def _rows(index: Index, section: Section) -> Iterator[Row]:
-    """A row a method on each workload of a section."""
-    for cell, method, trials in index.in_section(section):
-        yield _row(index, section, method, {cell: trials}, cell)
-
-
-def _overall_rows(index: Index, section: Section) -> Iterator[Row]:
-    """A row a method over all workloads of a section."""
-    entries = index.in_section(section)
-    for method in index.methods.values():
-        mine = {cell: trials for cell, other, trials in entries if other == method}
-        if mine:
-            row = _row(index, section, method, mine)
-            each = [spread for trials in mine.values() if (spread := _spread(speeds(trials).values()))]
-            yield replace(row, figures=replace(row.figures, speed=_mean_spread(each)), workloads=len(each))
-
-
-def _row(
-    index: Index, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
-) -> Row:
-    bandwidth = index.report.machine.get("read_bandwidth_bytes_per_s")
-    reference = index.reference(method)
-    return Row(
-        section=section,
-        workload=cell.workload if cell else None,
-        cell=cell,
-        method=method,
-        figures=figures([trial for trials in of.values() for trial in trials], bandwidth),
-        reference=reference,
-        speedup=overall_ratio(index, method.name, reference, of) if reference not in (None, method.name) else None,
-        exact=_exact_count(e for e in index.report.exactness if e.method == method.name and e.cell in of),
-    )
-
-
 def _exact_count(found: Iterable[Exactness]) -> ExactCount | None:
     rows = list(found)
     if not rows:
@@ -434,39 +411,39 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
     """
     good = [t for t in trials if t.error is None]
     failed = [t for t in trials if t.error is not None]
-    passes, accepted = sum(t.passes for t in good), sum(t.accepted for t in good)
+
+    def total(name: str) -> Any:
+        return sum(getattr(t, name) for t in good)
+
+    def a_pass(name: str) -> float | None:
+        return total(name) / passes if passes and total(name) else None
+
+    tokens, wall, passes = total("tokens"), total("wall_ms"), total("passes")
     offered, taken = _sum_lists(t.depth_offered for t in good), _sum_lists(t.depth_accepted for t in good)
     ttft = [value for t in good for value in t.ttft_ms]
-    peaks = [t.peak_bytes for t in good if t.peak_bytes is not None]
-    share, floor = _floor(good, bandwidth)
+    floor_ms = 1000 * total("bytes_read") / bandwidth if bandwidth and wall else None
     return Figures(
         trials=len(good),
         failed=len(failed),
         error=failed[0].error if failed else None,
-        tokens=sum(t.tokens for t in good),
-        wall_ms=sum(t.wall_ms for t in good),
+        tokens=tokens,
+        wall_ms=wall,
         speed=_spread(speeds(good).values()),
-        accepted_length=1 + accepted / passes if passes else None,
-        call_reduction=sum(t.tokens for t in good) / passes if passes else None,
-        row_layers=_a_pass(good, "row_layers", passes),
-        upper_row_layers=_a_pass(good, "upper_row_layers", passes),
-        pruned=_a_pass(good, "pruned", passes),
+        accepted_length=1 + total("accepted") / passes if passes else None,
+        call_reduction=tokens / passes if passes else None,
+        row_layers=a_pass("row_layers"),
+        upper_row_layers=a_pass("upper_row_layers"),
+        pruned=a_pass("pruned"),
         acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
         offered=tuple(offered),
-        shares=_shares(good),
-        peak_bytes=max(peaks, default=None),
+        shares=_shares(total("draft_ms"), total("verify_ms"), total("host_ms"), wall),
+        peak_bytes=max((t.peak_bytes for t in good if t.peak_bytes is not None), default=None),
         ttft_ms=median(ttft) if ttft else None,
         waits=_waits(good),
-        floor_share=share,
-        floor_tokens_per_s=floor,
+        floor_share=floor_ms / wall if floor_ms else None,
+        floor_tokens_per_s=1000 * tokens / floor_ms if floor_ms else None,
         off_reason=next((t.off_reason for t in good if t.off_reason), None),
     )
-
-
-def _a_pass(trials: Sequence[Trial], name: str, passes: int) -> float | None:
-    """A count of trials over their passes; None where nothing was counted."""
-    total: int = sum(getattr(t, name) for t in trials)
-    return total / passes if passes and total else None
 
 
 def _spread(values: Iterable[float]) -> Spread | None:
@@ -486,13 +463,12 @@ def _mean_spread(each: Sequence[Spread]) -> Spread | None:
     return Spread(count=sum(spread.count for spread in each), **means)
 
 
-def _shares(trials: Sequence[Trial]) -> TimeShares | None:
-    draft, verify, host = (sum(getattr(t, name) for t in trials) for name in ("draft_ms", "verify_ms", "host_ms"))
+def _shares(draft: float, verify: float, host: float, wall: float) -> TimeShares | None:
     known = draft + verify + host
     if not known:
         return None
     # Two clocks may disagree by a hair: the parts never add up to more than the whole.
-    whole = max(known, sum(t.wall_ms for t in trials))
+    whole = max(known, wall)
     return TimeShares(draft=draft / whole, verify=verify / whole, host=host / whole, rest=1 - known / whole)
 
 
@@ -505,16 +481,6 @@ def _waits(trials: Sequence[Trial]) -> Waits | None:
     return Waits(mean_ms=float(waits.sum()) / tokens, p50_ms=p50, p90_ms=p90, p99_ms=p99)
 
 
-def _floor(trials: Sequence[Trial], bandwidth: float | None) -> tuple[float | None, float | None]:
-    """Share of the floor that was reached, and tokens/s at the floor."""
-    read = sum(t.bytes_read for t in trials)
-    wall = sum(t.wall_ms for t in trials)
-    if not bandwidth or not read or not wall:
-        return None, None
-    floor_ms = 1000 * read / bandwidth
-    return floor_ms / wall, 1000 * sum(t.tokens for t in trials) / floor_ms
-
-
 def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
     return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
@@ -522,29 +488,22 @@ def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
 # -- what a reader asks first
 
 
-def best(rows: Iterable[Row], *, own: bool = True) -> Row | None:
-    """The fastest speculative method by its speed: of this engine, or else of the peers; synthetic ones apart."""
-    able = [
-        row
-        for row in rows
-        if (row.method.own) == own and not row.method.synthetic and not row.method.plain and row.speed is not None
-    ]
+def best(rows: Iterable[Row]) -> Row | None:
+    """The fastest speculative method of this engine by its speed; synthetic ones apart."""
+    methods = [(row, row.method) for row in rows if row.speed is not None]
+    able = [row for row, method in methods if method.own and not method.synthetic and not method.plain]
     return max(able, key=lambda row: row.speed or 0.0, default=None)
 
 
-def slower_cells(summary: Summary, bound: float = NEVER_SLOWER, methods: Sequence[str] | None = None) -> list[Row]:
-    """Rows of this engine whose speed-up over plain has a lower bound below ``bound``.
-
-    Args:
-        methods: names to look at; default: every speculative method of this engine that is not synthetic.
-    """
-    chosen = methods or [m.name for m in summary.report.methods if m.own and not m.synthetic]
-    return [row for row in summary.rows if row.method.name in chosen and row.speedup and row.speedup.low < bound]
+def slower_cells(summary: Summary) -> list[Row]:
+    """Rows of speculative methods of this engine, synthetic ones apart, that may be slower than plain decoding."""
+    able = [row for row in summary.rows if row.method.own and not row.method.synthetic]
+    return [row for row in able if row.speedup and row.speedup.low < NEVER_SLOWER]
 
 
 def batch_curve(report: Report | Summary) -> list[Curve]:
     """Speed-up against batch size, over all workloads; methods measured at a single size are left out."""
-    summary = report if isinstance(report, Summary) else summarise(report)
+    summary = summarise(report)
     points: dict[tuple[Section, str], list[Row]] = {}
     for row in summary.overall:
         if row.speedup is not None:
@@ -560,9 +519,9 @@ def batch_curve(report: Report | Summary) -> list[Curve]:
     ]
 
 
-def against(report: Report | Index, section: Section) -> dict[str, dict[str, Interval]]:
+def against(report: Report | Summary, section: Section) -> dict[str, dict[str, Interval]]:
     """Other engines' plain decoding -> method -> how many times as fast it is, over the section's workloads."""
-    index = report if isinstance(report, Index) else Index(report)
+    index = summarise(report)
     entries = index.in_section(section)
     cells = list(dict.fromkeys(cell for cell, _, _ in entries))
     names = list(dict.fromkeys(method.name for _, method, _ in entries))

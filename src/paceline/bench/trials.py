@@ -44,14 +44,9 @@ class PeerRunner:
 
     def __init__(self, method: Method, folder: Path, draft: Path | None, limits: Limits, max_batch: int) -> None:
         self.method = method
-        self.peer = Peer(method.engine)
-        self.peer.start(
-            method,
-            folder,
-            draft,
-            threads=torch.get_num_threads(),
-            max_model_len=limits.max_model_len,
-            max_batch=max_batch,
+        room = limits.max_model_len
+        self.peer = Peer(
+            method, folder, draft, threads=torch.get_num_threads(), max_model_len=room, max_batch=max_batch
         )
         self.peer.pause()
 

@@ -12,7 +12,6 @@ Names ending in .gz are gzip-compressed. Other keys are kept as they are.
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import hashlib
 import json
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.options import suggest
 from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
 from .records import PromptIds
@@ -103,12 +103,8 @@ class WorkloadRow(Entry):
     origin: str  # what `load` would read, or what is needed
 
 
-def _catalogue() -> dict[str, Entry]:
-    text = (resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8")
-    return {name: Entry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
-
-
-WORKLOADS = _catalogue()
+_CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
+WORKLOADS = {name: Entry(name=name, **facts) for name, facts in _CATALOGUE.items()}
 
 
 # -- finding and loading
@@ -134,7 +130,6 @@ def load(
     folder: str | Path | None = None,
     limit: int | None = None,
     seed: int = 0,
-    chat: bool | None = None,
 ) -> Workload:
     """Prompts by the name of a workload, or from a file or a folder of files.
 
@@ -149,8 +144,6 @@ def load(
         limit: prompts to choose, spread evenly over the categories (see `choose`); None: all, in their
             order. More than there are gives all of them: see ``Workload.total``.
         seed: of the choice.
-        chat: whether turns go through a model's chat template; None: as the workload has it, and True for a
-            path.
 
     Raises:
         ConfigError: an unknown name, a missing file, a record that is not of the form, no record, two
@@ -166,8 +159,7 @@ def load(
         path = _existing_path(name_or_path)
         entry, origin, prompts = _unnamed(path), str(path), _read_path(path)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
-    made = Workload(**vars(entry), origin=origin, prompts=tuple(chosen), total=len(prompts))
-    return made if chat is None else replace(made, chat=chat)
+    return Workload(**vars(entry), origin=origin, prompts=tuple(chosen), total=len(prompts))
 
 
 def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "category") -> list[Prompt]:
@@ -228,13 +220,8 @@ def _existing_path(name_or_path: str | Path) -> Path:
     name = _normal(name_or_path)
     if not name or "/" in name or "." in name:
         raise ConfigError(f"workload {name_or_path}", "there is no such file or folder", "check the path")
-    near = difflib.get_close_matches(name, WORKLOADS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"workload {name_or_path!r}",
-        "it is neither a known workload nor a file or folder",
-        f"{hint}Known are {', '.join(WORKLOADS)}".strip(),
-    )
+    wrong = "it is neither a known workload nor a file or folder"
+    raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
 
 
 def _unnamed(path: Path) -> Entry:
@@ -360,13 +347,53 @@ class _Piece:
 
 
 class Encoded:
-    """The ids of a workload's prompts, and what was done to make them fit.
+    """The ids of a workload's prompts: those that ``LLM.chat`` or ``LLM.generate`` would compute.
 
     ``prompts`` holds the first turns. `next_turn` encodes later ones, under the same limits, once the answers
-    before them are known. Cuts and fills of both are counted here: say them with `notes`.
+    before them are known. Prompts that do not fit are cut, the oldest text first; what stays is BOS, the chat
+    template, and the end of the text. Cuts and fills are counted: say them with `notes`.
+
+    Args:
+        context: bring every prompt to exactly this many tokens: longer ones are cut, shorter ones get text of
+            books in the public domain in front; None: prompts as they are.
+        max_model_len: most tokens of prompt and answer.
+        max_new_tokens: of the answer.
+
+    Raises:
+        ConfigError: no tokenizer, no room for a prompt, a context that does not fit, or a chat template that
+            leaves nothing to cut.
     """
 
-    def __init__(self, workload: Workload, tokenizer: Any, context: int | None, max_prompt: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        tokenizer: Any,
+        *,
+        context: int | None = None,
+        max_model_len: int,
+        max_new_tokens: int,
+    ) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                f"workload {workload.name!r}",
+                "this model has no tokenizer, so text means nothing to it",
+                "add its files",
+            )
+        max_prompt = max_model_len - max_new_tokens
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
+        if max_prompt < 1:
+            less = f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len"
+            wrong = f"max_model_len={max_model_len} leaves no room for a prompt"
+            raise ConfigError(f"max_new_tokens={max_new_tokens}", wrong, less)
+        if context is not None and context < 1:
+            raise ConfigError(f"context={context}", "a prompt has at least one token", "give 1 or more")
+        if context is not None and context > max_prompt:
+            raise ConfigError(
+                f"context={context}",
+                f"max_model_len={max_model_len} leaves {max_prompt} tokens for a prompt with {max_new_tokens} new ones",
+                f"give {max_prompt} or less",
+            )
         self.prompts: list[PromptIds] = []
         self.cut: dict[str, int] = {}  # tokens taken away, by id of the prompt
         self.filled: dict[str, int] = {}  # tokens put in front, by id of the prompt
@@ -487,57 +514,11 @@ class Encoded:
         )
 
 
-def encode(
-    workload: Workload, tokenizer: Any, *, context: int | None = None, max_model_len: int, max_new_tokens: int
-) -> Encoded:
-    """Token ids of all first turns: those that ``LLM.chat`` or ``LLM.generate`` would compute.
-
-    Prompts that do not fit are cut, the oldest text first; what stays is BOS, the chat template, and the end
-    of the text. What was cut or filled is counted, see `Encoded`.
-
-    Args:
-        context: bring every prompt to exactly this many tokens: longer ones are cut, shorter ones get text of
-            books in the public domain in front; None: prompts as they are.
-        max_model_len: most tokens of prompt and answer.
-        max_new_tokens: of the answer.
-
-    Raises:
-        ConfigError: no tokenizer, no room for a prompt, a context that does not fit, or a chat template that
-            leaves nothing to cut.
-    """
-    if tokenizer is None:
-        raise ConfigError(
-            f"workload {workload.name!r}", "this model has no tokenizer, so text means nothing to it", "add its files"
-        )
-    max_prompt = max_model_len - max_new_tokens
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
-    if max_prompt < 1:
-        less = f"give {max_model_len - 1} or less" if max_model_len > 1 else "raise max_model_len"
-        wrong = f"max_model_len={max_model_len} leaves no room for a prompt"
-        raise ConfigError(f"max_new_tokens={max_new_tokens}", wrong, less)
-    if context is not None and context < 1:
-        raise ConfigError(f"context={context}", "a prompt has at least one token", "give 1 or more")
-    if context is not None and context > max_prompt:
-        raise ConfigError(
-            f"context={context}",
-            f"max_model_len={max_model_len} leaves {max_prompt} tokens for a prompt beside {max_new_tokens} new ones",
-            f"give {max_prompt} or less",
-        )
-    return Encoded(workload, tokenizer, context, max_prompt)
-
-
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[PromptIds]:
     """Prompts of random ids, for models without a tokenizer.
 
     Prompt i depends on i, ``length``, ``vocab_size`` and ``seed``, not on ``count``.
-
-    Raises:
-        ConfigError: a count or length below 1, or a vocabulary of less than two.
     """
-    for name, value, least in (("prompts", count, 1), ("prompt length", length, 1), ("vocabulary", vocab_size, 2)):
-        if value < least:
-            raise ConfigError(f"{name}={value}", f"it must be {least} or more", f"give {least} or more")
     made = []
     for i in range(count):
         draw = random.Random(f"{seed}/{i}").random

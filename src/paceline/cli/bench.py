@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,8 @@ from ..bench import workloads as prompts_of
 from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
 from ..bench.models import materialised
-from ..bench.report import load_report
+from ..bench.report import load_report, write_text
+from ..bench.report.terminal import figures_table
 from ..bench.workloads import available
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
@@ -54,9 +55,7 @@ def workloads(
     ] = None,
 ) -> None:
     """List the workloads: those packaged with Paceline, and those read from a folder."""
-    table = Table(box=None, header_style="bold")
-    for name in ("workload", "title", "read from", "licence", "source"):
-        table.add_column(name, overflow="fold")
+    table = figures_table(("workload", "title", "read from", "licence", "source"), (), words=5)
     for row in available(data):
         table.add_row(row.name, row.title, row.origin, row.licence, row.source, style=None if row.found else "dim")
     stdout().print(table)
@@ -211,7 +210,7 @@ def _step_parts(
 def _task_prompts(name: str, llm: LLM, count: int) -> list[tuple[int, ...]]:
     """Token ids of the first turns of a workload."""
     workload = prompts_of.load(name, limit=count)
-    encoded = prompts_of.encode(workload, llm.tokenizer, max_model_len=MOST_PROMPT, max_new_tokens=PARTS_TOKENS)
+    encoded = prompts_of.Encoded(workload, llm.tokenizer, max_model_len=MOST_PROMPT, max_new_tokens=PARTS_TOKENS)
     return [prompt.ids for prompt in encoded.prompts]
 
 
@@ -226,7 +225,7 @@ def _parts_table(found: Sequence[stopwatch.StepParts]) -> Table:
             rows.append([part, *cells])
     whole = [cell for one in found for cell in (f"{one.host_ms:.3f}", f"{one.step_ms - one.host_ms:.3f}")]
     tokens = [cell for one in found for cell in (f"{one.tokens:.2f} tokens", f"{one.steps} steps")]
-    return _table(head, [*rows, ["whole step", *whole], ["in a step", *tokens]], left=1)
+    return figures_table(head, [*rows, ["whole step", *whole], ["in a step", *tokens]])
 
 
 @app.command()
@@ -288,16 +287,6 @@ def decode(
     _write(out, figures)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> Table:
-    """Figures at the right; the first ``left`` columns are words."""
-    table = Table(box=None, header_style="bold")
-    for place, name in enumerate(head):
-        table.add_column(name, justify="left" if place < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _cost_table(tables: Mapping[str, CostTable]) -> Table:
     """Milliseconds by rows of one sequence, and by sequences of one row; a column a model."""
     rows = []
@@ -305,28 +294,20 @@ def _cost_table(tables: Mapping[str, CostTable]) -> Table:
         costs = [dict(getattr(table, kind)) for table in tables.values()]
         for count in sorted({count for cost in costs for count in cost}):
             rows.append([f"{count} {what}", *(f"{cost[count]:.2f}" if count in cost else "" for cost in costs)])
-    return _table(["a pass of", *(f"{name}, ms" for name in tables)], rows, left=1)
+    return figures_table(["a pass of", *(f"{name}, ms" for name in tables)], rows)
 
 
 def _step_table(costs: Sequence[stepping.StepCost], bandwidth: float) -> Table:
     """One line a row count and context."""
     one = {c.context: c.step_ms for c in costs if c.rows == 1}
     head = "context | rows | step ms | 10-90 % | of 1 row | weights GB/s | share | linear ms | linear share"
-    rows = [
-        [
-            str(cost.context),
-            str(cost.rows),
-            f"{cost.step_ms:.2f}",
-            f"{cost.low_ms:.2f}-{cost.high_ms:.2f}",
-            f"{cost.step_ms / one[cost.context]:.2f}" if cost.context in one else "",
-            f"{cost.gigabytes_per_second():.1f}",
-            f"{cost.share(bandwidth):.0%}",
-            f"{cost.linear_ms:.2f}",
-            f"{cost.linear_share(bandwidth):.0%}",
-        ]
-        for cost in costs
-    ]
-    return _table(head.split(" | "), rows)
+    line = (
+        "{context} | {rows} | {step_ms:.2f} | {low_ms:.2f}-{high_ms:.2f} | {of_one} | {weights_gb_per_s:.1f} | "
+        "{share_of_bandwidth:.0%} | {linear_ms:.2f} | {linear_share_of_bandwidth:.0%}"
+    )
+    ratios = [f"{c.step_ms / one[c.context]:.2f}" if c.context in one else "" for c in costs]
+    rows = [line.format(**c.as_dict(bandwidth), of_one=r).split(" | ") for c, r in zip(costs, ratios, strict=True)]
+    return figures_table(head.split(" | "), rows, words=0)
 
 
 def _decode_table(
@@ -340,7 +321,7 @@ def _decode_table(
         ratio, more = ratios.get((rate.engine, "transformers", rate.batch)), rate.tokens_per_s / first[rate.engine]
         speeds = [f"{rate.tokens_per_s:.1f}", f"{rate.low:.1f}-{rate.high:.1f}"]
         rows.append([rate.engine, str(rate.batch), *speeds, f"{ratio:.2f}" if ratio else "", f"{more:.2f}"])
-    return _table(head, rows, left=1)
+    return figures_table(head, rows)
 
 
 def _numbers(flag: str, text: str) -> list[int]:
@@ -362,11 +343,5 @@ def _check_out(out: Path | None) -> None:
 
 
 def _write(out: Path | None, figures: dict[str, Any]) -> None:
-    if out is None:
-        return
-    try:
-        out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out}", f"cannot be written ({error})", "name a file in a folder that exists"
-        ) from error
+    if out is not None:
+        write_text(out, json.dumps(figures, indent=1) + "\n", "--out")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..bench import methods as known
-from ..bench.config import BenchConfig, Watcher
+from ..bench.config import NAMES, BenchConfig, Lines, Watcher
 from ..bench.measure import Group
 from ..bench.methods import CELL_SETTINGS, Sweep
 from ..bench.peers import PEERS
@@ -34,7 +32,6 @@ Many = list[str] | None
 Text = str | None
 Count = int | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-LINE_EVERY_S = 10.0  # between lines of progress, where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ class RunOptions:
     )
     temperature: Text = _option("Of sampling; 0 is greedy [default: 0]", metavar="T,T,..")
     top_k: Text = _option("Likeliest tokens that sampling chooses from [default: 0, all]", metavar="N,N,..")
-    application: Many = _option(
+    application: dict[str, str] | None = _option(
         "A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
         metavar="NAME=FOLDER",
     )
@@ -122,21 +119,18 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
     if context.invoked_subcommand is not None:
         return
     asked = RunOptions(**options)
-    sweeps = _sweeps(asked.sweep or [])
+    sweeps = _sweeps(asked)
     size = QUICK if asked.quick else FULL
+    cells: dict[str, Any] = {many: sweeps[name].values for many, name in NAMES.items() if name in sweeps}
     config = BenchConfig(
         methods=_methods(asked, sweeps.values()),
-        applications=_applications(asked),
+        applications=asked.application or {},
         workloads=tuple(asked.workload or ()),
         data=Path(asked.data) if asked.data else None,
         prompts=size.prompts if asked.prompts is None else asked.prompts,
         repeats=size.repeats if asked.repeats is None else asked.repeats,
-        batches=_values("batch", asked.batch, sweeps, 1),
-        contexts=_values("context", asked.context_length, sweeps, None),
-        temperatures=_values("temperature", asked.temperature, sweeps, 0.0),
-        top_ks=_values("top_k", asked.top_k, sweeps, 0),
-        max_new_tokens=_values("max_new_tokens", asked.max_new_tokens, sweeps, size.max_new_tokens),
         time_limit_s=size.time_limit_s,
+        **{"max_new_tokens": (size.max_new_tokens,), **cells},
         **{name: options[name] for name in ("model", "seed", "device", "threads", "ignore_eos", "check", "title")},
         **_prompt_tokens(asked.model, asked.prompt_tokens),
     )
@@ -174,49 +168,21 @@ def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
     return {"prompt_tokens": given}
 
 
-def _sweeps(texts: list[str]) -> dict[str, Sweep]:
-    """By setting."""
-    sweeps: dict[str, Sweep] = {}
-    for sweep in map(known.parse_sweep, texts):
-        if sweeps.setdefault(sweep.setting, sweep) is not sweep:
-            first = sweeps[sweep.setting]
-            raise ConfigError(f"--sweep {first.text}", f"{sweep.setting} is swept twice", "sweep it once")
-    return sweeps
-
-
-def _values(setting: str, text: str | None, sweeps: dict[str, Sweep], default: Any) -> tuple[Any, ...]:
-    """The values of a setting that makes cells, from its own flag or from its sweep."""
-    flag, swept = "--" + setting.replace("_", "-"), sweeps.get(setting)
-    if text is None:
-        return swept.values if swept else (default,)
-    if swept:
-        raise ConfigError(f"{flag} {text} with --sweep {swept.text}", "both say the same thing", "give one of them")
-    try:
-        return tuple(CELL_SETTINGS[setting](part.strip()) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"{flag} {text}", "not numbers with commas between", f"write {flag} 1 or {flag} 1,8"
-        ) from error
-
-
-def named_folders(flag: str, pairs: list[str]) -> dict[str, str]:
-    """Folders by name, from ``NAME=FOLDER``.
-
-    Raises:
-        ConfigError: text of another form, or a name twice.
-    """
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, folder = (part.strip() for part in pair.partition("="))
-        if not (name and equals and folder) or name in found:
-            wrong = "the name is there twice" if name in found else "not a name and a folder"
-            raise ConfigError(f"{flag} {pair}", wrong, f"write it like {flag} sql=path/to/folder, each name once")
-        found[name] = folder
-    return found
-
-
-def _applications(asked: RunOptions) -> dict[str, str]:
-    return named_folders("--application", asked.application or [])
+def _sweeps(asked: RunOptions) -> dict[str, Sweep]:
+    """By setting; what makes cells has a flag of its own too."""
+    texts = [(f"--sweep {text}", text) for text in asked.sweep or []]
+    for setting in CELL_SETTINGS:
+        text = getattr(asked, "context_length" if setting == "context" else setting)
+        texts += [(f"--{setting.replace('_', '-')} {text}", f"{setting}={text}")] if text is not None else []
+    found: dict[str, tuple[str, Sweep]] = {}
+    for said, text in texts:
+        sweep = known.parse_sweep(text, said)
+        if sweep.setting in found:
+            raise ConfigError(
+                f"{found[sweep.setting][0]} with {said}", f"{sweep.setting} is swept twice", "give one of them"
+            )
+        found[sweep.setting] = (said, sweep)
+    return {setting: sweep for setting, (_, sweep) in found.items()}
 
 
 def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
@@ -225,7 +191,7 @@ def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
     texts = asked.method
     chosen = known.parse_methods(texts, asked.dtype) if texts else known.default_methods(asked.model, asked.dtype)
     added = [m for m in peers if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added], _applications(asked)), list(sweeps)))
+    return tuple(known.expand(known.with_plain([*chosen, *added], asked.application or {}), list(sweeps)))
 
 
 # -- progress
@@ -245,38 +211,6 @@ class Bar(Watcher):
         self._progress.update(
             self._task, description=f"{group.cell.workload}, {method.name}", completed=done, total=total, refresh=True
         )
-
-
-class Lines(Watcher):
-    """Progress in a log: a line for each stage, and one now and then."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._last = clock()
-        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
-
-    def stage(self, text: str) -> None:
-        self._say(text)
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        now = self._clock()
-        self._first = self._first or (now, done)
-        if now - self._last < LINE_EVERY_S:
-            return
-        began, already = self._first
-        left = (now - began) / max(done - already, 1) * (total - done)
-        self._say(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {_duration(left)} left")
-
-    def _say(self, text: str) -> None:
-        self._last = self._clock()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from ..core.errors import ConfigError
-from ..core.options import alternatives
+from ..core.options import alternatives, named_values
 
 Flag = tuple[inspect.Parameter, Callable[[Any], Any]]  # as typer reads it, and from that to what Python takes
 
@@ -134,17 +134,4 @@ def _numbers(flag: str, pairs: list[str]) -> dict[int, float]:
         ) from error
 
 
-def _names(flag: str, pairs: list[str]) -> dict[str, str]:
-    """``["sql=a/folder"]`` -> ``{"sql": "a/folder"}``; a name stands for one thing."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not (name and equals and value):
-            raise ConfigError(f"{flag} {pair}", "not of the form NAME=FOLDER", f"write {flag} sql=path/to/folder")
-        if name in found:
-            raise ConfigError(f"{flag} {pair}", f"{name} stands for {found[name]} already", "choose another name")
-        found[name] = value
-    return found
-
-
-_MAPPERS: dict[tuple[Any, ...], Callable[[str, list[str]], Any]] = {(int, float): _numbers, (str, str): _names}
+_MAPPERS: dict[tuple[Any, ...], Callable[[str, list[str]], Any]] = {(int, float): _numbers, (str, str): named_values}

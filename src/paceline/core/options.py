@@ -7,8 +7,9 @@ text for a number. pydantic checks hints and bounds; `check` turns what it finds
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -180,6 +181,24 @@ def _read_as(text: str, kind: Any) -> Any:
     return TypeAdapter(kind).validate_python(value)
 
 
+def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
+    """``["sql=a/folder"]`` -> ``{"sql": "a/folder"}``; a name stands for one thing.
+
+    Raises:
+        ConfigError: text of another form, or a name twice; ``flag`` is what the text was given for.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not (name and equals and value) or name in found:
+            wrong = "the name is there twice" if name in found else "not a name and a value"
+            raise ConfigError(
+                f"{flag} {pair}", wrong, f"write {flag} NAME=VALUE (of a set NAME=FOLDER), each name once"
+            )
+        found[name] = value
+    return found
+
+
 def written(value: Any) -> str:
     """The inverse of `read`."""
     if value is None or isinstance(value, bool):
@@ -228,6 +247,14 @@ class _Shown(reprlib.Repr):
 
 _SHOWN = _Shown()
 _SHOWN.maxlevel, _SHOWN.maxstring = 4, SHOWN
+
+
+def suggest(word: str, known: Iterable[str], what: str) -> str:
+    """What to write in place of a word that is not known, of those that are."""
+    listed = list(known)
+    close = difflib.get_close_matches(word, listed, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known {what}s: {', '.join(listed) or 'none'}"
 
 
 def shown(value: Any) -> str:

@@ -8,7 +8,6 @@ group ``paceline.drafters``, whose values point at config classes.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -18,7 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import MOST_TEXT, alternatives, check, read, remedy_of, shown, type_name, written
+from ..core.options import MOST_TEXT, alternatives, check, read, remedy_of, shown, suggest, type_name, written
 from ..core.options import option as option
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def config_class(name: str) -> type[DrafterConfig]:
         return _registered[name]
     point = _discovered()[0].get(name)
     if point is None:
-        raise ConfigError(f"drafter={name!r}", "there is no such drafter", _suggest(name, names(), "drafter"))
+        raise ConfigError(f"drafter={name!r}", "there is no such drafter", suggest(name, names(), "drafter"))
     remedy = f"repair or uninstall the package {_package(point)}"
     try:
         loaded = point.load()
@@ -219,7 +218,7 @@ def _read_options(asked: str, chosen: type[DrafterConfig], given: Sequence[tuple
     values: dict[str, Any] = {}
     for key, text in given:
         if key not in hints:
-            raise ConfigError(asked, f"{chosen.kind} has no option {key!r}", _suggest(key, list(hints), "option"))
+            raise ConfigError(asked, f"{chosen.kind} has no option {key!r}", suggest(key, list(hints), "option"))
         if key in values:
             raise ConfigError(asked, f"{key} is given twice", "give it once")
         try:
@@ -304,9 +303,3 @@ def _is_spellable(kind: Any) -> bool:
 def _default(spec: Field[Any]) -> Any:
     """MISSING where one must be given."""
     return spec.default if spec.default_factory is MISSING else spec.default_factory()
-
-
-def _suggest(word: str, known: Sequence[str], what: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known {what}s: {', '.join(known) or 'none'}"

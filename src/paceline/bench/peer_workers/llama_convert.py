@@ -42,39 +42,23 @@ def _accept_unknown_tokenizers():
 
 def _with_vocabulary(folder, scratch):
     """A copy (of links) with a byte-level vocabulary of the model's size; llama.cpp wants one merge at least."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
     for file in folder.iterdir():
         os.symlink(file, scratch / file.name)
     config = json.loads((folder / "config.json").read_text())
     special = ["<|bos|>", "<|eos|>"]
-    tokens = [*special, *_byte_characters(), "ab"][: config["vocab_size"]]
+    tokens = [*special, *sorted(ByteLevel.alphabet()), "ab"][: config["vocab_size"]]
     tokens += [f"<{i}>" for i in range(len(tokens), config["vocab_size"])]
-    added = [
-        dict(id=i, content=t, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-        for i, t in enumerate(special)
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": ["a b"]},
-    }
-    (scratch / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("a", "b")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(scratch / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]}
     (scratch / "tokenizer_config.json").write_text(json.dumps(names))
     return scratch
-
-
-def _byte_characters():
-    """The printable character that stands for each byte in a byte-level vocabulary."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 if __name__ == "__main__":

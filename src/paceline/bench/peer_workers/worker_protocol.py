@@ -68,8 +68,8 @@ class Arrivals:
 
     def __init__(self, requests):
         self.counts = [0] * requests
-        self.first_ms = [None] * requests
-        self.last_ms = [None] * requests
+        self.first_ms: list[Any] = [None] * requests
+        self.last_ms: list[Any] = [None] * requests
         self.waits_ms = []
         self.arrivals = []
 

@@ -50,7 +50,7 @@ def save_report(report: Report, path: Path | str) -> Path:
         text = _dumps(values)
     except ValueError:  # infinities or NaN: rare, and looking for them takes long
         text = _dumps(json.loads(json.dumps(values), parse_constant=lambda _: None))  # JSON cannot say them
-    return _write(Path(path), text + "\n")
+    return write_text(Path(path), text + "\n")
 
 
 def write_all(report: Report, folder: Path | str) -> list[Path]:
@@ -63,15 +63,11 @@ def write_all(report: Report, folder: Path | str) -> list[Path]:
     from . import markdown, page
 
     target = Path(folder)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(target, error) from error
     summary = summarise(report)
     return [
         save_report(report, target / JSON_NAME),
-        _write(target / PAGE_NAME, page.render(summary, JSON_NAME)),
-        _write(target / MARKDOWN_NAME, markdown.render(summary)),
+        write_text(target / PAGE_NAME, page.render(summary, JSON_NAME)),
+        write_text(target / MARKDOWN_NAME, markdown.render(summary)),
     ]
 
 
@@ -90,21 +86,21 @@ def _check(report: Report) -> None:
         raise ValueError(f"trials of methods that it does not list: {', '.join(sorted(unknown))}")
 
 
-def _write(path: Path, text: str) -> Path:
-    """Beside it first, then in its place: a reader never meets half a file."""
+def write_text(path: Path, text: str, what: str = "report") -> Path:
+    """Write a file, and its folder where it is missing: beside it first, so that a reader never meets half a file.
+
+    Raises:
+        ConfigError: it cannot be written; ``what`` is what the message calls it.
+    """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fresh.write_text(text, encoding="utf-8")
             os.replace(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        wrong = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(f"{what} {path}", wrong, "name a folder that you can write to") from error
     return path
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"report {path}", f"cannot be written ({error.strerror or error})", "name a folder that you can write to"
-    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..records import Report
-from ..summary import Index, Row, Section, Summary, summarise
+from ..summary import Row, Section, Summary, summarise
 from . import tables
 from . import wording as say
 from .tables import Table
@@ -20,11 +20,10 @@ TIMES = tables.columns(
 
 def render(report: Report | Summary) -> str:
     """The whole report; ends with a newline."""
-    summary = report if isinstance(report, Summary) else summarise(report)
-    index = Index(summary.report)
-    blocks = [f"# {text(summary.report.title)}", f"**{text(say.headline(summary))}**", _list(say.findings(summary))]
+    summary = summarise(report)
+    blocks = [f"# {text(summary.report.title)}", f"**{text(say.headline(summary))}**", bullets(say.findings(summary))]
     for section in summary.sections:
-        blocks += _section(summary, index, section)
+        blocks += _section(summary, section)
     for label, _, found in tables.curves(summary):
         blocks += [f"## Speed-up by batch size, {text(label)}", _table(found)]
     blocks += [*_problems(summary), *_how(summary)]
@@ -35,13 +34,6 @@ def text(value: object) -> str:
     """Text that Markdown shows as it is, in a table cell too."""
     flat = re.sub(r"\s+", " ", str(value)).strip()
     return re.sub(r"([\\`*\[\]<>|#~&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))", r"\\\1", flat)
-
-
-def code(value: str) -> str:
-    """A code span for text with any number of backquotes."""
-    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", value)), default=0))
-    pad = " " if "`" in value else ""
-    return f"{ticks}{pad}{value}{pad}{ticks}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -64,11 +56,12 @@ def _titled(title: str, found: Table | None) -> list[str]:
     return [] if found is None else [title, _table(found)]
 
 
-def _list(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
+    """A list."""
     return "\n".join(f"- {text(line)}" for line in lines)
 
 
-def _section(summary: Summary, index: Index, section: Section) -> list[str]:
+def _section(summary: Summary, section: Section) -> list[str]:
     names, total = summary.workloads(section), summary.total(section)
     blocks = [f"## {text(say.upper(section.label()))}"]
     if len(names) > 1:
@@ -80,7 +73,7 @@ def _section(summary: Summary, index: Index, section: Section) -> list[str]:
         title, body = text(say.workload_title(summary.report, name)), "\n\n".join(_tables(rows))
         blocks.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>" if len(names) > 1 else body)
         blocks += _titled("Acceptance by position:", tables.acceptance(rows)) if len(names) == 1 else []
-    return blocks + _titled("Beside other engines' plain decoding:", tables.peers(index, section))
+    return blocks + _titled("Beside other engines' plain decoding:", tables.peers(summary, section))
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
@@ -93,19 +86,17 @@ def _problems(summary: Summary) -> list[str]:
     found = say.troubles(summary)
     slower = [f"slower than plain: {line}" for line in found["slower"]]
     lines = [*found["differing"], *slower, *found["failed"], *found["unavailable"]]
-    return ["## What went wrong or did not run", _list(lines)] if lines else []
+    return ["## What went wrong or did not run", bullets(lines)] if lines else []
 
 
 def _how(summary: Summary) -> list[str]:
     report = summary.report
-    lines = [say.model_line(report), say.machine_line(report), say.run_line(report)]
-    lines += [f"{key}: {say.setting(value)}" for key, value in report.settings.items()]
     command = say.command_line(report).replace("```", "` ` `")
     defined = [f"- **{term}**: {text(meaning)}" for term, meaning in say.definitions(report)]
     return [
         "## How it was measured",
-        _list([*lines, *report.notes]),
-        _list(f"{say.method_name(m)}: {say.method_detail(m)}" for m in report.methods if not m.plain),
+        bullets(say.how_lines(report)),
+        bullets(f"{say.method_name(m)}: {say.method_detail(m)}" for m in report.methods if not m.plain),
         f"To repeat it:\n\n```\n{command}\n```",
         _table(tables.workloads(report)) if report.workloads else "",
         "### What the words mean",

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ..figures import Series, drawable
 from ..records import Report
-from ..summary import Index, Section, Summary, best, summarise
+from ..summary import Section, Summary, best, summarise
 from . import plots, tables
 from . import wording as say
 from .tables import Table
@@ -30,7 +30,7 @@ def render(report: Report | Summary, json_name: str = "report.json") -> str:
         report: what to show.
         json_name: name of the raw data, in the folder that the page will be in.
     """
-    summary = report if isinstance(report, Summary) else summarise(report)
+    summary = summarise(report)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_asset("page.html.j2")).render(**_context(summary), json_name=json_name) + "\n"
 
@@ -40,10 +40,11 @@ def _asset(name: str) -> str:
 
 
 def _context(summary: Summary) -> dict[str, Any]:
-    report, index = summary.report, Index(summary.report)
+    report = summary.report
     look = plots.looks(report.methods)
-    first = say.main_section(summary)
-    order = sorted(summary.sections, key=lambda section: section != first)  # the main one first, the rest as they are
+    order = sorted(
+        summary.sections, key=lambda section: section != summary.main
+    )  # the main one first, the rest as they are
     return {
         "say": say,
         "report": report,
@@ -51,10 +52,10 @@ def _context(summary: Summary) -> dict[str, Any]:
         "css": Markup(_asset("page.css")),  # our own files: not to be escaped
         "js": Markup(_asset("page.js")),
         "plotted": drawable(),
-        "tiles": _tiles(summary, first),
+        "tiles": _tiles(summary),
         "troubles": say.troubles(summary),
-        "bests": _bests(summary, first),
-        "parts": [_part(summary, index, section, look) for section in order],
+        "bests": _bests(summary),
+        "parts": [_part(summary, section, look) for section in order],
         "curves": [_curve(label, plots.batches(found, look), table) for label, found, table in tables.curves(summary)],
         "facts": _facts(report),
         "methods": tables.methods(report),
@@ -62,9 +63,9 @@ def _context(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _tiles(summary: Summary, section: Section | None) -> list[tuple[str, str, str, bool]]:
+def _tiles(summary: Summary) -> list[tuple[str, str, str, bool]]:
     """The figures at the top: name, value, note, and whether it is bad news."""
-    total = summary.total(section) if section is not None else []
+    total = summary.total(summary.main)
     ours, plain = best(total), next((r for r in total if r.method.plain and r.method.own), None)
     tiles = []
     if ours is not None and ours.speedup is not None:
@@ -77,8 +78,9 @@ def _tiles(summary: Summary, section: Section | None) -> list[tuple[str, str, st
         ]
     rival, count = say.rival(summary), summary.exact
     if rival is not None:
-        tiles.append((f"over {rival[0]}", say.times(rival[1].value), "the fastest peer here", False))
-    if count is not None and section is not None:
+        _, name, ratio = rival
+        tiles.append((f"over {name}", say.times(ratio.value), "the fastest peer here", False))
+    if count is not None and summary.main is not None:
         note = f"of {say.count_of(count.sequences, 'sequence')}"
         note += f", {count.explained:,} explained" if count.explained else ""
         note += f", {count.failures:,} differ" if count.failures else ""
@@ -89,15 +91,15 @@ def _tiles(summary: Summary, section: Section | None) -> list[tuple[str, str, st
     return tiles
 
 
-def _bests(summary: Summary, section: Section | None) -> Table | None:
+def _bests(summary: Summary) -> Table | None:
     """The best method of this engine on each workload, where there are several."""
-    names = summary.workloads(section) if section else []
-    found = [best(row for row in summary.of(section) if row.workload == name) for name in names if section]
+    shown = [row for row in summary.rows if row.section == summary.main]
+    found = [best(row for row in shown if row.workload == name) for name in dict.fromkeys(r.workload for r in shown)]
     rows = [row for row in found if row is not None]
     return tables.by_workload(summary.report, rows, BEST, "Best method by workload") if len(rows) > 1 else None
 
 
-def _part(summary: Summary, index: Index, section: Section, look: dict[str, Series]) -> dict[str, Any]:
+def _part(summary: Summary, section: Section, look: dict[str, Series]) -> dict[str, Any]:
     """What the page shows of one section."""
     total, names = summary.total(section), summary.workloads(section)
     floors = [r.figures.floor_tokens_per_s for r in total if r.method.plain]
@@ -109,7 +111,7 @@ def _part(summary: Summary, index: Index, section: Section, look: dict[str, Seri
         "label": say.upper(section.label()),
         "total": tables.figures(total, COLUMNS, label),
         "speedups": plots.speedups(summary, section, look),
-        "peers": tables.peers(index, section),
+        "peers": tables.peers(summary, section),
         "acceptance_table": accepted,
         "acceptance": plots.acceptance(total, look) if accepted else "",
         "shares": plots.time_shares(total) if any(row.figures.shares for row in total) else "",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..records import Report
-from ..summary import Curve, Index, Interval, Row, Section, Summary, against, batch_curve
+from ..summary import Curve, Interval, Row, Section, Summary, against, batch_curve
 from . import wording as say
 
 
@@ -147,10 +147,6 @@ def _ratio(found: Interval | None) -> Cell:
     return Cell(text=say.interval(found), value=found.value if found else None)
 
 
-def _padded(cells: Sequence[Cell], width: int) -> list[Cell]:
-    return [*cells, *[NONE] * (width - len(cells))]
-
-
 # -- the tables
 
 
@@ -177,7 +173,7 @@ def acceptance(rows: Iterable[Row]) -> Table | None:
     for row in found:
         pairs = zip(row.figures.acceptance, row.figures.offered, strict=True)
         cells = [Cell(text=say.share(share), value=share, title=f"of {many:,} passes") for share, many in pairs]
-        made.append([name_of(row), *_padded(cells, depth)])
+        made.append([name_of(row), *cells, *[NONE] * (depth - len(cells))])
     head = ["method", *(str(d + 1) for d in range(depth))]
     return Table(label="Acceptance by position", head=head, rows=made) if made else None
 
@@ -195,12 +191,13 @@ def matrix(summary: Summary, section: Section) -> Table | None:
     return Table(label="Speed-up by workload", head=head, rows=made) if methods else None
 
 
-def peers(index: Index, section: Section) -> Table | None:
+def peers(summary: Summary, section: Section) -> Table | None:
     """How many times as fast as the other engines' plain decoding every method is."""
-    found = against(index, section)
-    names = [name for name in index.methods if any(name in ratios for ratios in found.values())]
+    found = against(summary, section)
+    names = [name for name in summary.methods if any(name in ratios for ratios in found.values())]
     rows = [
-        [words(say.method_name(index.methods[n])), *(_ratio(ratios.get(n)) for ratios in found.values())] for n in names
+        [words(say.method_name(summary.methods[n])), *(_ratio(ratios.get(n)) for ratios in found.values())]
+        for n in names
     ]
     head = ["method", *(f"over {peer}" for peer in found)]
     return Table(label="Beside other engines", head=head, rows=rows) if found else None
@@ -215,7 +212,7 @@ def curves(summary: Summary) -> list[tuple[str, Sequence[Curve], Table]]:
         batches = sorted({batch for curve in here for batch, _ in curve.points})
         rows = [[words(say.method_name(c.method)), *(_ratio(dict(c.points).get(b)) for b in batches)] for c in here]
         table = Table(label="Speed-up by batch size", head=["method", *map(str, batches)], rows=rows)
-        made.append((say.without_batch(section), here, table))
+        made.append((section.label().removeprefix(f"batch {section.batch}, "), here, table))
     return made
 
 

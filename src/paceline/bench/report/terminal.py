@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -11,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..records import Report
-from ..summary import Index, Row, Section, Summary, summarise
+from ..summary import Row, Section, Summary, summarise
 from . import tables
 from . import wording as say
 from .tables import Cell, Column, Table
@@ -28,13 +29,11 @@ WIDE_COLUMNS = NARROW_COLUMNS + tables.columns(
 
 def render(report: Report | Summary) -> RenderableType:
     """Everything a reader of the terminal wants, top to bottom: findings, tables, what went wrong."""
-    summary = report if isinstance(report, Summary) else summarise(report)
-    index = Index(summary.report)
+    summary = summarise(report)
     parts: list[RenderableType] = [_head(summary)]
-    first = say.main_section(summary)
     for section in summary.sections:
-        parts += [heading(section.label()), _SectionTable(summary, section, each=section == first)]
-        parts += _peers(tables.peers(index, section))
+        parts += [heading(section.label()), _SectionTable(summary, section, each=section == summary.main)]
+        parts += _peers(tables.peers(summary, section))
     if len(summary.sections) > 1:
         parts.append(Text("\nThe other tables by workload are in the report.", style=FAINT))
     for label, _, table in tables.curves(summary):
@@ -77,6 +76,16 @@ def rich_table(first: str, *names: str) -> RichTable:
     table.add_column(first, overflow="fold")
     for name in names:
         table.add_column(name, justify="right", overflow="fold", no_wrap=not name.startswith("÷"))
+    return table
+
+
+def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> RichTable:
+    """A table of plain text: the first columns (``words``) to the left, figures to the right."""
+    table = RichTable(box=None, **{"header_style": "bold", **look})
+    for place, name in enumerate(head):
+        table.add_column(name, justify="left" if place < words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 

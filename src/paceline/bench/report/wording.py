@@ -15,10 +15,8 @@ from ..summary import (
     NEVER_SLOWER,
     RESAMPLES,
     ExactCount,
-    Index,
     Interval,
     Row,
-    Section,
     Summary,
     best,
     overall_ratio,
@@ -52,14 +50,14 @@ def speedup(row: Row) -> str:
     return interval(row.speedup)
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None) -> str:
     """Three significant digits, no exponent."""
     if value is None:
         return NOTHING
     if not value:
         return "0"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(places, digits)}f}"
+    places = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(places, 3)}f}"
 
 
 def share(value: float | None) -> str:
@@ -127,11 +125,6 @@ def row_label(row: Row) -> str:
 def upper(line: str) -> str:
     """With a capital letter in front."""
     return line[:1].upper() + line[1:]
-
-
-def without_batch(section: Section) -> str:
-    """A section's label where the batch size varies."""
-    return section.label().removeprefix(f"batch {section.batch}, ")
 
 
 def count_of(amount: int, noun: str) -> str:
@@ -217,6 +210,12 @@ def agreement_line(report: Report) -> str | None:
     return f"peers' ids equal our plain decoding: {same:,} of {count_of(total, 'sequence')}"
 
 
+def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
+    """How a run was measured: model, machine, versions, what else is known of it, settings, notes."""
+    lines = [model_line(report), machine_line(report), run_line(report), *facts]
+    return [*lines, *(f"{key}: {setting(value)}" for key, value in report.settings.items()), *report.notes]
+
+
 def failures(report: Report) -> list[Exactness]:
     """Comparisons of this engine's methods that failed."""
     return [e for e in report.exactness if not e.passed and report.is_own(e.method)]
@@ -277,40 +276,34 @@ def pairs_line(summary: Summary) -> str:
 
 
 def headline(summary: Summary) -> str:
-    """The sentence that matters most: the best method overall, its speed-up and the best peer beside it."""
-    section = main_section(summary)
-    row = best(summary.total(section)) if section else None
-    if section is None or row is None or row.speedup is None:
+    """The sentence that matters most: the best method overall and its speed-up."""
+    row = best(summary.total(summary.main))
+    if row is None or row.speedup is None:
         return "No speculative method was compared with plain decoding."
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
     first = f"Best method: {method_name(row.method)}, {times(row.speedup.value)} plain decoding {where}"
     broken = " Its ids differ from plain decoding's." if row.exact and not row.exact.passed else ""
-    return f"{first} ({bracket(row.speedup)}; {section.label()}).{broken}"
+    return f"{first} ({bracket(row.speedup)}; {row.section.label()}).{broken}"
 
 
 def peer_headline(summary: Summary) -> str | None:
     """The best method beside the fastest peer."""
-    section, found = main_section(summary), rival(summary)
-    ours = best(summary.total(section)) if section else None
-    if ours is None or found is None:
+    found = rival(summary)
+    if found is None:
         return None
-    name, ratio = found
-    return f"Against the fastest peer: {method_name(ours.method)} is {times(ratio.value)} {name} ({bracket(ratio)})."
+    ours, name, ratio = found
+    return f"Against the fastest peer: {ours} is {times(ratio.value)} {name} ({bracket(ratio)})."
 
 
-def rival(summary: Summary) -> tuple[str, Interval] | None:
-    """The fastest peer, speculative or plain, and how many times as fast the best method here is."""
-    section = main_section(summary)
-    if section is None:
+def rival(summary: Summary) -> tuple[str, str, Interval] | None:
+    """The best method here, the fastest peer, speculative or plain, and how many times as fast it the first is."""
+    total = summary.total(summary.main)
+    ours, theirs = best(total), max((r for r in total if not r.method.own), key=lambda r: r.speed or 0.0, default=None)
+    if ours is None or theirs is None or not theirs.speed:
         return None
-    total = summary.total(section)
-    ours, theirs = best(total), [r for r in total if not r.method.own and r.speed]
-    if ours is None or not theirs:
-        return None
-    fastest = max(theirs, key=lambda r: r.speed or 0.0)
-    cells = [r.cell for r in summary.of(section) if r.method.name == fastest.method.name and r.cell]
-    ratio = overall_ratio(Index(summary.report), ours.method.name, fastest.method.name, cells)
-    return None if ratio is None else (method_name(fastest.method), ratio)
+    cells = [r.cell for r in summary.of(ours.section) if r.method.name == theirs.method.name and r.cell]
+    ratio = overall_ratio(summary, ours.method.name, theirs.method.name, cells)
+    return None if ratio is None else (method_name(ours.method), method_name(theirs.method), ratio)
 
 
 def bracket(ratio: Interval) -> str:
@@ -318,14 +311,6 @@ def bracket(ratio: Interval) -> str:
     if ratio.pairs < 2:
         return "a single pair, no interval"
     return f"{CONFIDENCE:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}"
-
-
-def main_section(summary: Summary) -> Section | None:
-    """The one to show first: the first with a speculative method of this engine, else the first."""
-    for section in summary.sections:
-        if any(row.speedup and row.method.own for row in summary.total(section)):
-            return section
-    return summary.sections[0] if summary.sections else None
 
 
 def findings(summary: Summary) -> list[str]:
