@@ -90,3 +90,8 @@ def test_a_score_that_is_no_number_is_still_found() -> None:
     assert not tree.checked
     with pytest.raises(ConfigError, match="NaN"):
         tree.check()
+
+
+def test_lists_of_unequal_length_are_refused_in_the_hot_case_too() -> None:
+    with pytest.raises(ConfigError, match="do not describe the same nodes"):
+        to_tree([4], [Proposal([5, 6], [0], [-0.1, -0.2])])

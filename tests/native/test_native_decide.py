@@ -15,7 +15,7 @@ from paceline.core.tree_lists import depths_below
 from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
 from paceline.target.decoder import Decoder
-from paceline.target.native import RowSpan
+from paceline.target.native import NativeLinear, RowSpan
 from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels
@@ -189,3 +189,37 @@ def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> N
         if isinstance(llm.engine.round.drafter, RememberingDrafter):  # type: ignore[attr-defined]
             llm.engine.round.drafter.forget()  # type: ignore[attr-defined]
     assert found[True] == found[False]
+
+
+def test_an_interrupt_while_a_pass_is_prepared_costs_that_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make(None, "bfloat16", compiled=True)
+    pool, drafted, wanted = batch(decoder, 2)
+    oracle = part_by_part(decoder, pool, drafted, wanted)
+    stack = decoder.stack
+    assert stack is not None
+    rotate = stack._rotate
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for broken in (interrupted, lambda *args: (rotate(*args), interrupted())):
+        monkeypatch.setattr(stack, "_rotate", broken, raising=False)
+        stack._passes.clear()
+        with pytest.raises(KeyboardInterrupt):
+            at_once(decoder, pool, drafted, wanted)
+        monkeypatch.setattr(stack, "_rotate", rotate, raising=False)
+        assert at_once(decoder, pool, drafted, wanted) == oracle
+
+
+def test_blocks_of_inputs_that_no_scale_fits() -> None:
+    """int8 products of inputs that are tiny, infinite or no number: nothing finite comes of the last two."""
+    generator = torch.Generator().manual_seed(0)
+    linear = NativeLinear(torch.randn(16, 64, generator=generator).bfloat16(), None, quant=True)
+    for value, finite in ((1e-38, True), (3e38, True), (torch.inf, False), (torch.nan, False)):
+        x = torch.zeros(2, 64, dtype=torch.bfloat16)
+        x[0, 5] = value
+        y = linear(x)
+        assert bool(y[0].isfinite().all()) == finite or value == 3e38  # whose product may overflow
+        assert not y[1].any()
+        if value == 1e-38:
+            assert y[0].abs().max() < 1e-30

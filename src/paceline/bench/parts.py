@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from .. import native
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams
 from ..engine.engine import Engine
 from ..llm import LLM
@@ -159,6 +159,9 @@ def measure(llm: LLM, watch: Stopwatch, groups: Sequence[Sequence[Sequence[int]]
 
     Args:
         llm: loaded within `compiled_calls` of the same watch.
+
+    Raises:
+        ConfigError: every step computed a prompt.
     """
     engine = llm.engine
     watch.steps.clear()
@@ -171,6 +174,8 @@ def measure(llm: LLM, watch: Stopwatch, groups: Sequence[Sequence[Sequence[int]]
                 watch.step(engine)
                 if len(watch.steps) > known:
                     tokens.append(_said(live) - said)
+    if not watch.steps:
+        raise ConfigError("the parts of a step", "no step only decoded", "ask for answers of two tokens or more")
     totals = [sum(step.values()) * 1e3 for step in watch.steps]
     hosts = [sum(t for (_, compiled), t in step.items() if not compiled) * 1e3 for step in watch.steps]
     parts = tuple(

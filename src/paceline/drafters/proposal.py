@@ -101,8 +101,8 @@ def to_tree(
     Returns:
         [B, N] with N = 1 + the largest proposal; ``log_score`` is set.
     """
-    if len(proposals) == 1 and proposals[0].is_chain:  # the hot case, at half the cost of the general one
-        only = proposals[0]
+    only = proposals[0] if len(proposals) == len(root_tokens) == 1 else None
+    if only is not None and only.is_chain and len(only.parents) == len(only.tokens):  # the hot case, at half the cost
         marks = [source] * (len(only) + 1) if isinstance(source, int) else [0, *source[0]]
         return _chain([*root_tokens, *only.tokens], marks, [0.0, *only.log_scores])
     return TokenTree.from_parents(

@@ -54,7 +54,7 @@
 #if defined(PL_AVX512) && defined(__AVX512VNNI__)
 #define PL_VNNI 1
 #endif
-#if defined(PL_DOT_BF16) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(PL_DOT_BF16) && defined(PL_VNNI) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define PL_AMX 1
 #endif
 
@@ -406,7 +406,8 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
 // Which thread computes a piece changes no bits.
 
 constexpr int SPINS = 3000;         // turns of a spin, some tens of microseconds
-constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of the time since the job began
+constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of what the job took
+constexpr int64_t JUDGED = 5;       // stages of a job of which no single one takes that share by itself
 constexpr int64_t ALONE = 16;       // jobs without the others after a wait that long; doubled up to
 constexpr int64_t LONGEST = 512;    // this many, while it happens again
 constexpr int MOST_THREADS = 256;
@@ -448,24 +449,27 @@ class Team {
       return free_tiles();
     }
     const Clock::time_point start = Clock::now();
-    bool late = false;
-    job_ = &job, width_ = T, first_ = now_.load(std::memory_order_relaxed) + 1, last_ = first_ + (uint32_t)job.stages();
+    Clock::duration longest{};
+    const bool wider = T > width_.exchange(T);
+    if (wider) wider_.fetch_add(1), wake(wider_);
+    job_ = &job, first_ = now_.load(std::memory_order_relaxed) + 1, last_ = first_ + (uint32_t)job.stages();
     open(first_);
     for (uint32_t stage = first_; stage != last_;) {
       take(stage);
       const Clock::time_point before = Clock::now();
       if (const uint32_t next = spin(stage); next != stage) { stage = next; continue; }
       stage = sleep(stage);
-      const Clock::time_point after = Clock::now();
-      late = late || (microseconds(after - before) > LONG_WAIT && after - before > (after - start) / 4);
+      longest = std::max(longest, Clock::now() - before);
     }
     free_tiles();
-    if (late) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
+    const bool long_wait = microseconds(longest) > LONG_WAIT && longest > (Clock::now() - start) / 4;
+    if (long_wait && job.stages() >= JUDGED) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
     else if (penalty_ > ALONE && ++good_ == 64) penalty_ /= 2, good_ = 0;
   }
 
   ~Team() {
     ended_ = true;
+    wider_.fetch_add(1), wake(wider_);
     publish(now_.load() + 1);
     for (std::thread& t : threads_) t.join();
   }
@@ -515,6 +519,11 @@ class Team {
   void work(int64_t t) {
     uint32_t stage = 0;
     while (!ended_) {
+      const uint32_t old = wider_.load();
+      if (width_.load() <= t) {  // not needed until a job is wider
+        while (!ended_ && wider_.load() == old) wait(wider_, old);
+        continue;
+      }
       uint32_t next = spin(stage);
       if (next == stage) {
         free_tiles();
@@ -536,21 +545,30 @@ class Team {
 
   uint32_t sleep(uint32_t old) {
     sleepers_.fetch_add(1);
-    while (now_.load() == old) {
-#if defined(__linux__)
-      syscall(SYS_futex, (uint32_t*)&now_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
-#else
-      std::this_thread::yield();
-#endif
-    }
+    while (now_.load() == old) wait(now_, old);
     sleepers_.fetch_sub(1);
     return now_.load();
   }
 
   void publish(uint32_t stage) {
     now_.store(stage);
+    if (sleepers_.load() > 0) wake(now_);
+  }
+
+  // Sleep while a word is `old`, or for a moment: the caller looks again.
+  static void wait(std::atomic<uint32_t>& word, uint32_t old) {
 #if defined(__linux__)
-    if (sleepers_.load() > 0) syscall(SYS_futex, (uint32_t*)&now_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+#else
+    (void)word, (void)old;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+#endif
+  }
+  static void wake(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#else
+    (void)word;
 #endif
   }
 
@@ -566,8 +584,9 @@ class Team {
   Slot slots_[SLOTS];
   alignas(64) std::atomic<uint32_t> now_{0};  // the stage that is open; between two jobs one without units
   std::atomic<int> sleepers_{0};
+  std::atomic<uint32_t> wider_{0};  // jobs that were wider than the one before
+  std::atomic<int64_t> width_{1};   // threads of the last job
   alignas(64) Job* job_ = nullptr;
-  int64_t width_ = 1;
   uint32_t first_ = 0, last_ = 0;
   std::atomic<bool> ended_{false};
   int64_t alone_ = 0, penalty_ = ALONE, good_ = 0;
@@ -616,9 +635,10 @@ inline void round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, i
   const __m512 a = load_wide(x), b = load_wide(x + 16);
   const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
   const bool number = most <= FLT_MAX && !_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q);
-  const bool sound = number && most > 0;
+  const bool sound = number && most > 1e-30f;  // so that 127 / most is a number, too
   const __m512 by = _mm512_set1_ps(sound ? 127.0f / most : 0.0f);
-  const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, by)), high = _mm512_cvtps_epi32(_mm512_mul_ps(b, by));
+  const __mmask16 all = sound ? 0xffff : 0;
+  const __m512i low = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(a, by)), high = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(b, by));
   int32_t four[I8_BLOCK / 4];
   _mm_storeu_si128((__m128i*)four, _mm512_cvtsepi32_epi8(low));
   _mm_storeu_si128((__m128i*)(four + 4), _mm512_cvtsepi32_epi8(high));
@@ -937,7 +957,7 @@ thread_local Bytes t_bytes;
 template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
 #if PL_VNNI
   if constexpr (std::is_same_v<A, bf16>)
-    if (is_i8(l.kind)) {
+    if (is_i8(l.kind) && !(g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0)) {  // whole tiles take x as it is
       if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
       return {x, stride, &t_bytes, 0};
     }
@@ -1342,9 +1362,9 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
                   const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
   Scratch& t = t_scratch;
   const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS);
-  grow(t.scores, TILE_ROWS * room);
-  grow(t.weights, TILE_ROWS * room);
-  grow(t.out, TILE_ROWS * d);
+  grow(t.scores, count * room);
+  grow(t.weights, count * room);
+  grow(t.out, count * d);
   const View view = look(s, window, positions, r0, count, t.tail);
   auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
   auto own = [&](int i, int64_t j) { return slot(j < view.common ? j : t.tail[view.tail_begin[i] + j - view.common]); };

@@ -366,13 +366,16 @@ class Stack:
         found = self._passes.get(cache)
         if found is None:
             k, v, stride = self._addresses(cache)
-            found = self._passes[cache] = native.Pass(
+            found = native.Pass(
                 k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
             )
             found.rotation = None
-        if found.rotation is not self._rope.now:
-            found.rotation = self._rope.now
-            self._rotate(found, found.rotation)
+            self._passes[cache] = found
+        rotation = self._rope.now
+        if found.rotation is not rotation:  # an interrupt in here makes the next call do it again
+            found.rotation = None
+            self._rotate(found, rotation)
+            found.rotation = rotation
         found.threads = torch.get_num_threads()
         return found
 
