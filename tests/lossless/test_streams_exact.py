@@ -286,6 +286,7 @@ def logits_by_place(
         emit(p)
 
     round_.emitter.emit = watched
+    round_.compiled = False  # the pass in one call shows no logits
     run(engine, [(p, GREEDY) for p in prompts], [application] * len(prompts))
     assert round_.failure is None
     return found

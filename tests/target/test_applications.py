@@ -367,7 +367,7 @@ def test_an_application_with_streams_brings_its_drafter(
         (["--as", "nosuch"], "no such application"),
         (["--as", "sql", "--as", "prose", "--as", "base"], "3 times for 1 prompts"),
         (["--application", "sql"], "NAME=FOLDER"),
-        (["--application", "sql=elsewhere"], "already"),
+        (["--application", "sql=elsewhere"], "there twice"),
     ],
 )
 def test_mistakes_on_the_command_line(

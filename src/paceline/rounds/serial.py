@@ -19,7 +19,7 @@ from .compiled import decide_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
 from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
-from .verification import DEFAULT_VERIFIER
+from .verification import DEFAULT_VERIFIER, match
 
 
 class SerialRound:
@@ -45,7 +45,7 @@ class SerialRound:
         self.emitter = Emitter(target.num_layers, drafter.spec if drafter else None)
         self._taps = drafter.spec.taps if drafter else ()
         # Whether a pass may be one compiled call; it shows no states, and its verdict is the default one.
-        self.compiled = verifier == DEFAULT_VERIFIER and not self._taps
+        self.compiled = self.guard.verifier.verify is match and not self._taps
 
     @property
     def failure(self) -> str | None:
