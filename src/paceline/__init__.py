@@ -6,6 +6,7 @@ milliseconds instead of the seconds that importing torch takes.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from .llm import LLM as LLM
 
 __version__ = "0.1.0"
+
+# torch's OpenMP threads spin for milliseconds after each of its parallel operations, on cores that the threads of the
+# compiled layers need. They read this when torch is loaded: where that was before, or the user chose, nothing changes.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 _HOME = {  # public name -> module that defines it
     "LLM": ".llm",
