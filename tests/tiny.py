@@ -248,10 +248,16 @@ def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **
     return DraftModel(DraftModelConfig(model="tiny-draft", **options), loaded)
 
 
-def hybrid(*, noise: float = 0.03, target: dict[str, Any] | None = None, **options: Any) -> Hybrid:
-    """A `Hybrid` whose draft model is a noised copy of the target.
+LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
+
+
+def hybrid(
+    parts: str = f"{LOOKUP}+{MODEL}", *, noise: float = 0.03, target: dict[str, Any] | None = None, **options: Any
+) -> Hybrid:
+    """A `Hybrid` whose draft models are noised copies of the target.
 
     Args:
+        parts: its drafters.
         noise, target: as for `draft_model`.
         options: of `HybridConfig`.
     """
@@ -260,7 +266,7 @@ def hybrid(*, noise: float = 0.03, target: dict[str, Any] | None = None, **optio
     context = DrafterContext(
         load_model=lambda name, dtype: loaded, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
     )
-    return HybridConfig(model="tiny-draft", **options).build(context)
+    return HybridConfig(parts=parts, **options).build(context)
 
 
 def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:

@@ -24,7 +24,6 @@ from .engine import calibration
 from .engine.auto import AutoBudget
 from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from .engine.calibration import Fingerprint
-from .engine.costs import draft_guess
 from .engine.engine import Engine, EngineLimits
 from .engine.scheduler import SchedulerConfig
 from .engine.tokens import texts_of
@@ -223,10 +222,7 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
         table, drafts = found.table, found.drafts
     else:
         table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
-    cap = drafter.spec.default_budget
-    guess = draft_guess(table, drafts.get(_draft_name(config)), network=drafter.spec.cache is not None)
-    prepares = drafter.spec.streams is not None
-    return AutoBudget(table, cap=cap, tree=drafter.spec.tree, draft_guess=guess, prepares=prepares)
+    return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)))
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:

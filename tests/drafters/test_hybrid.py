@@ -1,7 +1,8 @@
-"""The hybrid drafter: its trees, its choice between look-up and draft model, and the books it keeps on both."""
+"""The hybrid drafter: which drafters it takes, what it asks of whom, and what becomes of their nodes."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch
 from draft_kit import paths, paths_of, proposals, text, view, want
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, assemble, hybrid, run, tiny_config, tiny_decoder
+from tiny import LOOKUP, MODEL, assemble, hybrid, run, tiny_config, tiny_decoder
 
+from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
+from paceline.drafters import parse
 from paceline.drafters.base import SequenceView, StepFeatures
-from paceline.drafters.hybrid import DRAFT, LONGEST, RETRY, SUFFIX, Hybrid, _Book, _Chances, _joined
+from paceline.drafters.hybrid import Hybrid, HybridConfig, _Draft
 from paceline.drafters.proposal import Proposal
 
+SUFFIX, DRAFT = 0, 1
 SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"depth": 4, "lookup": 6},
-    "tree": {"depth": 4, "lookup": 6, "topk": 3, "nodes": 9},
+    "chains": {"parts": f"{LOOKUP}+{MODEL}"},
+    "trees": {"parts": f"{LOOKUP};tree=5+{MODEL};topk=3;nodes=9", "nodes": 9},
 }
 REPEATED = text(12) * 3 + text(12)[:5]
 
@@ -33,6 +37,74 @@ def told(drafter: Hybrid, sequence: SequenceView, new: list[int], accepted: int)
     """What a round tells the drafter after a step."""
     sequence.tokens += new
     drafter.observe(StepFeatures([sequence], [new], [accepted], [[*range(1, accepted + 1)]]))
+
+
+class Rule:
+    """Asks whom it is told to, and keeps what it hears."""
+
+    def __init__(self, asks: list[list[int]]) -> None:
+        self.asks, self.firsts, self.heard = asks, [], []  # type: ignore[var-annotated]
+
+    def ask(self, source: int, views: Any, first: Any) -> list[int]:
+        self.firsts.append([*first])
+        return self.asks[source]
+
+    def told(self, source: int, levels: int, ms: float) -> None:
+        assert ms > 0
+        self.heard.append((source, levels))
+
+    def first(self, source: int, view: Any, log_scores: Any) -> float:
+        return min(1.0, 0.25 * len([*log_scores]))
+
+    def level_chance(self, source: int, count: int) -> float:
+        return 0.0
+
+    def select(self, views: Any, tree: Any) -> Any:
+        raise AssertionError("the round's affair")
+
+
+# -- what a user may say
+
+
+def test_a_models_name_alone_brings_a_look_up() -> None:
+    chosen = parse("hybrid:some-model,dtype=int8")
+    assert isinstance(chosen, HybridConfig) and chosen.model == "some-model"
+    kinds = [(part.kind, getattr(part, "dtype", None)) for part in chosen.chosen]
+    assert kinds == [("suffix", None), ("draft_model", "int8")]
+
+
+def test_parts_carry_their_options() -> None:
+    chosen = HybridConfig(
+        parts="ngram;depth=3 + suffix;depth=5;tree=7 + draft_model:m;topk=2;dtype=float32", dtype="int8"
+    )
+    ngram, suffix, model = chosen.chosen
+    assert (ngram.depth, suffix.depth, suffix.tree, model.topk, model.dtype) == (3, 5, 7, 2, "float32")  # type: ignore[attr-defined]
+    assert HybridConfig(parts="ngram").model is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ("", "empty"), ("suffix+", "empty"), ("suffix;depth=none", "depth"), ("suffix;wide=3", "wide"),
+        ("suffix+hybrid:m", "hybrids"),
+    ],
+)  # fmt: skip
+def test_parts_that_are_none_are_refused(parts: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HybridConfig(parts=parts)
+
+
+@pytest.mark.parametrize("part", ["draft_model:tiny-draft;proposes=sampled", "streams"])
+def test_drafters_that_cannot_be_merged_are_refused(part: str) -> None:
+    with pytest.raises(CapabilityError, match="hybrid:"):
+        hybrid(f"{LOOKUP}+{part}")
+
+
+def test_names_are_told_apart() -> None:
+    assert hybrid(f"{LOOKUP}+{MODEL}+{MODEL};topk=2").spec.sources == ("suffix", "draft_model", "draft_model 2")
+
+
+# -- what it proposes
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -50,29 +122,18 @@ def test_trees_fit_whatever_is_accepted(shape: str) -> None:
             found = paths_of(tree, b)
             assert int(tree.tokens[b, 0]) == sequence.tokens[-1]
             assert len(found) <= budgets[b] and max(map(len, found), default=0) <= depths[b]
-            marks = tree.source[b, 1 : len(found) + 1].tolist()
-            met |= {*marks}
-            assert shape == "tree" or len({*marks}) <= 1
+            met |= {*tree.source[b, 1 : len(found) + 1].tolist()}
             path = draw.choice([(), *found])
             told(drafter, sequence, [*path, draw.choice(sequence.tokens)], len(path))
-        drafter._draft._pool.check_integrity()  # type: ignore[union-attr]
+        drafter.parts[1]._pool.check_integrity()  # type: ignore[attr-defined]
     assert met == {DRAFT, SUFFIX}
     drafter.release([1, 2, 3])
-    assert not drafter._books and not drafter._draft._states
-    drafter._draft._pool.check_idle()  # type: ignore[union-attr]
-
-
-def test_repeated_text_is_looked_up_and_fresh_text_drafted() -> None:
-    drafter = bound(hybrid(depth=4, lookup=6))
-    tree = drafter.propose(want([view(REPEATED, 1), view([*range(40)], 2)]))
-    assert tree.source[0, 1:7].tolist() == [SUFFIX] * 6
-    assert tree.tokens[0, 1:7].tolist() == text(12)[5:11]
-    drafted = int(tree.num_nodes[1]) - 1
-    assert drafted > 0 and tree.source[1, 1 : drafted + 1].tolist() == [DRAFT] * drafted
+    assert not drafter.parts[1]._states  # type: ignore[attr-defined]
+    drafter.parts[1]._pool.check_idle()  # type: ignore[attr-defined]
 
 
 def test_a_tree_holds_both() -> None:
-    drafter = bound(hybrid(depth=3, lookup=4, topk=2, nodes=10, pass_cost=0.0))
+    drafter = bound(hybrid())
     # Only two tokens match, and what follows them is no favourite of the draft model.
     sequence = view([*text(20, 4), 3, 9, *text(6, 5), 3, 9], 1)
     tree = drafter.propose(want([sequence]))
@@ -82,83 +143,51 @@ def test_a_tree_holds_both() -> None:
     assert looked_up[0][0] == text(6, 5)[0]
 
 
-def test_chances_start_with_a_guess_and_follow_what_happens() -> None:
-    chances = _Chances()
-    before = [chances.of(m) for m in range(LONGEST + 3)]
-    assert before == sorted(before) and all(0 <= p <= 1 for p in before)
-    assert before[LONGEST] == before[LONGEST + 2]  # longer matches are not told apart
-    for _ in range(200):
-        chances.learn(4, True)
-        chances.learn(LONGEST + 9, False)
-    assert chances.of(4) > 0.97 and chances.of(LONGEST) < 0.03
-    assert chances.of(5) == before[5]
+def test_the_rule_says_who_is_asked_and_hears_what_it_took() -> None:
+    drafter = bound(hybrid())
+    views = [view(REPEATED, 1), view([*range(40)], 2)]
+    rule = Rule([[0, 1], [1]])
+    request = want(views)
+    request.rule = rule
+    tree = drafter.propose(request)
+    assert {*tree.source[0, 1 : int(tree.num_nodes[0])].tolist()} == {SUFFIX}
+    assert {*tree.source[1, 1 : int(tree.num_nodes[1])].tolist()} == {DRAFT}
+    assert rule.firsts == [[0.0, 0.0], [0.25, 0.0]]  # the look-up found a first token for one of them
+    assert rule.heard[0] == (0, 6) and rule.heard[1][0] == 1
+    rule.asks = [[], []]
+    rule.heard.clear()
+    assert drafter.propose(request).num_nodes.tolist() == [1, 1] and not rule.heard
 
 
-def test_a_look_up_is_judged_up_to_its_first_wrong_token() -> None:
-    drafter = bound(hybrid(depth=4, lookup=6))
-    sequence = view(REPEATED, 1)
-    drafter.propose(want([sequence]))
-    guess = drafter._books[1].lookup
-    assert guess is not None
-    tries = drafter._chances.tries[:]
-    hits = drafter._chances.hits[:]
-    told(drafter, sequence, [guess.tokens[0], (guess.tokens[1] + 1) % VOCAB], 1)
-    depth = min(guess.matched, LONGEST)
-    right, wrong = depth, min(depth + 1, LONGEST)
-    touched = {m for m in range(LONGEST + 1) if drafter._chances.tries[m] != tries[m]}
-    assert touched == {right, wrong}
-    assert drafter._books[1].lookup is None  # judged once
-    if right != wrong:
-        assert drafter._chances.of(right) > hits[right] / tries[right]
-        assert drafter._chances.of(wrong) < hits[wrong] / tries[wrong]
-
-
-def test_a_draft_model_that_does_not_pay_rests_and_is_tried_again() -> None:
-    drafter = bound(hybrid(depth=4, pass_cost=1.0))
-    sequence = view([*range(40)], 1)
-    asked = []
-    for step in range(3 * RETRY + 1):
-        drafter.propose(want([sequence]))
-        asked.append(drafter._books[1].drafted)
-        told(drafter, sequence, [40 + step], 0)  # never right, never seen before
-    assert [i for i, a in enumerate(asked) if a] == [0, RETRY, 2 * RETRY, 3 * RETRY]
-
-
-def test_a_draft_model_that_pays_is_asked_every_time() -> None:
-    drafter = bound(hybrid(depth=4, pass_cost=0.1))
-    sequence = view([*range(30)], 1)
-    for step in range(20):
-        drafter.propose(want([sequence]))
-        assert drafter._books[1].drafted
-        told(drafter, sequence, [30 + 3 * step + i for i in range(3)], 2)
-    assert drafter._books[1].gain == pytest.approx(2, abs=0.05)
-
-
-def test_nothing_is_learned_from_a_step_without_room_for_drafts() -> None:
-    """Neither a budget of zero nor a full pool says anything about what a pass costs or gains."""
-    crowded = bound(hybrid(depth=4), sequences=1, tokens=16)
-    for drafter, length, budget in ((bound(hybrid(depth=4)), 9, 0), (crowded, 80, 64)):
-        sequence = view([*range(length)], 1)
-        for step in range(3):
-            tree = drafter.propose(want([sequence], budget))
-            assert tree.num_nodes.tolist() == [1]
-            told(drafter, sequence, [(length + step) % VOCAB], 0)
-        book = drafter._books[1]
-        assert (book.passes, book.gain, book.drafted) == (_Book().passes, _Book().gain, False)
+def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:
+    drafter = bound(hybrid())
+    sure = view(REPEATED * 4, 1)
+    tree = drafter.propose(want([sure, view([*range(40)], 2)]))
+    assert {*tree.source[0, 1 : int(tree.num_nodes[0])].tolist()} == {SUFFIX}
+    assert DRAFT in tree.source[1, 1 : int(tree.num_nodes[1])].tolist()
 
 
 @given(proposals(), proposals(), st.integers(0, 14))
 @settings(max_examples=150, deadline=None)
-def test_joined_trees_keep_the_best_of_both_and_say_whose_it_is(draft: Proposal, lookup: Proposal, budget: int) -> None:
-    ours, theirs = paths(draft), paths(lookup)
-    tree, marks = _joined(draft, lookup, budget)
-    kept = paths(tree)
-    assert len(kept) == len(marks) == min(budget, len(ours | theirs))
-    for (path, score), mark in zip(kept.items(), marks, strict=True):
-        assert mark == (DRAFT if path in ours else SUFFIX)
-        assert len(path) == 1 or score <= kept[path[:-1]]
-        assert score <= max(ours.get(path, -99.0), theirs.get(path, -99.0))
-    assert paths(draft) == ours and paths(lookup) == theirs  # both untouched
+def test_merged_trees_keep_the_best_of_both_and_say_whose_it_is(first: Proposal, second: Proposal, budget: int) -> None:
+    ours, theirs = paths(first), paths(second)
+    draft = _Draft(view([1], 1))
+    for source, found in enumerate((first, second)):
+        draft.add(source, found, want([draft.view]))
+    whole = paths(draft.nodes)
+    assert whole.keys() == ours.keys() | theirs.keys()
+    draft.cut(budget)
+    kept = paths(draft.nodes)
+    assert len(kept) == len(draft.marks) == min(budget, len(whole))
+    if kept and len(kept) < len(whole):
+        assert min(kept.values()) >= max(score for path, score in whole.items() if path not in kept)
+    for (path, score), mark in zip(kept.items(), draft.marks, strict=True):
+        assert mark == (0 if path in ours else 1)
+        above = kept[path[:-1]] if len(path) > 1 else 0.0
+        own = ours if path in ours else theirs
+        given_ = own[path] - (own[path[:-1]] if len(path) > 1 else 0.0)
+        assert math.isclose(score - above, given_, abs_tol=1e-9)
+    assert paths(first) == ours and paths(second) == theirs  # both untouched
 
 
 @pytest.mark.parametrize("shape", SHAPES)

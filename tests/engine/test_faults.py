@@ -344,7 +344,7 @@ def test_an_id_may_be_given_again_after_an_interrupt(target: Decoder, monkeypatc
     engine.submit(*job, request_id="a")
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.round, "step", lambda works: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(engine.round, "step", lambda works, rule: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     engine.submit(*job, request_id="b")

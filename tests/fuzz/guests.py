@@ -171,8 +171,11 @@ def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any)
     return Guest(lambda world, known: DraftModel(config, draft(world, noise)), verifiers)
 
 
-def _hybrid(noise: float = 0.03, **options: Any) -> Guest:
-    config = HybridConfig(model="tiny-draft", **options)
+LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
+
+
+def _hybrid(parts: str, noise: float = 0.03, **options: Any) -> Guest:
+    config = HybridConfig(parts=parts, **options)
     return Guest(lambda world, known: config.build(_context(world, noise)))
 
 
@@ -220,7 +223,7 @@ GUESTS: dict[str, Guest] = {
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes", torch_only=True),
-    "hybrid_chain": _hybrid(depth=4, lookup=6),
-    "hybrid_tree": _hybrid(topk=3, depth=4, nodes=9, lookup=6, noise=0.08),
+    "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
+    "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},
 }

@@ -146,15 +146,16 @@ def _budget_kind(draw: random.Random) -> str:
 class TimelessBudget(AutoBudget):
     """The automatic budget on invented times, so that a case can be repeated."""
 
-    def __init__(self, seed: int, cap: int, tree: bool, prepares: bool) -> None:
-        self._times = random.Random(seed)
-        table = CostTable(chain=((1, 5.0), (8, 5.4), (64, 9.0)), plain=((1, 5.0), (8, 5.6), (64, 11.0)))
-        super().__init__(table, cap=cap, tree=tree, prepares=prepares, clock=lambda: self._times.random() * 1e-4)
+    times: random.Random
+
+    def told(self, source: int, levels: int, ms: float) -> None:
+        """A source's time, another one."""
+        super().told(source, levels, self.times.uniform(0.1, 1))
 
     def observe(self, step: StepRecord) -> None:
         """The step, with other times."""
-        draft_ms = self._times.uniform(0.1, 1) if any(step.budgets) else 0.0
-        super().observe(replace(step, draft_ms=draft_ms, rest_ms=self._times.uniform(4, 8)))
+        draft_ms = self.times.uniform(0.1, 1) if any(step.budgets) else 0.0
+        super().observe(replace(step, draft_ms=draft_ms, rest_ms=self.times.uniform(4, 8)))
 
 
 def _set_budget(engine: Engine, case: Case) -> None:
@@ -163,8 +164,9 @@ def _set_budget(engine: Engine, case: Case) -> None:
     if case.budget == "own" or drafter is None:
         return
     if case.budget == "auto":
-        spec = drafter.spec
-        budget = TimelessBudget(case.seed, max(1, spec.default_budget), spec.tree, spec.streams is not None)
+        table = CostTable(chain=((1, 5.0), (8, 5.4), (64, 9.0)), plain=((1, 5.0), (8, 5.6), (64, 11.0)))
+        budget = TimelessBudget.of(drafter.spec, table)
+        budget.times = random.Random(case.seed)
     elif case.budget == "table":
         budget = TableBudget(entries=((1, 8), (2, 5), (4, 0), (6, 2)))
     else:

@@ -16,7 +16,20 @@ from itertools import product
 from typing import Any
 
 import torch
-from tiny import EOS, ToyText, assemble, draft_model, full_logits, hybrid, run, streams, tiny_config, tiny_decoder
+from tiny import (
+    EOS,
+    LOOKUP,
+    MODEL,
+    ToyText,
+    assemble,
+    draft_model,
+    full_logits,
+    hybrid,
+    run,
+    streams,
+    tiny_config,
+    tiny_decoder,
+)
 from torch import Tensor
 
 from paceline.core.request import RequestOutput
@@ -386,8 +399,8 @@ def _model(**options: Any) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: draft_model(target={"config": CONFIG}, **options)
 
 
-def _hybrid(**options: Any) -> Callable[[Sequence[Case]], Any]:
-    return lambda cases: hybrid(target={"config": CONFIG}, **options)
+def _hybrid(parts: str, **options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: hybrid(parts, target={"config": CONFIG}, **options)
 
 
 def _streams(**options: Any) -> Callable[[Sequence[Case]], Any]:
@@ -422,8 +435,8 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
-    "hybrid_chain": _hybrid(depth=4, lookup=6),
-    "hybrid_tree": _hybrid(topk=3, depth=4, nodes=9, lookup=6, noise=0.08),
+    "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
+    "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{
         rule.__name__: _adversary(rule)
         for rule in (

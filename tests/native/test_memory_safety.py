@@ -55,7 +55,7 @@ def narrow_hybrid(compiled: bool) -> Drafter:
     context = DrafterContext(
         load_model=lambda name, dtype: loaded, dtype=torch.float32, device=CPU, offline=True, revision=None
     )
-    return HybridConfig(model="narrow", depth=3, lookup=6, pass_cost=0.0, token_cost=0.0).build(context)
+    return HybridConfig(parts="suffix;depth=6;max_tokens=0+draft_model:narrow;depth=3").build(context)
 
 
 def bound(drafter: DraftModel) -> DraftModel:

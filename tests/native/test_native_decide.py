@@ -198,8 +198,8 @@ def test_a_drafted_step_makes_no_tensor_of_its_tree(monkeypatch: pytest.MonkeyPa
     passed: list[TokenTree] = []
     propose = llm.engine.round.guard.propose  # type: ignore[attr-defined]
 
-    def spy(works: Sequence[Any]) -> TokenTree | None:
-        tree = propose(works)
+    def spy(works: Sequence[Any], rule: Any) -> TokenTree | None:
+        tree = propose(works, rule)
         passed.extend([tree] if tree is not None else [])
         return tree
 

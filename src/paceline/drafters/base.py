@@ -6,7 +6,7 @@ A drafter declares what it reads and can do (`DrafterSpec`, data checked at star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -77,6 +77,7 @@ class DrafterSpec:
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
+    parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
     streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
 
@@ -94,6 +95,30 @@ class SequenceView:
     fault: Exception | None = None  # its own sampling rules, text or stop rules failed: the step ends it with this
 
 
+class DraftRule(Protocol):
+    """What a node must be worth, and which source of several is worth asking; see `engine.auto`."""
+
+    def ask(self, source: int, views: Sequence[SequenceView], first: Sequence[float]) -> list[int]:
+        """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
+        ...
+
+    def told(self, source: int, levels: int, ms: float) -> None:
+        """The source that was asked last took so long, for proposals of so many levels."""
+        ...
+
+    def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
+        """The chance that one of a source's first tokens is right, from its own log scores of them."""
+        ...
+
+    def level_chance(self, source: int, count: int) -> float:
+        """The chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
+        ...
+
+    def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
+        """The nodes to check; None: none."""
+        ...
+
+
 @dataclass(slots=True)
 class DraftRequest:
     """The argument of `propose`: a tree is wanted for each sequence, within its budget."""
@@ -101,6 +126,8 @@ class DraftRequest:
     sequences: Sequence[SequenceView]  # [B]
     budgets: Sequence[int]  # [B] drafted nodes allowed, root not counted; 0: the root alone
     max_depths: Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
+    floor: float = 0.0  # chance of a path below which another level of a network does not pay
+    rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
 
     def roots(self) -> Tensor:
         """[B] int64 tokens of the roots."""

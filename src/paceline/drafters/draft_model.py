@@ -135,7 +135,6 @@ class _Growth:
     draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
     depths: list[int] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
-    passes: int = 0  # draft passes so far
     q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
 
     @property
@@ -187,6 +186,7 @@ class DraftModel:
         self._states: dict[int, _State] = {}
         self._pool: KVPool | None = None
         self._vocab = 0
+        self._floor = 0.0  # chance of a path that is expanded, in the present draft
 
     # -- the contract
 
@@ -217,11 +217,6 @@ class DraftModel:
         if pool is not None and not self._states and not pool.idle:  # a draft or a release ended in its middle
             pool.reset()
 
-    def pending_tokens(self, view: SequenceView) -> int:
-        """Tokens of a sequence whose K and V the draft model has not computed."""
-        state = self._states.get(view.key)
-        return len(view.tokens) - (0 if state is None else state.cache.committed)
-
     def forget(self) -> None:
         """Forget the K/V of ended sequences."""
         if self._pool is not None:
@@ -233,12 +228,9 @@ class DraftModel:
         tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths])
         return tree.with_q(self._q(growths, tree)) if self.config.proposes == "sampled" else tree
 
-    def draft(self, want: DraftRequest) -> list[tuple[Proposal, int]]:
-        """The same in plain Python, with the number of draft passes each took, for drafters that build on this one."""
-        return [(self._proposal(g), g.passes) for g in self._grow(want)]
-
     @torch.inference_mode()
     def _grow(self, want: DraftRequest) -> list[_Growth]:
+        self._floor = max(self.config.min_prob, 0.0 if self.config.proposes == "sampled" else min(want.floor, 1.0))
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
@@ -263,7 +255,7 @@ class DraftModel:
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
         assert self._pool is not None
-        floor = math.log(self.config.min_prob) if self.config.min_prob > 0 else -math.inf
+        floor = math.log(self._floor) if self._floor > 0 else -math.inf
         chains = []
         for growth in growths:
             self._shorten(growth)
@@ -276,7 +268,6 @@ class DraftModel:
         for growth, drafted in zip(growths, found, strict=True):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
-            growth.passes += len(drafted)
             growth.state.base = growth.state.cache.committed
             growth.state.forwarded = len(drafted) - 1
 
@@ -440,7 +431,6 @@ class DraftModel:
         rows = zip(values, tokens, strict=True)
         for growth in growths:
             fresh: list[int] = []
-            growth.passes += bool(growth.frontier)
             # Later levels are grown only where they fit; of the first one, what fits.
             most = growth.budget if level == 0 and self.config.topk == 1 else children
             for node in growth.frontier:
@@ -488,8 +478,8 @@ class DraftModel:
             following = len(growth.draft) + len(fresh) * self.config.factors[level]
             if following > growth.budget:
                 return []
-        if self.config.min_prob > 0:
-            floor = math.log(self.config.min_prob)
+        if self._floor > 0:
+            floor = math.log(self._floor)
             fresh = [node for node in fresh if growth.score(node) >= floor]
         return sorted(fresh)
 

@@ -1,260 +1,215 @@
-"""Suffix look-up where the text repeats itself, a draft model where it does not.
+"""Several drafters as one: their nodes are merged into one tree, under one budget.
 
-A suffix look-up costs next to nothing and has long accepted runs where an answer copies from its prompt or from itself;
-a draft model is accepted more often elsewhere, at the cost of its passes. The drafter tracks the acceptance of both,
-deterministically (no clock is read), and each step uses what is cheaper a token:
-
-    suffix   the look-up alone, where it promises more tokens for the time
-    both     the draft model's tree with the look-up grafted in; of two chains (topk=1) the more promising one
-    none     the look-up, if any, while the draft model's passes do not pay; it is tried again later
+Drafters are asked in the order given, cheapest first. A look-up costs next to nothing and has long accepted runs where
+an answer copies from its prompt or from itself; a draft model is accepted more often elsewhere, at the cost of its
+passes. So each is asked only for sequences where what it adds to the drafts on hand pays for its time: the rule of
+`engine.auto` says where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
+drafter is asked unless those before it are nearly sure of the next token.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from math import exp, log
+from time import perf_counter
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..core.errors import CapabilityError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from .draft_model import DraftModel, DraftModelConfig
+from .base import Drafter, DrafterSpec, DraftRequest, RememberingDrafter, SequenceView, StepFeatures
 from .proposal import Proposal, to_tree
-from .registry import DrafterConfig, DrafterContext, option
-from .suffix import SuffixConfig, SuffixDrafter
+from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
 
-DRAFT, SUFFIX = 0, 1  # source marks
-LONGEST = 16  # matched tokens beyond which the chance of a continuation is not told apart
-PRIOR_WEIGHT = 4.0  # passes that the first guess of a chance is worth
-MEMORY = 0.8  # weight of the past in running means
-HORIZON = 64  # tokens over which the draft model's catching up must pay: a request may end any time
-RETRY = 12  # steps after which a draft model that did not pay is tried again
+LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
+MODEL = "draft_model:{},depth=8"
+SURE = 0.8  # with a fixed budget: chance of the next token from which no other drafter is asked
+UNSURE = 0.3  # with a fixed budget: chance of a path below which a network goes no further
+EVEN = log(0.5)  # chance of a node, given its parent, of which its drafter says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(DrafterConfig):
-    """Suffix look-up where the text repeats itself, a draft model elsewhere."""
+    """Several drafters merged under one budget: look-ups where the text repeats itself, a draft model elsewhere."""
 
     kind: ClassVar[str] = "hybrid"
+    subject: ClassVar[str] = "parts"
 
-    model: str = option(help="folder, hub name or embedded model that drafts")
-    depth: int = option(6, help="levels of the draft model's tree", minimum=1, maximum=64)
-    topk: int = option(1, help="children of an expanded node; 1: chains only", minimum=1, maximum=64)
-    nodes: int = option(10, help="most nodes of a draft that the model takes part in", minimum=1, maximum=256)
-    min_prob: float = option(0.3, help="do not expand a path whose probability is under this", minimum=0.0, maximum=1.0)
-    lookup: int = option(14, help="longest look-up, in tokens", minimum=1, maximum=64)
-    memory: int = option(0, help="tokens of earlier outputs to look up in, beside the request's own", minimum=0)
-    pass_cost: float = option(
-        0.18, help="what a draft pass costs, in target passes (paceline bench step tells)", minimum=0.0, maximum=1.0
+    parts: str = option(
+        help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2. "
+        "A model's name alone: a suffix look-up beside it"
     )
-    token_cost: float = option(
-        0.008, help="what a token of a prompt costs the draft model, in target passes", minimum=0.0, maximum=1.0
-    )
-    proposes: Literal["point", "coupled"] = option(
-        "coupled", help="point: likeliest tokens; coupled: drawn with the target's noise"
-    )
-    dtype: str = option("auto", help="of the draft model: auto (the target's), bfloat16, float32, float64, int8")
+    nodes: int = option(24, help="most nodes of a merged draft", minimum=1, maximum=1024)
+    dtype: str = option("auto", help="of draft models that name none: auto (the target's), bfloat16, float32, int8 ..")
+
+    def validate(self) -> None:
+        """Refuse parts that are no drafters, or cannot be merged."""
+        for chosen in self.chosen:
+            self.require("parts", chosen.kind != self.kind, "cannot be hybrids themselves")
+
+    @cached_property
+    def chosen(self) -> tuple[DrafterConfig, ...]:
+        """The drafters' configurations."""
+        texts = [text.strip().replace(";", ",") for text in self.parts.split("+")]
+        self.require("parts", all(texts), "names an empty drafter")
+        known = {*names()}
+        if len(texts) == 1 and _name(texts[0]) not in known:
+            texts = [LOOKUP, MODEL.format(texts[0])]
+        return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
+
+    def _read(self, text: str) -> DrafterConfig:
+        has_model = "dtype" in config_class(_name(text)).__dataclass_fields__
+        if has_model and self.dtype != "auto" and ",dtype=" not in text:
+            text += f",dtype={self.dtype}"
+        chosen = parse(text)
+        assert chosen is not None, "a text was given"
+        return chosen
+
+    @property
+    def model(self) -> str | None:
+        """The first draft model among the drafters."""
+        return next((chosen.model for chosen in self.chosen if hasattr(chosen, "model")), None)
 
     def build(self, context: DrafterContext) -> Hybrid:
-        """Load the draft model beside the target."""
-        if context.load_model is None:
-            raise CapabilityError(
-                f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
-            )
-        inner = DraftModelConfig(
-            model=self.model,
-            depth=self.depth,
-            topk=self.topk,
-            nodes=self.nodes if self.topk > 1 else 0,
-            min_prob=self.min_prob,
-            proposes=self.proposes,
-            dtype=self.dtype,
-        )
-        return Hybrid(self, inner.build(context))
+        """Build every drafter."""
+        return Hybrid(self, [build(chosen, context) for chosen in self.chosen])
 
 
-@dataclass(slots=True)
-class _Book:
-    """What is known of one sequence."""
-
-    lookup: Proposal | None = None  # the last look-up, to be judged by what came out
-    drafted: bool = False  # whether the draft model took part in the last step
-    passes: float = 2.0  # running mean: draft passes a step
-    gain: float = 1.5  # running mean: tokens accepted in steps with the draft model
-    rest: int = 0  # steps until the draft model is tried again
-
-
-@dataclass(slots=True)
-class _Chances:
-    """How often the token after a match of m tokens was accepted, by m. Shared by all sequences."""
-
-    hits: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * (1 - 0.75**m) for m in range(LONGEST + 1)])
-    tries: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * (LONGEST + 1))
-
-    def of(self, matched: int) -> float:
-        """The chance after a match of ``matched`` tokens."""
-        m = min(matched, LONGEST)
-        return self.hits[m] / self.tries[m]
-
-    def learn(self, matched: int, right: bool) -> None:
-        """Count one continuation, the old ones fading."""
-        m = min(matched, LONGEST)
-        self.hits[m] = 0.98 * self.hits[m] + right
-        self.tries[m] = 0.98 * self.tries[m] + 1
+def _name(text: str) -> str:
+    return text.partition(",")[0].partition(":")[0].strip()
 
 
 class Hybrid:
-    """Chooses between look-up and draft model, step by step and sequence by sequence.
+    """Asks several drafters and merges what they propose.
 
     Args:
         config: options.
-        draft: the draft model's drafter.
+        parts: the drafters, cheapest first.
+
+    Raises:
+        CapabilityError: one of them cannot be merged.
     """
 
-    def __init__(self, config: HybridConfig, draft: DraftModel) -> None:
-        self.config = config
-        self._draft = draft
-        self._suffix = SuffixDrafter(SuffixConfig(depth=config.lookup, max_tokens=config.memory))
-        self._books: dict[int, _Book] = {}
-        self._chances = _Chances()
+    def __init__(self, config: HybridConfig, parts: Sequence[Drafter]) -> None:
+        for part in parts:
+            _check(config, part.spec)
+        self.config, self.parts = config, [*parts]
+        specs = [part.spec for part in parts]
         self.spec = DrafterSpec(
             name=config.kind,
-            cache=draft.spec.cache,
-            proposes=config.proposes,
-            default_budget=max(config.nodes, config.lookup),
-            tree=config.topk > 1,
-            sources=("draft_model", "suffix"),
+            cache=next((spec.cache for spec in specs if spec.cache is not None), None),
+            proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
+            default_budget=config.nodes,
+            tree=True,
+            sources=tuple(_distinct([spec.name for spec in specs])),
+            parts=tuple(specs),
+            synthetic=any(spec.synthetic for spec in specs),
         )
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Check the draft model and allocate its K/V."""
-        self._draft.bind(target, max_sequences, pool_tokens, device)
-        self._suffix.bind(target, max_sequences, pool_tokens, device)
+        """Bind every drafter."""
+        for part in self.parts:
+            part.bind(target, max_sequences, pool_tokens, device)
+
+    def observe(self, step: StepFeatures) -> None:
+        """Show every drafter the step."""
+        for part in self.parts:
+            part.observe(step)
 
     def release(self, keys: Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
-        self._draft.release(keys)
-        self._suffix.release(keys)
-        for key in keys:
-            self._books.pop(key, None)
+        for part in self.parts:
+            part.release(keys)
 
     def forget(self) -> None:
-        """Forget earlier outputs, the draft's K/V of earlier prompts, and the statistics of look-ups."""
-        self._draft.forget()
-        self._suffix.forget()
-        self._chances = _Chances()
-
-    def observe(self, step: StepFeatures) -> None:
-        """Update the statistics with what was accepted of the last proposals."""
-        self._suffix.observe(step)
-        self._draft.observe(step)
-        for view, committed, accepted in zip(step.sequences, step.committed, step.num_accepted, strict=True):
-            book = self._books.get(view.key)
-            if book is None or not committed:
-                continue
-            if book.lookup is not None:
-                self._judge(book.lookup, committed)
-                book.lookup = None
-            if book.drafted:
-                book.gain = MEMORY * book.gain + (1 - MEMORY) * accepted
-                book.drafted = False
-
-    def _judge(self, lookup: Proposal, committed: Sequence[int]) -> None:
-        for i, (guess, token) in enumerate(zip(lookup.tokens, committed, strict=False)):
-            self._chances.learn(lookup.matched + i, guess == token)
-            if guess != token:
-                break
+        """Forget what is kept from one request to the next."""
+        for part in self.parts:
+            if isinstance(part, RememberingDrafter):
+                part.forget()
 
     def propose(self, want: DraftRequest) -> TokenTree:
-        """One tree a sequence."""
-        rows = [*zip(want.sequences, want.budgets, want.max_depths, strict=True)]
-        lookups = [self._look_up(*row) for row in rows]
-        asked = [i for i, ((view, _, _), found) in enumerate(zip(rows, lookups, strict=True)) if self._ask(view, found)]
-        drafts = self._drafts(want, asked)
-        proposals: list[Proposal] = []
-        sources: list[list[int]] = []
-        for i, (view, budget, _) in enumerate(rows):
-            proposal, marks = self._choice(drafts.get(i), lookups[i], min(budget, self.config.nodes))
-            self._books[view.key].drafted = i in drafts
-            proposals.append(proposal)
-            sources.append(marks)
-        return to_tree([view.tokens[-1] for view in want.sequences], proposals, sources)
-
-    def _choice(self, draft: Proposal | None, lookup: Proposal, budget: int) -> tuple[Proposal, list[int]]:
-        """What is proposed in the end, and who proposed each node."""
-        if draft is None:
-            return lookup, [SUFFIX] * len(lookup)
-        if self.config.topk > 1:
-            return _joined(draft, lookup, budget)
-        if lookup.expected_accepted > draft.expected_accepted:
-            return lookup, [SUFFIX] * len(lookup)
-        return draft, [DRAFT] * len(draft)
-
-    def _look_up(self, view: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """The suffix drafter's chain, its scores by what such matches were worth so far."""
-        book = self._books.setdefault(view.key, _Book())
-        found = self._suffix.propose_paths(view, budget, max_depth)
-        chance = 0.0
-        for i, score in enumerate(found.log_scores):
-            chance += math.log(self._chances.of(found.matched + i))
-            found.log_scores[i] = score + chance
-        book.lookup = (
-            Proposal(found.tokens[:], found.parents, found.log_scores, found.matched) if found.tokens else None
-        )
-        return found
-
-    def _ask(self, view: SequenceView, lookup: Proposal) -> bool:
-        """Whether the draft model's passes give more tokens a second than the look-up alone."""
-        book = self._books[view.key]
-        alone = lookup.expected_accepted
-        together = max(book.gain, alone + 0.3)
-        catch_up = self._catch_up(view, 1 + together)
-        worth = (1 + together) / (1 + book.passes * self.config.pass_cost + catch_up) > 1 + alone
-        if worth:
-            book.rest = RETRY
-            return True
-        book.rest -= 1
-        if book.rest <= 0 and alone < 1 and catch_up < 1:  # things change: try again now and then
-            book.rest = RETRY
-            return True
-        return False
-
-    def _catch_up(self, view: SequenceView, tokens_a_step: float) -> float:
-        """What the draft model must compute before it can draft, in target passes, spread over the steps to come."""
-        left = HORIZON if view.max_len is None else min(HORIZON, view.max_len - len(view.tokens))
-        steps = max(1.0, left / tokens_a_step)
-        return self._draft.pending_tokens(view) * self.config.token_cost / steps
-
-    def _drafts(self, want: DraftRequest, asked: Sequence[int]) -> dict[int, Proposal]:
-        if not asked:
-            return {}
-        part = DraftRequest(
-            sequences=[want.sequences[i] for i in asked],
-            budgets=[min(want.budgets[i], self.config.nodes) for i in asked],
-            max_depths=[want.max_depths[i] for i in asked],
-        )
-        found = {}
-        for i, (proposal, passes) in zip(asked, self._draft.draft(part), strict=True):
-            if passes == 0:  # no room for it: that says nothing about its worth
+        """One tree a sequence; nodes are marked by the drafter that proposed them first."""
+        drafts = [_Draft(view) for view in want.sequences]
+        for source, part in enumerate(self.parts):
+            began = perf_counter()
+            asked = self._asked(source, want, drafts)
+            if not asked:
                 continue
-            book = self._books[want.sequences[i].key]
-            book.passes = MEMORY * book.passes + (1 - MEMORY) * passes
-            found[i] = proposal
-        return found
+            levels = self._add(source, part, want, [(i, drafts[i]) for i in asked])
+            if want.rule is not None:
+                want.rule.told(source, levels, (perf_counter() - began) * 1e3)
+        for draft, budget in zip(drafts, want.budgets, strict=True):
+            draft.cut(min(budget, self.config.nodes))
+        roots = [view.tokens[-1] for view in want.sequences]
+        return to_tree(roots, [draft.nodes for draft in drafts], [draft.marks for draft in drafts])
+
+    def _asked(self, source: int, want: DraftRequest, drafts: Sequence[_Draft]) -> list[int]:
+        if want.rule is not None:
+            return want.rule.ask(source, want.sequences, [draft.first for draft in drafts])
+        return [i for i, draft in enumerate(drafts) if draft.first < SURE]
+
+    def _add(self, source: int, part: Drafter, want: DraftRequest, asked: Sequence[tuple[int, _Draft]]) -> int:
+        """Ask one drafter, and merge what it proposes. Returns the levels of its deepest proposal."""
+        most = part.spec.default_budget
+        request = DraftRequest(
+            sequences=[draft.view for _, draft in asked],
+            budgets=[min(want.budgets[i], most) for i, _ in asked],
+            max_depths=[want.max_depths[i] for i, _ in asked],
+            floor=UNSURE if want.rule is None else want.rule.level_chance(source, len(asked)),
+        )
+        tree = part.propose(request)
+        lists = tree.lists()
+        for b, (_, draft) in enumerate(asked):
+            scores = [EVEN * depth for depth in tree.depth_lists()[b]] if lists.scores is None else lists.scores[b]
+            found = Proposal(lists.tokens[b][1:], lists.parents[b][1:], scores[1 : lists.counts[b]])
+            draft.add(source, found, want)
+        return max((max(depths) for depths in tree.depth_lists()), default=0)
 
 
-def _joined(draft: Proposal, lookup: Proposal, budget: int) -> tuple[Proposal, list[int]]:
-    """The best nodes of both, each with the mark of who proposed it first."""
-    both = Proposal(draft.tokens[:], draft.parents[:], draft.log_scores[:])
-    new = set(both.graft(lookup))
-    for i in range(len(both)):  # a grafted score may lie above its parent's: a path is at most as likely as its start
-        parent = both.parents[i]
-        if parent and both.log_scores[i] > both.log_scores[parent - 1]:
-            both.log_scores[i] = both.log_scores[parent - 1]
-    return both.best(budget), [SUFFIX if i in new else DRAFT for i in both.ranked(budget)]
+class _Draft:
+    """The merged draft of one sequence."""
+
+    __slots__ = ("first", "marks", "nodes", "view")
+
+    def __init__(self, view: SequenceView) -> None:
+        self.view = view
+        self.nodes = Proposal()
+        self.marks: list[int] = []  # who proposed each node
+        self.first = 0.0  # chance that it begins right
+
+    def add(self, source: int, found: Proposal, want: DraftRequest) -> None:
+        """Merge one drafter's proposal."""
+        if not found.tokens:
+            return
+        begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if parent == 0]
+        chance = sum(map(exp, begins)) if want.rule is None else want.rule.first(source, self.view, begins)
+        self.first = max(self.first, chance)
+        self.marks += [source] * len(self.nodes.graft(found))
+
+    def cut(self, budget: int) -> None:
+        """Keep the best ``budget`` nodes."""
+        if len(self.nodes) > budget:
+            self.marks = [self.marks[i] for i in self.nodes.ranked(budget)]
+            self.nodes = self.nodes.best(budget)
+
+
+def _check(config: HybridConfig, spec: DrafterSpec) -> None:
+    """Refuse a drafter whose drafts cannot be merged with others'."""
+    asked, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
+    if "serial" not in spec.rounds or spec.taps or spec.streams is not None:
+        raise CapabilityError(asked, f"{spec.name} drafts in the target's own pass, or reads its states", remedy)
+    if spec.proposes == "sampled":
+        raise CapabilityError(asked, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
+    if spec.default_budget == 0:
+        raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
+
+
+def _distinct(given: Sequence[str]) -> list[str]:
+    """Names as they are; a repeated one with a number."""
+    return [n if n not in given[:i] else f"{n} {given[: i + 1].count(n)}" for i, n in enumerate(given)]

@@ -16,6 +16,7 @@ from .base import DrafterSpec, SequenceView
 from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
 
+LONGEST = 32  # matched tokens beyond which lengths are not told apart
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
 
 
@@ -119,10 +120,22 @@ class NgramDrafter(PathDrafter):
         return list(found.values())
 
 
-def _trust(n: int) -> float:
-    """Estimated chance that a match of n tokens continues alike: 1/2, 2/3, 3/4 ... A rule of thumb, used for
-    ranking alone."""
-    return n / (n + 1)
+def log_trust(n: int, depth: int) -> float:
+    """Log of the estimated chance that a match of n tokens goes on alike for ``depth`` tokens.
+
+    One token with a chance of n / (n + 2), and each makes the match longer: n / (n + 2) x (n + 1) / (n + 3) x ..; a
+    rule of thumb, which the automatic budget corrects by what came of such matches.
+    """
+    return math.log(n * (n + 1) / ((n + depth) * (n + depth + 1)))
+
+
+def matched(tokens: Sequence[int], n: int, follower: int) -> int:
+    """How many tokens before ``follower`` are those that end the text, given that ``n`` are; `LONGEST` at most."""
+    end = len(tokens)
+    most = min(LONGEST, follower)
+    while n < most and tokens[follower - 1 - n] == tokens[end - 1 - n]:
+        n += 1
+    return n
 
 
 def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
@@ -134,8 +147,9 @@ def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
 
 
 def _chain(tokens: Sequence[int], n: int, follower: int, depth: int) -> Proposal:
-    step = math.log(_trust(n))
-    return Proposal(_copy(tokens, follower, depth), list(range(depth)), [step * (i + 1) for i in range(depth)])
+    m = matched(tokens, n, follower)
+    copied = _copy(tokens, follower, depth)
+    return Proposal(copied, list(range(depth)), [log_trust(m, i) for i in range(1, depth + 1)])
 
 
 def _best_of(tokens: Sequence[int], matches: list[tuple[int, int]], depth: int, budget: int) -> Proposal:
@@ -147,10 +161,10 @@ def _best_of(tokens: Sequence[int], matches: list[tuple[int, int]], depth: int, 
     nodes: list[tuple[float, int, int, int]] = []  # -log score, branch, depth, token
     left = 0.0  # log of the chance that no earlier branch is right
     for branch, (n, follower) in enumerate(matches):
-        step = math.log(_trust(n))
+        m = matched(tokens, n, follower)
         for level, token in enumerate(_copy(tokens, follower, depth)):
-            nodes.append((-(left + step * (level + 1)), branch, level, token))
-        left += math.log(1 - _trust(n))
+            nodes.append((-(left + log_trust(m, level + 1)), branch, level, token))
+        left += math.log(2 / (m + 2))
     proposal = Proposal()
     tip = [0] * len(matches)  # tree index of each branch's deepest node so far
     for cost, branch, _, token in sorted(nodes)[:budget]:

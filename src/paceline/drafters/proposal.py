@@ -54,7 +54,9 @@ class Proposal:
         return kept
 
     def graft(self, other: Proposal) -> list[int]:
-        """Add the nodes of another proposal below the same root; equal paths become one node, with the better score.
+        """Add the nodes of another proposal below the same root; equal paths become one node.
+
+        A new node's chance given its parent is the other proposal's; nodes that both have keep their score.
 
         Returns:
             The indices in ``tokens`` of the nodes that are new.
@@ -66,10 +68,10 @@ class Proposal:
             place = moved[parent]
             node = children.get((place, token))
             if node is None:
-                node = children[place, token] = self.add(place, token, score)
+                given = score - (other.log_scores[parent - 1] if parent else 0.0)
+                above = self.log_scores[place - 1] if place else 0.0
+                node = children[place, token] = self.add(place, token, above + given)
                 fresh.append(node - 1)
-            else:
-                self.log_scores[node - 1] = max(self.log_scores[node - 1], score)
             moved[i + 1] = node
         return fresh
 

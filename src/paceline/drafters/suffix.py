@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..core.tree_lists import depths_below
 from .base import DrafterSpec, SequenceView, StepFeatures
+from .ngram import log_trust
 from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
 
@@ -278,6 +280,8 @@ class SuffixDrafter(PathDrafter):
             if (score := drafted.expected_accepted) > best_score:
                 best, best_score = drafted, score
                 best.matched = match.matched
+        for i, depth in enumerate(depths_below(best.parents)):  # frequencies say nothing of how long the match is
+            best.log_scores[i] += log_trust(best.matched, depth)
         return best
 
     def release(self, keys: Sequence[int]) -> None:

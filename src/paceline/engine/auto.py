@@ -1,158 +1,143 @@
-"""The draft budget that the engine chooses: as many nodes as pay, none where none do.
+"""One rule for how much to draft: a node is worth a row if its chance pays for what the row costs.
 
-Three things are measured: the cost of a step (`costs`), the cost of the drafter, and how many drafted tokens are
-accepted (`acceptance`). From time to time a review chooses the budgets, over all sequences of the batch, that maximise
+With r the tokens a millisecond earned now, a step that drafts the nodes with chances P_1 >= P_2 >= .. of all sequences
+of the batch is worth, in tokens beyond a plain step,
 
-    expected tokens a second = (B + sum of expected accepted tokens) / (step + draft time)
+    sum of P_i (i <= k)  -  r x (what k rows add to the pass)  -  r x (the drafter's time)
 
-where plain decoding is one of the choices. Between reviews a step costs a dictionary look-up.
+and the k that makes the most of it is checked; nothing, where nothing pays. This is the condition for the most tokens a
+second over many steps (a ratio is at its largest where no choice improves numerator - ratio x denominator; Dinkelbach
+1967).
 
-It is never slower than plain decoding except for a configured share of the time. Trials, drafts made only to learn (a
-sequence that is not drafted for may have become predictable), are paid from an exploration budget (the "purse"), which
-grows by that share of the time and by the time that trials save. Failed trials use it up and double the wait; a
-successful one pays for the next.
+    chances   `chances`: the drafter's own scores, corrected by what came of such nodes
+    rows      `costs`: a measured table that follows the machine
+    asking    a drafter is asked for a sequence where its asks there bring more than they cost, on average
+
+Since every proposal is judged by the text that followed, drafts that were not checked teach as much as those that were.
+Asks that are not expected to pay are made with a stated share of the time.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from time import perf_counter
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import exp
+from typing import Any, Self
 
 from ..core.errors import ConfigError
+from ..core.tree import TokenTree
+from ..core.tree_lists import TreeLists
+from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
-from .acceptance import Acceptance, AcceptanceConfig
 from .budget import MAX_BUDGET, StepRecord
+from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
 from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudgetConfig:
-    """Thresholds, exploration and effort of the choice. A batch *rests* while nothing is drafted for it; a *try* is a
-    trial."""
+    """What is spent on learning, and how fast old figures fade."""
 
-    enter: float = 0.06  # gain over plain decoding from which a resting batch drafts: above the estimates' error
-    stay: float = 0.025  # gain below which a drafting batch rests: the gap to `enter` prevents oscillation
-    trim: float = 0.04  # gain over the drafter's own size from which less is given: drafters limit themselves
-    switch: float = 0.005  # gain over the present budgets from which others replace them: to change costs nothing
-    explore: float = 0.004  # share of the time that tries may cost; well under the 3 % that "never slower" allows
-    purse: float = 1.5  # most that the exploration budget holds, in plain steps: what one bad phase may lose at once
-    debt: float = 4.0  # plain steps that one try may lose when the purse is full: a new prompt's catch-up can cost this
-    probe: int = 3  # nodes of a try: enough to see a run, few enough to be cheap
-    longest_wait: int = 256  # steps between tries at most: a text may turn predictable at any time
-    optimism: float = 0.95  # if even this acceptance would not pay, nothing is tried
-    review_steps: int = 4  # steps between reviews at least
-    review_share: float = 0.004  # share of the time that reviews may take
-    review_grace: float = 2.0  # plain steps that reviews may take beyond their share
-    listen_every: int = 4  # steps at rest of which one is learned from: plain steps are all alike
-    rest_factor: int = 4  # a resting batch is reviewed so many times more rarely: only tries bring news
-    forced_below: int = 8  # batches up to this size are reviewed at once when a sequence comes or goes
-    plain_first: int = 2  # plain steps seen at a batch size before drafts: the baseline must be measured
-    reference: float = 0.004  # share of the gain that is spent on plain steps that renew the baseline
-    horizon: int = 64  # tokens over which a drafter's catching up must pay, fewer where the request ends earlier
-    pilot: int = 1  # sequences of a batch that begin while the drafter is unknown: the others wait for the result
-    pilot_steps: int = 3  # drafts after which it is known
-    shared_samples: int = 4  # sequences a step from which all learn: more would say the same and cost time
-    evaluations: int = 16  # points at which a walk over the nodes is evaluated
-    ledger_rate: float = 1 / 24  # weight of a step in the profit that drafting really made
-    ledger_steps: int = 12  # drafted steps before the ledger (the measured gain) is used
-    penalty: int = 64  # steps of rest after a loss that the estimates did not foresee; doubles each time
-    longest_penalty: int = 256  # beyond that the rest itself would cost more than another dozen of losing steps
-    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    explore: float = 0.01  # share of the time for asks that are not expected to pay
+    purse: float = 1.0  # of that share, plain steps that may be saved up
+    overdraft: float = 4.0  # plain steps that one such ask may cost beyond a full purse: a long prompt to catch up with
+    first_gain: float = 0.5  # tokens that the asks of an unknown look-up are taken to bring
+    first_gain_network: float = 2.5  # the same of a drafter with a network: hopeful enough for a first try
+    pilot: int = 3  # asks after which a drafter with a network is known; until then one sequence at a time asks
+    quickest: float = 0.15  # least weight of an ask in what its sequence's asks bring
+    rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
+    horizon: int = 64  # tokens over which catching up must pay; fewer where the request ends earlier
+    plain_first: int = 2  # plain steps seen at a batch size before drafts: what they are compared with must be measured
+    plain_every: int = 512  # steps after which the cost of a plain step is measured again
+    listen_every: int = 3  # steps of which one is observed, once a batch size is known: observing takes time
+    known_after: int = 48  # observed steps after which it is
+    margin: float = 0.1  # by which nodes must be worth more than they cost: of many estimates the best are too good
 
 
 @dataclass(slots=True)
-class _Follow:
-    """State of one sequence."""
+class _Worth:
+    """What asking one source brings: for a sequence, or for a kind of requests at one batch size."""
 
-    acceptance: Acceptance
+    gain: float  # running mean: tokens of an ask beyond the price of their rows
+    open: float = 1.0  # running mean: chance that the sources before it had not the next token
+    asks: int = 0
+    asked_at: int = -1  # step of the last ask
+    begun: bool = False  # the last ask only prepared the next one
+    seen: int = 0  # tokens of the text that the source has processed
+
+    def learn(self, gain: float, open_: float, quickest: float) -> None:
+        """Take in one ask."""
+        rate = max(quickest, 1 / (self.asks + 2))
+        self.gain += rate * (gain - self.gain)
+        self.open += rate * (open_ - self.open)
+        self.asks += 1
+
+    def now(self, open_: float) -> float:
+        """Tokens that an ask would bring now."""
+        return self.gain * open_ / max(self.open, 0.05)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What requests of one kind (an application, or none) have in common."""
+
+    chances: list[Chances]  # by source
+    worths: dict[tuple[int, int], _Worth] = field(default_factory=dict)  # by source and bucket of batch sizes
+
+
+@dataclass(slots=True)
+class _Book:
+    """What is known of one sequence."""
+
+    kind: _Kind
+    view: SequenceView
     born: int  # step in which it was first seen
     rested_before: int  # steps at rest until then
-    seen: int = 0  # tokens that the drafter has taken in
+    lean: list[float]  # by source
+    bucket: int  # of the batch sizes that `worths` are about
+    worths: list[_Worth]  # by source
+    offer: Offer | None = None
+
+    def judge(self) -> None:
+        """Compare the last proposal with what followed."""
+        if self.offer is not None:
+            self.offer.judge(self.view.tokens, self.kind.chances, self.lean)
+            self.offer = None
 
 
 @dataclass(slots=True)
-class Decision:
-    """The result of a review, and the figures behind it."""
+class _Step:
+    """The coming step, or the last one."""
 
-    batch_size: int
-    plain_ms: float  # expected, of a step without drafts
-    nodes: dict[int, int] = field(default_factory=dict)  # by sequence key; empty: rest
-    newcomer: int = 0  # nodes of a sequence that came since
-    tokens: float = 0.0  # expected accepted tokens of a step, over the batch, of the best budgets
-    rows: float = 0.0  # expected drafted rows of it
-    step_ms: float = 0.0  # expected, of a step with the best budgets, draft time included
-    draft_ms: float = 0.0  # the draft time in it
-    gain: float = 1.0  # expected speed of the best budgets over plain decoding
-    hopeless: bool = False  # not even optimistic acceptance would pay
-    penalised: bool = False  # drafting lost time in fact, whatever was expected
-
-    @property
-    def rests(self) -> bool:
-        """Whether nothing is drafted."""
-        return not self.nodes
-
-
-@dataclass(slots=True)
-class _Try:
-    """A trial: a draft that is made in order to learn."""
-
-    key: int
-    expected_ms: float  # what it adds to the step
-    base: int  # nodes that were planned for the sequence anyway
-    follows: bool = False  # the step before was a try that only prepared this one
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """Measured gain or loss of drafting, in plain steps a step: exponential mean and variance."""
-
-    least: int  # steps of rest after a first loss
-    most: int  # the same after many
-    penalty: int  # steps of rest after the next loss
-    rest_until: int = 0  # step before which nothing is drafted
-    mean: float = 0.0
-    variance: float = 0.0
-    steps: int = 0
-
-    def add(self, profit: float, rate: float) -> None:
-        rate = max(rate, 1 / (self.steps + 1))
-        error = profit - self.mean
-        self.mean += rate * error
-        self.variance = (1 - rate) * (self.variance + rate * error * error)
-        self.steps += 1
-
-    def loses(self, least_steps: int, rate: float) -> bool:
-        """Whether it lost time by more than chance explains."""
-        return self.steps >= least_steps and self.mean + math.sqrt(self.variance * rate / (2 - rate)) < 0
-
-    def wins(self, least_steps: int, rate: float) -> bool:
-        """Whether it gained time by more than chance explains."""
-        return self.steps >= least_steps and self.mean > math.sqrt(self.variance * rate / (2 - rate))
-
-    def punish(self, step: int) -> None:
-        """Rest from ``step`` on, and reset the measured gain."""
-        self.rest_until = step + self.penalty
-        self.penalty = min(self.most, 2 * self.penalty)
-        self.mean = self.variance = 0.0
-        self.steps = 0
+    batch_size: int = 0
+    context: int = 0
+    plain_ms: float = 0.0
+    rate: float = 0.0  # tokens a ms, over the batch
+    rise: list[float] = field(default_factory=list)  # ms by which 0, 1, .. drafted rows make the step longer
+    asked: list[dict[int, float]] = field(default_factory=list)  # by source: key -> chance that it is needed
+    unseen: list[int] = field(default_factory=list)  # by source: tokens that it had to process first
+    told: list[float] = field(default_factory=list)  # by source: ms, where it measured them
+    levels: int = 0  # of the deepest proposal
+    nodes: int = 0  # chosen, over the batch
+    tokens: float = 0.0  # expected of them
+    rows_ms: float = 0.0  # expected of them
 
 
 class AutoBudget:
-    """Chooses each sequence's nodes, zero included, and learns from every step.
+    """Chooses which sequences draft, and which nodes are checked; learns from every step.
 
     Args:
         table: what steps cost, before any was run.
         cap: most nodes of a sequence (the drafter's own size).
-        tree: the drafter may propose siblings.
-        draft_guess: the drafter's time before any was measured; see `DraftCosts`.
+        sources: names of the drafters behind the drafter, cheapest first; one where it is a single one.
+        draft_costs: of each source; None: they look things up.
         prepares: the drafter proposes only what the step before has prepared, and a step without a budget prepares
-            nothing: a trial then takes two steps.
-        config: thresholds and exploration.
-        clock: seconds, to time the reviews.
+            nothing.
+        blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
+        config: what is spent on learning.
+
+    Raises:
+        ConfigError: a cap out of range.
     """
 
     never_drafts = False
@@ -162,11 +147,11 @@ class AutoBudget:
         table: CostTable,
         *,
         cap: int,
-        tree: bool = False,
-        draft_guess: Sequence[float] = (0.03, 0.0, 0.002, 0.002),
+        sources: Sequence[str] = ("drafter",),
+        draft_costs: Sequence[DraftCosts] | None = None,
         prepares: bool = False,
+        blind: bool = False,
         config: AutoBudgetConfig | None = None,
-        clock: Callable[[], float] = perf_counter,
     ) -> None:
         if not 1 <= cap <= MAX_BUDGET:
             raise ConfigError(
@@ -174,81 +159,352 @@ class AutoBudget:
             )
         self.config = config or AutoBudgetConfig()
         self.cap = cap
-        self.tree = tree
+        self.sources = tuple(sources)
+        self._numbers = range(len(self.sources))
         self.costs = StepCosts(table)
-        self.draft_costs = DraftCosts(draft_guess)
-        self.shared = Acceptance(self.config.acceptance)
-        self.decision = Decision(batch_size=0, plain_ms=table.step_ms(1, 0))
-        self._clock = clock
-        self._follows: dict[int, _Follow] = {}
-        self._step = 0
-        self._rested = 0  # steps at rest
-        self._review_at = 0
-        self._review_gap = 1  # steps to the next review at most: few after a change of mind
-        self._plan_ms = 0.0  # of the coming step
-        self._elapsed_ms = 0.0  # of all steps
-        self._listens = True
-        self._reviews_ms = 0.0  # of all reviews
-        self._review_ms = 0.1  # of one review, by sequence
-        self._planned = True  # whether the coming step drafts as the decision says
-        self._purse_ms = table.step_ms(1, 0) / 2
-        self._try: _Try | None = None
-        self._prepares = prepares
-        self._prepared: int | None = None  # key of the sequence that the last step's try has prepared
-        self._try_at = 0
-        self._wait = 1
-        self._since_plain = 0
-        self._ledgers: dict[int, _Ledger] = {}  # by bucket of batch sizes
-        self._recent: dict[int, Decision] = {}  # the last review's, by bucket of batch sizes
+        self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
+        self.learns = True  # from the coming step
+        self.row_chance = 0.0  # of being accepted that pays for a row, in the coming step
+        self._prepares, self._blind = prepares, blind
+        self._kinds: dict[str | None, _Kind] = {}
+        self._books: dict[int, _Book] = {}
+        self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
+        self._steps = self._rested = self._plain_at = 0
+        self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
+        self._purse_ms = 0.0
+        self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
+        self._now = _Step()
+        self._last = _Step()  # the last one that drafted, or was asked to
 
-    # -- the contract
+    @classmethod
+    def of(cls, spec: DrafterSpec, table: CostTable, own: CostTable | None = None) -> Self:
+        """The budget of a drafter.
 
-    @property
-    def learns(self) -> bool:
-        """Whether to observe the coming step: every one that drafts, some of the others."""
-        return self._listens
+        Args:
+            spec: what it declares.
+            table: what steps of the target cost.
+            own: what passes of its draft model cost, where that was calibrated.
+        """
+        parts = spec.parts or (spec,)
+        return cls(
+            table,
+            cap=spec.default_budget,
+            sources=spec.sources or (spec.name,),
+            draft_costs=[
+                DraftCosts.of_network(table, own) if part.cache is not None else DraftCosts() for part in parts
+            ],
+            prepares=spec.streams is not None,
+            blind=spec.proposes == "sampled",
+        )
+
+    # -- before the step
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
-        """Nodes for the coming step; see `DraftBudget.plan`."""
-        began = self._clock()
-        self._step += 1
-        self._try = None
-        due = self._meet(sequences, batch_size) or self._step >= self._review_at
-        if due and self._affords(batch_size):
-            self._review(sequences, batch_size)
-            self._schedule_review(batch_size, (self._clock() - began) * 1e3)
-        elif bucket(batch_size) != bucket(self.decision.batch_size):
-            self.decision = self._recall(sequences, batch_size)
-        budgets = self._budgets(sequences, batch_size)
-        self._plan_ms = (self._clock() - began) * 1e3
-        self._listens = not self.decision.rests or self._try is not None or self._step % self.config.listen_every == 0
-        if not self._listens:
-            self._elapsed_ms += self.decision.plain_ms
-            self._earn(self.decision.plain_ms)
-        return budgets
+        """Nodes that the drafter may propose; see `DraftBudget.plan`."""
+        self._steps += 1
+        books = [self._book(s, batch_size) for s in sequences]
+        self._price(books, batch_size)
+        self._trials.clear()
+        wanted: set[int] = set()
+        if not self._wants_plain(batch_size):
+            paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
+            wanted = set().union(*paying, self._explore(books, paying))
+        heard = self._heard.get(bucket(batch_size), 0)
+        self.learns = heard < self.config.known_after or self._steps % self.config.listen_every == 0
+        if not self.learns:
+            self._save(self._now.plain_ms)
+        if not wanted:
+            self._rested += 1
+            return [0] * len(books)
+        if self._blind:
+            return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
+        return [self.cap if i in wanted else 0 for i in range(len(books))]
+
+    def _book(self, sequence: RunningSequence, batch_size: int) -> _Book:
+        """The sequence's book, its last proposal judged."""
+        view, size = sequence.view, bucket(batch_size)
+        book = self._books.get(view.key)
+        if book is None:
+            kind = self._kind(view)
+            lean = [0.0] * len(self.sources)
+            book = _Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
+            self._books[view.key] = book
+        elif book.bucket != size:
+            old, book.bucket, book.worths = book.worths, size, self._worths(book.kind, size)
+            for worth, was in zip(book.worths, old, strict=True):
+                worth.seen, worth.asked_at, worth.begun = was.seen, was.asked_at, was.begun
+        book.judge()
+        return book
+
+    def _kind(self, view: SequenceView) -> _Kind:
+        name = None if view.application is None else view.application.name
+        return self._kinds.setdefault(name, _Kind([Chances() for _ in self._numbers]))
+
+    def _worths(self, kind: _Kind, size: int) -> list[_Worth]:
+        """Where a sequence begins: with what its kind has brought at this batch size."""
+        known = [self._shared(kind, source, size) for source in self._numbers]
+        return [_Worth(worth.gain, worth.open, min(worth.asks, 4)) for worth in known]
+
+    def _shared(self, kind: _Kind, source: int, size: int) -> _Worth:
+        known = kind.worths.get((source, size))
+        if known is None:
+            network = self.draft_costs[source].network
+            gain = self.config.first_gain_network if network else self.config.first_gain
+            known = kind.worths[source, size] = _Worth(gain)
+        return known
+
+    def _price(self, books: Sequence[_Book], batch_size: int) -> None:
+        """What a plain step and a row cost now, and what a millisecond earns."""
+        context = sum(len(book.view.tokens) for book in books)
+        plain_ms = self.costs.predict(batch_size, 0, context)
+        tokens, ms = self._earned.get(bucket(batch_size), (0.0, 1.0))
+        count = len(self.sources)
+        rate = max(batch_size / plain_ms, tokens / ms)
+        self._now = _Step(batch_size, context, plain_ms, rate)
+        self._now.asked, self._now.unseen, self._now.told = [{} for _ in self._numbers], [0] * count, [0.0] * count
+        rise = self._now.rise = self.costs.rise(batch_size, 8, context)
+        self.row_chance = rate * min(rise[1], rise[2] / 2, rise[4] / 4, rise[8] / 8)
+
+    def _wants_plain(self, batch_size: int) -> bool:
+        """Whether a plain step is due, so that what drafts are compared with is measured."""
+        late = self._steps - self._plain_at > self.config.plain_every
+        return late or self.costs.visits(batch_size, 0) < self.config.plain_first
+
+    def _paying(self, source: int, books: Sequence[_Book], opens: Sequence[float]) -> set[int]:
+        """The sequences that asking this source for pays, in the mean."""
+        costs, rate = self.draft_costs[source], self._now.rate
+        values = []
+        for i, (book, open_) in enumerate(zip(books, opens, strict=True)):
+            value = book.worths[source].now(open_) - rate * self._catch_up_ms(source, book)
+            if value > 0:
+                values.append((value, -i))
+        values.sort(reverse=True)
+        most = len(values)
+        if costs.network and sum(kind.worths[key].asks for kind, key in self._known(source)) < self.config.pilot:
+            most = min(most, 1)  # nothing is known of it yet: the others wait for the result
+        total, best, count = 0.0, 0.0, 0
+        for n, (value, _) in enumerate(values[:most], start=1):
+            total += value
+            net = total - rate * costs.predict(n)
+            if net > best:
+                best, count = net, n
+        return {-i for _, i in values[:count]}
+
+    def _known(self, source: int) -> Iterable[tuple[_Kind, tuple[int, int]]]:
+        return ((kind, key) for kind in self._kinds.values() for key in kind.worths if key[0] == source)
+
+    def _catch_up_ms(self, source: int, book: _Book) -> float:
+        """What the source has to compute first, spread over the asks in which that can pay."""
+        costs = self.draft_costs[source]
+        behind = len(book.view.tokens) - book.worths[source].seen - NEAR
+        if behind <= 0 or not costs.catch_up_ms:
+            return 0.0
+        limit = self.config.horizon if book.view.max_len is None else book.view.max_len - len(book.view.tokens)
+        steps = max(1.0, min(limit, self.config.horizon) / (1 + max(1.0, book.worths[source].gain)))
+        return behind * costs.catch_up_ms / steps
+
+    def _explore(self, books: Sequence[_Book], paying: Sequence[set[int]]) -> set[int]:
+        """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
+        the saved share of the time goes."""
+        if self.row_chance * (1 + self.config.margin) >= 1 or all(len(asked) == len(books) for asked in paying):
+            return set()
+        found = set()
+        waiting = [(book.worths[k].asked_at, k, i) for k in self._numbers for i, book in enumerate(books)]
+        for _, source, i in sorted(waiting):
+            book = books[i]
+            if i in paying[source]:
+                continue
+            if not book.worths[source].begun:  # else it is paid for
+                cost = self.draft_costs[source].predict(1) + self._behind_ms(source, book)
+                if cost > self._credit_ms():
+                    continue
+                self._purse_ms -= cost
+            self._trials.add((book.view.key, source))
+            found.add(i)
+        return found
+
+    def _behind_ms(self, source: int, book: _Book) -> float:
+        behind = len(book.view.tokens) - book.worths[source].seen - NEAR
+        return max(0, behind) * self.draft_costs[source].catch_up_ms
+
+    def _credit_ms(self) -> float:
+        """What a trial may cost. A full purse may be overdrawn, else an expensive trial would never be made."""
+        full = self._purse_ms >= 0.99 * self.config.purse * self._now.plain_ms
+        return self._purse_ms + (self.config.overdraft * self._now.plain_ms if full else 0.0)
+
+    def _save(self, ms: float) -> None:
+        self._purse_ms = min(self.config.purse * self._now.plain_ms, self._purse_ms + self.config.explore * ms)
+
+    def _ahead(self, book: _Book) -> int:
+        """Nodes of a chain whose scores may not be looked at: by depth alone."""
+        path, chances = 1.0, book.kind.chances[0]
+        found = []
+        for depth in range(1, self.cap + 1):
+            path *= chances.chance(UNKNOWN, depth)
+            found.append(path)
+        return max(1, self._best(found)[0])  # an ask that was found to pay, or that must teach something
+
+    # -- between proposal and pass
+
+    def ask(self, source: int, views: Sequence[SequenceView], first: Sequence[float]) -> list[int]:
+        """Which sequences to ask one of several sources for.
+
+        Args:
+            source: its number.
+            views: the sequences.
+            first: for each the chance that what others proposed begins right.
+
+        Returns:
+            Their indices.
+        """
+        books = [self._books[view.key] for view in views]
+        opens = [1 - chance for chance in first]
+        chosen = self._paying(source, books, opens)
+        chosen |= {i for i, view in enumerate(views) if (view.key, source) in self._trials}
+        self._note(source, {views[i].key: opens[i] for i in chosen})
+        return sorted(chosen)
+
+    def _note(self, source: int, asked: dict[int, float]) -> None:
+        self._now.asked[source] = asked
+        books = [self._books[key] for key in asked]
+        self._now.unseen[source] = sum(len(book.view.tokens) - book.worths[source].seen for book in books)
+
+    def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
+        """The chance that one of the first tokens that a source proposes is right, from its own log scores of them."""
+        book = self._books[view.key]
+        chances, lean = book.kind.chances[source], exp(book.lean[source])
+        odds = [chances.odds[cell_of(odds_of(score), 1)] * lean for score in log_scores]
+        return min(1.0, sum(o / (1 + o) for o in odds))
+
+    def level_chance(self, source: int, count: int) -> float:
+        """The chance of a path that pays for one more level of a source's network below it, for ``count`` sequences."""
+        return self.row_chance + self._now.rate * self.draft_costs[source].level_ms / max(1, count)
+
+    def told(self, source: int, levels: int, ms: float) -> None:
+        """What the ask of one of several sources took."""
+        self._now.told[source] = ms
+        self._learn_costs(source, levels, ms)
+
+    def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
+        """The nodes that pay for their rows; None where none does.
+
+        Args:
+            views: the sequences whose budget was not 0.
+            tree: one proposal for each.
+        """
+        lists, now = tree.lists(), self._now
+        if len(self.sources) == 1:
+            self._note(0, {view.key: 1.0 for view in views})
+        self._last = now
+        if max(lists.counts) == 1:
+            now.levels = 0
+            self._learn_worths(views, [])
+            return None
+        offers = [self._weigh(view, lists, b) for b, view in enumerate(views)]
+        ranked = sorted((-offer.path[i], b, i) for b, offer in enumerate(offers) for i in range(1, len(offer.path)))
+        count, price = self._best([-chance for chance, _, _ in ranked])
+        if self._blind:  # was decided ahead
+            count = len(ranked)
+        kept: list[list[int]] = [[0] for _ in views]
+        for _, b, i in ranked[:count]:
+            kept[b].append(i)
+        now.levels = max(map(_levels, offers), default=0)
+        now.nodes, now.tokens, now.rows_ms = count, -sum(c for c, _, _ in ranked[:count]), price * count / now.rate
+        self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
+        if count == len(ranked):
+            return tree if count else None
+        return TokenTree.from_lists(lists.kept([*map(sorted, kept)])) if count else None
+
+    def _weigh(self, view: SequenceView, lists: TreeLists, b: int) -> Offer:
+        book = self._books[view.key]
+        scores = None if self._blind or lists.scores is None else lists.scores[b]
+        columns = (lists.tokens[b], lists.parents[b], lists.sources[b])
+        book.offer = weigh(len(view.tokens), *columns, scores, book.kind.chances, book.lean)
+        return book.offer
+
+    def _best(self, chances: Sequence[float]) -> tuple[int, float]:
+        """How many of the nodes pay, given their chances in falling order; and what a row of them costs, in tokens."""
+        now = self._now
+        if len(now.rise) <= len(chances):
+            now.rise = self.costs.rise(now.batch_size, len(chances), now.context)
+        rise, rate = now.rise, now.rate * (1 + self.config.margin)
+        total, best, count = 0.0, 0.0, 0
+        for k, chance in enumerate(chances, start=1):
+            total += chance
+            net = total - rate * rise[k]
+            if net > best:
+                best, count = net, k
+        return count, rate * rise[count] / count if count else 0.0
+
+    # -- learning
+
+    def _learn_worths(
+        self, views: Sequence[SequenceView], found: Sequence[tuple[Offer, Sequence[int]]], price: float = 0.0
+    ) -> None:
+        """What every ask brought: the chances of its chosen nodes, less the price of their rows.
+
+        Args:
+            views: the sequences.
+            found: for each its proposal and the nodes that were chosen; empty: nothing was proposed.
+            price: of a row, in tokens.
+        """
+        for source, asked in enumerate(self._now.asked):
+            for b, view in enumerate(views):
+                if view.key not in asked:
+                    continue
+                book = self._books[view.key]
+                worth = book.worths[source]
+                worth.begun = self._prepares and worth.asked_at not in (-1, self._steps - 1)
+                worth.asked_at, worth.seen = self._steps, len(view.tokens)
+                if worth.begun:  # nothing was prepared: no news
+                    continue
+                gain = 0.0
+                if found:
+                    offer, nodes = found[b]
+                    gain = sum([offer.path[i] - price for i in nodes[1:] if offer.sources[i] == source])
+                worth.learn(gain, asked[view.key], self.config.quickest)
+                self._shared(book.kind, source, book.bucket).learn(gain, asked[view.key], self.config.rate)
+                if (view.key, source) in self._trials:
+                    self._save(gain / self._now.rate / self.config.explore)
 
     def observe(self, step: StepRecord) -> None:
-        """Learn costs and acceptance from a step."""
+        """Learn what the step cost and earned."""
         if not step.sequences:
             return
-        drafted = sum(step.drafted)
-        self._elapsed_ms += step.draft_ms + step.rest_ms
-        rest_ms = max(0.0, step.rest_ms - self._plan_ms)
-        self._plan_ms = 0.0
-        context = sum(len(s.view.tokens) for s in step.sequences)
-        plain_ms = self.costs.predict(len(step.sequences), 0, context)
+        batch, drafted, asked = len(step.sequences), sum(step.drafted), any(step.budgets)
+        total_ms = step.draft_ms + step.rest_ms
+        self._save(total_ms)
         if step.pure:
-            self.costs.observe(len(step.sequences), drafted, context, rest_ms)
-            self._since_plain = 0 if drafted == 0 else self._since_plain + 1
-        self._earn(plain_ms)
-        if any(step.budgets):
-            self._learn_drafts(step)
-            self._account(step, rest_ms + step.draft_ms, plain_ms)
+            context = sum(len(s.view.tokens) for s in step.sequences)
+            if drafted or not (asked and self._prepares):
+                self.costs.observe(batch, drafted, context, step.rest_ms)
+                self._plain_at = self._plain_at if drafted else self._steps
+            weight = self.config.rate
+            tokens, ms = self._earned.get(bucket(batch), (0.0, 0.0))
+            earned = sum(step.accepted) + batch
+            self._heard[bucket(batch)] = self._heard.get(bucket(batch), 0) + 1
+            self._earned[bucket(batch)] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
+        if asked:
+            self._learn_costs(0, self._now.levels, step.draft_ms - sum(self._now.told[1:]))
+
+    def _learn_costs(self, source: int, levels: int, ms: float) -> None:
+        count = len(self._now.asked[source])
+        if count:
+            self.draft_costs[source].observe(count, levels, self._now.unseen[source], ms)
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
-        """Drop what is kept of sequences that ended."""
+        """Judge the last proposals of sequences that ended, and drop what is kept of them."""
         for sequence in sequences:
-            self._follows.pop(sequence.view.key, None)
+            book = self._books.pop(sequence.view.key, None)
+            if book is not None:
+                book.judge()
+
+    # -- what it says
+
+    @property
+    def rule(self) -> AutoBudget:
+        """Itself; see `DraftBudget.rule`."""
+        return self
 
     def reason(self) -> str | None:
         """Nothing is known before the first step."""
@@ -256,468 +512,68 @@ class AutoBudget:
 
     def rested(self, sequence: RunningSequence) -> str | None:
         """Why nothing was drafted in most of the sequence's steps, where that is so."""
-        follow = self._follows.get(sequence.view.key)
-        if follow is None or not self.decision.rests:
+        book = self._books.get(sequence.view.key)
+        if book is None:
             return None
-        steps = self._step - follow.born + 1
-        return self.explain() if self._rested - follow.rested_before > steps / 2 else None
+        steps = self._steps - book.born + 1
+        return self.explain() if self._rested - book.rested_before > steps / 2 else None
 
-    def explain(self, sequence: RunningSequence | None = None) -> str:
-        """Why the last review chose its budgets, in a sentence; for one sequence if it is given."""
-        d = self.decision
-        if d.batch_size == 0:
+    def explain(self) -> str:
+        """What the last step that asked for drafts chose, and why, in a sentence."""
+        step = self._last
+        if not self._now.batch_size:
             return "auto: no step was planned yet"
-        first = self._acceptance(sequence).chance(1)
-        arrives = f"a first drafted token arrives in {first:.0%} of the steps"
-        if not d.rests:
-            nodes = max(d.nodes.values()) if sequence is None else d.nodes.get(sequence.view.key, d.newcomer)
-            return (
-                f"auto: {'up to ' if sequence is None else ''}{nodes} nodes at batch {d.batch_size}: "
-                f"{d.batch_size + d.tokens:.2f} tokens expected in {d.step_ms:.2f} ms, where plain decoding gets "
-                f"{d.batch_size} in {d.plain_ms:.2f} ms: {d.gain:.2f} times its speed ({arrives})"
-            )
-        at = f"auto: at batch {d.batch_size}"
-        if d.penalised:
-            return f"{at} drafting lost time in fact, so it rests for a while ({arrives})"
-        if d.hopeless:
-            return f"{at} a drafted row costs more than it brings, even were {self.config.optimism:.0%} accepted"
-        return (
-            f"{at} drafts do not pay: the best budget promises {d.gain:.2f} times plain decoding's speed ({arrives}; "
-            f"a step takes {d.plain_ms:.2f} ms without drafts, {d.step_ms:.2f} ms with {d.rows:.1f} drafted rows, "
-            f"{d.draft_ms:.2f} ms of it drafting)"
-        )
+        price = f"a row must be accepted with a chance of {self.row_chance:.0%} to pay"
+        at = f"auto: at batch {self._now.batch_size} a plain step takes {self._now.plain_ms:.2f} ms, and {price}"
+        if not step.batch_size:
+            return f"{at}: nothing was drafted yet"
+        worth = ", ".join(f"{name} {self._gain(k):.2f}" for k, name in enumerate(self.sources))
+        asks = f"an ask brings, beyond its rows, so many tokens: {worth}"
+        if not step.nodes:
+            return f"{at}: drafts do not pay ({asks})"
+        ahead = (step.batch_size + step.tokens) / step.batch_size
+        return f"{at}: {step.nodes} nodes, of which {step.tokens:.2f} are expected ({ahead:.2f} tokens a pass; {asks})"
+
+    def _gain(self, source: int) -> float:
+        """Tokens that an ask brought in the mean, at the present batch size."""
+        size = bucket(self._now.batch_size)
+        known = [k.worths[source, size] for k in self._kinds.values() if (source, size) in k.worths]
+        return sum(w.gain for w in known) / len(known) if known else 0.0
 
     def describe(self) -> dict[str, Any]:
         """The last choice and the figures behind it."""
-        d = self.decision
-        depths = min(self.cap, len(self.shared.arrive))
+        now, last = self._now, self._last
         return {
             "kind": "auto",
             "why": self.explain(),
             "cap": self.cap,
-            "batch_size": d.batch_size,
-            "nodes": sorted(d.nodes.values(), reverse=True),
-            "expected_gain": d.gain,
-            "plain_ms": d.plain_ms,
-            "step_ms": d.step_ms,
-            "draft_ms": d.draft_ms,
-            "acceptance": [self.shared.chance(depth) for depth in range(1, depths + 1)],
+            "batch_size": now.batch_size,
+            "nodes": last.nodes,
+            "expected_tokens": last.tokens,
+            "plain_ms": now.plain_ms,
+            "rows_ms": last.rows_ms,
+            "row_chance": self.row_chance,
+            "sources": {name: self._describe(k) for k, name in enumerate(self.sources)},
             "rested_steps": self._rested,
-            "steps": self._step,
+            "steps": self._steps,
             "costs": self.costs.table.source,
         }
 
-    # -- between reviews
-
-    def _meet(self, sequences: Sequence[RunningSequence], batch_size: int) -> bool:
-        """Begin to follow new sequences; whether the batch is another one than was reviewed."""
-        fresh = [s for s in sequences if s.view.key not in self._follows]
-        for sequence in fresh:
-            own = Acceptance(self.config.acceptance, self.shared)
-            self._follows[sequence.view.key] = _Follow(own, self._step, self._rested)
-        if fresh:
-            self._try_at = min(self._try_at, self._step + 2)  # a new text: see whether it is another kind of text
-        reviewed = self.decision.batch_size
-        if batch_size <= self.config.forced_below:
-            return bool(fresh) or batch_size != reviewed
-        return abs(batch_size - reviewed) > reviewed / 4
-
-    def _budgets(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
-        decision = self.decision
-        self._planned = False
-        if decision.rests:
-            self._rested += 1
-            budgets = [0] * len(sequences)
-        elif self._wants_plain(batch_size):
-            return [0] * len(sequences)
-        else:
-            self._planned = True
-            chosen, other = decision.nodes, decision.newcomer
-            budgets = [chosen.get(s.view.key, other) for s in sequences]
-        if self._step >= self._try_at and not (decision.hopeless or decision.penalised):
-            self._consider_try(sequences, budgets, batch_size)
-        return budgets
-
-    def _wants_plain(self, batch_size: int) -> bool:
-        """Whether a plain step is due, so that the baseline is measured and kept up to date."""
-        if self.costs.visits(batch_size, 0) < self.config.plain_first:
-            return True
-        interval = (self.decision.gain - 1) / self.config.reference
-        return self._since_plain >= max(24.0, min(512.0, interval))
-
-    def _consider_try(self, sequences: Sequence[RunningSequence], budgets: list[int], batch_size: int) -> None:
-        """Let one sequence draft more than planned if the exploration budget allows it."""
-        chosen, nodes = self._candidate(sequences, budgets)
-        prepared = [i for i, s in enumerate(sequences) if s.view.key == self._prepared and budgets[i] == 0]
-        self._prepared = None
-        if prepared:
-            chosen, nodes = prepared[0], min(self.config.probe, self.cap)
-        base = budgets[chosen]
-        if nodes <= base:
-            self._try_at = self._step + self.config.review_steps
-            return
-        added, gain = self._price(sequences[chosen], budgets, base, nodes, batch_size)
-        loss = added - gain * self.decision.plain_ms / batch_size
-        if loss > self._credit_ms() and not prepared:  # what was paid for in the last step is not thrown away
-            missing = min(loss, self._most_ms()) - self._purse_ms
-            wait = math.ceil(missing / max(1e-6, self.config.explore * self.decision.plain_ms))
-            self._try_at = self._step + max(1, min(self.config.longest_wait, wait))
-            return
-        budgets[chosen] = nodes
-        self._try = _Try(sequences[chosen].view.key, added, base, bool(prepared))
-        self._wait = min(self.config.longest_wait, 2 * self._wait)
-        self._try_at = self._step + self._wait
-
-    def _candidate(self, sequences: Sequence[RunningSequence], budgets: list[int]) -> tuple[int, int]:
-        """(index, nodes) of a try: the resting sequence with least to catch up, else one that drafts, with the cap."""
-        resting = [i for i, budget in enumerate(budgets) if budget == 0]
-        if not resting:
-            return self._step % len(budgets), self.cap
-        unseen = [self._unseen(sequences[i]) for i in resting]
-        equals = [i for i, u in zip(resting, unseen, strict=True) if u <= min(unseen) + NEAR]
-        return equals[self._step % len(equals)], min(self.config.probe, self.cap)
-
-    def _price(
-        self, sequence: RunningSequence, budgets: list[int], base: int, nodes: int, batch_size: int
-    ) -> tuple[float, float]:
-        """(ms, tokens) that a try is expected to add to the step."""
-        gains, rows = self._acceptance(sequence).curve(nodes, self.tree)
-        others = self.decision.rows if self._planned else 0.0
-        more = others + max(1.0, sum(rows[base:]))
-        added = self.costs.predict(batch_size, more) - self.costs.predict(batch_size, others)
-        asked, total, unseen = sum(b > 0 for b in budgets), sum(budgets), self._unseen(sequence)
-        deepest = max(budgets)
-        draft = self.draft_costs.predict(asked + (base == 0), max(deepest, nodes), total - base + nodes, unseen)
-        if asked:
-            draft -= self.draft_costs.predict(asked, deepest, total)
-        return max(0.0, added) + max(0.0, draft), sum(gains[base:])
-
-    def _most_ms(self) -> float:
-        """The most that the exploration budget holds, in ms."""
-        return self.config.purse * self.decision.plain_ms
-
-    def _credit_ms(self) -> float:
-        """What a trial may lose: the exploration budget; a full one may be overdrawn, else an expensive trial is never
-        made."""
-        full = self._purse_ms >= 0.99 * self._most_ms()
-        return self.config.debt * self.decision.plain_ms if full else self._purse_ms
-
-    def _earn(self, plain_ms: float) -> None:
-        self._purse_ms = min(self._most_ms(), self._purse_ms + self.config.explore * plain_ms)
-
-    # -- learning
-
-    def _learn_drafts(self, step: StepRecord) -> None:
-        asked = [i for i, budget in enumerate(step.budgets) if budget > 0]
-        unseen = 0
-        for place, i in enumerate(asked):
-            sequence = step.sequences[i]
-            follow = self._follows.get(sequence.view.key)
-            if follow is None:
-                continue
-            counts = (step.budgets[i], step.drafted[i], step.accepted[i], sequence.finished)
-            follow.acceptance.observe(*counts)
-            if (place + self._step) % len(asked) < self.config.shared_samples:
-                self.shared.observe(*counts)
-            now = len(sequence.view.tokens)
-            before = now - step.accepted[i] - 1  # as the drafter saw it
-            unseen += max(0, before - follow.seen)
-            follow.seen = before
-        nodes = [step.budgets[i] for i in asked]
-        self.draft_costs.observe(len(asked), max(nodes), sum(nodes), unseen, step.draft_ms)
-
-    def _account(self, step: StepRecord, total_ms: float, plain_ms: float) -> None:
-        """Add the measured gain or loss of a step's drafts to the exploration budget or to the ledger."""
-        batch = len(step.sequences)
-        if self._try is not None:
-            keys = [s.view.key for s in step.sequences]
-            place = keys.index(self._try.key) if self._try.key in keys else None
-            accepted = 0 if place is None else max(0, step.accepted[place] - self._try.base)
-            spent = self._try.expected_ms
-            if self.decision.rests and step.pure:
-                spent = max(0.0, min(total_ms - plain_ms, 2 * spent))
-            purse = self._purse_ms + accepted * plain_ms / batch - spent
-            self._purse_ms = max(-2 * self.config.debt * plain_ms, min(self._most_ms(), purse))
-            if (
-                place is not None and step.drafted[place] == 0 and self._try.base == 0
-            ):  # nothing was proposed: cheap, and no news
-                self._wait = max(1, self._wait // 2)
-                self._try_at = self._step + min(self._wait, self.config.review_steps)
-                if self._prepares and not self._try.follows:
-                    self._prepared, self._try_at = self._try.key, self._step + 1
-            if accepted and self._try.base == 0:
-                self._wait = 1
-                self._try_at = self._step + 1
-                self._review_at = self._step + 1
-        elif self._planned and step.pure:
-            # A slow moment is no evidence: at most 1.5 times the expected cost is charged.
-            charged = min(total_ms, 1.5 * max(self.decision.step_ms, plain_ms))
-            self._ledger(batch).add(sum(step.accepted) / batch + 1 - charged / plain_ms, self.config.ledger_rate)
-
-    # -- the review
-
-    def _recall(self, sequences: Sequence[RunningSequence], batch_size: int) -> Decision:
-        """What the last review of such a batch chose, the same for every sequence; rest where there was none."""
-        known = self._recent.get(bucket(batch_size))
-        if known is None:
-            plain_ms = self.costs.predict(batch_size, 0, sum(len(s.view.tokens) for s in sequences))
-            return Decision(batch_size=batch_size, plain_ms=plain_ms)
-        nodes = {} if known.rests else {s.view.key: known.newcomer for s in sequences}
-        return replace(known, batch_size=batch_size, nodes=nodes if known.newcomer else {})
-
-    def _affords(self, batch_size: int) -> bool:
-        """Whether a review now keeps all reviews within their share of the time."""
-        config, expected = self.config, self._review_ms * batch_size
-        allowance = config.review_share * self._elapsed_ms + config.review_grace * self.decision.plain_ms
-        return self.decision.batch_size == 0 or self._reviews_ms + expected <= allowance
-
-    def _schedule_review(self, batch_size: int, took_ms: float) -> None:
-        config = self.config
-        self._reviews_ms += took_ms
-        self._review_ms += 0.3 * (took_ms / batch_size - self._review_ms)
-        steps = max(config.review_steps, math.ceil(took_ms / (config.review_share * self.decision.plain_ms)))
-        if self.decision.rests:
-            steps *= config.rest_factor
-        self._review_at = self._step + min(steps, self._review_gap)
-        self._review_gap *= 2
-
-    def _review(self, sequences: Sequence[RunningSequence], batch_size: int) -> None:
-        config = self.config
-        before = self.decision
-        walk = _Walk(self, sequences, batch_size)
-        best = walk.best()
-        if self._penalise(before):
-            best.penalised = True
-        drafted = not before.rests
-        best.penalised = best.penalised or self._step < self._ledger(batch_size).rest_until
-        if best.penalised or best.gain < 1 + (config.stay if drafted else config.enter):
-            best.hopeless = not best.penalised and walk.ceiling(config.optimism) < 1 + config.enter
-            best.nodes = {}
-            best.newcomer = 0
-        else:
-            best = self._hold(best, before, walk)
-        if not best.rests and self.draft_costs.usual_calls < config.pilot_steps:
-            self._pilot(best, sequences)
-        self.decision = self._recent[bucket(batch_size)] = best
-        if best.rests == drafted:
-            self._review_gap = 1
-
-    def _hold(self, best: Decision, before: Decision, walk: _Walk) -> Decision:
-        """Budgets that are changed only for a clear gain: the drafter's own size, and the previous ones."""
-        config = self.config
-        full = walk.value_of({key: self.cap if nodes else 0 for key, nodes in best.nodes.items()}, self.cap)
-        if full.gain >= 1 + config.enter and best.gain < full.gain * (1 + config.trim):
-            return full
-        if not before.rests and before.batch_size == best.batch_size:
-            kept = walk.value_of(before.nodes, before.newcomer)
-            if kept.gain >= 1 + config.stay and best.gain < kept.gain * (1 + config.switch):
-                return kept
-        return best
-
-    def _pilot(self, decision: Decision, sequences: Sequence[RunningSequence]) -> None:
-        """Begin with the few sequences that have least to catch up: nothing is known of this drafter yet."""
-        first = {s.view.key for s in sorted(sequences, key=self._unseen)[: self.config.pilot]}
-        decision.nodes = {key: nodes if key in first else 0 for key, nodes in decision.nodes.items()}
-        decision.newcomer = 0
-
-    def _penalise(self, before: Decision) -> bool:
-        """Rest where drafting measurably loses although the estimates expect a gain."""
-        ledger, config = self._ledger(before.batch_size), self.config
-        if ledger.wins(config.ledger_steps, config.ledger_rate):
-            ledger.penalty = ledger.least  # other texts, other luck
-        if before.rests or not ledger.loses(config.ledger_steps, config.ledger_rate):
-            return False
-        ledger.punish(self._step)
-        return True
-
-    def _ledger(self, batch_size: int) -> _Ledger:
-        config = self.config
-        fresh = _Ledger(config.penalty, config.longest_penalty, config.penalty)
-        return self._ledgers.setdefault(bucket(batch_size), fresh)
-
-    def _acceptance(self, sequence: RunningSequence | None) -> Acceptance:
-        follow = self._follows.get(sequence.view.key) if sequence is not None else None
-        return follow.acceptance if follow else self.shared
-
-    def _unseen(self, sequence: RunningSequence) -> int:
-        """Tokens that the drafter has not processed."""
-        follow = self._follows.get(sequence.view.key)
-        return len(sequence.view.tokens) - (follow.seen if follow else 0)
+    def _describe(self, source: int) -> dict[str, Any]:
+        costs = self.draft_costs[source]
+        held = [kind.chances[source].by_depth() for kind in self._kinds.values()]
+        return {
+            "gain": self._gain(source),
+            "ask_ms": costs.predict(1),
+            "level_ms": costs.level_ms,
+            "catch_up_ms": costs.catch_up_ms,
+            "held": held[0] if held else [],  # of the first kind met: chance by depth, given the node above
+        }
 
 
-@dataclass(slots=True)
-class _Node:
-    """One more node for one sequence."""
-
-    worth: float  # expected tokens over what it costs: the order in which nodes are taken
-    index: int  # of the sequence
-    depth: int
-    gain: float  # expected tokens
-    rows: float  # expected rows
-
-
-class _Walk:
-    """Takes nodes from all sequences, best first, and stops where the batch is fastest.
-
-    Args:
-        budget: estimates.
-        sequences: those that can draft.
-        batch_size: generating sequences.
-    """
-
-    def __init__(self, budget: AutoBudget, sequences: Sequence[RunningSequence], batch_size: int) -> None:
-        self._budget = budget
-        self._config = budget.config
-        self._sequences = sequences
-        self._batch = batch_size
-        self._context = sum(len(s.view.tokens) for s in sequences)
-        self._plain_ms = budget.costs.predict(batch_size, 0, self._context)
-        self._draft = budget.draft_costs.predict
-        self._per_token = budget.draft_costs.catch_up_ms
-        self._catch_up = [self._catch_up_ms(s) for s in sequences]
-        count = max(1, len(sequences))
-        self._sequence_ms = self._draft(count, 1, count) / count
-        self._node_ms = max(0.0, self._draft(count, 2, 2 * count) - self._draft(count, 1, count)) / count
-        self._row_ms = (budget.costs.predict(batch_size, batch_size, self._context) - self._plain_ms) / batch_size
-        follows = budget._follows
-        self._curves = [follows[s.view.key].acceptance.curve(self._most(s), budget.tree) for s in sequences]
-
-    def _most(self, sequence: RunningSequence) -> int:
-        return max(1, min(self._budget.cap, sequence.max_len - len(sequence.view.tokens) - 1))
-
-    def _catch_up_ms(self, sequence: RunningSequence) -> float:
-        """What the drafter has to compute first, spread over the steps in which that can pay."""
-        left = sequence.max_len - len(sequence.view.tokens)
-        steps = max(1.0, min(left, self._config.horizon) / 4)  # two tokens a step, and twice over to be safe
-        return max(0, self._budget._unseen(sequence) - NEAR) * self._per_token / steps
-
-    def best(self) -> Decision:
-        """The budgets that promise most tokens a second, plain decoding apart."""
-        nodes = self._nodes(self._curves)
-        found = max((self._walk([n for n in nodes if n.depth <= d]) for d in self._levels()), key=lambda f: f.gain)
-        if found.nodes:
-            found.newcomer = self._newcomer(found)
-        return found
-
-    def ceiling(self, chance: float) -> float:
-        """The gain over plain decoding if all proposed always and at once, and were right so often."""
-        most = min(self._budget.cap, 16)
-        gains = [chance**depth for depth in range(1, most + 1)]
-        curve = (gains, [1.0] * most)
-        free = copy(self)  # of the drafter's time, which may have been measured at a bad moment
-        free._catch_up = [0.0] * len(self._sequences)
-        free._sequence_ms = free._node_ms = 0.0
-        free._draft = lambda *_: 0.0
-        return max(free._walk(free._nodes([curve] * len(self._sequences))).gain, 1.0)
-
-    def value_of(self, budgets: dict[int, int], newcomer: int) -> Decision:
-        """Given budgets by the present estimates."""
-        nodes = {s.view.key: budgets.get(s.view.key, newcomer) for s in self._sequences}
-        tally = _Tally(self._batch)
-        for index, (sequence, (gains, rows)) in enumerate(zip(self._sequences, self._curves, strict=True)):
-            for depth in range(1, min(nodes[sequence.view.key], len(gains)) + 1):
-                tally.take(_Node(0, index, depth, gains[depth - 1], rows[depth - 1]), self._catch_up[index])
-        found = self._decide(tally, self._costs(tally, 0.0))
-        found.nodes, found.newcomer = (nodes if any(nodes.values()) else {}), newcomer
-        return found
-
-    def _levels(self) -> list[int]:
-        """Depths to try as a limit for all; one is enough where depth costs nothing of its own."""
-        cap = self._budget.cap
-        count = len(self._sequences)
-        deep = self._draft(count, cap, count * cap) - self._draft(count, 1, count)
-        if count == 1 or deep < 0.02 * self._plain_ms:
-            return [cap]
-        return sorted({min(cap, d) for d in (1, 2, 4, 8, cap)})
-
-    def _nodes(self, curves: Sequence[tuple[list[float], list[float]]]) -> list[_Node]:
-        """Every node on offer, the most worth first, a sequence's own in their order."""
-        nodes = []
-        for index, (gains, rows) in enumerate(curves):
-            fixed = self._sequence_ms + self._catch_up[index]
-            worth = math.inf
-            for depth, (gain, row) in enumerate(zip(gains, rows, strict=True), start=1):
-                worth = min(worth, gain / (row * self._row_ms + self._node_ms + fixed + 1e-9))
-                fixed = 0.0
-                nodes.append(_Node(worth, index, depth, gain, row))
-        nodes.sort(key=lambda node: -node.worth)
-        return nodes
-
-    def _walk(self, nodes: Sequence[_Node]) -> Decision:
-        stride = max(1, len(nodes) // self._config.evaluations)
-        tally = _Tally(self._batch)
-        best: Decision | None = None
-        taken = 0
-        highest = 0.0
-        for count, node in enumerate(nodes, start=1):
-            tally.take(node, self._catch_up[node.index])
-            if count % stride and count != len(nodes):
-                continue
-            costs = self._costs(tally, highest)
-            highest = costs[0]
-            found = self._decide(tally, costs)
-            if best is None or found.gain > best.gain:
-                best, taken = found, count
-        assert best is not None, "a review of no sequences"
-        for node in nodes[:taken]:
-            key = self._sequences[node.index].view.key
-            best.nodes[key] = max(node.depth, best.nodes.get(key, 0))
-        for sequence in self._sequences:
-            best.nodes.setdefault(sequence.view.key, 0)
-        return best
-
-    def _costs(self, tally: _Tally, highest: float) -> tuple[float, float]:
-        """(target ms, draft ms); the first never below ``highest``, since more rows are not cheaper."""
-        some = 1 - tally.none
-        target = self._plain_ms
-        if some > 0 and tally.rows > 0:
-            full = self._budget.costs.predict(self._batch, tally.rows / some, self._context)
-            target += some * max(0.0, full - self._plain_ms)
-        draft = self._draft(tally.sequences, tally.deepest, tally.nodes)
-        return max(target, highest), draft + tally.catch_up
-
-    def _decide(self, tally: _Tally, costs: tuple[float, float]) -> Decision:
-        step_ms = sum(costs)
-        return Decision(
-            batch_size=self._batch,
-            plain_ms=self._plain_ms,
-            tokens=tally.gain,
-            rows=tally.rows,
-            step_ms=step_ms,
-            draft_ms=costs[1],
-            gain=(1 + tally.gain / self._batch) * self._plain_ms / step_ms,
-        )
-
-    def _newcomer(self, found: Decision) -> int:
-        """Nodes for sequences that join before the next review: what the shared averages would get here."""
-        gains, rows = self._budget.shared.curve(self._budget.cap, self._budget.tree)
-        price = found.step_ms / (self._batch + found.tokens)  # ms a token, as things stand
-        profits = [g * price - r * self._row_ms - self._node_ms for g, r in zip(gains, rows, strict=True)]
-        nodes = next((n for n, profit in enumerate(profits) if profit <= 0), len(profits))
-        # One that is as far behind as the others were at their start is left to the next review.
-        behind = max(self._catch_up, default=0.0) + self._per_token * self._context / len(self._sequences) / 16
-        return nodes if sum(profits[:nodes]) > behind else 0
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the nodes taken so far add up to."""
-
-    batch: int
-    gain: float = 0.0
-    rows: float = 0.0
-    nodes: int = 0
-    sequences: int = 0
-    deepest: int = 0
-    catch_up: float = 0.0
-    none: float = 1.0  # chance that no sequence proposes anything
-
-    def take(self, node: _Node, catch_up: float) -> None:
-        self.gain += node.gain
-        self.rows += node.rows
-        self.nodes += 1
-        self.deepest = max(self.deepest, node.depth)
-        if node.depth == 1:
-            self.sequences += 1
-            self.catch_up += catch_up
-            self.none *= 1 - node.rows
+def _levels(offer: Offer) -> int:
+    """Depth of the deepest node."""
+    depths = [0]
+    for parent in offer.parents[1 : len(offer.path)]:
+        depths.append(depths[parent] + 1)
+    return max(depths)

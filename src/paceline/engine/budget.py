@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from ..core.errors import ConfigError
 from ..core.options import MOST_TEXT, shown
+from ..drafters.base import DraftRule
 from ..rounds.base import RunningSequence
 
 MAX_BUDGET = 1024  # nodes a tree; beyond this a mask alone outweighs the model
@@ -40,6 +41,11 @@ class DraftBudget(Protocol):
     @property
     def learns(self) -> bool:
         """Whether `observe` is to be called for the coming step; read after `plan`."""
+        ...
+
+    @property
+    def rule(self) -> DraftRule | None:
+        """What chooses among the proposed nodes; None: all within the budget are checked."""
         ...
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
@@ -79,6 +85,7 @@ class StaticBudget:
     """Base of budgets that learn nothing."""
 
     learns = False
+    rule = None
 
     def observe(self, step: StepRecord) -> None:
         """Nothing to learn."""

@@ -215,11 +215,31 @@ class StepCosts:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._corrections = Corrections()
+        self._more: dict[int, list[float]] = {}  # by batch size: what the table says of 0, 1, .. drafted rows
 
     def predict(self, batch_size: int, extra: float, context: int | None = None) -> float:
         """Expected ms of a step, without the drafter's own time."""
         log = self._corrections.log((bucket(batch_size), bucket(math.ceil(extra))))
         return self.table.step_ms(batch_size, extra, context) * math.exp(log)
+
+    def rise(self, batch_size: int, most: int, context: int) -> list[float]:
+        """[most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
+        first, table = bucket(batch_size), self.table
+        more = self._more.setdefault(batch_size, [0.0])
+        base = table.chain_ms(batch_size)
+        while len(more) <= most:
+            more.append(table.chain_ms(batch_size + len(more)) - base)
+        plain = table.step_ms(batch_size, 0, context)
+        now = plain * math.exp(self._corrections.log((first, 0)))
+        found, start, highest = [0.0], 1, 0.0
+        while start <= most:
+            stop = min(most, 1 << (start - 1).bit_length())  # the last of its bucket
+            factor = math.exp(self._corrections.log((first, bucket(start))))
+            for rows in range(start, stop + 1):
+                highest = max(highest, (plain + more[rows]) * factor - now)
+                found.append(highest)
+            start = stop + 1
+        return found
 
     def visits(self, batch_size: int, extra: int) -> int:
         """Steps of this kind that were observed."""
@@ -232,81 +252,80 @@ class StepCosts:
             self._corrections.observe((bucket(batch_size), bucket(extra)), math.log(ms / expected))
 
 
-def draft_guess(
-    table: CostTable, draft: CostTable | None = None, network: bool = False
-) -> tuple[float, float, float, float]:
-    """An estimate of a drafter's time before any was measured, as `DraftCosts` takes it.
-
-    Args:
-        table: the target's costs.
-        draft: the calibrated costs of the draft model, if there are any.
-        network: the drafter runs a network of its own (else it looks things up).
-    """
-    if not network:
-        return 0.03, 0.0, 0.002, 0.002
-    # A drafter that somebody chose: a whole draft costs a target pass at most.
-    level = table.chain_ms(1) / LEVELS
-    if draft is None:
-        return level / 10, level, 0.0, table.chain_ms(128) / 128 / 3
-    return draft.step_ms(2, 0) - draft.step_ms(1, 0), min(level, draft.chain_ms(1)), 0.0, draft.chain_ms(128) / 128
-
-
 class DraftCosts:
-    """What the drafter's own time depends on, learned call by call.
+    """What asking a drafter takes, learned call by call.
 
-        ms = (a x sequences + b x levels + c x all budgets) x correction + d x tokens to catch up with
+        ms = (ask x sequences + level x levels) x correction + catch_up x tokens behind
 
-    A draft model pays for levels (b) and for what it has not computed (d), a look-up for sequences (a). The
-    correction is learned by kinds of calls, sequences and deepest budget, since a drafter may stop early or choose
-    its means by itself; it follows calls with little to catch up with (the last step's tokens are part of every
-    call). d is an exponential average over the others. The first call of all does what is done once: only what it
+    A draft model pays for levels and for what it has not computed, a look-up for sequences. The correction is learned
+    by the number of sequences, from calls with little to catch up with (the last step's tokens are part of every
+    call); what a token behind costs, from the others. The first call of all does what is done once: only what it
     caught up with is learned from.
 
     Args:
-        guess: (a, b, c, d) to begin with, in ms.
+        ask, level, catch_up: ms to begin with.
     """
 
-    def __init__(self, guess: Sequence[float]) -> None:
-        self._guess = tuple(max(0.0, g) for g in guess[:3])
-        self.catch_up_ms = max(0.0, guess[3])  # d
-        self._caught_up = 0  # calls that taught d
+    def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
+        self._ask, self._level = max(0.0, ask), max(0.0, level)
+        self.catch_up_ms = max(0.0, catch_up)  # a token
+        self._levels = float(LEVELS)  # running mean: levels of a call
         self._corrections = Corrections()
-        self._called = False
-        self._waiting: deque[tuple[int, int, int, int, float]] = deque(
-            maxlen=8
-        )  # calls that caught up, not learned yet
-        self.usual_calls = 0  # those with little to catch up with
+        self._calls = self._caught_up = 0
+        self._waiting: deque[tuple[int, int, int, float]] = deque(maxlen=8)  # calls that caught up, not learned yet
 
-    def predict(self, sequences: int, deepest: int, nodes: int, unseen: int = 0) -> float:
-        """Expected ms of one call of the drafter; of ``unseen`` tokens the first few are nothing special."""
-        behind = max(0, unseen - NEAR * sequences)
-        log = self._corrections.log((bucket(sequences), bucket(deepest)))
-        return self._expected(sequences, deepest, nodes) * math.exp(log) + self.catch_up_ms * behind
+    @classmethod
+    def of_network(cls, target: CostTable, own: CostTable | None = None) -> DraftCosts:
+        """A guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
 
-    def _expected(self, sequences: int, deepest: int, nodes: int) -> float:
-        a, b, c = self._guess
-        return a * sequences + b * min(deepest, LEVELS) + c * nodes + 1e-3
+        Args:
+            target: the target's costs.
+            own: the calibrated costs of the draft model, if there are any.
+        """
+        level = target.chain_ms(1) / LEVELS
+        if own is None:
+            return cls(level / 10, level, target.chain_ms(128) / 128 / 3)
+        return cls(own.step_ms(2, 0) - own.step_ms(1, 0), min(level, own.chain_ms(1)), own.chain_ms(128) / 128)
 
-    def observe(self, sequences: int, deepest: int, nodes: int, unseen: int, ms: float) -> None:
-        """Learn from one call."""
-        behind = unseen - NEAR * sequences
-        if behind > 0:
-            self._waiting.append((sequences, deepest, nodes, unseen, ms))
-        elif self._called:
-            self.usual_calls += 1
-            log = math.log(max(ms, 1e-4) / self._expected(sequences, deepest, nodes))
-            self._corrections.observe((bucket(sequences), bucket(deepest)), log)
-        self._called = True
-        if self.usual_calls >= WINDOW:  # else all that the guess is off by would be taken for catching up
+    @property
+    def network(self) -> bool:
+        """Whether levels cost anything."""
+        return self._level > 0
+
+    @property
+    def level_ms(self) -> float:
+        """One more level."""
+        return self._level * math.exp(self._corrections.log((1, 0))) if self._level else 0.0
+
+    def predict(self, sequences: int) -> float:
+        """Expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
+        return self._expected(sequences, self._levels) * math.exp(self._corrections.log((bucket(sequences), 0)))
+
+    def _expected(self, sequences: int, levels: float) -> float:
+        return self._ask * sequences + self._level * levels + 1e-3
+
+    def observe(self, sequences: int, levels: int, unseen: int, ms: float) -> None:
+        """Learn from one call: its sequences, the deepest node proposed, and tokens that it processed first."""
+        if unseen > NEAR * sequences:
+            self._waiting.append((sequences, levels, unseen, ms))
+        elif self._calls:
+            log = math.log(max(ms, 1e-4) / self._expected(sequences, levels))
+            self._corrections.observe((bucket(sequences), 0), log)
+            self._levels += 0.1 * (levels - self._levels)
+        self._calls += 1
+        if self._corrections.visits((bucket(sequences), 0)) >= WINDOW:
+            # Before that, all that the guess is off by would be taken for catching up.
             for call in self._waiting:
                 self._learn_catch_up(*call)
             self._waiting.clear()
 
-    def _learn_catch_up(self, sequences: int, deepest: int, nodes: int, unseen: int, ms: float) -> None:
-        guess = self.predict(sequences, deepest, nodes, unseen)
+    def _learn_catch_up(self, sequences: int, levels: int, unseen: int, ms: float) -> None:
+        behind = unseen - NEAR * sequences
+        log = self._corrections.log((bucket(sequences), 0))
+        guess = self._expected(sequences, levels) * math.exp(log) + self.catch_up_ms * behind
         self._caught_up += 1
         # A call that took many times longer than expected was interrupted, or the guess is off: move some way. Of
         # the first few nobody knows what is many.
         error = max(-guess, min(ms - guess, (2 if self._caught_up > WINDOW else 50) * guess))
         rate = max(SLOWEST_CATCH_UP, 1 / (self._caught_up + 1))
-        self.catch_up_ms = max(0.0, self.catch_up_ms + rate * error / (unseen - NEAR * sequences))
+        self.catch_up_ms = max(0.0, self.catch_up_ms + rate * error / behind)

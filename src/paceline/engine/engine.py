@@ -288,7 +288,7 @@ class Engine:
         learns = self.budget.learns
         before = _counts(works) if learns else []
         scheduled = perf_counter()
-        result = self.round.step(works)
+        result = self.round.step(works, self.budget.rule)
         now = perf_counter()
         if learns:
             pure = all(w.rows == 1 for w in works)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from ..core.request import Logprob, SequenceState
 from ..core.sampling import SamplingParams
-from ..drafters.base import SequenceView
+from ..drafters.base import DraftRule, SequenceView
 from ..kv.pool import SequenceCache
 from ..target.applications import Application
 from ..target.streams import StreamSet
@@ -122,8 +122,12 @@ class Round(Protocol):
         """Why the drafter was disabled, if it failed."""
         ...
 
-    def step(self, works: Sequence[Work]) -> StepResult:
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One target pass over the rows of ``works``, with whatever drafting belongs to it.
+
+        Args:
+            works: the sequences' parts of it.
+            rule: chooses which of the proposed nodes are checked; None: all.
 
         Tokens, caches, statistics and the drafter's state are updated when it returns.
         """

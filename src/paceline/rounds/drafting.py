@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.tree import TokenTree
-from ..drafters.base import Drafter, DraftRequest, StepFeatures
+from ..drafters.base import Drafter, DraftRequest, DraftRule, StepFeatures
 from ..target.base import Taps
 from .base import RunningSequence, Work
 from .passes import Pass
@@ -45,17 +45,20 @@ class GuardedDrafter:
         self.failure: str | None = None  # why it was disabled
         self._vocab_size = vocab_size
 
-    def propose(self, drafting: Sequence[Work]) -> TokenTree | None:
-        """The drafter's trees, checked; None if nothing is drafted, or if it failed."""
+    def propose(self, drafting: Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
+        """The drafter's trees, checked, and of them the nodes that the rule chooses; None if nothing is drafted, or if
+        it failed."""
         if self.drafter is None or self.failure is not None or not drafting:
             return None
         want = DraftRequest(
             sequences=[w.sequence.view for w in drafting],
             budgets=[w.budget for w in drafting],
             max_depths=[w.max_depth for w in drafting],
+            floor=0.0 if rule is None else rule.level_chance(0, len(drafting)),
+            rule=rule,
         )
         try:
-            return self._fit(self.drafter.propose(want), want)
+            tree = self._fit(self.drafter.propose(want), want)
         except Exception as error:
             if any(view.sampler.fault is not None for view in want.sequences):
                 # A request's own sampling rules failed while the drafter used them: verification will end it. What the
@@ -64,6 +67,9 @@ class GuardedDrafter:
             else:
                 self._put_aside(error)
             return None
+        if rule is not None:
+            return rule.select(want.sequences, tree)
+        return tree if max(tree.lists().counts) > 1 else None
 
     def observe(self, p: Pass, taps: Taps | None = None, stream_logits: Sequence[Tensor | None] = ()) -> None:
         """Show the drafter the results of a pass.
@@ -106,7 +112,7 @@ class GuardedDrafter:
         self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
         log.error("%s; decoding goes on without it", self.failure, exc_info=error)
 
-    def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree | None:
+    def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree:
         """Cut what is over budget or too deep; refuse what is no tree over these roots."""
         tree.check()
         lists = tree.lists()
@@ -116,7 +122,7 @@ class GuardedDrafter:
         if [row[0] for row in lists.tokens] != [s.tokens[-1] for s in want.sequences]:
             raise ValueError("a tree's root is not its sequence's last token")
         if max(counts) == 1:
-            return None
+            return tree
         low, high = min(map(min, lists.tokens)), max(map(max, lists.tokens))
         if low < 0 or high >= self._vocab_size:
             raise ValueError(f"a drafted token lies outside the vocabulary: {low} .. {high}")

@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
-from ..drafters.base import Drafter, StreamingDrafter
+from ..drafters.base import Drafter, DraftRule, StreamingDrafter
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
 from ..target.streams import StreamSet
@@ -98,11 +98,11 @@ class FusedRound:
         self.target.expect(self.target.config.max_position - 1 + gamma)
 
     @torch.inference_mode()
-    def step(self, works: Sequence[Work]) -> StepResult:
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One round: at most one proposal, one target pass, and the reading of the next draft's distributions."""
         began = perf_counter()
         drafting = [w for w in works if w.budget > 0 and w.generates]
-        tree = self.guard.propose(drafting)
+        tree = self.guard.propose(drafting, rule)
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
         carriers = self._run(p)

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, DraftRule
 from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
@@ -53,11 +53,11 @@ class SerialRound:
         return self.guard.failure
 
     @torch.inference_mode()
-    def step(self, works: Sequence[Work]) -> StepResult:
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One round: at most one proposal and exactly one target pass."""
         began = perf_counter()
         drafting = [w for w in works if w.budget > 0 and w.generates]
-        tree = self.guard.propose(drafting)
+        tree = self.guard.propose(drafting, rule)
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
         taps = Taps(self._taps) if self._taps else None
