@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.errors import CapabilityError, ConfigError, PoolFullError
+from ..core.inference import inference
 from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..target.base import ForwardState
@@ -228,7 +229,7 @@ class DraftModel:
         tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths])
         return tree.with_q(self._q(growths, tree)) if self.config.proposes == "sampled" else tree
 
-    @torch.inference_mode()
+    @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:
         self._floor = max(self.config.min_prob, 0.0 if self.config.proposes == "sampled" else min(want.floor, 1.0))
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -210,7 +210,7 @@ class Stack:
         self._reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
-        self._passes: WeakKeyDictionary[Any, native.Pass] = WeakKeyDictionary()
+        self._last: tuple[Callable[[], Any], native.Pass] | None = None  # the cache of the last pass, and see `_pass`
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._packing = threading.Lock()
         library = native.library()
@@ -218,6 +218,7 @@ class Stack:
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
         self._best, self._roll, self._decide = library.pl_best, library.pl_roll, library.pl_decide
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
+        self._embedding_at = self._embedding.data_ptr()
 
     def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
         for name in ("qkv", "out", "up", "down"):
@@ -353,7 +354,7 @@ class Stack:
         if adapters:
             ranges = self._ranges(adapters, len(tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        given = self._embedding.data_ptr(), made.buffer_info()[0], chosen.buffer_info()[0]
+        given = self._embedding_at, made.buffer_info()[0], chosen.buffer_info()[0]
         refused = self._decide(self._reference, run, *given)
         if refused == _BAD_POSITION:
             self._rope.reach(max(positions))
@@ -362,15 +363,11 @@ class Stack:
         return chosen.tolist()
 
     def _pass(self, cache: KVCache) -> native.Pass:
-        """What passes over a cache have in common, made once; with the rotation table and the threads of now."""
-        found = self._passes.get(cache)
-        if found is None:
-            k, v, stride = self._addresses(cache)
-            found = native.Pass(
-                k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
-            )
-            found.rotation = None
-            self._passes[cache] = found
+        """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""
+        last = self._last
+        if last is None or last[0]() is not cache:
+            last = self._last = ref(cache), self._new_pass(cache)
+        found = last[1]
         rotation = self._rope.now
         if found.rotation is not rotation:  # an interrupt in here makes the next call do it again
             found.rotation = None
@@ -378,6 +375,14 @@ class Stack:
             found.rotation = rotation
         found.threads = torch.get_num_threads()
         return found
+
+    def _new_pass(self, cache: KVCache) -> native.Pass:
+        k, v, stride = self._addresses(cache)
+        made = native.Pass(
+            k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
+        )
+        made.rotation = None
+        return made
 
     def _states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
