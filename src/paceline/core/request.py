@@ -143,6 +143,7 @@ class StopChecker:
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids, self._stops = frozenset(params.stop_token_ids or ()), params.stop_strings
         self._longest = max(map(len, self._stops), default=0)
+        self.enders = sorted(self._eos_ids | self._stop_ids)  # ids that end the output behind ``min_tokens``
         self._text = GrowingText()
         self._stream = stream
 
