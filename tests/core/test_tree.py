@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.tree import SparseQ, TokenTree
+from paceline.core.tree_lists import TreeLists
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -404,13 +405,78 @@ def test_what_a_constructor_knows_is_what_the_tensors_say():
     plain = replace(made)
     assert made.checked and not plain.checked and plain.known is None and plain.known_depths is None
     plain.check()
-    assert made.lists().tokens == made.tokens.tolist() == plain.lists().tokens
-    assert made.lists().parents == plain.lists().parents and made.lists().counts == plain.lists().counts
-    assert made.lists().sources == plain.lists().sources
-    assert made.depth_lists() == plain.depth_lists() == plain.depths().tolist() == made.depths().tolist()
+    assert made.tokens.tolist() == [[7, 1, 2, 3, 4], [8, 5, 0, 0, 0]]
+    assert_same_lists(made.lists(), plain.lists())
+    assert made.depth_lists() == plain.depth_lists() == [[0, 1, 1, 2, 3], [0, 1]]
+    assert plain.depths().tolist() == made.depths().tolist() == [[0, 1, 1, 2, 3], [0, 1, -1, -1, -1]]
     nan = TokenTree.from_parents([7], [[0]], [[1]], log_score=[[float("nan")]])
     with pytest.raises(ConfigError, match="NaN"):
         nan.check()
+
+
+@quick
+@given(trees(), trees(scored=True))
+def test_a_tree_of_lists_is_the_tree_of_the_tensors_that_it_makes(one, other):
+    """Fields that are made when they are read, against what is found out of the tensors alone."""
+    for tree in (one, other):
+        made = TokenTree.from_lists(tree.lists())
+        assert made.lists() is tree.lists()
+        plain = forgetful(made)
+        assert made.checked and plain.known is None
+        plain.check()
+        assert_same(made, plain)
+        assert_same_lists(plain.lists(), made.lists())
+        assert made.is_chain == made.chain == plain.is_chain
+        assert made.dense == bool((made.num_nodes == made.tokens.shape[1]).all())
+        assert made.depth_bound == int(plain.depths().max())
+        assert torch.equal(made.depths(), plain.depths()) and torch.equal(made.next_ids(), made.num_nodes)
+
+
+def test_a_tree_of_lists_makes_a_tensor_when_it_is_read():
+    tree = TokenTree.from_parents([7], [[0, 0]], [[1, 2]])
+
+    def made() -> set[str]:
+        return {f.name for f in fields(TokenTree) if _is_set(tree, f.name)}
+
+    before = made()
+    assert before == {"known", "known_depths", "checked", "q"}
+    tree.check()
+    assert tree.lists().tokens == [[7, 1, 2]] and tree.depth_lists() == [[0, 1, 1]]
+    assert made() == before
+    assert tree.parents is tree.parents and made() == before | {"parents"}
+    with pytest.raises(AttributeError, match="no branches"):
+        tree.branches  # noqa: B018
+
+
+def _is_set(tree: TokenTree, name: str) -> bool:
+    try:
+        object.__getattribute__(tree, name)
+    except AttributeError:
+        return False
+    return True
+
+
+@quick
+@given(trees_and_closed_sets(), st.booleans())
+def test_kept_lists_are_those_of_the_pruned_tree(pair, scored):
+    tree, keep = pair
+    tree = replace(tree, log_score=torch.rand(tree.tokens.shape, dtype=torch.float64)) if scored else tree
+    nodes = [row.nonzero().flatten().tolist() for row in keep]
+    assert_same_lists(tree.lists().kept(nodes), tree.prune(keep).lists())
+
+
+def assert_same_lists(one: TreeLists, other: TreeLists) -> None:
+    for field in fields(TreeLists):
+        assert getattr(one, field.name) == getattr(other, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [([[0.0]], [[5]], 0), ([[0]], [[5.0]], 0), ([[0]], [["5"]], 0), ([[0]], [[5]], [[0.5]]), ([[0]], [[5]], [[-1]])],
+)
+def test_lists_hold_numbers_of_their_kind(lists):
+    with pytest.raises((TypeError, OverflowError)):
+        TokenTree.from_parents([1], *lists)
 
 
 def test_constructors_refuse_what_is_not_a_tree():

@@ -11,6 +11,7 @@ import torch
 from native_kit import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
 
 from paceline import LLM, SamplingParams
+from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import depths_below
 from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
@@ -189,6 +190,27 @@ def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> N
         if isinstance(llm.engine.round.drafter, RememberingDrafter):  # type: ignore[attr-defined]
             llm.engine.round.drafter.forget()  # type: ignore[attr-defined]
     assert found[True] == found[False]
+
+
+def test_a_drafted_step_makes_no_tensor_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the proposal over the pass to the statistics, plain lists alone."""
+    llm = LLM("paceline-small", drafter="suffix", budget=8, dtype="bfloat16", threads=1)
+    passed: list[TokenTree] = []
+    propose = llm.engine.round.guard.propose  # type: ignore[attr-defined]
+
+    def spy(works: Sequence[Any]) -> TokenTree | None:
+        tree = propose(works)
+        passed.extend([tree] if tree is not None else [])
+        return tree
+
+    monkeypatch.setattr(llm.engine.round.guard, "propose", spy)  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    llm.generate(["one two three one two three one two", "a b a b a b a"], params)
+    assert any(len(row) > 2 for tree in passed for row in tree.lists().tokens)
+    for tree in passed:
+        for name in ("tokens", "parents", "num_nodes", "source", "log_score", "node_id"):
+            with pytest.raises(AttributeError):
+                object.__getattribute__(tree, name)
 
 
 def test_an_interrupt_while_a_pass_is_prepared_costs_that_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ and `from_chain` do neither, because both would wait for the device (`check` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from . import sparse_q, tree_checks, tree_lists
 from .errors import ConfigError
 from .sparse_q import SparseQ
-from .tree_lists import PADDING, TreeLists, as_tensor, padded
+from .tree_lists import PADDING, TreeLists, as_tensor
 
 _FEW_NODES = 512  # columns of a batch of trees, padding included
 _EMPTY = {"tokens": 0, "parents": PADDING, "node_id": PADDING, "source": 0, "log_score": float("-inf")}  # at padding
@@ -32,7 +32,8 @@ class TokenTree:
 
     Node 0 is the root: the last committed token. Real nodes occupy 0 .. num_nodes - 1 and a parent comes
     before its children. Two children of one parent may carry the same token: matching takes the first.
-    The tensors are shared between trees: treat them as read-only.
+    The tensors are shared between trees: treat them as read-only. A tree that was built from lists keeps those and
+    makes each tensor when it is first read; `lists` costs nothing then.
     """
 
     tokens: Tensor  # [B, N] int64  0 at padding
@@ -49,9 +50,31 @@ class TokenTree:
     # What a constructor knows of its own tree. `replace` makes a tree of which nothing is known.
     checked: bool = field(default=False, init=False)  # whether `check` would find nothing
     known: TreeLists | None = field(default=None, init=False, repr=False)
-    known_depths: list[list[int]] | None = field(default=None, init=False, repr=False)  # like `depths`
+    known_depths: list[list[int]] | None = field(default=None, init=False, repr=False)  # like `depths`, unpadded
+
+    if not TYPE_CHECKING:  # a checker is to find names that are not there
+
+        def __getattr__(self, name):
+            """A field of a tree that was built from lists, which has none but `known` until it is read."""
+            make = _FROM_LISTS.get(name)
+            if make is None:
+                raise AttributeError(f"a TokenTree has no {name}")
+            value = make(self.known)
+            setattr(self, name, value)
+            return value
 
     # ---- constructors
+
+    @staticmethod
+    def from_lists(lists: TreeLists) -> TokenTree:
+        """Trees on the CPU from plain lists, which are trusted and kept: not a copy is made, nothing is checked.
+
+        For lists that were checked before, such as those of `lists` or `TreeLists.kept`; `from_parents` checks.
+        Nodes get fresh ids.
+        """
+        tree: TokenTree = object.__new__(TokenTree)
+        tree.known, tree.known_depths, tree.checked, tree.q = lists, None, True, None
+        return tree
 
     @staticmethod
     def roots(tokens: Tensor | Sequence[int]) -> TokenTree:
@@ -117,37 +140,23 @@ class TokenTree:
 
         Raises:
             ConfigError: a parent that does not come before its child, or lists of unequal length.
+            TypeError, OverflowError: an entry that is no number of its kind.
         """
-        roots = torch.as_tensor(roots, dtype=torch.int64)
+        device = roots.device if isinstance(roots, Tensor) else None
+        first = roots.tolist() if isinstance(roots, Tensor) else roots
         marks = [[source] * len(row) for row in tokens] if isinstance(source, int) else source
-        tree_lists.check_lists(len(roots), parents, tokens, marks, *(() if log_score is None else (log_score,)))
-        counts = [len(row) + 1 for row in tokens]
-        width = max(counts, default=1)
-        depths = [tree_lists.depths_below(row) for row in parents]
+        tree_lists.check_lists(len(first), [parents, tokens, marks, *(() if log_score is None else (log_score,))])
+        mark = source if isinstance(source, int) else 0
         lists = TreeLists(
-            tokens=padded(tokens, roots.tolist(), width, 0),
-            parents=padded(parents, PADDING, width, PADDING),
-            sources=padded(marks, source if isinstance(source, int) else 0, width, 0),
-            counts=counts,
+            tokens=[[root, *row] for root, row in zip(first, tokens, strict=True)],
+            parents=[[PADDING, *row] for row in parents],
+            sources=[[mark, *row] for row in marks],
+            counts=[len(row) + 1 for row in tokens],
+            scores=None if log_score is None else [[0.0, *row] for row in log_score],
         )
-        ids = padded([range(1, n) for n in counts], 0, width, PADDING)
-        scores = None if log_score is None else padded(log_score, 0.0, width, float("-inf"))
-        num_nodes = torch.tensor(counts)
-        tree = TokenTree(
-            tokens=as_tensor(lists.tokens, torch.int64),
-            parents=as_tensor(lists.parents, torch.int32),
-            num_nodes=num_nodes,
-            node_id=as_tensor(ids, torch.int64),
-            source=as_tensor(lists.sources, torch.uint8),
-            log_score=None if scores is None else as_tensor(scores, torch.float64),
-            next_id=num_nodes,
-            chain=all(depth == list(range(1, len(depth) + 1)) for depth in depths),
-            dense=min(counts, default=1) == width,
-            depth_bound=max((max(depth, default=0) for depth in depths), default=0),
-        )
-        tree.known, tree.known_depths = lists, padded(depths, 0, width, PADDING)
-        tree.checked = scores is None or all(score == score for row in scores for score in row)  # no NaN
-        return tree if roots.device.type == "cpu" else tree.to(roots.device)
+        tree = TokenTree.from_lists(lists)
+        tree.checked = lists.numbered
+        return tree if device is None or device.type == "cpu" else tree.to(device)
 
     @staticmethod
     def from_paths(
@@ -379,20 +388,19 @@ class TokenTree:
     def depths(self) -> Tensor:
         """[B, N] int64: edges from the root; -1 at padding."""
         if not self.chain:
-            return as_tensor(self.depth_lists(), torch.int64) if self._small else (self._lineage() > 0).sum(dim=2) - 1
+            if self._small:
+                return as_tensor(self.depth_lists(), torch.int64, PADDING, self.tokens.shape[1])
+            return (self._lineage() > 0).sum(dim=2) - 1
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         if self.dense:
             return index.expand(self.tokens.shape)
         return torch.where(index < self.num_nodes[:, None], index, PADDING)
 
     def depth_lists(self) -> list[list[int]]:
-        """`depths` on the host (waits for the device)."""
-        if self.known_depths is not None:
-            return self.known_depths
-        if self.chain or not self._small:
-            return self.depths().tolist()
-        lists = self.lists()
-        return tree_lists.padded_depths(lists.parents, lists.counts)
+        """`depths` on the host, unpadded (waits for the device)."""
+        if self.known_depths is None:
+            self.known_depths = tree_lists.depths(self.lists())
+        return self.known_depths
 
     def ancestor_mask(self) -> Tensor:
         """[B, N, N] bool: [b, i, j] says that j is i itself or one of its ancestors; False at padding.
@@ -403,7 +411,7 @@ class TokenTree:
         device = self.tokens.device
         if not self.chain:
             if self._small:
-                return tree_lists.ancestor_mask(self.lists())
+                return tree_lists.ancestor_mask(self.lists(), width)
             mask = torch.zeros(batch, width, width + 1, dtype=torch.bool, device=device)
             return mask.scatter_(2, self._lineage(), True)[:, :, 1:]
         lower = torch.ones(width, width, dtype=torch.bool, device=device).tril_()
@@ -436,10 +444,15 @@ class TokenTree:
         return [[tokens[node] for node in path] for path in self.leaf_paths(b)]
 
     def lists(self) -> TreeLists:
-        """The tree on the host, made once (waits for the device)."""
+        """The tree on the host, made once (waits for the device); of a tree that was built from lists, those."""
         if self.known is None:
-            columns = (self.tokens, self.parents, self.source, self.num_nodes)
-            self.known = TreeLists(*(column.tolist() for column in columns))
+            counts = self.num_nodes.tolist()
+
+            def rows(column: Tensor) -> list[list]:
+                return [row[:n] for row, n in zip(column.tolist(), counts, strict=True)]
+
+            scores = None if self.log_score is None else rows(self.log_score)
+            self.known = TreeLists(rows(self.tokens), rows(self.parents), rows(self.source), counts, scores)
         return self.known
 
     def check(self) -> None:
@@ -477,8 +490,7 @@ class TokenTree:
     def _nodes(self) -> list[tree_lists.Nodes]:
         """Tokens and parents of the real nodes of each request."""
         known = self.lists()
-        rows = zip(known.tokens, known.parents, known.counts, strict=True)
-        return [(tokens[:count], parents[:count]) for tokens, parents, count in rows]
+        return [*zip(known.tokens, known.parents, strict=True)]
 
     def _lineage(self) -> Tensor:
         """[B, N, D + 1] int64: column k is one more than the node k steps up, 0 above the root and at padding."""
@@ -586,3 +598,19 @@ class TokenTree:
                 "a node that is not in the tree was named",
                 "name nodes by their index, below num_nodes",
             )
+
+
+_FROM_LISTS: dict[str, Callable[[TreeLists], Any]] = {  # fields that are made when they are first read
+    "tokens": lambda lists: as_tensor(lists.tokens, torch.int64),
+    "parents": lambda lists: as_tensor(lists.parents, torch.int32, PADDING),
+    "num_nodes": lambda lists: torch.tensor(lists.counts, dtype=torch.int64),
+    "node_id": lambda lists: as_tensor([*map(range, lists.counts)], torch.int64, PADDING),
+    "source": lambda lists: as_tensor(lists.sources, torch.uint8),
+    "log_score": lambda lists: (
+        None if lists.scores is None else as_tensor(lists.scores, torch.float64, _EMPTY["log_score"])
+    ),
+    "next_id": lambda lists: torch.tensor(lists.counts, dtype=torch.int64),
+    "chain": lambda lists: lists.chains,
+    "dense": lambda lists: len({*lists.counts}) == 1,
+    "depth_bound": lambda lists: max(map(max, tree_lists.depths(lists)), default=0),
+}

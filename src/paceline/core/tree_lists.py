@@ -1,7 +1,7 @@
 """Token trees as plain lists of numbers: several times faster than tensor operations where nodes are few.
 
 A tree is a list of parents: node 0 is the root with parent -1, every other parent is an earlier node. Batches are
-lists of such trees, padded to one width where they become tensors.
+lists of such trees, each as long as it has nodes; they are padded to one width where they become tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -21,12 +22,38 @@ PADDING = -1  # parents, node ids and path tokens of padding; token columns hold
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLists:
-    """A batch of trees as plain lists, padding included."""
+    """A batch of trees as plain lists: row b has ``counts[b]`` entries, the root's first. No padding; read only."""
 
     tokens: list[list[int]]
-    parents: list[list[int]]
-    sources: list[list[int]]
+    parents: list[list[int]]  # `PADDING` for the root
+    sources: list[list[int]]  # who proposed each node, 0 .. 255; the root's has no meaning
     counts: list[int]  # real nodes of each, the root included
+    scores: list[list[float]] | None = None  # cumulative log q along the path; the root's is 0
+
+    @property
+    def numbered(self) -> bool:
+        """Whether no score is NaN."""
+        return self.scores is None or not any(isnan(sum(row)) and any(map(isnan, row)) for row in self.scores)
+
+    @property
+    def chains(self) -> bool:
+        """Whether every node is the child of the one before."""
+        return all(row == [*range(PADDING, len(row) - 1)] for row in self.parents)
+
+    def kept(self, nodes: Sequence[Sequence[int]]) -> TreeLists:
+        """Only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them."""
+        places = [{old: new for new, old in enumerate((PADDING, *row), start=PADDING)} for row in nodes]
+        return TreeLists(
+            _picked(self.tokens, nodes),
+            [[to[p] for p in row] for to, row in zip(places, _picked(self.parents, nodes), strict=True)],
+            _picked(self.sources, nodes),
+            [*map(len, nodes)],
+            None if self.scores is None else _picked(self.scores, nodes),
+        )
+
+
+def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
+    return [[row[n] for n in own] for row, own in zip(rows, nodes, strict=True)]
 
 
 def depths_below(parents: Sequence[int]) -> list[int]:
@@ -37,20 +64,18 @@ def depths_below(parents: Sequence[int]) -> list[int]:
     return depths[1:]
 
 
-def padded_depths(parents: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-    """Depth of every node, `PADDING` behind the last, from padded parents."""
-    rows = zip(parents, counts, strict=True)
-    return [[0, *depths_below(row[1:count]), *[PADDING] * (len(row) - count)] for row, count in rows]
+def depths(lists: TreeLists) -> list[list[int]]:
+    """Depth of every node, the root's first."""
+    return [[0, *depths_below(row[1:])] for row in lists.parents]
 
 
-def ancestor_mask(lists: TreeLists) -> Tensor:
-    """[B, N, N] bool; see `TokenTree.ancestor_mask`."""
-    width = len(lists.tokens[0])
+def ancestor_mask(lists: TreeLists, width: int) -> Tensor:
+    """[B, width, width] bool; see `TokenTree.ancestor_mask`."""
     mask = torch.zeros(len(lists.counts), width, width, dtype=torch.bool)
-    for rows, parents, count in zip(mask.numpy(), lists.parents, lists.counts, strict=True):
-        for node in range(count):
+    for rows, parents in zip(mask.numpy(), lists.parents, strict=True):
+        for node, parent in enumerate(parents):
             if node:
-                rows[node] = rows[parents[node]]
+                rows[node] = rows[parent]
             rows[node, node] = True
     return mask
 
@@ -99,45 +124,51 @@ def union(mine: Nodes, theirs: Nodes, width: int, total: int) -> tuple[list[bool
     return keep, joined
 
 
-def padded(rows: Sequence[Sequence], first: object, width: int, value: float) -> list[list]:
-    """[B][width]: ``first`` (one for all or one a row), the row, then padding."""
-    heads = first if isinstance(first, list) else [first] * len(rows)
-    return [[head, *row, *([value] * (width - 1 - len(row)))] for head, row in zip(heads, rows, strict=True)]
-
-
 _CODES = {torch.int64: "q", torch.int32: "i", torch.uint8: "B", torch.float64: "d"}  # of `array`
 
 
-def as_tensor(rows: list[list], dtype: torch.dtype) -> Tensor:
-    """Rows of equal length as a tensor, in half the time that `torch.tensor` takes for a few numbers."""
-    if not rows or not rows[0]:
-        return torch.tensor(rows, dtype=dtype)
-    flat = rows[0] if len(rows) == 1 else chain.from_iterable(rows)
-    return torch.frombuffer(array(_CODES[dtype], flat), dtype=dtype).view(len(rows), len(rows[0]))
+def as_tensor(rows: Sequence[Sequence], dtype: torch.dtype, empty: float = 0, width: int | None = None) -> Tensor:
+    """[B, width] of rows, filled up with ``empty``; for a few numbers twice as fast as `torch.tensor`.
+
+    ``width`` is that of the longest row unless it is given.
+    """
+    width = max(map(len, rows), default=0) if width is None else width
+    if not width or not rows:
+        return torch.tensor([*rows], dtype=dtype)
+    flat = chain.from_iterable((*row, *[empty] * (width - len(row))) for row in rows)
+    return torch.frombuffer(array(_CODES[dtype], flat), dtype=dtype).view(len(rows), width)
 
 
-def check_lists(batch: int, parents: Sequence, tokens: Sequence, *more: Sequence) -> None:
+def check_lists(batch: int, lists: Sequence[Sequence[Sequence]]) -> None:
     """Refuse lists that do not describe trees over ``batch`` roots.
 
     Args:
-        parents, tokens: of the nodes below each root.
-        more: other lists with an entry a node.
+        lists: parents, tokens, sources and, where there are any, scores of the nodes below each root.
 
     Raises:
         ConfigError: a parent that does not come before its child, or lists of unequal length.
+        TypeError, OverflowError: an entry that is no number of its kind.
     """
-    lengths = [[len(row) for row in rows] for rows in (parents, tokens, *more)]
-    if len(tokens) != batch or any(a != b for a, b in pairwise(lengths)):
+    lengths = [[*map(len, rows)] for rows in lists]
+    if len(lengths[0]) != batch or any(a != b for a, b in pairwise(lengths)):
         raise ConfigError(
             f"trees of {batch} roots from lists of lengths {lengths}",
             "the lists do not describe the same nodes",
             "give for every root the parent, the token (and the score) of each node",
         )
-    for row in parents:
-        for node, parent in enumerate(row, start=1):
-            if not 0 <= parent < node:
-                raise ConfigError(
-                    f"node {node} below node {parent}",
-                    "a parent must come before its child",
-                    "list the nodes top down, the root is 0",
-                )
+    for code, rows in zip("qqBd", lists, strict=False):
+        for row in rows:
+            array(code, row)
+    for row in lists[0]:
+        if row != [*range(len(row))]:
+            _check_parents(row)
+
+
+def _check_parents(row: Sequence[int]) -> None:
+    for node, parent in enumerate(row, start=1):
+        if not 0 <= parent < node:
+            raise ConfigError(
+                f"node {node} below node {parent}",
+                "a parent must come before its child",
+                "list the nodes top down, the root is 0",
+            )

@@ -191,11 +191,11 @@ def _match_lists(tree: TokenTree, chosen: Tensor) -> VerifyOutcome:
     next_tokens: list[int] = []
     frontiers: list[int] = []
     lists = tree.lists()
-    for tokens, parents, wants, count in zip(lists.tokens, lists.parents, chosen.tolist(), lists.counts, strict=True):
+    for tokens, parents, wants in zip(lists.tokens, lists.parents, chosen.tolist(), strict=True):
         frontier = 0
         want = wants[0]
         path = []
-        for node in range(1, count):
+        for node in range(1, len(tokens)):
             if parents[node] == frontier and tokens[node] == want:
                 frontier = node
                 want = wants[node]

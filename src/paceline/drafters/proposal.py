@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.tree import TokenTree
-from ..core.tree_lists import PADDING, TreeLists, as_tensor
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 
 if TYPE_CHECKING:
@@ -101,10 +100,6 @@ def to_tree(
     Returns:
         [B, N] with N = 1 + the largest proposal; ``log_score`` is set.
     """
-    only = proposals[0] if len(proposals) == len(root_tokens) == 1 else None
-    if only is not None and only.is_chain and len(only.parents) == len(only.tokens):  # the hot case, at half the cost
-        marks = [source] * (len(only) + 1) if isinstance(source, int) else [0, *source[0]]
-        return _chain([*root_tokens, *only.tokens], marks, [0.0, *only.log_scores])
     return TokenTree.from_parents(
         root_tokens,
         [p.parents for p in proposals],
@@ -112,29 +107,6 @@ def to_tree(
         source,
         [p.log_scores for p in proposals],
     )
-
-
-def _chain(tokens: list[int], source: list[int], log_score: list[float]) -> TokenTree:
-    """One chain, from lists with an entry a node, the root first; what is known of it need not be found out again."""
-    width = len(tokens)
-    places = list(range(width))
-    lists = TreeLists([tokens], [[PADDING, *places[:-1]]], [source], [width])
-    num_nodes = torch.tensor([width])
-    tree = TokenTree(
-        tokens=as_tensor(lists.tokens, torch.int64),
-        parents=as_tensor(lists.parents, torch.int32),
-        num_nodes=num_nodes,
-        node_id=as_tensor([places], torch.int64),
-        source=as_tensor(lists.sources, torch.uint8),
-        log_score=as_tensor([log_score], torch.float64),
-        next_id=num_nodes,
-        chain=True,
-        dense=True,
-        depth_bound=width - 1,
-    )
-    tree.known, tree.known_depths = lists, [places]
-    tree.checked = len(source) == len(log_score) == width and all(score == score for score in log_score)  # no NaN
-    return tree
 
 
 class PathDrafter:

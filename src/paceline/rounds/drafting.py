@@ -128,9 +128,7 @@ class GuardedDrafter:
         low, high = min(map(min, lists.tokens)), max(map(max, lists.tokens))
         if low < 0 or high >= self._vocab_size:
             raise ValueError(f"a drafted token lies outside the vocabulary: {low} .. {high}")
-        over = any(n - 1 > budget for n, budget in zip(counts, want.budgets, strict=True))
-        if over or any(n - 1 > depth for n, depth in zip(counts, want.max_depths, strict=True)):
-            tree = _cut(tree, want)
+        tree = _cut(tree, want)
         if self.verifier.needs_q and tree.q is None:
             raise ValueError("a tree without the distribution it was drawn from, or cut after the draw")
         return tree
@@ -138,10 +136,13 @@ class GuardedDrafter:
 
 def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
     """The tree within budgets and depths. Parents come before children, so the first nodes of a tree are a tree."""
-    keep = torch.arange(tree.tokens.shape[1]) <= torch.tensor(want.budgets)[:, None]
-    keep &= tree.depths() <= torch.tensor(want.max_depths)[:, None]
-    keep &= torch.arange(tree.tokens.shape[1]) < tree.num_nodes[:, None]
-    return tree if bool(keep.sum() == tree.num_nodes.sum()) else tree.prune(keep)
+    lists = tree.lists()
+    limits = [*zip(lists.counts, want.budgets, want.max_depths, strict=True)]
+    if all(count - 1 <= min(budget, depth) for count, budget, depth in limits):
+        return tree
+    rows = zip(tree.depth_lists(), limits, strict=True)
+    kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
+    return tree if [*map(len, kept)] == lists.counts else TokenTree.from_lists(lists.kept(kept))
 
 
 def _hidden_of_kept(p: Pass, taps: Taps) -> tuple[dict[int, Tensor], list[slice]]:
