@@ -109,11 +109,13 @@ def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, r
     span = p.spans[c.work]
     if rules.at == "nodes":
         return range(span.nodes)
-    if p.tree is None or span.tree_index < 0 or p.tree.log_score is None:
+    if p.tree is None or span.tree_index < 0:
         return choose_riders([1.0], streams, free, room)
-    parents = p.tree.lists().parents[span.tree_index][: span.nodes]
-    scores = p.tree.log_score[span.tree_index, : span.nodes].tolist()
-    return choose_riders(frontier_chances(parents, scores), streams, free, room)
+    lists = p.tree.lists()
+    if lists.scores is None:
+        return ()
+    chances = frontier_chances(lists.parents[span.tree_index], lists.scores[span.tree_index])
+    return choose_riders(chances, streams, free, room)
 
 
 def count_told(p: Pass, said: StreamsTold, num_layers: int) -> None:

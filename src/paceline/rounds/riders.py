@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from math import exp
 
 # In passes of streams that run after verification. Measured on two cores of Zen 4 without AMX (docs/engine.md).
-FIRST = 0.25  # what the first row of streams costs in a pass: adapters are read, and are computed beside all rows
-EACH = 0.07  # what a row beyond the free ones costs
+FIRST = 0.28  # what the first row of streams costs in a pass: adapters are read, and are computed beside all rows
+EACH = 0.09  # what a row beyond the free ones costs
 
 
 def frontier_chances(parents: Sequence[int], log_scores: Sequence[float]) -> list[float]:

@@ -177,7 +177,6 @@ class StreamsDrafter:
         for key in keys:
             self._heard.pop(key, None)
 
-    @torch.inference_mode()
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence; the root alone where its last node carried no streams."""
         depths = [self._depth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
