@@ -30,9 +30,9 @@ FUNCTIONS = {
     "pack": ("lay_out", "pack", "main_adapters", "choose_carriers"),
     "head": ("read_logits",),
     "verdict": ("decide",),
-    "pass and verdict": ("decide_compiled",),
+    "pass and verdict": ("decide_compiled", "decide_streams_compiled"),
     "keep": ("keep",),
-    "streams": ("count_streams", "read_streams"),
+    "streams": ("count_streams", "read_streams", "count_told"),
 }
 # part -> methods, from the engine on
 METHODS = {
@@ -44,7 +44,7 @@ METHODS = {
     "emit": ("round.emitter.emit",),
     "observe": ("round.guard.observe",),
 }
-COMPILED = ("pl_run_layers", "pl_logits", "pl_best", "pl_roll", "pl_decide", "pl_top")
+COMPILED = ("pl_run_layers", "pl_logits", "pl_best", "pl_roll", "pl_decide", "pl_decide_streams", "pl_top")
 PARTS = (
     *("schedule", "budget", "propose", "pack", "passes", "head", "verdict", "pass and verdict"),
     *("emit", "keep", "streams", "observe", "rest"),

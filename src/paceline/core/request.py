@@ -152,6 +152,7 @@ class StopChecker:
         self._stop_ids, self._stops = frozenset(params.stop_token_ids or ()), params.stop_strings
         self._enders = self._eos_ids | self._stop_ids
         self._longest = max(map(len, self._stops), default=0)
+        self.enders = sorted(self._enders)  # ids that end the output behind ``min_tokens``
         self._said = GrowingText()
         self._unread: list[int] = []  # tokens whose text is not made yet
         self._waits = stream is None or (stream.sure and not self._stops)  # whether the text of tokens can wait

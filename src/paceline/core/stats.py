@@ -51,6 +51,8 @@ class SpecStats:
     ttft_ms: float | None = None  # from submission to the first token
     row_layers: int = 0  # of passes
     upper_row_layers: int = 0  # those in the layers that streams go through; 0 where a pass has none
+    stream_drafts: int = 0  # passes behind which the streams of the last accepted node were read
+    rode: int = 0  # those of them in which that node carried its streams; else they ran afterwards
     pruned: int = 0  # proposed nodes that were pruned in mid-pass: neither drafted nor accepted
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0  # those whose K/V was found in the pool

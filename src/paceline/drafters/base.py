@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ..target.streams import StreamSet
 
 
+RIDING_ROWS = 32  # of streams, that a pass has room for where they are not on every node
+Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each stream, best first, and their log q
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
     """A drafter's own K/V: its shape, and which part of the context it keeps."""
@@ -38,6 +42,7 @@ class StreamRules:
     """How streams take part in the target's pass, for drafters that draft with them (the fused round)."""
 
     gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
+    k: int = 0  # likeliest tokens of a stream that greedy drafts are made of; 0: they need whole distributions
     wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
     at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
     prune_threshold: float | None = None  # nodes with a transition probability below it are pruned
@@ -59,8 +64,9 @@ class StreamRules:
             sequences: that may run at once.
         """
         everywhere = max(shared, self.gamma if self.at == "nodes" else 0)  # any row may carry them
-        # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left.
-        return max(everywhere * rows, self.gamma * min(sequences, rows))
+        # On the frontier one row a sequence does, in a pass of their own: it overwrites what the first one left. A few
+        # likely ones may go with the first pass already.
+        return max(everywhere * rows, self.gamma * min(sequences, rows), min(RIDING_ROWS, self.gamma * rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +151,7 @@ class StepFeatures:
     hidden: dict[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]
     hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, in token order
     stream_logits: Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams; None: it had none
+    stream_levels: Sequence[Levels | None] = ()  # [B] the same in short, in place of logits: `StreamRules.k` of each
 
 
 class Drafter(Protocol):

@@ -45,7 +45,8 @@ COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
-ANY_ISA = len(ISA_NAMES) - 1
+ANY_ISA = AMX = len(ISA_NAMES) - 1
+TILE_ROWS, VECTOR_ROWS = 16, 4  # rows that a product takes at little more than the price of one, with AMX and without
 
 
 class Linear(ctypes.Structure):
@@ -98,6 +99,14 @@ class AdapterRange(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("start", "stop", "rank")),
         ("adapter", ctypes.c_void_p),
+    ]
+
+
+class StreamSet(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("gamma", "insertion")),
+        *((name, ctypes.c_void_p) for name in ("embeddings", "adapter")),
+        ("rank", ctypes.c_int64),
     ]
 
 
@@ -211,6 +220,11 @@ def _declared(found: Any) -> Any:
     found.pl_decide.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *[ctypes.c_void_p] * 3,
+    ]
+    found.pl_decide_streams.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_void_p),
+        *(ctypes.POINTER(StreamSet), ctypes.c_void_p),
+        *(ctypes.c_void_p, ctypes.c_void_p),
     ]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
     found.pl_logits.argtypes = [

@@ -280,6 +280,14 @@ struct AdapterRange {      // rows with adapters; ranges are in order and disjoi
   const LowRank* adapter;  // [layers][qkv, out, up, down]
 };
 
+struct StreamSet {         // lossless streams that start as f(M) + P_j, f the identity; see target/streams.py
+  int64_t gamma;
+  int64_t insertion;         // the first layer that they go through
+  const void* embeddings;    // P [gamma, d_model]
+  const LowRank* adapter;    // [layers][qkv, out, up, down] of stream rows, or null
+  int64_t rank;
+};
+
 struct Pass {
   int64_t rows;
   const void* hidden_in;  // [rows, d_model]
@@ -2034,6 +2042,12 @@ template <class A> void run(const Model& m, const Pass& p, int start, int stop) 
   team().run(runner.width, runner);
 }
 
+// Layers start .. stop - 1 in the model's type of activations.
+void run_layers(const Model& m, const Pass& p, int start, int stop) {
+  if (m.wide_activations) run<float>(m, p, start, stop);
+  else run<bf16>(m, p, start, stop);
+}
+
 // One product for all rows.
 template <class A> struct Product final : Job {
   const Linear& l;
@@ -2150,6 +2164,297 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
   for (int64_t j = 0; j < k; j++) log_q[j] -= floor;
 }
 
+// A greedy pass from token ids on, as the caller asks for it. All numbers come in one list, so that he makes one:
+//     rows, segments, wanted, slot_base (-1: slots are listed)
+//     for each segment: start, stop, prefix, base (-1: keys are listed), address of the keys, drafted nodes in a tree (-1: a chain)
+//     tokens [rows], positions [rows], slots [rows] where they are listed, rows that are wanted (ascending)
+//     for each segment with a tree: the parents of its drafted nodes, which are its last rows; the row before them is the root, 0
+struct Asked {
+  Pass pass;
+  int64_t num_wanted = 0;
+  const int64_t *of_segment = nullptr, *tokens = nullptr, *wanted = nullptr;
+  const int64_t* end = nullptr;  // behind the list
+  std::vector<Segment> segments;
+  std::vector<const int64_t*> parents;  // of each segment's drafted nodes; null: a chain
+  std::vector<uint8_t> masks;
+  std::vector<char> states;  // [rows, d_model]
+
+  // What is asked, checked; nothing is computed yet.
+  Refusal read(const Model& m, const Pass& p, const int64_t* list) {
+    const int64_t rows = list[0], count = list[1], slot_base = list[3];
+    num_wanted = list[2], of_segment = list + 4, tokens = of_segment + 6 * count;
+    const int64_t *positions = tokens + rows, *slots = positions + rows;
+    wanted = slots + (slot_base < 0 ? rows : 0), end = wanted + num_wanted;
+    segments.clear(), parents.clear();
+    int64_t bytes_of_masks = 0;
+    for (const int64_t* s = of_segment; s < tokens; s += 6) {
+      const int64_t start = s[0], stop = s[1], prefix = s[2], drafted = s[5];
+      segments.push_back({start, stop, prefix, prefix + stop - start, s[3], (const int64_t*)s[4], nullptr, nullptr});
+      parents.push_back(drafted < 0 ? nullptr : end);
+      if (drafted < 0) continue;
+      if (start < 0 || stop > rows || drafted >= stop - start) return BAD_SEGMENT;
+      for (int64_t n = 0; n < drafted; n++)
+        if (end[n] < 0 || end[n] > n) return BAD_SEGMENT;
+      end += drafted, bytes_of_masks += (stop - start) * (stop - start);
+    }
+    pass = p;
+    pass.rows = rows, pass.positions = positions, pass.slots = slot_base < 0 ? slots : nullptr, pass.slot_base = slot_base;
+    pass.segments = segments.data(), pass.num_segments = count;
+    if (rows < 1 || !all_within(wanted, num_wanted, 0, rows)) return BAD_COUNT;
+    for (int64_t i = 1; i < num_wanted; i++)
+      if (wanted[i] <= wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
+    if (!all_within(tokens, rows, 0, m.vocab)) return BAD_TOKEN;
+    masks.assign(bytes_of_masks, 0);
+    return check_pass(m, pass, 0, (int)p.layers);
+  }
+
+  static int64_t row_bytes(const Model& m) { return m.d_model * (m.wide_activations ? 4 : 2); }
+
+  // What each node sees, and the states that go into the first layer.
+  void begin(const Model& m, const void* embedding) {
+    uint8_t* mask = masks.data();
+    for (size_t i = 0; i < segments.size(); i++) {
+      if (!parents[i]) continue;
+      Segment& s = segments[i];
+      const int64_t width = s.stop - s.start, root = width - 1 - of_segment[6 * i + 5];
+      for (int64_t r = 0; r < width; r++) {
+        if (r <= root) std::memset(mask + r * width, 1, r);
+        else std::memcpy(mask + r * width, mask + (root + parents[i][r - root - 1]) * width, width);
+        mask[r * width + r] = 1;
+      }
+      s.visible = mask, s.block_positions = pass.positions + s.start;
+      mask += width * width;
+    }
+    const int64_t bytes = row_bytes(m);
+    grow(states, pass.rows * bytes);
+    for (int64_t r = 0; r < pass.rows; r++)
+      std::memcpy(states.data() + r * bytes, (const char*)embedding + tokens[r] * bytes, bytes);
+    pass.hidden_in = pass.hidden_out = states.data();
+  }
+
+  // The likeliest token after each wanted row; `more` rows behind all others get their logits, too.
+  void choose(const Model& m, int64_t more, int64_t* chosen) {
+    const int64_t bytes = row_bytes(m);
+    if (num_wanted + more == 0) return;
+    for (int64_t i = 0; i < num_wanted; i++)
+      if (wanted[i] != i) std::memmove(states.data() + i * bytes, states.data() + wanted[i] * bytes, bytes);
+    if (more && num_wanted != pass.rows)
+      std::memmove(states.data() + num_wanted * bytes, states.data() + pass.rows * bytes, more * bytes);
+    grow(t_logits, (num_wanted + more) * m.vocab);
+    head(m, states.data(), num_wanted + more, t_logits.data(), (int)pass.threads);
+    for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(t_logits.data() + i * m.vocab, m.vocab);
+  }
+};
+thread_local Asked t_asked;
+
+// ----------------------------------------------------------------------------------------------- streams
+
+// Speculative streams beside the main rows of `Asked` (Speculative Streaming, section 2.1), or after them.
+struct Fused {
+  struct Rider { int64_t node, row; };  // a node whose streams go with the main rows; row of the first of them
+  struct Carrier {                // a sequence whose next draft is read from streams
+    int64_t segment, root;        // root: its row
+    int64_t streams;              // that are wanted, the first ones
+    int64_t most;                 // accepted nodes behind which a draft is of use
+    int64_t riders, num_riders;   // the first of them
+    const int64_t* ends;          // tokens that end the answer
+    int64_t num_ends;
+    int64_t path, length;         // its accepted nodes, once they are known
+    int64_t frontier(const std::vector<int64_t>& paths) const { return length ? paths[path + length - 1] : 0; }
+  };
+
+  int64_t k = 0, scratch = 0, room = 0;  // slots of the streams' K and V: the first one, and how many
+  std::vector<Carrier> carriers;
+  std::vector<Rider> riders;
+  std::vector<int64_t> paths, positions, slots, keys, places, late;
+  std::vector<uint8_t> masks;
+  std::vector<Segment> segments;
+  std::vector<AdapterRange> adapters;
+  std::vector<char> tap, begun;  // main rows before the streams' first layer; streams that run afterwards
+
+  // Behind `Asked`'s numbers:
+  //     carriers, k, first scratch slot, scratch slots
+  //     for each carrier: segment, root row, streams, most, ends, riders; the tokens of the ends; the riders, ascending
+  Refusal read(const Model& m, const Asked& a, const StreamSet& set) {
+    const int64_t* at = a.end;
+    const int64_t count = at[0];
+    k = at[1], scratch = at[2], room = at[3], at += 4;
+    carriers.clear(), riders.clear();
+    if (count < 0 || k < 1 || k > m.vocab || set.gamma < 1 || set.insertion < 1 || set.insertion >= a.pass.layers) return BAD_COUNT;
+    int64_t rows = 0, later = 0, last = -1;
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t streams = at[2], num_ends = at[4], num_riders = at[5];
+      Carrier c{at[0], at[1], streams, at[3], (int64_t)riders.size(), num_riders, at + 6, num_ends, 0, 0};
+      if (c.segment <= last || c.segment >= (int64_t)a.segments.size() || num_ends < 0 || num_riders < 0) return BAD_COUNT;
+      if (streams < 1 || streams > set.gamma) return BAD_COUNT;
+      const Segment& s = a.segments[last = c.segment];
+      const int64_t drafted = a.of_segment[6 * c.segment + 5];
+      if (c.root < s.start || c.root >= s.stop || (drafted >= 0 && c.root != s.stop - 1 - drafted)) return BAD_COUNT;
+      if (!std::binary_search(a.wanted, a.wanted + a.num_wanted, c.root)) return BAD_COUNT;
+      if (place_of(a, c.root) + s.stop - c.root > a.num_wanted || a.wanted[place_of(a, c.root) + s.stop - c.root - 1] != s.stop - 1) return BAD_COUNT;
+      at += 6 + num_ends;
+      for (int64_t r = 0, before = -1; r < num_riders; r++, at++, rows += streams) {
+        if (*at <= before || *at >= s.stop - c.root) return BAD_COUNT;
+        riders.push_back({before = *at, a.pass.rows + rows});
+      }
+      later += streams;
+      carriers.push_back(c);
+    }
+    if (std::max(rows, later) > room || !within(scratch, room, cache_slots(m, a.pass))) return BAD_SLOT;
+    if (m.rotated && !all_within(a.pass.positions, a.pass.rows, 0, a.pass.num_positions - set.gamma)) return BAD_POSITION;
+    return DONE;
+  }
+
+  static int64_t place_of(const Asked& a, int64_t row) { return std::lower_bound(a.wanted, a.wanted + a.num_wanted, row) - a.wanted; }
+
+  template <class A> void run(const Model& m, Asked& a, const StreamSet& set, int64_t* out, float* log_q) {
+    const int layers = (int)a.pass.layers, insertion = (int)set.insertion;
+    run_layers(m, a.pass, 0, insertion);
+    tap.assign(a.states.begin(), a.states.begin() + a.pass.rows * Asked::row_bytes(m));
+    int64_t rode = 0;
+    for (const Carrier& c : carriers) rode += c.streams * c.num_riders;
+    if (rode) ride<A>(m, a, set, rode);
+    else run_layers(m, a.pass, insertion, layers);
+    a.choose(m, rode, out);
+    late.clear(), paths.clear();
+    int64_t* told = out + a.num_wanted;
+    for (size_t i = 0; i < carriers.size(); i++, told += 2 + set.gamma * k) {
+      told[0] = told[1] = 0;
+      if (!walk(a, carriers[i], out)) continue;
+      const Rider* rider = rider_of(carriers[i]);
+      told[0] = carriers[i].streams, told[1] = rider != nullptr;
+      if (rider) tell(m, t_logits.data() + (a.num_wanted + rider->row - a.pass.rows) * m.vocab, told[0], told + 2, log_q + i * set.gamma * k);
+      else late.push_back((int64_t)i);
+    }
+    told[0] = 0;
+    if (late.empty()) return;
+    const Clock::time_point began = Clock::now();
+    run_late<A>(m, a, set);
+    const float* logits = t_logits.data();
+    for (int64_t i : late) {
+      const int64_t streams = carriers[i].streams;
+      tell(m, logits, streams, out + a.num_wanted + i * (2 + set.gamma * k) + 2, log_q + i * set.gamma * k);
+      logits += streams * m.vocab;
+    }
+    told[0] = microseconds(Clock::now() - began);
+  }
+
+  void tell(const Model& m, const float* logits, int64_t streams, int64_t* tokens, float* log_q) const {
+    for (int64_t j = 0; j < streams; j++) top(logits + j * m.vocab, m.vocab, k, tokens + j * k, log_q + j * k);
+  }
+
+  // f(M) + P_j with f the identity (eq. 4), for streams 1 .. count of one row.
+  template <class A> static void start(const Model& m, const StreamSet& set, const A* state, int64_t count, A* out) {
+    const A* embeddings = (const A*)set.embeddings;
+    for (int64_t j = 0; j < count; j++)
+      for (int64_t i = 0; i < m.d_model; i++) put(out + j * m.d_model + i, wide(state[i]) + wide(embeddings[j * m.d_model + i]));
+  }
+
+  // The walk through a sequence's tree along the choices; whether a draft behind it is of use.
+  bool walk(const Asked& a, Carrier& c, const int64_t* chosen) {
+    const Segment& s = a.segments[c.segment];
+    const int64_t *own = chosen + place_of(a, c.root), *parents = a.parents[c.segment];
+    auto ends = [&](int64_t token) { return std::find(c.ends, c.ends + c.num_ends, token) != c.ends + c.num_ends; };
+    c.path = (int64_t)paths.size(), c.length = 0;
+    int64_t want = own[0], at = 0;
+    bool wanted = !ends(want);
+    for (int64_t node = 1; node < s.stop - c.root; node++) {
+      if ((parents ? parents[node - 1] : node - 1) != at || a.tokens[c.root + node] != want) continue;
+      paths.push_back(at = node), want = own[node], c.length++;
+      wanted = wanted && !ends(want);
+    }
+    return wanted && c.length <= c.most;
+  }
+
+  const Rider* rider_of(const Carrier& c) const {
+    for (int64_t r = c.riders; r < c.riders + c.num_riders; r++)
+      if (riders[r].node == c.frontier(paths)) return &riders[r];
+    return nullptr;
+  }
+
+  static int64_t key(const Segment& s, int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; }
+
+  // The upper layers for main rows and riders, which come behind them; each sequence's riders are a segment.
+  template <class A> void ride(const Model& m, Asked& a, const StreamSet& set, int64_t rode) {
+    const int64_t main = a.pass.rows, d = m.d_model;
+    Pass p = a.pass;
+    if ((int64_t)a.states.size() < (main + rode) * Asked::row_bytes(m)) a.states.resize((main + rode) * Asked::row_bytes(m));
+    positions.assign(p.positions, p.positions + main), slots.clear();
+    for (int64_t r = 0; r < main; r++) slots.push_back(p.slots ? p.slots[r] : p.slot_base + r);
+    int64_t num_keys = 0, num_places = 0, bytes = 0;
+    for (const Carrier& c : carriers) {
+      const Segment& s = a.segments[c.segment];
+      const int64_t streams = c.streams * c.num_riders;
+      num_keys += s.num_keys + streams, num_places += s.stop - s.start + streams, bytes += streams * (s.stop - s.start + streams);
+    }
+    keys.resize(num_keys), places.resize(num_places), masks.assign(bytes, 0);  // so that addresses in them stay
+    segments = a.segments;
+    int64_t *next_key = keys.data(), *next_place = places.data();
+    uint8_t* mask = masks.data();
+    for (const Carrier& c : carriers) {
+      const Segment& s = a.segments[c.segment];
+      const int64_t streams = c.streams * c.num_riders, width = s.stop - s.start, row = (int64_t)positions.size(), block = width + streams;
+      if (!streams) continue;
+      segments.push_back({row, row + streams, s.prefix, s.num_keys + streams, -1, next_key, mask, next_place});
+      for (int64_t j = 0; j < s.num_keys; j++) *next_key++ = key(s, j);
+      next_place = std::copy(p.positions + s.start, p.positions + s.stop, next_place);
+      int64_t own = 0;  // streams of this sequence so far
+      for (int64_t r = c.riders; r < c.riders + c.num_riders; r++) {
+        const Rider& rider = riders[r];
+        const int64_t carried = c.root + rider.node, seen = carried - s.start;  // its row, and in the segment
+        start(m, set, (const A*)tap.data() + carried * d, c.streams, (A*)a.states.data() + rider.row * d);
+        for (int64_t j = 0; j < c.streams; j++, mask += block) {
+          if (s.visible) std::memcpy(mask, s.visible + seen * width, width);
+          else std::memset(mask, 1, seen + 1);
+          std::memset(mask + width + own, 1, j + 1);
+          positions.push_back(p.positions[carried] + j + 1), slots.push_back(scratch + rider.row - main + j);
+          *next_key++ = slots.back(), *next_place++ = positions.back();
+        }
+        own += c.streams;
+      }
+    }
+    adapters.assign(p.adapters, p.adapters + p.num_adapters);
+    if (set.adapter) adapters.push_back({main, main + rode, set.rank, set.adapter});
+    p.rows = main + rode, p.positions = positions.data(), p.slots = slots.data(), p.hidden_in = p.hidden_out = a.states.data();
+    p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
+    p.adapters = adapters.data(), p.num_adapters = (int64_t)adapters.size();
+    run_layers(m, p, (int)set.insertion, (int)p.layers);
+  }
+
+  // The streams of the last accepted nodes of those in `late`: each a chain behind its sequence's accepted keys. Their
+  // logits go to `t_logits`.
+  template <class A> void run_late(const Model& m, const Asked& a, const StreamSet& set) {
+    const int64_t d = m.d_model;
+    Pass p = a.pass;
+    int64_t num_keys = 0, rows = 0;
+    for (int64_t i : late) rows += carriers[i].streams, num_keys += a.segments[carriers[i].segment].num_keys + carriers[i].streams;
+    grow(begun, rows * Asked::row_bytes(m));
+    keys.resize(num_keys), positions.clear(), segments.clear();
+    int64_t *next_key = keys.data(), row = 0;
+    for (int64_t i : late) {
+      const Carrier& c = carriers[i];
+      const Segment& s = a.segments[c.segment];
+      const int64_t *first = next_key, carried = c.root + c.frontier(paths), root = s.prefix + c.root - s.start;
+      for (int64_t j = 0; j <= root; j++) *next_key++ = key(s, j);
+      for (int64_t n = c.path; n < c.path + c.length; n++) *next_key++ = key(s, root + paths[n]);
+      const int64_t prefix = next_key - first;
+      for (int64_t j = 0; j < c.streams; j++) *next_key++ = scratch + row + j, positions.push_back(p.positions[carried] + j + 1);
+      segments.push_back({row, row + c.streams, prefix, prefix + c.streams, -1, first, nullptr, nullptr});
+      start(m, set, (const A*)tap.data() + carried * d, c.streams, (A*)begun.data() + row * d);
+      row += c.streams;
+    }
+    adapters.clear();
+    if (set.adapter) adapters.push_back({0, rows, set.rank, set.adapter});
+    p.rows = rows, p.positions = positions.data(), p.slots = nullptr, p.slot_base = scratch;
+    p.hidden_in = p.hidden_out = begun.data(), p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
+    p.adapters = adapters.data(), p.num_adapters = (int64_t)adapters.size();
+    run_layers(m, p, (int)set.insertion, (int)p.layers);
+    grow(t_logits, rows * m.vocab);
+    head(m, begun.data(), rows, t_logits.data(), (int)p.threads);
+  }
+};
+thread_local Fused t_fused;
+
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
   const int64_t blocks = up(n, LANES) / LANES;
   for (int64_t b = 0; b < blocks; b++)
@@ -2205,8 +2510,7 @@ int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
   if (p->rows == 0 || start >= stop) return DONE;
   const Refusal found = check_pass(*m, *p, start, stop);
   if (found != DONE) return found;
-  if (m->wide_activations) run<float>(*m, *p, start, stop);
-  else run<bf16>(*m, *p, start, stop);
+  run_layers(*m, *p, start, stop);
   return DONE;
 }
 
@@ -2250,9 +2554,7 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
     if (active == 0) return DONE;
     p->rows = rows, p->hidden_in = p->hidden_out = hidden.data(), p->positions = positions.data(), p->slots = slots.data();
     p->segments = segments.data(), p->num_segments = active;
-    const int layers = (int)p->layers;
-    if (m->wide_activations) run<float>(*m, *p, 0, layers);
-    else run<bf16>(*m, *p, 0, layers);
+    run_layers(*m, *p, 0, (int)p->layers);
     for (int64_t a = 0; a < active; a++)  // the last row of each
       std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
     pl_best(m, hidden.data(), active, limit, found.data(), log_q.data(), (int)p->threads);
@@ -2266,71 +2568,34 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
 }
 
 // One whole greedy pass: tokens become states, go through all layers, and of the rows that are wanted the likeliest token
-// comes out. All numbers come in one list, so that the caller makes one:
-//     rows, segments, wanted, slot_base (-1: slots are listed)
-//     for each segment: start, stop, prefix, base (-1: keys are listed), address of the keys, drafted nodes in a tree (-1: a chain)
-//     tokens [rows], positions [rows], slots [rows] where they are listed, rows that are wanted (ascending)
-//     for each segment with a tree: the parents of its drafted nodes, which are its last rows; the row before them is the root, 0
-// `p` carries the rotation table, caches, threads and adapters. Returns a `Refusal`.
+// comes out. `list` is as `Asked` says; `p` carries the rotation table, caches, threads and adapters. Returns a `Refusal`.
 int pl_decide(const Model* m, const Pass* p, const void* embedding, const int64_t* list, int64_t* chosen) {
-  const int64_t rows = list[0], count = list[1], num_wanted = list[2], slot_base = list[3];
-  const int64_t* of_segment = list + 4;
-  const int64_t* tokens = of_segment + 6 * count;
-  const int64_t* positions = tokens + rows;
-  const int64_t* slots = positions + rows;
-  const int64_t* wanted = slots + (slot_base < 0 ? rows : 0);
-  const int64_t* parents = wanted + num_wanted;
-  static thread_local std::vector<uint8_t> masks;
-  static thread_local std::vector<Segment> segments;
-  static thread_local std::vector<char> states;
-  segments.clear();
-  int64_t bytes_of_masks = 0;
-  for (int64_t i = 0; i < count; i++, of_segment += 6) {
-    const int64_t start = of_segment[0], stop = of_segment[1], prefix = of_segment[2], drafted = of_segment[5];
-    segments.push_back({start, stop, prefix, prefix + stop - start, of_segment[3], (const int64_t*)of_segment[4], nullptr, nullptr});
-    if (drafted < 0) continue;
-    if (start < 0 || stop > rows || drafted >= stop - start) return BAD_SEGMENT;
-    for (int64_t n = 0; n < drafted; n++)
-      if (parents[n] < 0 || parents[n] > n) return BAD_SEGMENT;
-    parents += drafted, bytes_of_masks += (stop - start) * (stop - start);
-  }
-  Pass pass = *p;
-  pass.rows = rows, pass.positions = positions, pass.slots = slot_base < 0 ? slots : nullptr, pass.slot_base = slot_base;
-  pass.segments = segments.data(), pass.num_segments = count;
-  if (rows < 1 || !all_within(wanted, num_wanted, 0, rows)) return BAD_COUNT;
-  for (int64_t i = 1; i < num_wanted; i++)
-    if (wanted[i] <= wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
-  if (!all_within(tokens, rows, 0, m->vocab)) return BAD_TOKEN;
-  const Refusal found = check_pass(*m, pass, 0, (int)p->layers);
+  Asked& a = t_asked;
+  const Refusal found = a.read(*m, *p, list);
   if (found != DONE) return found;
+  a.begin(*m, embedding);
+  run_layers(*m, a.pass, 0, (int)p->layers);
+  a.choose(*m, 0, chosen);
+  return DONE;
+}
 
-  masks.assign(bytes_of_masks, 0);
-  uint8_t* mask = masks.data();
-  parents = wanted + num_wanted, of_segment = list + 4;
-  for (int64_t i = 0; i < count; i++, of_segment += 6) {
-    Segment& s = segments[i];
-    const int64_t width = s.stop - s.start, drafted = of_segment[5], root = width - 1 - drafted;
-    if (drafted < 0) continue;
-    for (int64_t r = 0; r < width; r++) {
-      if (r <= root) std::memset(mask + r * width, 1, r);
-      else std::memcpy(mask + r * width, mask + (root + parents[r - root - 1]) * width, width);
-      mask[r * width + r] = 1;
-    }
-    s.visible = mask, s.block_positions = positions + s.start;
-    parents += drafted, mask += width * width;
-  }
-  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  grow(states, rows * bytes);
-  for (int64_t r = 0; r < rows; r++) std::memcpy(states.data() + r * bytes, (const char*)embedding + tokens[r] * bytes, bytes);
-  pass.hidden_in = pass.hidden_out = states.data();
-  if (m->wide_activations) run<float>(*m, pass, 0, (int)p->layers);
-  else run<bf16>(*m, pass, 0, (int)p->layers);
-  if (num_wanted == 0) return DONE;
-  for (int64_t i = 0; i < num_wanted; i++)
-    if (wanted[i] != i) std::memmove(states.data() + i * bytes, states.data() + wanted[i] * bytes, bytes);
-  grow(t_logits, num_wanted * m->vocab);
-  head(*m, states.data(), num_wanted, t_logits.data(), (int)p->threads);
-  for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(t_logits.data() + i * m->vocab, m->vocab);
+// The same with speculative streams, where main rows never see them: riders go through the upper layers beside the main
+// rows; where a sequence's last accepted node carried none, its streams go through these layers afterwards. `set` is the
+// trained set, and `list` goes on as `Fused::read` says. Of every stream of a sequence's last accepted node come the k
+// likeliest tokens and their log-probabilities:
+//     out: chosen [wanted]; for each carrier: its streams, 1 where they rode in the pass, tokens [gamma, k]; microseconds that
+//         the streams took afterwards
+//     log_q: for each carrier [gamma, k]
+// A carrier without streams is one whose next draft nobody wants. Returns a `Refusal`.
+int pl_decide_streams(const Model* m, const Pass* p, const void* embedding, const StreamSet* set, const int64_t* list, int64_t* out, float* log_q) {
+  Asked& a = t_asked;
+  Fused& f = t_fused;
+  Refusal found = a.read(*m, *p, list);
+  if (found == DONE) found = f.read(*m, a, *set);
+  if (found != DONE) return found;
+  a.begin(*m, embedding);
+  if (m->wide_activations) f.run<float>(*m, a, *set, out, log_q);
+  else f.run<bf16>(*m, a, *set, out, log_q);
   return DONE;
 }
 

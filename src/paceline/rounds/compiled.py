@@ -42,6 +42,12 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
             wanted += range(span.root, span.stop)
     where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
     chosen = stack.decide(tokens, positions, where, spans, wanted, main_adapters(p), pool)
+    follow(p, chosen)
+    return True
+
+
+def follow(p: Pass, chosen: Sequence[int]) -> None:
+    """`Pass.tokens` and `Pass.paths` from the choices after every node of the generating works, work after work."""
     begin = 0
     for i in p.generating:
         span = p.spans[i]
@@ -50,7 +56,6 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
         else:
             p.paths[i], p.tokens[i] = _walk(p.tree, span, chosen[begin : begin + span.stop - span.root])
         begin += span.stop - span.root
-    return True
 
 
 def _simple(work: Work) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.tree import TokenTree
-from ..drafters.base import Drafter, DraftRequest, DraftRule, StepFeatures
+from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
 from ..target.base import Taps
 from .base import RunningSequence, Work
 from .passes import Pass
@@ -71,13 +71,20 @@ class GuardedDrafter:
             return rule.select(want.sequences, tree)
         return tree if max(tree.lists().counts) > 1 else None
 
-    def observe(self, p: Pass, taps: Taps | None = None, stream_logits: Sequence[Tensor | None] = ()) -> None:
+    def observe(
+        self,
+        p: Pass,
+        taps: Taps | None = None,
+        stream_logits: Sequence[Tensor | None] = (),
+        stream_levels: Sequence[Levels | None] = (),
+    ) -> None:
         """Show the drafter the results of a pass.
 
         Args:
             p: the pass, its tokens emitted.
             taps: the hidden states that it asked for.
             stream_logits: [B] [gamma, V] of the streams of each sequence's last accepted node, where it has streams.
+            stream_levels: [B] the same in short, in their place.
         """
         if self.drafter is None or self.failure is not None:
             return
@@ -91,6 +98,7 @@ class GuardedDrafter:
             hidden=hidden,
             hidden_rows=slices,
             stream_logits=stream_logits,
+            stream_levels=stream_levels,
         )
         try:
             self.drafter.observe(seen)

@@ -19,13 +19,14 @@ from ..kv.pool import KVPool
 from ..target.decoder import Decoder
 from ..target.streams import StreamSet
 from .base import RunningSequence, StepResult, Work
+from .compiled_streams import StreamsTold, count_told, decide_streams_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
 from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from .pruning import prune
 from .stream_reading import count_streams, read_streams
 from .stream_rows import Carriers, StreamInsertion, choose_carriers
-from .verification import DEFAULT_VERIFIER
+from .verification import DEFAULT_VERIFIER, match
 
 
 class FusedRound:
@@ -62,6 +63,9 @@ class FusedRound:
             raise _needs_torch("streams that rotate values", "they rotate no values")
         if target.stack is not None and self.rules.attention_limit is not None:
             raise _needs_torch(f"attention_limit={self.rules.attention_limit}", "they do not show attention weights")
+        # Whether a pass may be one compiled call; its verdict is the default one, and it neither prunes nor limits.
+        limited = self.rules.prunes or self.rules.attention_limit is not None or self.rules.k == 0
+        self.compiled = self.guard.verifier.verify is match and not limited
         self._make_room(self.rules.gamma)
 
     @property
@@ -105,30 +109,49 @@ class FusedRound:
         tree = self.guard.propose(drafting, rule)
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
-        carriers = self._run(p)
-        read_logits(p, self.target)
-        decide(p, self.guard.verifier.verify)
+        carriers = choose_carriers(p, self.drafter.stream_set if self.failure is None else None)
+        said = self._decide(p, carriers)
         checked = perf_counter()
         self.emitter.emit(p)
         keep(p, self.pool)
-        kept = perf_counter()
+        late = self._read(p, carriers, said)
+        ended = perf_counter()
+        draft = drafted - began + late
+        verify = checked - drafted - (said.late_ms / 1e3 if said else 0.0)
+        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3)
+
+    def _decide(self, p: Pass, carriers: list[Carriers]) -> StreamsTold | None:
+        """Pass and verdict; what the streams said, where that came with it."""
+        if self.compiled:
+            said = decide_streams_compiled(p, carriers, self.rules, self.target, self.pool)
+            if said is not None:
+                return said
+        self._run(p, carriers)
+        read_logits(p, self.target)
+        decide(p, self.guard.verifier.verify)
+        return None
+
+    def _read(self, p: Pass, carriers: list[Carriers], said: StreamsTold | None) -> float:
+        """Count the streams, and show the drafter what they say; returns the seconds that they took behind the pass."""
+        if said is not None:
+            count_told(p, said, self.target.num_layers)
+            self.guard.observe(p, stream_levels=said.levels(len(p.works)))
+            return said.late_ms / 1e3
+        began = perf_counter()
         count_streams(p, carriers, self.target.num_layers)
         stream_logits = read_streams(p, carriers, self.target, self.pool)
         read = perf_counter()
         self.guard.observe(p, None, stream_logits)
-        ended = perf_counter()
-        draft, verify = drafted - began + read - kept, checked - drafted
-        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3)
+        return read - began
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)
 
-    def _run(self, p: Pass) -> list[Carriers]:
-        """All layers, with pruning and insertion where each set wants them. Returns who carries streams."""
+    def _run(self, p: Pass, carriers: Sequence[Carriers]) -> None:
+        """All layers, with pruning and insertion where each set wants them."""
         p.state = self.target.embed(pack(p, self.target))
         p.state.adapters = main_adapters(p)
-        carriers = choose_carriers(p, self.drafter.stream_set if self.failure is None else None)
         insertion = StreamInsertion(p, self.target, self.pool, self.rules)
         done = 0
         for layer in sorted({c.insertion for c in carriers}):
@@ -136,7 +159,6 @@ class FusedRound:
             done = layer
             self._insert(p, insertion, [c for c in carriers if c.insertion == layer])
         self.target.run_layers(p.state, done, self.target.num_layers, self.pool)
-        return carriers
 
     def _insert(self, p: Pass, insertion: StreamInsertion, carriers: Sequence[Carriers]) -> None:
         """Prune the trees, then add the streams' rows, or keep what the streams will start from."""

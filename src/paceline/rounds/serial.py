@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-<<<<<<< HEAD
-import torch
-
-from ..drafters.base import Drafter, DraftRule
-=======
 from ..core.inference import inference
-from ..drafters.base import Drafter
->>>>>>> 3036caee87ddabbd2ff4f39745a40bb47adcb817
+from ..drafters.base import Drafter, DraftRule
 from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
@@ -57,13 +51,8 @@ class SerialRound:
         """Why the drafter was disabled, if it failed."""
         return self.guard.failure
 
-<<<<<<< HEAD
-    @torch.inference_mode()
-    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
-=======
     @inference
-    def step(self, works: Sequence[Work]) -> StepResult:
->>>>>>> 3036caee87ddabbd2ff4f39745a40bb47adcb817
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One round: at most one proposal and exactly one target pass."""
         began = perf_counter()
         drafting = [w for w in works if w.budget > 0 and w.generates]

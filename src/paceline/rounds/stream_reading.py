@@ -17,6 +17,7 @@ from ..kv.pool import KVPool
 from ..target.base import ForwardState
 from ..target.decoder import Decoder
 from ..target.stream_rows import StreamRows
+from .base import Work
 from .passes import Pass
 from .stream_rows import Carriers, stream_adapters, stream_rotation
 
@@ -27,7 +28,7 @@ def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: K
     Call it after emission and commit: streams that run after verification attend to committed keys.
     """
     found: list[Tensor | None] = [None] * len(p.works)
-    alive = [c for c in carriers if p.emitted[c.work] and not p.works[c.work].sequence.finished]
+    alive = [c for c in carriers if _of_use(p, c.work)]
     read = [c for c in alive if c.segment is not None]
     rows: list[int] = []
     for c in read:
@@ -46,6 +47,17 @@ def read_streams(p: Pass, carriers: Sequence[Carriers], target: Decoder, pool: K
         for c, part in zip(read, logits.split([c.gamma for c in read]), strict=True):
             found[c.work] = part
     return found
+
+
+def most_accepted(work: Work) -> int:
+    """Accepted nodes up to which there is room for another draft afterwards."""
+    return work.max_depth - 2
+
+
+def _of_use(p: Pass, work: int) -> bool:
+    """Whether another draft can follow."""
+    going_on = p.emitted[work] and not p.works[work].sequence.finished
+    return bool(going_on) and len(p.paths[work]) <= most_accepted(p.works[work])
 
 
 def _run_late(p: Pass, carriers: Sequence[Carriers], layer: int, target: Decoder, pool: KVPool) -> Tensor:
@@ -80,14 +92,19 @@ def _late_segments(p: Pass, carriers: Sequence[Carriers], scratch: slice, device
 
 
 def count_streams(p: Pass, carriers: Sequence[Carriers], num_layers: int) -> None:
-    """Row-layers of streams and of pruned nodes, and the nodes that were pruned."""
+    """Row-layers of streams and of pruned nodes, the nodes that were pruned, and whether the streams that are read
+    rode; of a pass whose tokens are emitted."""
     for c in carriers:
         work, nodes = p.works[c.work], p.spans[c.work].nodes
-        if not work.generates:
+        if c.work not in p.paths:  # in mid-prompt; by now the work itself no longer says so
             continue
-        streams = c.gamma * (1 if c.segment is None else nodes)
+        useful = _of_use(p, c.work)
+        rode = c.segment is not None
+        streams = c.gamma * (nodes if rode else useful)
         upper = num_layers - c.insertion
         stats = work.sequence.state.stats
         stats.row_layers += c.pruned * c.insertion + streams * upper
         stats.upper_row_layers += (nodes + streams) * upper
         stats.pruned += c.pruned
+        stats.stream_drafts += useful
+        stats.rode += useful and rode

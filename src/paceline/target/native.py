@@ -25,10 +25,12 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
+from .native_streams import NativeStreams, Riding, Told, told
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
+    from .streams import StreamSet
 
 HEAD_STEP = 16  # a head's width is a multiple of it
 # `Refusal` in the source. Compiled code has done nothing then.
@@ -177,7 +179,7 @@ class Stack:
 
     def __init__(self, decoder: Decoder) -> None:
         c, quant = decoder.config, decoder.quant is not None
-        self._dtype = decoder.dtype
+        self.dtype = decoder.dtype
         self._held: list[Any] = []
         self.linears: list[NativeLinear] = []
         why = unsupported(c, decoder.dtype, decoder.device)
@@ -212,11 +214,14 @@ class Stack:
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
         self._last: tuple[Callable[[], Any], native.Pass] | None = None  # the cache of the last pass, and see `_pass`
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
         self._packing = threading.Lock()
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
         self._best, self._roll, self._decide = library.pl_best, library.pl_roll, library.pl_decide
+        self._decide_streams = library.pl_decide_streams
+        self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
 
@@ -333,34 +338,75 @@ class Stack:
         Raises:
             ConfigError, ValueError: as `run`.
         """
-        numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
-        parents: list[int] = []
         held: list[Tensor] = []
-        for start, stop, prefix, keys, above in spans:
-            numbers += (start, stop, prefix)
-            numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys, (prefix + stop - start,), held))
-            numbers.append(-1 if above is None else len(above))
-            parents += above or ()
-        numbers += tokens
-        numbers += positions
-        if not isinstance(slots, slice):
-            numbers += slots
-        numbers += wanted
-        numbers += parents
-        made = array("q", numbers)
+        made = array("q", _numbers(tokens, positions, slots, spans, wanted, held))
         chosen = array("q", bytes(8 * len(wanted)))
+        given = made.buffer_info()[0], chosen.buffer_info()[0]
+        self._ask(self._decide, cache, adapters, len(tokens), max(positions), *given)
+        return chosen.tolist()
+
+    def decide_streams(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slots: slice | Sequence[int],
+        spans: Sequence[RowSpan],
+        wanted: Sequence[int],
+        adapters: Sequence[AdapterRange],
+        cache: KVCache,
+        riding: Riding,
+    ) -> tuple[list[int], list[Told | None], float]:
+        """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
+
+        Streams that do not ride in the pass go through their layers behind it.
+
+        Args:
+            riding: who carries streams. ``wanted`` holds their root and all rows behind it.
+
+        Returns:
+            The likeliest token after each of the wanted rows; for each carrier the ``riding.k`` likeliest tokens of its
+            streams, None where no draft behind its last accepted node is of use; ms that streams took behind the pass.
+
+        Raises:
+            ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
+        """
+        held: list[Tensor] = []
+        numbers = _numbers(tokens, positions, slots, spans, wanted, held)
+        numbers += (len(riding.carriers), riding.k, riding.scratch.start, riding.scratch.stop - riding.scratch.start)
+        for span, root, wanted_streams, most, ends, riders in riding.carriers:
+            numbers += (span, root, wanted_streams, most, len(ends), len(riders), *ends, *riders)
+        streams = self.streams(riding.streams)
+        block = streams.gamma * riding.k  # numbers of one carrier
+        made, out = array("q", numbers), array("q", bytes(8 * (len(wanted) + len(riding.carriers) * (2 + block) + 1)))
+        log_q = array("f", bytes(4 * len(riding.carriers) * block))
+        given = made.buffer_info()[0], out.buffer_info()[0], log_q.buffer_info()[0]
+        highest = max(positions) + streams.gamma
+        self._ask(self._decide_streams, cache, adapters, len(tokens), highest, streams.reference, *given)
+        found = out.tolist()
+        said = told(found[len(wanted) :], log_q.tolist(), len(riding.carriers), block, riding.k)
+        return found[: len(wanted)], said, found[-1] / 1e3
+
+    def _ask(
+        self, call: Any, cache: KVCache, adapters: Sequence[AdapterRange], rows: int, highest: int, *given: Any
+    ) -> None:
+        """A pass from token ids on, and once more with a longer rotation table where positions lie beyond it."""
         run = self._pass(cache)
         run.num_adapters = 0
         if adapters:
-            ranges = self._ranges(adapters, len(tokens))
+            ranges = self._ranges(adapters, rows)
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        given = self._embedding_at, made.buffer_info()[0], chosen.buffer_info()[0]
-        refused = self._decide(self._reference, run, *given)
+        refused = call(self._reference, run, self._embedding_at, *given)
         if refused == _BAD_POSITION:
-            self._rope.reach(max(positions))
-            refused = self._decide(self._reference, self._pass(cache), *given)
+            self._rope.reach(highest)
+            refused = call(self._reference, self._pass(cache), self._embedding_at, *given)
         _require(refused)
-        return chosen.tolist()
+
+    def streams(self, streams: StreamSet) -> NativeStreams:
+        """A set of streams in the form that the compiled layers use, made once."""
+        found = self._streams.get(streams)
+        if found is None:
+            found = self._streams[streams] = NativeStreams(streams, self)
+        return found
 
     def _pass(self, cache: KVCache) -> native.Pass:
         """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""
@@ -386,8 +432,8 @@ class Stack:
 
     def _states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
-        if hidden.dim() != 2 or hidden.shape[1] != self._model.d_model or hidden.dtype != self._dtype:
-            wanted = f"[rows, {self._model.d_model}] of {self._dtype}"
+        if hidden.dim() != 2 or hidden.shape[1] != self._model.d_model or hidden.dtype != self.dtype:
+            wanted = f"[rows, {self._model.d_model}] of {self.dtype}"
             raise ValueError(f"hidden states {list(hidden.shape)} of {hidden.dtype}, not {wanted}")
         return hidden.contiguous()
 
@@ -501,9 +547,9 @@ class Stack:
         if len(cache.k) != self._num_layers or len(cache.v) != self._num_layers:
             raise ValueError(f"a cache of {len(cache.k)} and {len(cache.v)} layers for {self._num_layers}")
         for layer in (*cache.k, *cache.v):
-            if layer.dtype != self._dtype or layer.shape != shape or layer.stride() != strides:
+            if layer.dtype != self.dtype or layer.shape != shape or layer.stride() != strides:
                 found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
-                raise ValueError(f"a cache of {found} under a model of {self._dtype} {list(shape)}")
+                raise ValueError(f"a cache of {found} under a model of {self.dtype} {list(shape)}")
 
 
 def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -523,6 +569,31 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     _require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
     starts = range(0, rows * k, k)
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
+
+
+def _numbers(
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    slots: slice | Sequence[int],
+    spans: Sequence[RowSpan],
+    wanted: Sequence[int],
+    held: list[Any],
+) -> list[int]:
+    """A pass from token ids on, as ``struct Asked`` of the source reads it."""
+    numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
+    parents: list[int] = []
+    for start, stop, prefix, keys, above in spans:
+        numbers += (start, stop, prefix)
+        numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys, (prefix + stop - start,), held))
+        numbers.append(-1 if above is None else len(above))
+        parents += above or ()
+    numbers += tokens
+    numbers += positions
+    if not isinstance(slots, slice):
+        numbers += slots
+    numbers += wanted
+    numbers += parents
+    return numbers
 
 
 def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:

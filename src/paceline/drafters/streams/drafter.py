@@ -26,14 +26,12 @@ from ...core.tree import SparseQ, TokenTree
 from ...target.files import fingerprint
 from ...target.native import top
 from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_target, read_config
-from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
-
-Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each level, best first, and their log q
 
 MAX_NODES = 1024
 USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is given: decides the default tree alone
@@ -139,6 +137,7 @@ class StreamsDrafter:
             tree=not config.is_chain,
             streams=StreamRules(
                 gamma=own,
+                k=0 if config.proposes == "sampled" else 1 if config.is_chain else config.k,
                 wanted=config.gamma,
                 at=config.at,
                 prune_threshold=config.prune_threshold,
@@ -147,7 +146,7 @@ class StreamsDrafter:
                 rotates=rotation is not None,
             ),
         )
-        self._logits: dict[int, Tensor] = {}  # by sequence: [gamma, V] of its last accepted node's streams
+        self._heard: dict[int, Tensor | Levels] = {}  # by sequence: what the streams of its last accepted node said
 
     # -- the contract
 
@@ -166,29 +165,28 @@ class StreamsDrafter:
 
     def observe(self, step: StepFeatures) -> None:
         """Keep the streams' distributions, in place of the earlier ones."""
-        for sequence, committed, logits in zip(step.sequences, step.committed, step.stream_logits, strict=False):
-            if logits is not None:
-                self._logits[sequence.key] = logits
+        said = step.stream_levels or step.stream_logits
+        for sequence, committed, heard in zip(step.sequences, step.committed, said, strict=False):
+            if heard is not None:
+                self._heard[sequence.key] = heard
             elif committed:
-                self._logits.pop(sequence.key, None)
+                self._heard.pop(sequence.key, None)
 
     def release(self, keys: Sequence[int]) -> None:
         """Forget ended sequences."""
         for key in keys:
-            self._logits.pop(key, None)
+            self._heard.pop(key, None)
 
-    @torch.inference_mode()
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence; the root alone where its last node carried no streams."""
-        parts = [self._part(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        depths = [self._depth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         if self.config.proposes == "sampled":
-            return self._drawn(want, parts)
-        ready = [(s, part) for s, part in zip(want.sequences, parts, strict=True) if part is not None]
-        children = 1 if self.config.is_chain or len(ready) >= self.config.best_path_batch else self.config.k
-        found = self._levels(ready, children)
+            return self._drawn(want, depths)
+        ready = sum(depth > 0 for depth in depths)
+        children = 1 if self.config.is_chain or ready >= self.config.best_path_batch else self.config.k
         proposals = [
-            Proposal() if part is None else best_nodes(*next(found), self._cap(budget))
-            for part, budget in zip(parts, want.budgets, strict=True)
+            best_nodes(*levels, self._cap(budget)) if levels else Proposal()
+            for levels, budget in zip(self._levels(want.sequences, depths, children), want.budgets, strict=True)
         ]
         return to_tree([s.tokens[-1] for s in want.sequences], proposals)
 
@@ -197,23 +195,32 @@ class StreamsDrafter:
     def _cap(self, budget: int) -> int:
         return budget if self.config.nodes is None else min(budget, self.config.nodes)
 
-    def _part(self, sequence: SequenceView, budget: int, max_depth: int) -> Tensor | None:
-        """[depth, V] logits of the streams that can be used; None where there are none."""
-        logits = self._logits.get(sequence.key)
-        depth = min(max_depth, self._cap(budget), self.config.gamma or max_depth)
-        return None if logits is None or depth < 1 else logits[:depth]
+    def _depth(self, sequence: SequenceView, budget: int, max_depth: int) -> int:
+        """Of how many streams a draft can be made; 0: there are none."""
+        heard = self._heard.get(sequence.key)
+        if heard is None:
+            return 0
+        known = len(heard[0]) if isinstance(heard, tuple) else len(heard)
+        return min(max_depth, self._cap(budget), self.config.gamma or max_depth, known)
 
-    def _levels(self, ready: Sequence[tuple[SequenceView, Tensor]], children: int) -> Iterator[Levels]:
-        """For each sequence the best tokens of each stream and their log q, best first."""
-        if not ready:
-            return
-        rows = [self._scores(s, part) for s, part in ready]
-        tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat(rows), children)  # of [levels, V]
-        start = 0
-        for part in rows:
-            stop = start + len(part)
-            yield tokens[start:stop], log_q[start:stop]
-            start = stop
+    def _levels(self, sequences: Sequence[SequenceView], depths: Sequence[int], children: int) -> list[Levels | None]:
+        """For each sequence the best tokens of each stream and their log q, best first; None where it has none."""
+        found: list[Levels | None] = [None] * len(sequences)
+        rows: list[Tensor] = []
+        places = []
+        for i, (sequence, depth) in enumerate(zip(sequences, depths, strict=True)):
+            heard = self._heard.get(sequence.key)
+            if depth < 1 or heard is None:
+                continue
+            if isinstance(heard, tuple):
+                tokens, log_q = heard
+                found[i] = [t[:children] for t in tokens[:depth]], [q[:children] for q in log_q[:depth]]
+            else:
+                rows.append(self._scores(sequence, heard[:depth]))
+                places.append(i)
+        for i, levels in zip(places, _best(rows, children), strict=True):
+            found[i] = levels
+        return found
 
     def _scores(self, sequence: SequenceView, logits: Tensor) -> Tensor:
         """[depth, V]: the softmax of row j - 1 is the chance that a token is what the target says j places on."""
@@ -227,8 +234,10 @@ class StreamsDrafter:
 
     # -- drawn chains
 
-    def _drawn(self, want: DraftRequest, parts: Sequence[Tensor | None]) -> TokenTree:
+    def _drawn(self, want: DraftRequest, depths: Sequence[int]) -> TokenTree:
         """One token from each stream, drawn with noise of its own, and the distributions they came from."""
+        heard = [self._heard.get(s.key) for s in want.sequences]
+        parts = [h[:depth] if depth and isinstance(h, Tensor) else None for h, depth in zip(heard, depths, strict=True)]
         drawn = [_draw(s, part) for s, part in zip(want.sequences, parts, strict=True)]
         tree = to_tree([s.tokens[-1] for s in want.sequences], [proposal for proposal, _ in drawn])
         known = next((q for _, q in drawn if q is not None), None)
@@ -239,6 +248,18 @@ class StreamsDrafter:
             if q is not None:
                 probs[b, : len(q)] = q
         return tree.with_q(SparseQ(ids=None, probs=probs.to(tree.tokens.device)))
+
+
+def _best(rows: Sequence[Tensor], children: int) -> Iterator[Levels]:
+    """The best tokens of each stream and their log q, from [depth, V] scores of each sequence, in one call."""
+    if not rows:
+        return
+    tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat([*rows]), children)
+    start = 0
+    for part in rows:
+        stop = start + len(part)
+        yield tokens[start:stop], log_q[start:stop]
+        start = stop
 
 
 def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tensor | None]:

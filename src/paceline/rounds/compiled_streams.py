@@ -1,0 +1,126 @@
+"""A fused pass in one compiled call: verdict and the streams' next drafts, where every choice is the likeliest token.
+
+In place of `passes.pack`, the layers, `read_logits`, `decide` and `stream_reading.read_streams`, which remain the
+reference: main rows and streams get the same numbers, and of the streams' logits come the few that drafts need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..drafters.base import StreamRules
+from ..kv.pool import KVPool
+from ..target.decoder import Decoder
+from ..target.native import RowSpan
+from ..target.native_streams import CarrierRows, Riding, Told
+from .compiled import _add, _simple, _slot_list, follow
+from .passes import Pass, main_adapters
+from .riders import choose_riders, frontier_chances
+from .stream_reading import most_accepted
+from .stream_rows import Carriers
+
+
+@dataclass(slots=True)
+class StreamsTold:
+    """What the streams of a pass said, and what they took."""
+
+    carriers: Sequence[Carriers]
+    riding: Sequence[CarrierRows]  # of each carrier
+    told: Sequence[Told | None]  # of each carrier
+    late_ms: float  # of streams that ran after the verdict
+
+    def levels(self, works: int) -> list[tuple[list[list[int]], list[list[float]]] | None]:
+        """[B] what each sequence's drafter is shown."""
+        found: list[tuple[list[list[int]], list[list[float]]] | None] = [None] * works
+        for c, told in zip(self.carriers, self.told, strict=True):
+            if told is not None:
+                found[c.work] = told.tokens, told.log_q
+        return found
+
+
+def decide_streams_compiled(
+    p: Pass, carriers: Sequence[Carriers], rules: StreamRules, target: Decoder, pool: KVPool
+) -> StreamsTold | None:
+    """`Pass.tokens` and `Pass.paths` of a whole pass, and what the streams say; None: it needs the long way.
+
+    The long way is for what `compiled.decide_compiled` leaves to it, for streams that main rows see, that are pruned,
+    limited, rotated or begin through a map, and for drafts that need whole distributions.
+
+    Args:
+        carriers: who carries streams.
+    """
+    stack = target.stack
+    if stack is None or not p.works or not all(map(_simple, p.works)) or not _plain_streams(carriers):
+        return None
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[slice | Tensor] = []
+    spans: list[RowSpan] = []
+    for work, span in zip(p.works, p.spans, strict=True):
+        spans.append(_add(work, span, p.tree, tokens, positions, slots))
+    wanted = [row for i in p.generating for row in range(p.spans[i].root, p.spans[i].stop)]
+    where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
+    given = tokens, positions, where, spans, wanted, main_adapters(p), pool
+    if carriers:
+        riding = _riding(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
+        chosen, told, late_ms = stack.decide_streams(*given, riding)
+        said = StreamsTold(carriers, riding.carriers, told, late_ms)
+    else:
+        chosen, said = stack.decide(*given), StreamsTold((), (), (), 0.0)
+    follow(p, chosen)
+    return said
+
+
+def _plain_streams(carriers: Sequence[Carriers]) -> bool:
+    """Whether all streams are of one lossless set that begins as state and embedding."""
+    if not carriers:
+        return True
+    streams = carriers[0].streams
+    same = all(c.streams is streams and not c.shared for c in carriers)
+    return same and streams.start_map is None and streams.embeddings is not None
+
+
+def _riding(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, free: int, vocab: int) -> Riding:
+    """Who carries streams, as the compiled layers are told."""
+    gamma, room = carriers[0].gamma, pool.scratch_slots
+    open_rows = -p.main_rows % free
+    rows = []
+    used = 0
+    for c in carriers:
+        work, span = p.works[c.work], p.spans[c.work]
+        streams = min(gamma, work.budget or gamma)  # no draft is deeper than its budget
+        riders = _riders(p, c, rules, streams, open_rows - used, room - used)
+        used += streams * len(riders)
+        ends = work.sequence.state.checker.enders
+        rows.append(CarrierRows(c.work, span.root, streams, most_accepted(work), ends, riders))
+    scratch = pool.scratch(max(used, gamma * len(carriers)))
+    return Riding(carriers[0].streams, rows, min(rules.k, vocab), scratch)
+
+
+def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, room: int) -> Sequence[int]:
+    """The nodes of one sequence that carry streams in the pass."""
+    span = p.spans[c.work]
+    if rules.at == "nodes":
+        return range(span.nodes)
+    if p.tree is None or span.tree_index < 0:
+        return choose_riders([1.0], streams, free, room)
+    lists = p.tree.lists()
+    if lists.scores is None:
+        return ()
+    chances = frontier_chances(lists.parents[span.tree_index], lists.scores[span.tree_index])
+    return choose_riders(chances, streams, free, room)
+
+
+def count_told(p: Pass, said: StreamsTold, num_layers: int) -> None:
+    """Row-layers of streams, and whether those that were read rode."""
+    for c, rows, told in zip(said.carriers, said.riding, said.told, strict=True):
+        upper, stats = num_layers - c.insertion, p.works[c.work].sequence.state.stats
+        late = told is not None and not told.rode
+        streams = rows.streams * (len(rows.riders) + late)
+        stats.row_layers += streams * upper
+        stats.upper_row_layers += (p.spans[c.work].nodes + streams) * upper
+        stats.stream_drafts += told is not None
+        stats.rode += told is not None and told.rode
