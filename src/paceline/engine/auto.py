@@ -31,7 +31,7 @@ from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, StepRecord
 from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
-from .costs import NEAR, CostTable, DraftCosts, StepCosts, bucket
+from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,12 @@ class AutoBudgetConfig:
     overdraft: float = 4.0  # plain steps that one such ask may cost beyond a full purse: a long prompt to catch up with
     first_gain: float = 0.5  # tokens that the asks of an unknown look-up are taken to bring
     first_gain_network: float = 2.5  # the same of a drafter with a network: hopeful enough for a first try
-    pilot: int = 3  # asks after which a drafter with a network is known; until then one sequence at a time asks
+    pilot: int = 6  # asks of a drafter with a network that are made for one sequence, to find out what it costs
     quickest: float = 0.15  # least weight of an ask in what its sequence's asks bring
     rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
+    kind_rate: float = (
+        1 / 256
+    )  # least weight of an ask in what a kind's asks bring: several requests, not the last text
     horizon: int = 64  # tokens over which catching up must pay; fewer where the request ends earlier
     plain_first: int = 2  # plain steps seen at a batch size before drafts: what they are compared with must be measured
     plain_every: int = 512  # steps after which the cost of a plain step is measured again
@@ -67,7 +70,7 @@ class _Worth:
 
     def learn(self, gain: float, open_: float, quickest: float) -> None:
         """Take in one ask."""
-        rate = max(quickest, 1 / (self.asks + 2))
+        rate = max(quickest, 3 / (self.asks + 3))  # later ones count more: the chances behind them are known better
         self.gain += rate * (gain - self.gain)
         self.open += rate * (open_ - self.open)
         self.asks += 1
@@ -279,19 +282,17 @@ class AutoBudget:
             if value > 0:
                 values.append((value, -i))
         values.sort(reverse=True)
-        most = len(values)
-        if costs.network and sum(kind.worths[key].asks for kind, key in self._known(source)) < self.config.pilot:
-            most = min(most, 1)  # nothing is known of it yet: the others wait for the result
+        if costs.network and costs.usual_calls < self.config.pilot:  # all wait for what one of them finds out
+            return {min(range(len(books)), key=lambda i: len(books[i].view.tokens) - books[i].worths[source].seen)}
+        if costs.network:  # trust grows with what is known: a new drafter is not asked for a whole batch at once
+            values = values[: max(1, self._shared(books[0].kind, source, books[0].bucket).asks)]
         total, best, count = 0.0, 0.0, 0
-        for n, (value, _) in enumerate(values[:most], start=1):
+        for n, (value, _) in enumerate(values, start=1):
             total += value
             net = total - rate * costs.predict(n)
             if net > best:
                 best, count = net, n
         return {-i for _, i in values[:count]}
-
-    def _known(self, source: int) -> Iterable[tuple[_Kind, tuple[int, int]]]:
-        return ((kind, key) for kind in self._kinds.values() for key in kind.worths if key[0] == source)
 
     def _catch_up_ms(self, source: int, book: _Book) -> float:
         """What the source has to compute first, spread over the asks in which that can pay."""
@@ -378,7 +379,10 @@ class AutoBudget:
 
     def level_chance(self, source: int, count: int) -> float:
         """The chance of a path that pays for one more level of a source's network below it, for ``count`` sequences."""
-        return self.row_chance + self._now.rate * self.draft_costs[source].level_ms / max(1, count)
+        costs = self.draft_costs[source]
+        if costs.usual_calls < self.config.pilot:  # what levels cost is a guess: go deep, to see what they bring
+            return self.row_chance
+        return self.row_chance + self._now.rate * costs.level_ms(count) / max(1, count)
 
     def told(self, source: int, levels: int, ms: float) -> None:
         """What the ask of one of several sources took."""
@@ -403,7 +407,7 @@ class AutoBudget:
         offers = [self._weigh(view, lists, b) for b, view in enumerate(views)]
         ranked = sorted((-offer.path[i], b, i) for b, offer in enumerate(offers) for i in range(1, len(offer.path)))
         count, price = self._best([-chance for chance, _, _ in ranked])
-        if self._blind:  # was decided ahead
+        if self._blind or self._tries_rows([-chance for chance, _, _ in ranked], count):  # decided ahead, or to learn
             count = len(ranked)
         kept: list[list[int]] = [[0] for _ in views]
         for _, b, i in ranked[:count]:
@@ -436,6 +440,18 @@ class AutoBudget:
                 best, count = net, k
         return count, rate * rise[count] / count if count else 0.0
 
+    def _tries_rows(self, chances: Sequence[float], count: int) -> bool:
+        """Whether to check all nodes although fewer are expected to pay: what so many rows cost was never measured, and
+        a table that is wrong about it would stay so. The saved share of the time pays for it."""
+        now, most = self._now, len(chances)
+        if count == most or not self.learns or self.costs.visits(now.batch_size, most) >= WINDOW:
+            return False
+        loss = now.rise[most] - now.rise[count] - sum(chances[count:]) / now.rate
+        if loss > self._credit_ms():
+            return False
+        self._purse_ms -= max(0.0, loss)
+        return True
+
     # -- learning
 
     def _learn_worths(
@@ -463,7 +479,7 @@ class AutoBudget:
                     offer, nodes = found[b]
                     gain = sum([offer.path[i] - price for i in nodes[1:] if offer.sources[i] == source])
                 worth.learn(gain, asked[view.key], self.config.quickest)
-                self._shared(book.kind, source, book.bucket).learn(gain, asked[view.key], self.config.rate)
+                self._shared(book.kind, source, book.bucket).learn(gain, asked[view.key], self.config.kind_rate)
                 if (view.key, source) in self._trials:
                     self._save(gain / self._now.rate / self.config.explore)
 
@@ -565,7 +581,7 @@ class AutoBudget:
         return {
             "gain": self._gain(source),
             "ask_ms": costs.predict(1),
-            "level_ms": costs.level_ms,
+            "level_ms": costs.level_ms(1),
             "catch_up_ms": costs.catch_up_ms,
             "held": held[0] if held else [],  # of the first kind met: chance by depth, given the node above
         }

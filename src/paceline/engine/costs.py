@@ -29,6 +29,7 @@ SLOWEST = 0.02  # least weight of a new observation in a correction
 SLOWEST_CATCH_UP = 0.1  # least weight of a new observation of what catching up costs
 LEVELS = 6  # passes that a draft takes at most, before anything else was seen; more nodes are siblings or looked up
 NEAR = 16  # tokens a sequence that a drafter has not seen which a call takes in its stride
+RIDGE = 0.05  # variance of levels that the guess of a level's cost is worth
 MACHINE = 0.2  # weight of a new observation in the correction that all steps share
 
 
@@ -252,25 +253,55 @@ class StepCosts:
             self._corrections.observe((bucket(batch_size), bucket(extra)), math.log(ms / expected))
 
 
+@dataclass(slots=True)
+class _Line:
+    """Running means of the calls for about so many sequences: ms as a straight line over levels."""
+
+    sequences: float = 0.0
+    levels: float = 0.0
+    ms: float = 0.0
+    variance: float = 0.0  # of levels
+    covariance: float = 0.0  # of levels and ms
+    calls: int = 0
+
+    def learn(self, sequences: int, levels: int, ms: float) -> None:
+        """Take in one call; one that took many times as long as usual was interrupted."""
+        if self.calls >= WINDOW:
+            ms = min(ms, STEEPEST * STEEPEST * self.ms)
+        rate = max(SLOWEST, 1 / (self.calls + 1))
+        far, late = levels - self.levels, ms - self.ms
+        self.sequences += rate * (sequences - self.sequences)
+        self.levels += rate * far
+        self.ms += rate * late
+        self.variance = (1 - rate) * (self.variance + rate * far * far)
+        self.covariance = (1 - rate) * (self.covariance + rate * far * late)
+        self.calls += 1
+
+    def slope(self, guess: float) -> float:
+        """Ms of a level; where all calls had about the same number of levels, near the guess."""
+        found = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
+        return max(0.0, min(found, self.ms / max(1.0, self.levels)))
+
+
 class DraftCosts:
     """What asking a drafter takes, learned call by call.
 
-        ms = (ask x sequences + level x levels) x correction + catch_up x tokens behind
+        ms = ask + level x levels + catch_up x tokens behind
 
-    A draft model pays for levels and for what it has not computed, a look-up for sequences. The correction is learned
+    A draft model pays for levels and for what it has not computed, a look-up for sequences. What calls take is learned
     by the number of sequences, from calls with little to catch up with (the last step's tokens are part of every
     call); what a token behind costs, from the others. The first call of all does what is done once: only what it
     caught up with is learned from.
 
     Args:
-        ask, level, catch_up: ms to begin with.
+        ask, level, catch_up: ms to begin with, for one sequence.
     """
 
     def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
         self._ask, self._level = max(0.0, ask), max(0.0, level)
         self.catch_up_ms = max(0.0, catch_up)  # a token
-        self._levels = float(LEVELS)  # running mean: levels of a call
-        self._corrections = Corrections()
+        self.usual_calls = 0  # those with little to catch up with
+        self._lines: dict[int, _Line] = {}  # by bucket of sequences
         self._calls = self._caught_up = 0
         self._waiting: deque[tuple[int, int, int, float]] = deque(maxlen=8)  # calls that caught up, not learned yet
 
@@ -292,37 +323,47 @@ class DraftCosts:
         """Whether levels cost anything."""
         return self._level > 0
 
-    @property
-    def level_ms(self) -> float:
-        """One more level."""
-        return self._level * math.exp(self._corrections.log((1, 0))) if self._level else 0.0
+    def level_ms(self, sequences: int) -> float:
+        """One more level of a call for so many sequences."""
+        line = self._line(sequences)
+        return self._level if line is None else line.slope(self._level) if self._level else 0.0
 
     def predict(self, sequences: int) -> float:
         """Expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
-        return self._expected(sequences, self._levels) * math.exp(self._corrections.log((bucket(sequences), 0)))
+        line = self._line(sequences)
+        if line is None:
+            return self._ask * sequences + self._level * LEVELS
+        if not self._level:
+            return line.ms * sequences / line.sequences
+        return max(0.0, line.ms + self._ask * (sequences - line.sequences))
 
-    def _expected(self, sequences: int, levels: float) -> float:
-        return self._ask * sequences + self._level * levels + 1e-3
+    def _line(self, sequences: int) -> _Line | None:
+        """What is known of calls for about so many sequences."""
+        size = bucket(sequences)
+        found = self._lines.get(size)
+        if found is None and self._lines:
+            found = self._lines[min(self._lines, key=lambda known: abs(known - size))]
+        return found
 
     def observe(self, sequences: int, levels: int, unseen: int, ms: float) -> None:
         """Learn from one call: its sequences, the deepest node proposed, and tokens that it processed first."""
         if unseen > NEAR * sequences:
             self._waiting.append((sequences, levels, unseen, ms))
         elif self._calls:
-            log = math.log(max(ms, 1e-4) / self._expected(sequences, levels))
-            self._corrections.observe((bucket(sequences), 0), log)
-            self._levels += 0.1 * (levels - self._levels)
+            self._lines.setdefault(bucket(sequences), _Line()).learn(sequences, levels, ms)
+            self.usual_calls += 1
         self._calls += 1
-        if self._corrections.visits((bucket(sequences), 0)) >= WINDOW:
-            # Before that, all that the guess is off by would be taken for catching up.
+        if self.usual_calls >= WINDOW:  # before, all that the guess is off by would be taken for catching up
             for call in self._waiting:
                 self._learn_catch_up(*call)
             self._waiting.clear()
 
     def _learn_catch_up(self, sequences: int, levels: int, unseen: int, ms: float) -> None:
         behind = unseen - NEAR * sequences
-        log = self._corrections.log((bucket(sequences), 0))
-        guess = self._expected(sequences, levels) * math.exp(log) + self.catch_up_ms * behind
+        line = self._line(sequences)
+        assert line is not None, "usual calls were seen"
+        usual = max(0.0, self.predict(sequences) + self.level_ms(sequences) * (levels - line.levels))
+        guess = usual + self.catch_up_ms * behind
         self._caught_up += 1
         # A call that took many times longer than expected was interrupted, or the guess is off: move some way. Of
         # the first few nobody knows what is many.
