@@ -290,6 +290,8 @@ def holds_back(token: int) -> bool:
 class ToyText:
     """The text of an answer, from `piece`."""
 
+    sure = True
+
     def __init__(self) -> None:
         self._held = ""
 

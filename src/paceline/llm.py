@@ -159,9 +159,11 @@ class LLM:
                 with engine.lock:
                     lives.append(job.submit(engine, lambda live: ended.update({live.request.id: live})))
             while told < len(lives):
-                with engine.lock:
-                    if len(ended) < len(lives):  # another thread's steps, or an abort, may have ended the last one
+                with torch.inference_mode(), engine.lock:
+                    while told == len(ended):  # another thread's steps, or an abort, may have ended one
                         engine.step()
+                        if engine.lock.wanted:
+                            break
                 while told < len(ended):
                     told += 1
                     if progress:

@@ -32,8 +32,9 @@ ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
 class ByteText:
     """A detokenizer over bytes: token i is ``pieces[i]``; text comes out when its characters are whole."""
 
-    def __init__(self, pieces):
+    def __init__(self, pieces, sure=False):
         self.pieces = pieces
+        self.sure = sure
         self.pending = b""
 
     def push(self, token):
@@ -195,6 +196,40 @@ class TestStrings:
 
 
 class TestStreaming:
+    @pytest.mark.parametrize("count", [5, 200])
+    def test_text_that_waits_is_the_same_text(self, count):
+        """Whatever is read in between, and however tokens come."""
+        rng = random.Random(count)
+        for _ in range(20):
+            pieces = [rng.choice(["a", "é", "🙂", " b", ""]).encode() for _ in range(9)]
+            late, now = (
+                StopChecker(SamplingParams(max_tokens=None), (EOS,), count, ByteText([b"<eos>", *pieces], sure=sure))
+                for sure in (True, False)
+            )
+            while not now.finished:
+                tokens = [rng.randrange(0 if rng.random() < 0.02 else 1, 10) for _ in range(rng.randint(1, 5))]
+                assert late.feed(tokens) == now.feed(tokens)
+                if rng.random() < 0.05:
+                    assert (late.text, late.stable_length) == (now.text, now.stable_length)
+            assert (late.text, late.num_tokens, late.finish_reason) == (now.text, now.num_tokens, now.finish_reason)
+
+    def test_text_waits_where_nobody_looks_for_it(self):
+        pushed = []
+        stream = ByteText([b"<eos>", b"a"], sure=True)
+        stream.push = lambda token: pushed.append(token) or "a"
+        c = StopChecker(SamplingParams(max_tokens=None), (EOS,), 100, stream)
+        c.feed([1, 1])
+        c.feed([1])
+        assert pushed == []
+        assert c.stable_text() == "aaa" and pushed == [1, 1, 1]
+        c.feed([1] * 70)
+        assert len(pushed) == 73
+        c.feed([1, EOS])
+        assert len(pushed) == 74 and c.text == "a" * 74
+        stream = ByteText([b"<eos>", b"a"], sure=True)
+        c = StopChecker(SamplingParams(max_tokens=None, stop="aaa"), (EOS,), 100, stream)
+        assert c.feed([1, 1, 1, 1]) == (3, "stop", "aaa")
+
     def test_holds_back_what_may_begin_a_stop_string(self):
         c = checker(["one <", "e", "x", "<end"], stop="<end>")
         shown = []

@@ -119,6 +119,8 @@ def test_a_sampling_rule_that_fails_ends_its_own_request(target: Decoder, name: 
 class FailingText(ToyText):
     """Fails at the fifth token."""
 
+    sure = False
+
     def __init__(self) -> None:
         super().__init__()
         self.left = 5
@@ -142,9 +144,10 @@ class FailingTexts:
     prompt, token = TOY_TEXTS.prompt, staticmethod(TOY_TEXTS.token)
 
 
+@pytest.mark.parametrize("stop", ["never said", None])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_text_that_cannot_be_made_ends_its_own_request(target: Decoder, name: str):
-    jobs = [(ids, replace(WARM, stop="never said")) for ids in prompts()]
+def test_text_that_cannot_be_made_ends_its_own_request(target: Decoder, name: str, stop: str | None):
+    jobs = [(ids, replace(WARM, stop=stop)) for ids in prompts()]
     engine = assemble(decoder=target, texts=FailingTexts(jobs[BAD][0]), **DRAFTERS[name]())
     order = [engine.submit(*job) for job in jobs]
     outputs = finish(engine, order)

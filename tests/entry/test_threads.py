@@ -296,6 +296,8 @@ def failing(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt: str, after: int =
     make, bad = texts.stream, tuple(llm.tokenizer.encode(prompt))
 
     class Failing:
+        sure = False
+
         def __init__(self, stream: Any) -> None:
             self.stream, self.left, self.end = stream, after, stream.end
 

@@ -299,6 +299,8 @@ def _echo(ask: Ask) -> str:
 class _ToySpeaker:
     """A letter and a digit an id; some ids' text waits for the next one's."""
 
+    sure = False
+
     def __init__(self) -> None:
         self._held = ""
 

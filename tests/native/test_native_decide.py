@@ -226,7 +226,7 @@ def test_an_interrupt_while_a_pass_is_prepared_costs_that_call_alone(monkeypatch
 
     for broken in (interrupted, lambda *args: (rotate(*args), interrupted())):
         monkeypatch.setattr(stack, "_rotate", broken, raising=False)
-        stack._passes.clear()
+        stack._last = None
         with pytest.raises(KeyboardInterrupt):
             at_once(decoder, pool, drafted, wanted)
         monkeypatch.setattr(stack, "_rotate", rotate, raising=False)

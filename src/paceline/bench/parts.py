@@ -17,6 +17,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from .. import native
 from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams
@@ -166,7 +168,7 @@ def measure(llm: LLM, watch: Stopwatch, groups: Sequence[Sequence[Sequence[int]]
     engine = llm.engine
     watch.steps.clear()
     tokens: list[int] = []
-    with engine.lock, _watched(engine, watch):
+    with engine.lock, torch.inference_mode(), _watched(engine, watch):  # as `LLM.generate` runs it
         for prompts in groups:
             live = [engine.live[engine.submit(ids, params)] for ids in prompts]
             while engine.busy:

@@ -22,6 +22,11 @@ DecodeToken = Callable[[int], str]  # the text of one token by itself
 class TextStream(Protocol):
     """Turns the tokens of one output into text."""
 
+    @property
+    def sure(self) -> bool:
+        """Whether `push` never fails, so that it may be called later than its token comes."""
+        ...
+
     def push(self, token: int) -> str:
         """The text that the next token adds; "" while a character is incomplete."""
         ...
@@ -50,6 +55,8 @@ class Texts(Protocol):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stop rules
+
+_MOST_UNREAD = 64  # tokens that wait for their text: for many at once it takes a fraction of the time
 
 
 def find_stop(stops: Sequence[str], text: str, new: int) -> tuple[int, str] | None:
@@ -119,7 +126,8 @@ class StopChecker:
         params: the request's parameters.
         eos_ids: the model's end tokens.
         max_tokens: most tokens of output, at least 1.
-        stream: turns tokens into text; None where no text is wanted.
+        stream: turns tokens into text; None where no text is wanted. Where it is sure and no stop string is looked
+            for, it is used when the text is read, or once many tokens wait.
 
     Raises:
         ConfigError: stop strings without a ``stream``.
@@ -142,9 +150,11 @@ class StopChecker:
         self._min_tokens, self._keeps_stop_string = params.min_tokens, params.include_stop_str_in_output
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids, self._stops = frozenset(params.stop_token_ids or ()), params.stop_strings
+        self.enders = self._eos_ids | self._stop_ids  # ids that end the output behind ``min_tokens``
         self._longest = max(map(len, self._stops), default=0)
-        self.enders = sorted(self._eos_ids | self._stop_ids)  # ids that end the output behind ``min_tokens``
-        self._text = GrowingText()
+        self._said = GrowingText()
+        self._unread: list[int] = []  # tokens whose text is not made yet
+        self._waits = stream is None or (stream.sure and not self._stops)  # whether the text of tokens can wait
         self._stream = stream
 
     @property
@@ -160,6 +170,15 @@ class StopChecker:
     def text(self) -> str:
         """All text so far, the possible beginning of a stop string included."""
         return self._text.whole()
+
+    @property
+    def _text(self) -> GrowingText:
+        """The text of all tokens so far."""
+        unread, self._unread = self._unread, []
+        if self._stream is not None:
+            for token in unread:
+                self._said.append(self._stream.push(token))
+        return self._said
 
     @property
     def stable_length(self) -> int:
@@ -186,8 +205,15 @@ class StopChecker:
         Raises:
             RuntimeError: the output has already ended.
         """
-        if self.finished:
+        if self.finish_reason is not None:
             raise RuntimeError("this output has ended: nothing can follow it")
+        count = len(tokens)
+        if self._waits and self.num_tokens + count < self.max_tokens and self.enders.isdisjoint(tokens):
+            self.num_tokens += count
+            self._unread += tokens
+            if len(self._unread) >= _MOST_UNREAD:
+                _ = self._text
+            return count, None, None
         for kept, token in enumerate(tokens, start=1):
             self._take(token)
             if self.finished:
@@ -209,8 +235,9 @@ class StopChecker:
         self.num_tokens += 1
 
     def _append_text(self, token: int, armed: bool) -> None:
+        text = self._text
         piece = self._stream.push(token) if self._stream else ""
-        self._text.append(piece)
+        text.append(piece)
         if not (piece and armed and self._longest):
             return
         begin = max(0, self._text.length - len(piece) - self._longest)
@@ -294,6 +321,10 @@ class Request:
     application: str | None = None  # whose adapter answers; None: the base model
 
 
+_DRAFTED: tuple[Origin, ...] = ("drafted",)
+_TARGET: tuple[Origin, ...] = ("target",)
+
+
 @dataclass(slots=True)
 class SequenceState:
     """One running sample: its output so far, one entry a token in every list."""
@@ -328,15 +359,18 @@ class SequenceState:
         Returns:
             How many of the tokens belong to the output.
         """
-        before = self.checker.num_tokens
+        checker = self.checker
+        before = checker.num_tokens
         try:
-            self.checker.feed(tokens)
+            checker.feed(tokens)
         finally:  # tokens before one whose text cannot be made are out
-            kept = self.checker.num_tokens - before
-            self.logprobs.extend((logprobs or ())[:kept])
-            self.origins.extend("drafted" if i < num_drafted else "target" for i in range(kept))
-            self.token_ids.extend(tokens[:kept])
-            self.sampler.commit(tokens[:kept])
+            kept = checker.num_tokens - before
+            new, drafted = tokens[:kept], min(kept, num_drafted)
+            if logprobs:
+                self.logprobs += logprobs[:kept]
+            self.origins += _DRAFTED * drafted + _TARGET * (kept - drafted)
+            self.token_ids += new
+            self.sampler.commit(new)
         return kept
 
     def fail(self, error: Exception) -> None:

@@ -305,7 +305,7 @@ class SequenceSampler:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append newly committed tokens to the output."""
         self._output.extend(tokens)
-        if self._mask_enders in self._steps and len(self._output) >= self.params.min_tokens:
+        if self._steps and self._mask_enders in self._steps and len(self._output) >= self.params.min_tokens:
             self._steps.remove(self._mask_enders)
         if self._noise_rows:
             here = len(self._prompt_ids) + len(self._output)

@@ -92,8 +92,9 @@ class SpecStats:
         for depth in range(reach):
             _bump(self.depth_offered, depth)
             _bump(self.depth_accepted, depth, int(depth < accepted))
-        for name, (proposed, kept) in (sources or {}).items():
-            self.sources.setdefault(name, SourceStats()).add(proposed, kept)
+        if sources:
+            for name, (proposed, kept) in sources.items():
+                self.sources.setdefault(name, SourceStats()).add(proposed, kept)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -161,5 +162,6 @@ _SUMS = tuple(f.name for f in fields(SpecStats) if f.name not in _APART)
 
 
 def _bump(counts: list[int], index: int, amount: int = 1) -> None:
-    counts.extend([0] * (index + 1 - len(counts)))
+    if index >= len(counts):
+        counts.extend([0] * (index + 1 - len(counts)))
     counts[index] += amount

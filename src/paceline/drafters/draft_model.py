@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.errors import CapabilityError, ConfigError, PoolFullError
+from ..core.inference import inference
 from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..target.base import ForwardState
@@ -237,7 +238,7 @@ class DraftModel:
         """The same in plain Python, with the number of draft passes each took, for drafters that build on this one."""
         return [(self._proposal(g), g.passes) for g in self._grow(want)]
 
-    @torch.inference_mode()
+    @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]

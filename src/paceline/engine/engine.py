@@ -49,7 +49,7 @@ class LiveRequest:
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(s.finished for s in self.sequences)
+        return not any(s.state.checker.finish_reason is None for s in self.sequences)
 
 
 class Engine:
@@ -267,11 +267,13 @@ class Engine:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
         self._begin()
         touched = self._step()
-        told = [*touched.values(), *(live for live in self._untold if touched.get(live.request.id) is not live)]
+        told = [*touched.values()]
+        if self._untold:
+            told += [live for live in self._untold if touched.get(live.request.id) is not live]
+            self._untold = []
         for live in told:
             if live.finished:
                 self._leave(live)
-        self._untold = []
         self._end()
         if not self.live:
             self.pool.check_idle()
@@ -297,15 +299,16 @@ class Engine:
         touched: dict[str, LiveRequest] = {}
         ended = []
         for sequence, tokens in result.emitted:
-            live = self.live[sequence.state.request.id]
-            if tokens:
-                live.first_token = live.first_token or now
-            touched[live.request.id] = live
+            request_id = sequence.state.request.id
+            live = touched[request_id] = self.live[request_id]
+            if tokens and live.first_token is None:
+                live.first_token = now
             if sequence.finished:
                 stats = sequence.state.stats
                 stats.off_reason = stats.off_reason or self.budget.rested(sequence)
                 ended.append(sequence)
-        self._drop(ended)
+        if ended:
+            self._drop(ended)
         return touched
 
     # -- calls that end in their middle
@@ -422,12 +425,13 @@ def _counts(works: Sequence[Work]) -> list[Counts]:
 
 def _share_times(works: Sequence[Work], result: StepResult, host_ms: float) -> None:
     """Give each sequence its part of a step's time."""
-    share = 1 / len(works)
+    count = len(works)
+    draft_ms, verify_ms, host_ms = result.draft_ms / count, result.verify_ms / count, host_ms / count
     for work in works:
         stats = work.sequence.state.stats
-        stats.draft_ms += result.draft_ms * share
-        stats.verify_ms += result.verify_ms * share
-        stats.host_ms += host_ms * share
+        stats.draft_ms += draft_ms
+        stats.verify_ms += verify_ms
+        stats.host_ms += host_ms
 
 
 def _record(before: Sequence[Counts], pure: bool, result: StepResult, total_ms: float) -> StepRecord:

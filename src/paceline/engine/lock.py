@@ -54,6 +54,11 @@ class FairLock:
             self.free_mine()
             raise
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits for it."""
+        return bool(self._waiting)
+
     def take_if_free(self) -> bool:
         """Take the lock if that needs no waiting, not even for this object's internal state."""
         if not self._guard.acquire(blocking=False):

@@ -57,6 +57,8 @@ class Scheduler:
     def remove(self, sequences: Iterable[RunningSequence]) -> None:
         """Take sequences out, finished or aborted, and free what they hold."""
         gone = set(map(id, sequences))
+        if not gone:
+            return
         for sequence in self.running:
             if id(sequence) in gone and sequence.cache is not None:
                 sequence.cache.release()
@@ -78,14 +80,16 @@ class Scheduler:
             if sequence.cache is None or left == 0:  # preempted a moment ago, or no room in this step
                 continue
             wanted = min(sequence.pending, left)
-            if self._reserve(sequence, wanted, rows):
+            if sequence.cache.fits(wanted) or self._make_room(sequence, wanted, rows):
+                sequence.cache.reserve(wanted)
                 rows[id(sequence)] = wanted
                 left -= wanted
-        left = self._admit(rows, left)
+        if self.waiting:
+            left = self._admit(rows, left)
         return self._with_drafts([s for s in self.running if id(s) in rows], rows, left)
 
-    def _reserve(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
-        """Reserve pending rows, preempting younger sequences, or this one, if the pool is full."""
+    def _make_room(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
+        """Have blocks free for pending rows, preempting younger sequences, or this one, if the pool is full."""
         assert sequence.cache is not None
         if sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
             for other in self.running:
@@ -97,7 +101,6 @@ class Scheduler:
             rows.pop(id(victim), None)
             if victim is sequence:
                 return False
-        sequence.cache.reserve(wanted)
         return True
 
     def _preempt(self, sequence: RunningSequence) -> None:
@@ -152,28 +155,27 @@ class Scheduler:
         )
 
     def _with_drafts(self, sequences: list[RunningSequence], rows: dict[int, int], left: int) -> list[Work]:
-        depths = [self._max_depth(s) for s in sequences]
-        if self.budget.never_drafts:
-            return [Work(s, rows[id(s)], 0, depth) for s, depth in zip(sequences, depths, strict=True)]
-        wanted = self._wanted(sequences, depths, sum(rows[id(s)] == s.pending for s in sequences))
         works = []
-        for sequence, depth in zip(sequences, depths, strict=True):
-            budget = min(wanted.get(id(sequence), 0), left)
-            if budget > 0:
-                budget = self._affordable(sequence, budget)
-                left -= budget
-            works.append(Work(sequence, rows[id(sequence)], budget, depth, may_draft=depth > 1))
+        for sequence in sequences:
+            count = rows[id(sequence)]
+            works.append(Work(sequence, count, count == sequence.pending, 0, self._max_depth(sequence)))
+        if self.budget.never_drafts:
+            return works
+        able = [w for w in works if w.max_depth > 0 and w.rows == 1 and w.generates]
+        nodes = self.budget.plan([w.sequence for w in able], sum(w.generates for w in works)) if able else ()
+        for work, wanted in zip(able, nodes, strict=True):
+            if wanted > 0 and left > 0:
+                work.budget = self._affordable(work.sequence, min(wanted, left))
+                left -= work.budget
+        for work in works:
+            work.may_draft = work.max_depth > 1
         return works
-
-    def _wanted(self, sequences: list[RunningSequence], depths: list[int], generating: int) -> dict[int, int]:
-        """Nodes that the budget gives to each sequence that can draft, by its id."""
-        able = [s for s, depth in zip(sequences, depths, strict=True) if depth > 0 and s.pending == 1]
-        return dict(zip(map(id, able), self.budget.plan(able, generating), strict=True)) if able else {}
 
     def _max_depth(self, sequence: RunningSequence) -> int:
         """Deepest node that can still be emitted, with one token of the target's own after it."""
-        room = sequence.max_len - len(sequence.view.tokens)
-        return max(0, min(sequence.state.checker.remaining, room) - 1)
+        checker = sequence.state.checker
+        room = min(sequence.max_len - len(sequence.view.tokens), checker.max_tokens - checker.num_tokens)
+        return room - 1 if room > 1 else 0
 
     def _affordable(self, sequence: RunningSequence, budget: int) -> int:
         """Reserve as many drafted nodes as the pool has free blocks for. Drafts never preempt."""

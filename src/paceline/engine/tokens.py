@@ -99,12 +99,13 @@ class Texts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         anchor = list(tokenizer.encode(_ANCHOR, add_special_tokens=False))[-1:]
+        self._sure = getattr(tokenizer, "_tokenizer", None) is not None  # Rust passes over ids that have no token
         self.token = lru_cache(maxsize=_KEPT_TEXTS)(partial(_alone, self._decoder(False), anchor))
         """The text of one token as it stands in running text, a leading space included."""
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
         """The detokenizer of an answer to this prompt."""
-        return AnswerText(self._decoder(skip_special_tokens), prompt_ids)
+        return AnswerText(self._decoder(skip_special_tokens), prompt_ids, self._sure)
 
     def prompt(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of a prompt that was given as ids."""
@@ -142,9 +143,11 @@ class AnswerText:
     Args:
         decode: ids to text.
         prompt_ids: the prompt's ids. A character that the prompt begins and the answer completes belongs to the answer.
+        sure: whether ``decode`` never fails.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], sure: bool = False) -> None:
+        self.sure = sure
         whole, torn = _context(decode, prompt_ids)
         self._decode = decode
         self._shown = self._settled = ""

@@ -183,11 +183,14 @@ class KVPool:
         sources: list[int] = []
         targets: list[int] = []
         for sequence, rows in kept:
-            for index, row in enumerate(rows):
-                if row != index:
-                    sources.append(sequence._slot(sequence.committed + row))
-                    targets.append(sequence._slot(sequence.committed + index))
-            sequence._advance(len(rows))
+            if rows and rows[-1] != len(rows) - 1:  # some that lie between are dropped
+                for index, row in enumerate(rows):
+                    if row != index:
+                        sources.append(sequence._slot(sequence.committed + row))
+                        targets.append(sequence._slot(sequence.committed + index))
+            assert len(rows) <= sequence.reserved, f"{len(rows)} rows kept of {sequence.reserved} reserved"
+            sequence.committed += len(rows)
+            sequence.reserved = 0
         if sources:
             # index_select copies before the write, so overlapping ranges are safe.
             source = torch.tensor(sources, device=self._k.device)
@@ -291,6 +294,10 @@ class SequenceCache:
         self.blocks.append(block)
         self._slots = None
 
+    def fits(self, rows: int) -> bool:
+        """Whether ``rows`` rows can be reserved in the blocks that the sequence holds."""
+        return self.committed + rows <= len(self.blocks) * self.pool.block_size
+
     def blocks_short(self, rows: int) -> int:
         """Blocks still to be allocated before ``rows`` rows can be reserved."""
         size = self.pool.block_size
@@ -302,12 +309,13 @@ class SequenceCache:
         Raises:
             PoolFullError: not enough free blocks; nothing was changed.
         """
-        short = self.blocks_short(rows)
-        allocator = self.pool.allocator
-        if short > allocator.num_free:
-            raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
-        for _ in range(short):
-            self._append(self._allocate())
+        if not self.fits(rows):
+            short = self.blocks_short(rows)
+            allocator = self.pool.allocator
+            if short > allocator.num_free:
+                raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
+            for _ in range(short):
+                self._append(self._allocate())
         self.reserved = rows
 
     def rollback(self) -> None:
@@ -321,11 +329,6 @@ class SequenceCache:
             self.pool.allocator.free(self.blocks.pop())
             self._slots = None
         self._contiguous = all(b == self.blocks[0] + i for i, b in enumerate(self.blocks))
-
-    def _advance(self, rows: int) -> None:
-        assert rows <= self.reserved, f"{rows} rows kept of {self.reserved} reserved"
-        self.committed += rows
-        self.reserved = 0
 
     def _slot(self, position: int) -> int:
         size = self.pool.block_size
@@ -345,6 +348,8 @@ class SequenceCache:
     def publish(self, tokens: Sequence[int]) -> None:
         """Make the committed full blocks findable; ``tokens`` are the sequence's, from its first on."""
         size = self.pool.block_size
+        if (self._published + 1) * size > self.committed:
+            return
         most = self.committed if self.shareable is None else min(self.committed, self.shareable)
         while (self._published + 1) * size <= most:
             start = self._published * size

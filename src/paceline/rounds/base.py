@@ -86,23 +86,19 @@ class RunningSequence:
         self.state.fail(self.view.fault)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
-    """One sequence's part of a step. Its K/V slots are reserved."""
+    """One sequence's part of a step. Its K/V slots are reserved. Read only."""
 
     sequence: RunningSequence
     rows: int  # pending tokens to compute now
+    generates: bool  # whether these reach the last known token, so that a new one is generated
     budget: int  # drafted nodes allowed
     max_depth: int  # deepest useful node (max_tokens, context)
     may_draft: bool = False  # whether later steps may draft: worth preparing for even where the budget is 0 now
 
-    @property
-    def generates(self) -> bool:
-        """Whether the step reaches the last known token, so that a new one is generated."""
-        return self.rows == self.sequence.pending
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StepResult:
     """The result of one step."""
 

@@ -26,27 +26,49 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
     (sampling, penalties, biases, masks), or that want log-probabilities.
     """
     stack = target.stack
-    if stack is None or not p.works or not all(map(_simple, p.works)):
+    if stack is None or not simple(p):
         return False
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[slice | Tensor] = []
-    spans = []
-    for work, span in zip(p.works, p.spans, strict=True):
-        spans.append(_add(work, span, p.tree, tokens, positions, slots))
-    wanted = [row for i in p.generating for row in range(p.spans[i].root, p.spans[i].stop)]
-    where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
-    chosen = stack.decide(tokens, positions, where, spans, wanted, main_adapters(p), pool)
-    begin = 0
-    for i in p.generating:
-        count = p.spans[i].nodes
-        p.paths[i], p.tokens[i] = _walk(p.tree, p.spans[i], chosen[begin : begin + count])
-        begin += count
+    settle(p, stack.decide(*asked(p), main_adapters(p), pool))
     return True
 
 
+def simple(p: Pass) -> bool:
+    """Whether every choice of the pass is the likeliest token, and nothing else is asked of its logits."""
+    for work in p.works:
+        if not _simple(work):
+            return False
+    return bool(p.works)
+
+
+def asked(p: Pass) -> tuple[list[int], list[int], slice | list[int], list[RowSpan], list[int]]:
+    """Tokens, positions and slots of the rows of a pass, where they lie, and which of them generate."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[slice | Tensor] = []
+    wanted: list[int] = []
+    spans = []
+    for work, span in zip(p.works, p.spans, strict=True):
+        spans.append(_add(work, span, p.tree, tokens, positions, slots))
+        if work.generates:
+            wanted += range(span.root, span.stop)
+    where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
+    return tokens, positions, where, spans, wanted
+
+
+def settle(p: Pass, chosen: Sequence[int]) -> None:
+    """Sets `Pass.tokens` and `Pass.paths` by the likeliest token after each row that generates."""
+    begin = 0
+    for i in p.generating:
+        span = p.spans[i]
+        if p.tree is None or span.tree_index < 0:
+            p.paths[i], p.tokens[i] = [], [chosen[begin]]
+        else:
+            p.paths[i], p.tokens[i] = _walk(p.tree, span, chosen[begin : begin + span.stop - span.root])
+        begin += span.stop - span.root
+
+
 def _simple(work: Work) -> bool:
-    params = work.sequence.params
+    params = work.sequence.state.request.params
     return params.prompt_logprobs is None and (
         not work.generates or (params.logprobs is None and work.sequence.view.sampler.plain)
     )
@@ -65,21 +87,24 @@ def _add(
     assert cache is not None
     first = cache.committed
     stop = first + span.stop - span.start
+    keys = cache.slots(0, stop)
+    slots.append(slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:])
     tokens += work.sequence.view.tokens[first : first + work.rows]
     parents = None
     if tree is None or span.tree_index < 0:
         positions += range(first, stop)
     else:
-        lists, nodes = tree.lists(), span.nodes
-        tokens += lists.tokens[span.tree_index][1:nodes]
-        parents = lists.parents[span.tree_index][1:nodes]
-        positions += range(first, first + work.rows)
-        root = first + work.rows - 1
-        positions += [root + depth for depth in depths_below(parents)]
-        if parents == [*range(nodes - 1)]:
+        lists = tree.lists()
+        tokens += lists.tokens[span.tree_index][1:]
+        parents = lists.parents[span.tree_index][1:]
+        if parents == [*range(len(parents))]:
             parents = None
-    slots.append(cache.slots(first, stop))
-    return RowSpan(span.start, span.stop, first, cache.slots(0, stop), parents)
+            positions += range(first, stop)
+        else:
+            positions += range(first, first + work.rows)
+            root = first + work.rows - 1
+            positions += [root + depth for depth in depths_below(parents)]
+    return RowSpan(span.start, span.stop, first, keys, parents)
 
 
 def _slot_list(slots: Sequence[slice | Tensor]) -> list[int]:
@@ -89,18 +114,17 @@ def _slot_list(slots: Sequence[slice | Tensor]) -> list[int]:
     return found
 
 
-def _walk(tree: TokenTree | None, span: Span, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
+def _walk(tree: TokenTree, span: Span, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
     """(accepted nodes, tokens that come out) of one sequence; see `verify.sample_and_match`."""
-    path: list[int] = []
-    want = chosen[0]
-    if tree is None or span.tree_index < 0:
-        return path, [want]
     lists = tree.lists()
     tokens, parents = lists.tokens[span.tree_index], lists.parents[span.tree_index]
-    frontier, said = 0, []
-    for node in range(1, span.nodes):  # children come after their parents
+    path: list[int] = []
+    said: list[int] = []
+    frontier, want = 0, chosen[0]
+    for node in range(1, len(tokens)):  # children come after their parents
         if parents[node] == frontier and tokens[node] == want:
             path.append(node)
             said.append(want)
             frontier, want = node, chosen[node]
-    return path, [*said, want]
+    said.append(want)
+    return path, said

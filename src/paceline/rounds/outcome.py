@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..core.request import Logprob, token_logprobs
 from ..drafters.base import DrafterSpec
-from ..kv.pool import KVPool
+from ..kv.pool import KVPool, SequenceCache
 from .passes import Pass
 
 
@@ -34,7 +36,8 @@ class Emitter:
                     p.emitted[i] = self._emit(p, i)
                 except Exception as error:
                     view.fault = error
-            p.paths[i] = p.paths[i][: p.emitted[i]]
+            if len(p.paths[i]) > p.emitted[i]:
+                p.paths[i] = p.paths[i][: p.emitted[i]]
         for work in p.works:
             if work.sequence.view.fault is not None:
                 work.sequence.fail()
@@ -42,7 +45,7 @@ class Emitter:
     def _emit(self, p: Pass, i: int) -> int:
         """Emit the tokens of one work and count them; returns how many were emitted."""
         sequence, path = p.works[i].sequence, p.paths[i]
-        logprobs = _logprobs(p, i) if sequence.params.logprobs is not None else None
+        logprobs = None if sequence.state.request.params.logprobs is None else _logprobs(p, i)
         emitted = sequence.emit(p.tokens[i], len(path), logprobs)
         if emitted:
             self._count(p, i, emitted)
@@ -86,6 +89,8 @@ def _logprobs(p: Pass, i: int) -> list[dict[int, Logprob]]:
 def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, int]]:
     """(drafted, accepted) nodes by the name of who proposed them, from the nodes' marks."""
     names = spec.sources or (spec.name,)
+    if len(names) == 1 and not any(drafted):
+        return {names[0]: (len(drafted), len(accepted))}
     return {names[m] if m < len(names) else f"source {m}": (drafted.count(m), accepted.count(m)) for m in {*drafted}}
 
 
@@ -94,13 +99,14 @@ def keep(p: Pass, pool: KVPool) -> None:
 
     K and V are in the slot of the node's index at the proposal, whatever was pruned since.
     """
-    kept = []
+    kept: list[tuple[SequenceCache, Sequence[int]]] = []
     for i, work in enumerate(p.works):
         cache = work.sequence.cache
         assert cache is not None
         path, proposed = p.paths.get(i, ()), p.kept.get(i)
         nodes = path if proposed is None else [proposed[n] for n in path]
-        kept.append((cache, [*range(work.rows), *(work.rows - 1 + n for n in nodes)]))
+        first = work.rows - 1
+        kept.append((cache, [*range(work.rows), *[first + n for n in nodes]] if nodes else range(work.rows)))
     pool.commit(kept)
     for work, (cache, _) in zip(p.works, kept, strict=True):
         cache.publish(work.sequence.view.tokens)

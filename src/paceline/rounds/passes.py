@@ -68,24 +68,28 @@ class Pass:
 
     def result(self, draft_ms: float, verify_ms: float, host_ms: float) -> StepResult:
         """What the engine gets of it."""
-        rows = zip(self.works, self.emitted, strict=True)
-        said = [(w.sequence, n) for w, n in rows if n or w.sequence.view.fault is not None]
+        said = []
+        for work, count in zip(self.works, self.emitted, strict=True):
+            if count or work.sequence.view.fault is not None:
+                said.append((work.sequence, count))
         return StepResult(said, draft_ms, verify_ms, host_ms)
 
 
 def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> Pass:
     """Row ranges of every work; ``drafting`` works come in the order of the tree's batch."""
-    counts = tree.lists().counts if tree is not None else []
+    counts = tree.lists().counts if tree is not None else ()
     index = {id(work): b for b, work in enumerate(drafting)} if tree is not None else {}
-    spans = []
+    spans, generating = [], []
     start = 0
-    for work in works:
-        b = index.get(id(work), -1)
+    for i, work in enumerate(works):
+        b = index.get(id(work), -1) if index else -1
         root = start + work.rows - 1
         stop = root + (counts[b] if b >= 0 else 1)
         spans.append(Span(start, stop, root, b))
+        if work.generates:
+            generating.append(i)
         start = stop
-    return Pass(works, spans, tree, [i for i, work in enumerate(works) if work.generates])
+    return Pass(works, spans, tree, generating)
 
 
 def pack(p: Pass, target: Decoder) -> Batch:
@@ -138,6 +142,11 @@ def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
 
 def main_adapters(p: Pass) -> tuple[AdapterRange, ...]:
     """Which main rows go through which application's adapters."""
+    for work in p.works:
+        if work.sequence.view.application is not None:
+            break
+    else:
+        return ()
     return adapter_ranges([w.sequence.application for w in p.works], [(s.start, s.stop) for s in p.spans])
 
 

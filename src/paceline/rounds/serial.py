@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-import torch
-
+from ..core.inference import inference
 from ..drafters.base import Drafter
 from ..kv.pool import KVPool
 from ..target.base import Taps
@@ -52,7 +51,7 @@ class SerialRound:
         """Why the drafter was disabled, if it failed."""
         return self.guard.failure
 
-    @torch.inference_mode()
+    @inference
     def step(self, works: Sequence[Work]) -> StepResult:
         """One round: at most one proposal and exactly one target pass."""
         began = perf_counter()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ class Stack:
         self._reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
-        self._passes: WeakKeyDictionary[Any, native.Pass] = WeakKeyDictionary()
+        self._last: tuple[Callable[[], Any], native.Pass] | None = None  # the cache of the last pass, and see `_pass`
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
         self._packing = threading.Lock()
@@ -223,6 +223,7 @@ class Stack:
         self._decide_streams = library.pl_decide_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
+        self._embedding_at = self._embedding.data_ptr()
 
     def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
         for name in ("qkv", "out", "up", "down"):
@@ -394,10 +395,10 @@ class Stack:
         if adapters:
             ranges = self._ranges(adapters, rows)
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        refused = call(self._reference, run, self._embedding.data_ptr(), *given)
+        refused = call(self._reference, run, self._embedding_at, *given)
         if refused == _BAD_POSITION:
             self._rope.reach(highest)
-            refused = call(self._reference, self._pass(cache), self._embedding.data_ptr(), *given)
+            refused = call(self._reference, self._pass(cache), self._embedding_at, *given)
         _require(refused)
 
     def streams(self, streams: StreamSet) -> NativeStreams:
@@ -408,15 +409,11 @@ class Stack:
         return found
 
     def _pass(self, cache: KVCache) -> native.Pass:
-        """What passes over a cache have in common, made once; with the rotation table and the threads of now."""
-        found = self._passes.get(cache)
-        if found is None:
-            k, v, stride = self._addresses(cache)
-            found = native.Pass(
-                k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
-            )
-            found.rotation = None
-            self._passes[cache] = found
+        """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""
+        last = self._last
+        if last is None or last[0]() is not cache:
+            last = self._last = ref(cache), self._new_pass(cache)
+        found = last[1]
         rotation = self._rope.now
         if found.rotation is not rotation:  # an interrupt in here makes the next call do it again
             found.rotation = None
@@ -424,6 +421,14 @@ class Stack:
             found.rotation = rotation
         found.threads = torch.get_num_threads()
         return found
+
+    def _new_pass(self, cache: KVCache) -> native.Pass:
+        k, v, stride = self._addresses(cache)
+        made = native.Pass(
+            k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
+        )
+        made.rotation = None
+        return made
 
     def _states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
