@@ -238,7 +238,7 @@ def test_chances_of_the_last_accepted_node() -> None:
 
 @pytest.mark.parametrize(
     ("free", "room", "wanted"),
-    [(0, 99, []), (2, 99, []), (4, 99, [0, 3]), (8, 7, [3]), (99, 99, [0, 1, 2, 3]), (99, 3, [])],
+    [(0, 99, []), (2, 99, []), (4, 99, [3]), (8, 7, [3]), (99, 99, [0, 1, 2, 3]), (99, 3, [])],
 )
 def test_riders_fill_the_free_rows(free: int, room: int, wanted: list[int]) -> None:
     assert choose_riders([0.3, 0.2, 0.2, 0.3 + 1e-9], 4, free, room) == wanted

@@ -150,9 +150,8 @@ class StopChecker:
         self._min_tokens, self._keeps_stop_string = params.min_tokens, params.include_stop_str_in_output
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
         self._stop_ids, self._stops = frozenset(params.stop_token_ids or ()), params.stop_strings
-        self._enders = self._eos_ids | self._stop_ids
+        self.enders = self._eos_ids | self._stop_ids  # ids that end the output behind ``min_tokens``
         self._longest = max(map(len, self._stops), default=0)
-        self.enders = sorted(self._enders)  # ids that end the output behind ``min_tokens``
         self._said = GrowingText()
         self._unread: list[int] = []  # tokens whose text is not made yet
         self._waits = stream is None or (stream.sure and not self._stops)  # whether the text of tokens can wait
@@ -209,7 +208,7 @@ class StopChecker:
         if self.finish_reason is not None:
             raise RuntimeError("this output has ended: nothing can follow it")
         count = len(tokens)
-        if self._waits and self.num_tokens + count < self.max_tokens and self._enders.isdisjoint(tokens):
+        if self._waits and self.num_tokens + count < self.max_tokens and self.enders.isdisjoint(tokens):
             self.num_tokens += count
             self._unread += tokens
             if len(self._unread) >= _MOST_UNREAD:

@@ -26,11 +26,22 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
     (sampling, penalties, biases, masks), or that want log-probabilities.
     """
     stack = target.stack
-    if stack is None or not p.works:
+    if stack is None or not simple(p):
         return False
+    settle(p, stack.decide(*asked(p), main_adapters(p), pool))
+    return True
+
+
+def simple(p: Pass) -> bool:
+    """Whether every choice of the pass is the likeliest token, and nothing else is asked of its logits."""
     for work in p.works:
         if not _simple(work):
             return False
+    return bool(p.works)
+
+
+def asked(p: Pass) -> tuple[list[int], list[int], slice | list[int], list[RowSpan], list[int]]:
+    """Tokens, positions and slots of the rows of a pass, where they lie, and which of them generate."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[slice | Tensor] = []
@@ -41,13 +52,11 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
         if work.generates:
             wanted += range(span.root, span.stop)
     where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
-    chosen = stack.decide(tokens, positions, where, spans, wanted, main_adapters(p), pool)
-    follow(p, chosen)
-    return True
+    return tokens, positions, where, spans, wanted
 
 
-def follow(p: Pass, chosen: Sequence[int]) -> None:
-    """`Pass.tokens` and `Pass.paths` from the choices after every node of the generating works, work after work."""
+def settle(p: Pass, chosen: Sequence[int]) -> None:
+    """Sets `Pass.tokens` and `Pass.paths` by the likeliest token after each row that generates."""
     begin = 0
     for i in p.generating:
         span = p.spans[i]

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..drafters.base import StreamRules
+from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
-from ..target.native import RowSpan
 from ..target.native_streams import CarrierRows, Riding, Told
-from .compiled import _add, _simple, _slot_list, follow
+from .compiled import asked, settle, simple
 from .passes import Pass, main_adapters
 from .riders import choose_riders, frontier_chances
 from .stream_reading import most_accepted
@@ -32,9 +29,9 @@ class StreamsTold:
     told: Sequence[Told | None]  # of each carrier
     late_ms: float  # of streams that ran after the verdict
 
-    def levels(self, works: int) -> list[tuple[list[list[int]], list[list[float]]] | None]:
+    def levels(self, works: int) -> list[Levels | None]:
         """[B] what each sequence's drafter is shown."""
-        found: list[tuple[list[list[int]], list[list[float]]] | None] = [None] * works
+        found: list[Levels | None] = [None] * works
         for c, told in zip(self.carriers, self.told, strict=True):
             if told is not None:
                 found[c.work] = told.tokens, told.log_q
@@ -53,25 +50,16 @@ def decide_streams_compiled(
         carriers: who carries streams.
     """
     stack = target.stack
-    if stack is None or not p.works or not all(map(_simple, p.works)) or not _plain_streams(carriers):
+    if stack is None or not simple(p) or not _plain_streams(carriers):
         return None
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[slice | Tensor] = []
-    spans: list[RowSpan] = []
-    for work, span in zip(p.works, p.spans, strict=True):
-        spans.append(_add(work, span, p.tree, tokens, positions, slots))
-    wanted = [row for i in p.generating for row in range(p.spans[i].root, p.spans[i].stop)]
-    where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
-    given = tokens, positions, where, spans, wanted, main_adapters(p), pool
-    if carriers:
-        riding = _riding(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
-        chosen, told, late_ms = stack.decide_streams(*given, riding)
-        said = StreamsTold(carriers, riding.carriers, told, late_ms)
-    else:
-        chosen, said = stack.decide(*given), StreamsTold((), (), (), 0.0)
-    follow(p, chosen)
-    return said
+    given = *asked(p), main_adapters(p), pool
+    if not carriers:
+        settle(p, stack.decide(*given))
+        return StreamsTold((), (), (), 0.0)
+    riding = _riding(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
+    chosen, told, late_ms = stack.decide_streams(*given, riding)
+    settle(p, chosen)
+    return StreamsTold(carriers, riding.carriers, told, late_ms)
 
 
 def _plain_streams(carriers: Sequence[Carriers]) -> bool:
@@ -79,8 +67,10 @@ def _plain_streams(carriers: Sequence[Carriers]) -> bool:
     if not carriers:
         return True
     streams = carriers[0].streams
-    same = all(c.streams is streams and not c.shared for c in carriers)
-    return same and streams.start_map is None and streams.embeddings is not None
+    for c in carriers:
+        if c.streams is not streams or c.shared:
+            return False
+    return streams.config.start_rank == 0 and streams.config.value_rotation is None
 
 
 def _riding(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, free: int, vocab: int) -> Riding:

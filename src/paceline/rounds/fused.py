@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-import torch
-
 from ..core.errors import CapabilityError, ConfigError
+from ..core.inference import inference
 from ..drafters.base import Drafter, DraftRule, StreamingDrafter
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
@@ -101,7 +100,7 @@ class FusedRound:
         """Rows of the context's last positions carry streams, too: stream j of position t has position t + j."""
         self.target.expect(self.target.config.max_position - 1 + gamma)
 
-    @torch.inference_mode()
+    @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One round: at most one proposal, one target pass, and the reading of the next draft's distributions."""
         began = perf_counter()

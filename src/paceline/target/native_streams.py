@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
@@ -20,7 +20,7 @@ class CarrierRows(NamedTuple):
     root: int  # its root's row
     streams: int  # that are wanted of its last accepted node, the first ones
     most: int  # accepted nodes behind which a draft is of use
-    ends: Sequence[int]  # tokens that end its answer: no draft is wanted behind them
+    ends: Collection[int]  # tokens that end its answer: no draft is wanted behind them
     riders: Sequence[int]  # nodes whose streams go with the main rows, ascending
 
 

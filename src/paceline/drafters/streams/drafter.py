@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.tree import SparseQ, TokenTree
+from ...core.tree_lists import PADDING, TreeLists
 from ...target.files import fingerprint
 from ...target.native import top
 from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_target, read_config
@@ -188,7 +189,7 @@ class StreamsDrafter:
             best_nodes(*levels, self._cap(budget)) if levels else Proposal()
             for levels, budget in zip(self._levels(want.sequences, depths, children), want.budgets, strict=True)
         ]
-        return to_tree([s.tokens[-1] for s in want.sequences], proposals)
+        return _tree([s.tokens[-1] for s in want.sequences], proposals)
 
     # -- the tree
 
@@ -300,6 +301,21 @@ def best_nodes(tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]
             heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
             order += 1
     return made
+
+
+def _tree(roots: Sequence[int], proposals: Sequence[Proposal]) -> TokenTree:
+    """`to_tree` of what `best_nodes` makes, whose parents come first: only its scores are checked, for NaN."""
+    rows = [*zip(roots, proposals, strict=True)]
+    lists = TreeLists(
+        tokens=[[root, *p.tokens] for root, p in rows],
+        parents=[[PADDING, *p.parents] for _, p in rows],
+        sources=[[0] * (len(p.tokens) + 1) for _, p in rows],
+        counts=[len(p.tokens) + 1 for _, p in rows],
+        scores=[[0.0, *p.log_scores] for _, p in rows],
+    )
+    tree = TokenTree.from_lists(lists)
+    tree.checked = lists.numbered
+    return tree
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
