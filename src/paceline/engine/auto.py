@@ -43,7 +43,7 @@ class AutoBudgetConfig:
     overdraft: float = 4.0  # plain steps that one such ask may cost beyond a full purse: a long prompt to catch up with
     first_gain: float = 0.5  # tokens that the asks of an unknown look-up are taken to bring
     first_gain_network: float = 2.5  # the same of a drafter with a network: hopeful enough for a first try
-    pilot: int = 6  # asks of a drafter with a network that are made for one sequence, to find out what it costs
+    pilot: int = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
     quickest: float = 0.15  # least weight of an ask in what its sequence's asks bring
     rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
     kind_rate: float = (
@@ -67,6 +67,7 @@ class _Worth:
     asked_at: int = -1  # step of the last ask
     begun: bool = False  # the last ask only prepared the next one
     seen: int = 0  # tokens of the text that the source has processed
+    kind: _Worth | None = None  # of all requests of its kind
 
     def learn(self, gain: float, open_: float, quickest: float) -> None:
         """Take in one ask."""
@@ -109,19 +110,20 @@ class _Book:
 
 
 @dataclass(slots=True)
-class _Step:
-    """The coming step, or the last one."""
+class _Asked:
+    """One source in the coming step."""
+
+    opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
+    unseen: int = 0  # tokens that it had to process first
+    ms: float = 0.0  # where it measured them itself
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What the last step chose that asked for drafts."""
 
     batch_size: int = 0
-    context: int = 0
-    plain_ms: float = 0.0
-    rate: float = 0.0  # tokens a ms, over the batch
-    rise: list[float] = field(default_factory=list)  # ms by which 0, 1, .. drafted rows make the step longer
-    asked: list[dict[int, float]] = field(default_factory=list)  # by source: key -> chance that it is needed
-    unseen: list[int] = field(default_factory=list)  # by source: tokens that it had to process first
-    told: list[float] = field(default_factory=list)  # by source: ms, where it measured them
-    levels: int = 0  # of the deepest proposal
-    nodes: int = 0  # chosen, over the batch
+    nodes: int = 0  # over the batch
     tokens: float = 0.0  # expected of them
     rows_ms: float = 0.0  # expected of them
 
@@ -167,17 +169,22 @@ class AutoBudget:
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns = True  # from the coming step
-        self.row_chance = 0.0  # of being accepted that pays for a row, in the coming step
+        self._numbers = range(len(self.sources))
         self._prepares, self._blind = prepares, blind
         self._kinds: dict[str | None, _Kind] = {}
         self._books: dict[int, _Book] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
-        self._steps = self._rested = self._plain_at = 0
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
+        self._steps = self._rested = self._plain_at = 0
         self._purse_ms = 0.0
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
-        self._now = _Step()
-        self._last = _Step()  # the last one that drafted, or was asked to
+        # Of the coming step:
+        self._batch = self._context = self._levels = 0
+        self._plain_ms = table.step_ms(1, 0)
+        self._rate = 0.0  # tokens a ms, over the batch
+        self._rises: list[float] = []  # see `_rise`
+        self._asked = [_Asked() for _ in self._numbers]
+        self._choice = _Choice()
 
     @classmethod
     def of(cls, spec: DrafterSpec, table: CostTable, own: CostTable | None = None) -> Self:
@@ -205,17 +212,12 @@ class AutoBudget:
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """Nodes that the drafter may propose; see `DraftBudget.plan`."""
         self._steps += 1
-        books = [self._book(s, batch_size) for s in sequences]
-        self._price(books, batch_size)
-        self._trials.clear()
-        wanted: set[int] = set()
-        if not self._wants_plain(batch_size):
-            paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
-            wanted = set().union(*paying, self._explore(books, paying))
+        books = self._open(sequences, batch_size)
         heard = self._heard.get(bucket(batch_size), 0)
         self.learns = heard < self.config.known_after or self._steps % self.config.listen_every == 0
         if not self.learns:
-            self._save(self._now.plain_ms)
+            self._save(self._plain_ms)
+        wanted = self._wanted(books)
         if not wanted:
             self._rested += 1
             return [0] * len(books)
@@ -223,50 +225,74 @@ class AutoBudget:
             return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
         return [self.cap if i in wanted else 0 for i in range(len(books))]
 
-    def _book(self, sequence: RunningSequence, batch_size: int) -> _Book:
-        """The sequence's book, its last proposal judged."""
-        view, size = sequence.view, bucket(batch_size)
-        book = self._books.get(view.key)
-        if book is None:
-            kind = self._kind(view)
-            lean = [0.0] * len(self.sources)
-            book = _Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
-            self._books[view.key] = book
-        elif book.bucket != size:
-            old, book.bucket, book.worths = book.worths, size, self._worths(book.kind, size)
-            for worth, was in zip(book.worths, old, strict=True):
-                worth.seen, worth.asked_at, worth.begun = was.seen, was.asked_at, was.begun
-        book.judge()
-        return book
+    def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[_Book]:
+        """The sequences' books, their last proposals judged; and what a plain step takes and a millisecond earns."""
+        size, books, context = bucket(batch_size), [], 0
+        for sequence in sequences:
+            view = sequence.view
+            book = self._books.get(view.key)
+            if book is None:
+                book = self._books[view.key] = self._new(view, size)
+            elif book.bucket != size:
+                self._move(book, size)
+            if book.offer is not None:
+                book.judge()
+            books.append(book)
+            context += len(view.tokens)
+        self._batch, self._context, self._rises = batch_size, context, []
+        self._plain_ms = self.costs.predict(batch_size, 0, context)
+        tokens, ms = self._earned.get(size, (0.0, 1.0))
+        self._rate = max(batch_size / self._plain_ms, tokens / ms)
+        return books
 
-    def _kind(self, view: SequenceView) -> _Kind:
+    def _new(self, view: SequenceView, size: int) -> _Book:
         name = None if view.application is None else view.application.name
-        return self._kinds.setdefault(name, _Kind([Chances() for _ in self._numbers]))
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = self._kinds[name] = _Kind([Chances() for _ in self._numbers])
+        lean = [0.0] * len(self.sources)
+        return _Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
+
+    def _move(self, book: _Book, size: int) -> None:
+        """The batch has another size, at which asks are worth something else."""
+        old, book.bucket, book.worths = book.worths, size, self._worths(book.kind, size)
+        for worth, was in zip(book.worths, old, strict=True):
+            worth.seen, worth.asked_at, worth.begun = was.seen, was.asked_at, was.begun
 
     def _worths(self, kind: _Kind, size: int) -> list[_Worth]:
         """Where a sequence begins: with what its kind has brought at this batch size."""
-        known = [self._shared(kind, source, size) for source in self._numbers]
-        return [_Worth(worth.gain, worth.open, min(worth.asks, 4)) for worth in known]
+        found = []
+        for source, costs in enumerate(self.draft_costs):
+            known = kind.worths.get((source, size))
+            if known is None:
+                gain = self.config.first_gain_network if costs.network else self.config.first_gain
+                known = kind.worths[source, size] = _Worth(gain)
+            found.append(_Worth(known.gain, known.open, min(known.asks, 4), kind=known))
+        return found
 
-    def _shared(self, kind: _Kind, source: int, size: int) -> _Worth:
-        known = kind.worths.get((source, size))
-        if known is None:
-            network = self.draft_costs[source].network
-            gain = self.config.first_gain_network if network else self.config.first_gain
-            known = kind.worths[source, size] = _Worth(gain)
-        return known
+    def _wanted(self, books: Sequence[_Book]) -> set[int]:
+        """The sequences to draft for."""
+        self._trials.clear()
+        for asked in self._asked:
+            asked.opens, asked.ms = {}, 0.0
+        if self._wants_plain(self._batch):
+            return set()
+        paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
+        if all(len(found) == len(books) for found in paying):
+            return paying[0]
+        return set().union(*paying, self._explore(books, paying))
 
-    def _price(self, books: Sequence[_Book], batch_size: int) -> None:
-        """What a plain step and a row cost now, and what a millisecond earns."""
-        context = sum(len(book.view.tokens) for book in books)
-        plain_ms = self.costs.predict(batch_size, 0, context)
-        tokens, ms = self._earned.get(bucket(batch_size), (0.0, 1.0))
-        count = len(self.sources)
-        rate = max(batch_size / plain_ms, tokens / ms)
-        self._now = _Step(batch_size, context, plain_ms, rate)
-        self._now.asked, self._now.unseen, self._now.told = [{} for _ in self._numbers], [0] * count, [0.0] * count
-        rise = self._now.rise = self.costs.rise(batch_size, 8, context)
-        self.row_chance = rate * min(rise[1], rise[2] / 2, rise[4] / 4, rise[8] / 8)
+    def _rise(self, most: int) -> list[float]:
+        """Ms by which 0, 1, .. drafted rows make the step longer, up to ``most`` at least."""
+        if len(self._rises) <= most:
+            self._rises = self.costs.rise(self._batch, max(8, most), self._context)
+        return self._rises
+
+    @property
+    def row_chance(self) -> float:
+        """The chance of being accepted that pays for a row in the coming step, where rows are cheapest."""
+        rise = self._rise(8)
+        return self._rate * min(rise[1], rise[2] / 2, rise[4] / 4, rise[8] / 8)
 
     def _wants_plain(self, batch_size: int) -> bool:
         """Whether a plain step is due, so that what drafts are compared with is measured."""
@@ -275,17 +301,19 @@ class AutoBudget:
 
     def _paying(self, source: int, books: Sequence[_Book], opens: Sequence[float]) -> set[int]:
         """The sequences that asking this source for pays, in the mean."""
-        costs, rate = self.draft_costs[source], self._now.rate
+        costs, rate = self.draft_costs[source], self._rate
+        if costs.network and costs.usual_calls < self.config.pilot:  # all wait for what one of them finds out
+            return {min(range(len(books)), key=lambda i: len(books[i].view.tokens) - books[i].worths[source].seen)}
         values = []
         for i, (book, open_) in enumerate(zip(books, opens, strict=True)):
             value = book.worths[source].now(open_) - rate * self._catch_up_ms(source, book)
             if value > 0:
                 values.append((value, -i))
-        values.sort(reverse=True)
-        if costs.network and costs.usual_calls < self.config.pilot:  # all wait for what one of them finds out
-            return {min(range(len(books)), key=lambda i: len(books[i].view.tokens) - books[i].worths[source].seen)}
-        if costs.network:  # trust grows with what is known: a new drafter is not asked for a whole batch at once
-            values = values[: max(1, self._shared(books[0].kind, source, books[0].bucket).asks)]
+        if len(values) > 1:
+            values.sort(reverse=True)
+        if costs.network and values:  # trust grows with what is known: a new drafter is not asked for all at once
+            kind = books[0].worths[source].kind
+            values = values[: max(1, kind.asks if kind is not None else 0)]
         total, best, count = 0.0, 0.0, 0
         for n, (value, _) in enumerate(values, start=1):
             total += value
@@ -307,14 +335,14 @@ class AutoBudget:
     def _explore(self, books: Sequence[_Book], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
         the saved share of the time goes."""
-        if self.row_chance * (1 + self.config.margin) >= 1 or all(len(asked) == len(books) for asked in paying):
+        if self._credit_ms() <= 0 or self.row_chance * (1 + self.config.margin) >= 1:
             return set()
         found = set()
-        waiting = [(book.worths[k].asked_at, k, i) for k in self._numbers for i, book in enumerate(books)]
+        waiting = [
+            (book.worths[k].asked_at, k, i) for k in self._numbers for i, book in enumerate(books) if i not in paying[k]
+        ]
         for _, source, i in sorted(waiting):
             book = books[i]
-            if i in paying[source]:
-                continue
             if not book.worths[source].begun:  # else it is paid for
                 cost = self.draft_costs[source].predict(1) + self._behind_ms(source, book)
                 if cost > self._credit_ms():
@@ -330,11 +358,11 @@ class AutoBudget:
 
     def _credit_ms(self) -> float:
         """What a trial may cost. A full purse may be overdrawn, else an expensive trial would never be made."""
-        full = self._purse_ms >= 0.99 * self.config.purse * self._now.plain_ms
-        return self._purse_ms + (self.config.overdraft * self._now.plain_ms if full else 0.0)
+        full = self._purse_ms >= 0.99 * self.config.purse * self._plain_ms
+        return self._purse_ms + (self.config.overdraft * self._plain_ms if full else 0.0)
 
     def _save(self, ms: float) -> None:
-        self._purse_ms = min(self.config.purse * self._now.plain_ms, self._purse_ms + self.config.explore * ms)
+        self._purse_ms = min(self.config.purse * self._plain_ms, self._purse_ms + self.config.explore * ms)
 
     def _ahead(self, book: _Book) -> int:
         """Nodes of a chain whose scores may not be looked at: by depth alone."""
@@ -365,10 +393,13 @@ class AutoBudget:
         self._note(source, {views[i].key: opens[i] for i in chosen})
         return sorted(chosen)
 
-    def _note(self, source: int, asked: dict[int, float]) -> None:
-        self._now.asked[source] = asked
-        books = [self._books[key] for key in asked]
-        self._now.unseen[source] = sum(len(book.view.tokens) - book.worths[source].seen for book in books)
+    def _note(self, source: int, opens: dict[int, float]) -> None:
+        asked, unseen = self._asked[source], 0
+        asked.opens = opens
+        for key in opens:
+            book = self._books[key]
+            unseen += len(book.view.tokens) - book.worths[source].seen
+        asked.unseen = unseen
 
     def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
         """The chance that one of the first tokens that a source proposes is right, from its own log scores of them."""
@@ -380,13 +411,13 @@ class AutoBudget:
     def level_chance(self, source: int, count: int) -> float:
         """The chance of a path that pays for one more level of a source's network below it, for ``count`` sequences."""
         costs = self.draft_costs[source]
-        if costs.usual_calls < self.config.pilot:  # what levels cost is a guess: go deep, to see what they bring
+        if not costs.usual_calls:  # what levels cost is a guess: go deep, to find out
             return self.row_chance
-        return self.row_chance + self._now.rate * costs.level_ms(count) / max(1, count)
+        return self.row_chance + self._rate * costs.level_ms(count) / max(1, count)
 
     def told(self, source: int, levels: int, ms: float) -> None:
         """What the ask of one of several sources took."""
-        self._now.told[source] = ms
+        self._asked[source].ms = ms
         self._learn_costs(source, levels, ms)
 
     def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
@@ -396,24 +427,29 @@ class AutoBudget:
             views: the sequences whose budget was not 0.
             tree: one proposal for each.
         """
-        lists, now = tree.lists(), self._now
+        lists = tree.lists()
         if len(self.sources) == 1:
             self._note(0, {view.key: 1.0 for view in views})
-        self._last = now
+        self._levels = 0
         if max(lists.counts) == 1:
-            now.levels = 0
+            self._choice = _Choice(self._batch)
             self._learn_worths(views, [])
             return None
         offers = [self._weigh(view, lists, b) for b, view in enumerate(views)]
-        ranked = sorted((-offer.path[i], b, i) for b, offer in enumerate(offers) for i in range(1, len(offer.path)))
-        count, price = self._best([-chance for chance, _, _ in ranked])
-        if self._blind or self._tries_rows([-chance for chance, _, _ in ranked], count):  # decided ahead, or to learn
+        if len(offers) == 1 and lists.chains:  # in this order already
+            ranked = [(chance, 0, i) for i, chance in enumerate(offers[0].path) if i]
+        else:
+            ranked = [(chance, b, i) for b, offer in enumerate(offers) for i, chance in enumerate(offer.path) if i]
+            ranked.sort(key=_by_chance)
+        chances = [chance for chance, _, _ in ranked]
+        count, price = self._best(chances)
+        if self._blind or self._tries_rows(chances, count):  # decided ahead, or to learn
             count = len(ranked)
         kept: list[list[int]] = [[0] for _ in views]
         for _, b, i in ranked[:count]:
             kept[b].append(i)
-        now.levels = max(map(_levels, offers), default=0)
-        now.nodes, now.tokens, now.rows_ms = count, -sum(c for c, _, _ in ranked[:count]), price * count / now.rate
+        self._levels = max(offer.levels for offer in offers)
+        self._choice = _Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
         self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
         if count == len(ranked):
             return tree if count else None
@@ -428,10 +464,7 @@ class AutoBudget:
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many of the nodes pay, given their chances in falling order; and what a row of them costs, in tokens."""
-        now = self._now
-        if len(now.rise) <= len(chances):
-            now.rise = self.costs.rise(now.batch_size, len(chances), now.context)
-        rise, rate = now.rise, now.rate * (1 + self.config.margin)
+        rise, rate = self._rise(len(chances)), self._rate * (1 + self.config.margin)
         total, best, count = 0.0, 0.0, 0
         for k, chance in enumerate(chances, start=1):
             total += chance
@@ -443,10 +476,11 @@ class AutoBudget:
     def _tries_rows(self, chances: Sequence[float], count: int) -> bool:
         """Whether to check all nodes although fewer are expected to pay: what so many rows cost was never measured, and
         a table that is wrong about it would stay so. The saved share of the time pays for it."""
-        now, most = self._now, len(chances)
-        if count == most or not self.learns or self.costs.visits(now.batch_size, most) >= WINDOW:
+        most = len(chances)
+        if count == most or not self.learns or self.costs.visits(self._batch, most) >= WINDOW:
             return False
-        loss = now.rise[most] - now.rise[count] - sum(chances[count:]) / now.rate
+        rise = self._rise(most)
+        loss = rise[most] - rise[count] - sum(chances[count:]) / self._rate
         if loss > self._credit_ms():
             return False
         self._purse_ms -= max(0.0, loss)
@@ -464,12 +498,12 @@ class AutoBudget:
             found: for each its proposal and the nodes that were chosen; empty: nothing was proposed.
             price: of a row, in tokens.
         """
-        for source, asked in enumerate(self._now.asked):
+        for source, asked in enumerate(self._asked):
             for b, view in enumerate(views):
-                if view.key not in asked:
+                open_ = asked.opens.get(view.key)
+                if open_ is None:
                     continue
-                book = self._books[view.key]
-                worth = book.worths[source]
+                worth = self._books[view.key].worths[source]
                 worth.begun = self._prepares and worth.asked_at not in (-1, self._steps - 1)
                 worth.asked_at, worth.seen = self._steps, len(view.tokens)
                 if worth.begun:  # nothing was prepared: no news
@@ -478,10 +512,11 @@ class AutoBudget:
                 if found:
                     offer, nodes = found[b]
                     gain = sum([offer.path[i] - price for i in nodes[1:] if offer.sources[i] == source])
-                worth.learn(gain, asked[view.key], self.config.quickest)
-                self._shared(book.kind, source, book.bucket).learn(gain, asked[view.key], self.config.kind_rate)
-                if (view.key, source) in self._trials:
-                    self._save(gain / self._now.rate / self.config.explore)
+                worth.learn(gain, open_, self.config.quickest)
+                if worth.kind is not None:
+                    worth.kind.learn(gain, open_, self.config.kind_rate)
+                if gain and (view.key, source) in self._trials:
+                    self._save(gain / self._rate / self.config.explore)
 
     def observe(self, step: StepRecord) -> None:
         """Learn what the step cost and earned."""
@@ -501,12 +536,12 @@ class AutoBudget:
             self._heard[bucket(batch)] = self._heard.get(bucket(batch), 0) + 1
             self._earned[bucket(batch)] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
         if asked:
-            self._learn_costs(0, self._now.levels, step.draft_ms - sum(self._now.told[1:]))
+            self._learn_costs(0, self._levels, step.draft_ms - sum([source.ms for source in self._asked[1:]]))
 
     def _learn_costs(self, source: int, levels: int, ms: float) -> None:
-        count = len(self._now.asked[source])
-        if count:
-            self.draft_costs[source].observe(count, levels, self._now.unseen[source], ms)
+        asked = self._asked[source]
+        if asked.opens:
+            self.draft_costs[source].observe(len(asked.opens), levels, asked.unseen, ms)
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""
@@ -536,38 +571,38 @@ class AutoBudget:
 
     def explain(self) -> str:
         """What the last step that asked for drafts chose, and why, in a sentence."""
-        step = self._last
-        if not self._now.batch_size:
+        choice = self._choice
+        if not self._batch:
             return "auto: no step was planned yet"
         price = f"a row must be accepted with a chance of {self.row_chance:.0%} to pay"
-        at = f"auto: at batch {self._now.batch_size} a plain step takes {self._now.plain_ms:.2f} ms, and {price}"
-        if not step.batch_size:
+        at = f"auto: at batch {self._batch} a plain step takes {self._plain_ms:.2f} ms, and {price}"
+        if not choice.batch_size:
             return f"{at}: nothing was drafted yet"
         worth = ", ".join(f"{name} {self._gain(k):.2f}" for k, name in enumerate(self.sources))
         asks = f"an ask brings, beyond its rows, so many tokens: {worth}"
-        if not step.nodes:
+        if not choice.nodes:
             return f"{at}: drafts do not pay ({asks})"
-        ahead = (step.batch_size + step.tokens) / step.batch_size
-        return f"{at}: {step.nodes} nodes, of which {step.tokens:.2f} are expected ({ahead:.2f} tokens a pass; {asks})"
+        ahead = (choice.batch_size + choice.tokens) / choice.batch_size
+        return f"{at}: {choice.nodes} nodes, {choice.tokens:.2f} of them expected ({ahead:.2f} tokens a pass; {asks})"
 
     def _gain(self, source: int) -> float:
         """Tokens that an ask brought in the mean, at the present batch size."""
-        size = bucket(self._now.batch_size)
+        size = bucket(self._batch)
         known = [k.worths[source, size] for k in self._kinds.values() if (source, size) in k.worths]
         return sum(w.gain for w in known) / len(known) if known else 0.0
 
     def describe(self) -> dict[str, Any]:
         """The last choice and the figures behind it."""
-        now, last = self._now, self._last
+        choice = self._choice
         return {
             "kind": "auto",
             "why": self.explain(),
             "cap": self.cap,
-            "batch_size": now.batch_size,
-            "nodes": last.nodes,
-            "expected_tokens": last.tokens,
-            "plain_ms": now.plain_ms,
-            "rows_ms": last.rows_ms,
+            "batch_size": self._batch,
+            "nodes": choice.nodes,
+            "expected_tokens": choice.tokens,
+            "plain_ms": self._plain_ms,
+            "rows_ms": choice.rows_ms,
             "row_chance": self.row_chance,
             "sources": {name: self._describe(k) for k, name in enumerate(self.sources)},
             "rested_steps": self._rested,
@@ -587,9 +622,5 @@ class AutoBudget:
         }
 
 
-def _levels(offer: Offer) -> int:
-    """Depth of the deepest node."""
-    depths = [0]
-    for parent in offer.parents[1 : len(offer.path)]:
-        depths.append(depths[parent] + 1)
-    return max(depths)
+def _by_chance(node: tuple[float, int, int]) -> float:
+    return -node[0]

@@ -78,6 +78,7 @@ class Offer:
     cells: list[int]
     given: list[float]  # chance of each node, given its parent
     path: list[float]  # chance of each node, root 1.0; never above its parent's
+    levels: int = 0  # depth of the deepest node
 
     def judge(self, text: Sequence[int], chances: Sequence[Chances], lean: list[float]) -> None:
         """Count every node whose parent turned out right and whose place in the text is known.
@@ -119,19 +120,17 @@ def weigh(
         scores: log of the drafter's own estimate for each path; None: it gives none, or none that may be used.
         chances, lean: by source.
     """
-    offer = Offer(base, tokens, parents, sources, [0], [1.0], [1.0])
-    cells, given, path = offer.cells, offer.given, offer.path
-    factors = [exp(x) for x in lean]
-    depths = [0]
+    cells, given, path, depths = [0], [1.0], [1.0], [0]
+    factors = [exp(x) if x else 1.0 for x in lean]
     for node in range(1, len(tokens)):
-        parent = parents[node]
+        parent, source = parents[node], sources[node]
         depth = depths[parent] + 1
         depths.append(depth)
         own = UNKNOWN if scores is None else odds_of(scores[node] - scores[parent])
         cell = min((depth - 1).bit_length(), DEPTHS - 1) * CLASSES + bisect_right(EDGES, own)
-        odds = chances[sources[node]].odds[cell] * factors[sources[node]]
+        odds = chances[source].odds[cell] * factors[source]
         chance = odds / (1 + odds)
         cells.append(cell)
         given.append(chance)
         path.append(path[parent] * chance)
-    return offer
+    return Offer(base, tokens, parents, sources, cells, given, path, max(depths))

@@ -157,11 +157,11 @@ class Corrections:
         self._kinds: dict[tuple[int, int], _Deviation] = {}
         self._known: dict[tuple[int, int], float] = {}  # corrections asked for since the last observation
 
-    def log(self, kind: tuple[int, int]) -> float:
-        """The correction of a kind."""
+    def factor(self, kind: tuple[int, int]) -> float:
+        """Measured over expected times of a kind."""
         known = self._known.get(kind)
         if known is None:
-            known = self._known[kind] = self._machine + self._deviation(*kind)
+            known = self._known[kind] = math.exp(self._machine + self._deviation(*kind))
         return known
 
     def visits(self, kind: tuple[int, int]) -> int:
@@ -220,8 +220,8 @@ class StepCosts:
 
     def predict(self, batch_size: int, extra: float, context: int | None = None) -> float:
         """Expected ms of a step, without the drafter's own time."""
-        log = self._corrections.log((bucket(batch_size), bucket(math.ceil(extra))))
-        return self.table.step_ms(batch_size, extra, context) * math.exp(log)
+        factor = self._corrections.factor((bucket(batch_size), bucket(math.ceil(extra))))
+        return self.table.step_ms(batch_size, extra, context) * factor
 
     def rise(self, batch_size: int, most: int, context: int) -> list[float]:
         """[most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
@@ -231,11 +231,11 @@ class StepCosts:
         while len(more) <= most:
             more.append(table.chain_ms(batch_size + len(more)) - base)
         plain = table.step_ms(batch_size, 0, context)
-        now = plain * math.exp(self._corrections.log((first, 0)))
+        now = plain * self._corrections.factor((first, 0))
         found, start, highest = [0.0], 1, 0.0
         while start <= most:
             stop = min(most, 1 << (start - 1).bit_length())  # the last of its bucket
-            factor = math.exp(self._corrections.log((first, bucket(start))))
+            factor = self._corrections.factor((first, bucket(start)))
             for rows in range(start, stop + 1):
                 highest = max(highest, (plain + more[rows]) * factor - now)
                 found.append(highest)
@@ -349,6 +349,8 @@ class DraftCosts:
         """Learn from one call: its sequences, the deepest node proposed, and tokens that it processed first."""
         if unseen > NEAR * sequences:
             self._waiting.append((sequences, levels, unseen, ms))
+            if not self._caught_up and self.usual_calls < WINDOW:  # for the time being: all of it was catching up
+                self.catch_up_ms = ms / (unseen - NEAR * sequences)
         elif self._calls:
             self._lines.setdefault(bucket(sequences), _Line()).learn(sequences, levels, ms)
             self.usual_calls += 1
