@@ -25,6 +25,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -312,6 +313,14 @@ struct Chain {             // one sequence's draft: its pending tokens, then a t
   int64_t* tokens;         // [steps] out
   float* log_q;            // [steps] out, of each token alone
   int64_t made;            // out: tokens written, each the fruit of one pass
+};
+
+struct Rules {         // how a sequence chooses from a row of logits: core/sampling.py, `SequenceSampler.rules`
+  uint64_t key;        // of seed, sample and purpose; the position is still to be mixed in
+  double temperature;  // 0: the likeliest token; below 0: by rules that are not known here
+  int64_t top_k;       // 0: all
+  double top_p;        // 1: all
+  double min_p;        // its natural logarithm; above 0: all
 };
 
 }  // extern "C"
@@ -2150,6 +2159,197 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
   for (int64_t j = 0; j < k; j++) log_q[j] -= floor;
 }
 
+// ---------------------------------------------------------------------------------------------- drawing a token
+//
+// What core/sampling.py chooses. Its logarithms and exponentials come from torch and may differ from ours in the last bits, so a
+// choice is made here only where that cannot matter: CLOSE is a hundred times what they differ by. Elsewhere the caller makes it.
+
+constexpr int64_t UNDECIDED = -1;
+constexpr int64_t DRAWS = 1 << 15;  // logits that a further thread is worth
+constexpr float CLOSE = 1e-4f, CLOSE_OF = 4e-6f;  // of two scores: absolute, and of their size
+constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u, MIX[2] = {0xBF58476D1CE4E5B9u, 0x94D049BB133111EBu};
+
+// ln of positive normal numbers, to about two units in the last place (Cephes).
+inline v16 log16(v16 x) {
+  v16 f, e;
+  for (int i = 0; i < PIECES; i++) {
+    const ints bits = (ints)x.p[i], power = (bits - 0x3f3504f3) >> 23;  // the fraction is between the roots of 1/2 and 2
+    f.p[i] = (floats)(bits - (power << 23)), e.p[i] = __builtin_convertvector(power, floats);
+  }
+  f = f - splat(1.0f);
+  const v16 z = f * f;
+  v16 y = splat(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                  -2.4999993993e-1f, 3.3333331174e-1f})
+    y = fma16(y, f, splat(c));
+  y = y * f * z;
+  y = fma16(e, splat(-2.12194440e-4f), y);
+  y = fma16(z, splat(-0.5f), y);
+  return fma16(e, splat(0.693359375f), f + y);
+}
+
+// e^x for x <= 0, to about 1e-14; arguments below -80 are clamped.
+inline double exp_of(double x) {
+  const double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
+  x = x > -80.0 ? x : -80.0;
+  double n = x * 1.4426950408889634 + shift;
+  int64_t power;
+  std::memcpy(&power, &n, 8);
+  n -= shift;
+  const double r = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
+  double y = 1.0 / 479001600;
+  for (double c : {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
+    y = y * r + c;
+  double scale;
+  const int64_t bits = (int64_t)((uint64_t)power << 52) + 0x3ff0000000000000;  // only the low bits of `power` count
+  std::memcpy(&scale, &bits, 8);
+  return y * scale;
+}
+
+inline uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * MIX[0];
+  x = (x ^ (x >> 27)) * MIX[1];
+  return x ^ (x >> 31);
+}
+
+// Gumbel noise of tokens first .. first + 15: core/noise.py, `gumbel`.
+inline v16 gumbel16(uint64_t key, int64_t first) {
+  float u[16];
+  for (int j = 0; j < 16; j++) {
+    uint64_t bits = key + (uint64_t)(first + j + 1) * GAMMA;
+    bits = (bits ^ (bits >> 30)) * MIX[0];
+    bits = (bits ^ (bits >> 27)) * MIX[1];
+    u[j] = (float)(int64_t)((bits & 0x7fffffffffffffffu) | 1);
+  }
+  const v16 x = lesser(load(u) * splat(0x1p-63f), splat(1.0f - 0x1p-24f)), one = splat(1.0f);
+  const v16 rest = one - x, lost = one - rest;  // ln(1 - x) of the rounded 1 - x, corrected for what rounding did to x
+  const v16 far = (v16() - log16(rest)) * (x / lost);
+  v16 e;
+  for (int i = 0; i < PIECES; i++) e.p[i] = lost.p[i] == 0.0f ? x.p[i] : far.p[i];
+  return v16() - log16(e);
+}
+
+inline float largest(const float* y, int64_t padded) {
+  v16 most = splat(-INFINITY);
+  for (int64_t i = 0; i < padded; i += 16) most = greater(load(y + i), most);
+  return max16(most);
+}
+
+inline void mask_below(float* y, int64_t padded, float least) {
+  const v16 floor = splat(least);
+  for (int64_t i = 0; i < padded; i += 16) {
+    v16 v = load(y + i);
+    for (int j = 0; j < PIECES; j++) v.p[j] = v.p[j] < floor.p[j] ? floats{} - INFINITY : v.p[j];
+    save(y + i, v);
+  }
+}
+
+// The k-th largest of n numbers.
+float kth_largest(const float* y, int64_t n, int64_t k) {
+  static thread_local std::vector<float> best;
+  best.assign(y, y + n);
+  std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<float>());
+  return best[k - 1];
+}
+
+// Masks what is outside of the smallest set of likeliest tokens whose probability reaches p, of equals the first; false: a
+// rounding decides which they are.
+bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
+  constexpr int LEVELS = 88, PER_ONE = 8;  // by logit below the largest; further down the oracle's weights are coarse
+  static thread_local std::vector<double> weights;
+  static thread_local std::vector<int32_t> there;
+  grow(weights, padded), there.clear();
+  const float most = largest(y, padded);
+  double total = 0, sums[LEVELS] = {};
+  for (int64_t i = 0; i < padded; i++) weights[i] = exp_of((double)(y[i] - most));
+  for (int64_t i = 0; i < n; i++) {
+    const float below = most - y[i];
+    total += weights[i];
+    if (below < (float)LEVELS / PER_ONE) sums[(int)(below * PER_ONE)] += weights[i];
+  }
+  const double limit = total * p, slack = 1e-12 * n;  // weights are rounded to 2^-40 there
+  int level = 0;
+  double before = 0;
+  while (level < LEVELS && before + sums[level] < limit) before += sums[level++];
+  if (level == LEVELS) return false;
+  for (int64_t i = 0; i < n; i++) {
+    const float below = most - y[i];
+    if (below < (float)LEVELS / PER_ONE && (int)(below * PER_ONE) == level) there.push_back((int32_t)i);
+  }
+  std::sort(there.begin(), there.end(), [&](int32_t a, int32_t b) { return y[a] - most != y[b] - most ? y[a] > y[b] : a < b; });
+  for (int32_t cut : there) {
+    if (limit - before <= slack) return false;
+    before += weights[cut];
+    if (before < limit) continue;
+    if (before - limit <= slack) return false;
+    const float least = y[cut] - most;
+    for (int64_t i = 0; i < n; i++)
+      if (const float d = y[i] - most; d < least || (d == least && i > cut)) y[i] = -INFINITY;
+    return true;
+  }
+  return false;
+}
+
+// The token that these rules draw from a row of n logits; UNDECIDED where that hangs on a rounding or on what is no number.
+int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) {
+  if (r.temperature < 0) return UNDECIDED;
+  if (r.temperature == 0) return likeliest(logits, n);
+  static thread_local std::vector<float> room;
+  const int64_t padded = up(n, 16);
+  grow(room, padded);
+  float* y = room.data();
+  std::copy(logits, logits + n, y);
+  const v16 divisor = splat((float)r.temperature);
+  v16 odd = {};
+  std::fill(y + n, y + padded, 0.0f);
+  for (int64_t i = 0; i < padded; i += 16) {
+    const v16 v = load(y + i) / divisor;
+    odd = odd + (v - v);  // not 0 where something is infinite or no number
+    save(y + i, v);
+  }
+  if (!(sum16(odd) == 0.0f)) return UNDECIDED;
+  std::fill(y + n, y + padded, -INFINITY);
+  if (0 < r.top_k && r.top_k < n) mask_below(y, padded, kth_largest(y, n, r.top_k));
+  if (r.top_p < 1 && !keep_nucleus(y, n, padded, r.top_p)) return UNDECIDED;
+  if (r.min_p <= 0) mask_below(y, padded, largest(y, padded) + (float)r.min_p);
+  const uint64_t key = mixed(mixed((r.key ^ (uint64_t)position) + GAMMA) + GAMMA);
+  v16 most = splat(-INFINITY), next = most;
+  for (int64_t i = 0; i < padded; i += 16) {
+    const v16 v = load(y + i) + gumbel16(key, i);
+    next = greater(next, lesser(most, v)), most = greater(most, v);
+    save(y + i, v);
+  }
+  const float best = max16(most);
+  float lanes[16], second = max16(next);
+  save(lanes, most);
+  bool first = true;
+  for (float x : lanes)
+    if (first && x == best) first = false;
+    else second = std::max(second, x);
+  if (!(best - second > CLOSE + CLOSE_OF * std::fabs(best))) return UNDECIDED;
+  int64_t at = 0;
+  while (y[at] != best) at++;
+  return at;
+}
+
+// Draws from rows of logits, a row a unit.
+struct Draw final : Job {
+  const float* logits;
+  int64_t rows, n;
+  const Rules* rules;         // by sequence
+  const int64_t* sequence;    // [rows]
+  const int64_t* positions;   // [rows] that the drawn tokens will have
+  int64_t* chosen;
+  Draw(const float* x, int64_t count, int64_t vocab, const Rules* r, const int64_t* s, const int64_t* p, int64_t* out)
+      : logits(x), rows(count), n(vocab), rules(r), sequence(s), positions(p), chosen(out) {}
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return rows; }
+  int64_t step(int64_t) const override { return 1; }
+  void work(int64_t, int64_t begin, int64_t end, bool) override {
+    for (int64_t i = begin; i < end; i++) chosen[i] = drawn(logits + i * n, n, rules[sequence[i]], positions[i]);
+  }
+};
+
 template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t padded_k, int step, W* out) {
   const int64_t blocks = up(n, LANES) / LANES;
   for (int64_t b = 0; b < blocks; b++)
@@ -2272,7 +2472,8 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
 //     tokens [rows], positions [rows], slots [rows] where they are listed, rows that are wanted (ascending)
 //     for each segment with a tree: the parents of its drafted nodes, which are its last rows; the row before them is the root, 0
 // `p` carries the rotation table, caches, threads and adapters. Returns a `Refusal`.
-int pl_decide(const Model* m, const Pass* p, const void* embedding, const int64_t* list, int64_t* chosen) {
+// The logits go to `logits` or, where that is null, to memory of this thread, and `made` says where they are.
+static int whole_pass(const Model* m, const Pass* p, const void* embedding, const int64_t* list, float* logits, float** made) {
   const int64_t rows = list[0], count = list[1], num_wanted = list[2], slot_base = list[3];
   const int64_t* of_segment = list + 4;
   const int64_t* tokens = of_segment + 6 * count;
@@ -2328,9 +2529,44 @@ int pl_decide(const Model* m, const Pass* p, const void* embedding, const int64_
   if (num_wanted == 0) return DONE;
   for (int64_t i = 0; i < num_wanted; i++)
     if (wanted[i] != i) std::memmove(states.data() + i * bytes, states.data() + wanted[i] * bytes, bytes);
-  grow(t_logits, num_wanted * m->vocab);
-  head(*m, states.data(), num_wanted, t_logits.data(), (int)p->threads);
-  for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(t_logits.data() + i * m->vocab, m->vocab);
+  if (!logits) grow(t_logits, num_wanted * m->vocab);
+  *made = logits ? logits : t_logits.data();
+  head(*m, states.data(), num_wanted, *made, (int)p->threads);
+  return DONE;
+}
+
+int pl_decide(const Model* m, const Pass* p, const void* embedding, const int64_t* list, int64_t* chosen) {
+  float* logits = nullptr;
+  const int found = whole_pass(m, p, embedding, list, nullptr, &logits);
+  if (found == DONE)
+    for (int64_t i = 0; i < list[2]; i++) chosen[i] = likeliest(logits + i * m->vocab, m->vocab);
+  return found;
+}
+
+// The same where sequences draw their tokens: `rules` has an entry a segment, and logits [wanted, vocab] is filled. -1 is chosen
+// where a choice cannot be made here. Returns a `Refusal`.
+int pl_choose(const Model* m, const Pass* p, const void* embedding, const int64_t* list, const Rules* rules, float* logits,
+              int64_t* chosen) {
+  const int found = whole_pass(m, p, embedding, list, logits, &logits);
+  const int64_t rows = list[0], count = list[1], num_wanted = list[2];
+  if (found != DONE || num_wanted == 0) return found;
+  const int64_t* positions = list + 4 + 6 * count + rows;
+  const int64_t* wanted = positions + rows + (list[3] < 0 ? rows : 0);
+  static thread_local std::vector<int64_t> sequence, places;
+  sequence.clear(), places.clear();
+  for (int64_t i = 0, s = 0; i < num_wanted; i++) {
+    while (wanted[i] >= list[4 + 6 * s + 1]) s++;
+    sequence.push_back(s), places.push_back(positions[wanted[i]] + 1);
+  }
+  Draw draw(logits, num_wanted, m->vocab, rules, sequence.data(), places.data(), chosen);
+  team().run(std::clamp<int64_t>(num_wanted * m->vocab / DRAWS, 1, p->threads), draw);
+  return DONE;
+}
+
+// Of each row of logits [rows, n] the token that one sequence's rules draw, as `pl_choose` does it. Returns a `Refusal`.
+int pl_draw(const float* logits, int64_t rows, int64_t n, const Rules* rules, const int64_t* positions, int64_t* chosen) {
+  if (rows < 0 || n < 1) return BAD_COUNT;
+  for (int64_t i = 0; i < rows; i++) chosen[i] = drawn(logits + i * n, n, *rules, positions[i]);
   return DONE;
 }
 

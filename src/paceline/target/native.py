@@ -216,7 +216,8 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
-        self._best, self._roll, self._decide = library.pl_best, library.pl_roll, library.pl_decide
+        self._best, self._roll = library.pl_best, library.pl_roll
+        self._decide, self._choose = library.pl_decide, library.pl_choose
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
 
@@ -318,8 +319,10 @@ class Stack:
         wanted: Sequence[int],
         adapters: Sequence[AdapterRange],
         cache: KVCache,
+        rules: bytes | None = None,
+        logits: Tensor | None = None,
     ) -> list[int]:
-        """The likeliest token after each of the wanted rows: a whole pass, from token ids on, in one call.
+        """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
 
         The same numbers as `run` and `logits` give, without a tensor in between.
 
@@ -329,6 +332,12 @@ class Stack:
             spans: where each sequence's rows lie, in order.
             wanted: rows, ascending.
             adapters: ranges of rows with adapters.
+            rules: `SequenceSampler.rules` of every span, one behind the other; None: all take the likeliest.
+            logits: [wanted, vocab] float32, to be filled; goes with ``rules``.
+
+        Returns:
+            The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
+            compiled code does not know, or by so little that the last bits of a logarithm count.
 
         Raises:
             ConfigError, ValueError: as `run`.
@@ -354,11 +363,18 @@ class Stack:
         if adapters:
             ranges = self._ranges(adapters, len(tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        given = self._embedding_at, made.buffer_info()[0], chosen.buffer_info()[0]
-        refused = self._decide(self._reference, run, *given)
+        given: tuple[Any, ...] = self._embedding_at, made.buffer_info()[0], chosen.buffer_info()[0]
+        call = self._decide
+        if rules is not None and logits is not None:
+            if len(rules) != native.RULES_BYTES * len(spans):
+                raise ValueError(f"rules of {len(rules)} bytes for {len(spans)} sequences")
+            shape = (len(wanted), self._model.vocab)
+            given = *given[:2], rules, _hold(logits, shape, held, torch.float32), given[2]
+            call = self._choose
+        refused = call(self._reference, run, *given)
         if refused == _BAD_POSITION:
             self._rope.reach(max(positions))
-            refused = self._decide(self._reference, self._pass(cache), *given)
+            refused = call(self._reference, self._pass(cache), *given)
         _require(refused)
         return chosen.tolist()
 
