@@ -373,8 +373,9 @@ class Stack:
             call = self._choose
         refused = call(self._reference, run, *given)
         if refused == _BAD_POSITION:
-            self._rope.reach(max(positions))
-            refused = call(self._reference, self._pass(cache), *given)
+            run.rotation = None
+            self._rotate(run, self._rope.reach(max(positions)))
+            refused = call(self._reference, run, *given)
         _require(refused)
         return chosen.tolist()
 
