@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 from native_kit import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, native
+from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import depths_below
 from paceline.drafters.base import RememberingDrafter
@@ -109,6 +111,129 @@ def test_one_call_chooses_what_its_parts_choose(name: str, kind: str) -> None:
     assert len({*oracle}) > 3 or decoder.config.vocab_size < 30
 
 
+def drawn_at_once(
+    decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], samplers: Sequence[SequenceSampler]
+) -> tuple[list[int], list[int], list[torch.Tensor]]:
+    """Choices after all nodes, by compiled code and by each sequence's own sampler, and the rows of logits of both."""
+    spans, slots, wanted, start = [], [], [], 0
+    for d in drafted:
+        keys = d.text.cache.slots(0, PREFIX + d.rows)
+        where = d.text.cache.slots(PREFIX, PREFIX + d.rows)
+        slots += range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
+        spans.append(RowSpan(start, start + d.rows, PREFIX, keys, d.parents or None))
+        wanted += [start + n for n in d.nodes]
+        start += d.rows
+    assert decoder.stack is not None
+    logits = torch.full((len(wanted), decoder.config.vocab_size), torch.nan)
+    rules = b"".join(sampler.rules for sampler in samplers)
+    tokens = [t for d in drafted for t in d.tokens]
+    positions = [p for d in drafted for p in d.positions]
+    found = decoder.stack.decide(tokens, positions, slots, spans, wanted, (), pool, rules, logits)
+    oracle, parts, begin = [], [], 0
+    for d, sampler in zip(drafted, samplers, strict=True):
+        parts.append(logits[begin : begin + len(d.nodes)])
+        places = [d.positions[n] + 1 for n in d.nodes]
+        oracle += sampler.choose(parts[-1], None, places).tolist()
+        begin += len(d.nodes)
+    return found, oracle, parts
+
+
+TRUNCATED: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 2.5, "top_k": 3},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 1.5, "top_p": 0.7},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["base", "window"])
+def test_what_is_drawn_at_once_is_what_samplers_draw(name: str, kind: str) -> None:
+    decoder = decoder_of(name if name in SHAPES else "base", kind)
+    vocab, met, left = decoder.config.vocab_size, 0, 0
+    for seed in range(12):
+        pool, drafted, _ = batch(decoder, seed)
+        params = [TRUNCATED[(seed + i) % len(TRUNCATED)] for i in range(len(drafted))]
+        samplers = [
+            SequenceSampler(SamplingParams(**p), [1], seed=seed, sample_index=i, vocab_size=vocab)
+            for i, p in enumerate(params)
+        ]
+        found, oracle, _ = drawn_at_once(decoder, pool, drafted, samplers)
+        for mine, wanted in zip(found, oracle, strict=True):
+            met += mine >= 0
+            left += mine < 0
+            assert mine in (-1, wanted)
+    assert met > 10 * left
+
+
+def test_rules_that_compiled_code_does_not_know_are_left_to_the_sampler() -> None:
+    decoder = decoder_of("base", "bfloat16")
+    pool, drafted, _ = batch(decoder, 3)
+    rules: list[dict[str, Any]] = [{"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.2}, {"temperature": 0.0}, {}]
+    vocab = decoder.config.vocab_size
+    asked = [SamplingParams(**({"temperature": 1.0} | more)) for more in rules]
+    samplers = [SequenceSampler(params, [1], seed=1, sample_index=0, vocab_size=vocab) for params in asked]
+    found, oracle, parts = drawn_at_once(decoder, pool, drafted, samplers)
+    first, second = len(drafted[0].nodes), len(drafted[1].nodes)
+    assert found[: first + second] == [-1] * (first + second)
+    assert found[first + second :] == oracle[first + second :]
+    assert not any(part.isnan().any() for part in parts)
+    with pytest.raises(ValueError, match="bytes for 4 sequences"):
+        drawn_at_once(decoder, pool, drafted, samplers[:2] + samplers)
+
+
+def choices_of(logits: torch.Tensor, params: dict[str, Any], seed: int) -> tuple[list[int], list[int]]:
+    """Choices after each row of logits [n, V], by compiled code and by the sampler."""
+    rows, vocab = logits.shape
+    logits = logits.contiguous()
+    sampler = SequenceSampler(SamplingParams(**params), [1], seed=seed, sample_index=0, vocab_size=vocab)
+    library = native.library()
+    assert library is not None
+    chosen = (ctypes.c_int64 * rows)()
+    places = (ctypes.c_int64 * rows)(*range(5, 5 + rows))
+    assert library.pl_draw(logits.data_ptr(), rows, vocab, sampler.rules, places, chosen) == 0
+    return list(chosen), sampler.choose(logits, None, list(places)).tolist()
+
+
+@pytest.mark.parametrize("params", TRUNCATED)
+def test_draws_from_logits_of_all_kinds(params: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    flat = torch.randn(40, 1000, generator=generator)
+    kinds = {
+        "flat": flat,
+        "peaked": flat * 6,
+        "narrow vocabulary": flat[:, :5],
+        "odd width": flat[:, :77] * 2,
+        "many equal": (flat * 2).round(),
+        "wide": torch.randn(8, 40_000, generator=generator) * 3,
+        "offset": flat + 300,
+    }
+    for name, logits in kinds.items():
+        found, oracle = choices_of(logits, params, seed=len(name))
+        assert all(mine in (-1, wanted) for mine, wanted in zip(found, oracle, strict=True)), name
+        assert found.count(-1) <= len(found) // 4 or name == "many equal", name
+
+
+def test_no_draw_from_what_is_no_number() -> None:
+    logits = torch.randn(3, 50)
+    logits[0, 7], logits[1, 49], logits[2, 3] = torch.nan, torch.inf, -torch.inf
+    assert choices_of(logits, {"temperature": 1.0}, 1)[0] == [-1, -1, -1]
+
+
+def test_equal_logits_at_the_edge_of_a_truncation() -> None:
+    """Ties with the k-th stay; of equals at the nucleus' edge the first stay."""
+    logits = torch.zeros(64, 24)
+    for params in ({"top_k": 4}, {"top_p": 0.52}, {"min_p": 0.5}):
+        found, oracle = choices_of(logits, {"temperature": 1.0, **params}, 3)
+        assert found == oracle
+        assert len({*oracle}) > 8
+
+
 def test_scattered_slots() -> None:
     decoder = decoder_of("base", "bfloat16")
     pool = blank_pool(decoder)
@@ -182,11 +307,17 @@ def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> N
     ]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     other = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, repetition_penalty=1.3)
+    warm = SamplingParams(temperature=0.8, seed=3, top_p=0.9, max_tokens=24, ignore_eos=True)
+    told = SamplingParams(temperature=1, seed=4, top_k=30, logprobs=2, max_tokens=24, ignore_eos=True)
     found = {}
     for compiled in (True, False):
         llm.engine.round.compiled = compiled  # type: ignore[attr-defined]
         outputs = llm.generate(prompts, greedy) + llm.generate(prompts, [greedy, other, greedy])
-        found[compiled] = [(o.outputs[0].token_ids, o.stats.passes, o.stats.accepted, o.stats.drafted) for o in outputs]
+        outputs += llm.generate(prompts, warm) + llm.generate(prompts, [warm, told, other])
+        found[compiled] = [
+            (o.outputs[0].token_ids, o.outputs[0].logprobs, o.stats.passes, o.stats.accepted, o.stats.drafted)
+            for o in outputs
+        ]
         if isinstance(llm.engine.round.drafter, RememberingDrafter):  # type: ignore[attr-defined]
             llm.engine.round.drafter.forget()  # type: ignore[attr-defined]
     assert found[True] == found[False]

@@ -61,7 +61,7 @@ def play(engine: Engine, drafter: Any, requests: Sequence[tuple[list[int], Sampl
         for place, view in enumerate(step.sequences):
             levels = step.stream_levels[place] if step.stream_levels else None
             if step.stream_logits and (logits := step.stream_logits[place]) is not None:
-                levels = top(logits, K)
+                levels = top(drafter._scores(view, logits), K)
             if levels is not None:
                 said[view.key, len(view.tokens)] = levels
         observe(step)
@@ -112,8 +112,9 @@ def test_one_call_says_what_its_parts_say(
             assert rode > drafts / 5
 
 
-def same(one: Heard, parts: Heard, k: int, budgets_vary: bool = False) -> None:
-    """One call reads as many streams as the budget asks for, so that with another budget the next trees are others."""
+def same(one: Heard, parts: Heard, k: int, budgets_vary: bool = False, sampled: bool = False) -> None:
+    """One call reads as many streams as the budget asks for, so that with another budget the next trees are others.
+    Scores of sampled drafts come from other logarithms than torch's."""
     assert [ids for ids, *_ in one.answers] == [ids for ids, *_ in parts.answers]
     assert sum(accepted for *_, accepted in one.answers) > (5 if k > 1 else 1)  # chains are right less often
     for place in one.said.keys() & parts.said.keys():
@@ -122,7 +123,10 @@ def same(one: Heard, parts: Heard, k: int, budgets_vary: bool = False) -> None:
         wanted_tokens, wanted_q = parts.said[place]
         assert 1 <= depth <= len(wanted_tokens)
         assert tokens == [row[:k] for row in wanted_tokens[:depth]]
-        assert log_q == [row[:k] for row in wanted_q[:depth]]
+        if not sampled:
+            assert log_q == [row[:k] for row in wanted_q[:depth]]
+        for made, wanted in zip(log_q, wanted_q, strict=False):
+            assert made == pytest.approx(wanted[:k], abs=1e-4)
     if not budgets_vary:
         assert one.answers == parts.answers and one.said.keys() == parts.said.keys()
         assert [s.stream_drafts for s in one.stats] == [s.stream_drafts for s in parts.stats]
@@ -140,6 +144,30 @@ def test_streams_on_every_node(kind: str) -> None:
         assert all(s.rode == s.stream_drafts for s in found[compiled].stats)
     same(found[True], found[False], K)
     assert found[True].layers == found[False].layers
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "hot": {"temperature": 0.9},
+    "top-k": {"temperature": 1.3, "top_k": 12},
+    "top-p": {"temperature": 0.7, "top_p": 0.8},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("proposes", ["coupled", "point"])
+@pytest.mark.parametrize("rules", SAMPLED)
+def test_sampled_answers(rules: str, proposes: str) -> None:
+    """Choices and drafts by temperature, truncations and the keyed noise are made in the same call."""
+    params = SamplingParams(
+        seed=4, max_tokens=32, ignore_eos=True, logprobs=2 if rules == "hot" else None, **SAMPLED[rules]
+    )
+    decoder = decoder_of("bfloat16")
+    found = {}
+    for compiled in (True, False):
+        drafter = streams(trained=trained("bfloat16"), k=K, nodes=12, proposes=proposes)
+        engine = assemble(drafter, decoder=decoder, max_model_len=200)
+        found[compiled] = play(engine, drafter, [(p, params) for p in PROMPTS], compiled)
+    same(found[True], found[False], K, sampled=True)
 
 
 def test_requests_of_other_kinds_in_between() -> None:

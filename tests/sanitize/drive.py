@@ -14,11 +14,12 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny import tiny_config, tiny_decoder
+from tiny import tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
 from paceline import native
@@ -27,6 +28,7 @@ from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRa
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.native import Chain, NativeLinear, RowSpan, top
+from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")
@@ -43,6 +45,9 @@ SHAPES: list[dict[str, Any]] = [
     {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "head_dim": 256, "vocab_size": 37},
     {"d_model": 8, "d_ff": 16, "num_heads": 3, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 31, "mlp_bias": True},
 ]
+GAMMA = 3  # streams of a row
+RIDERS = AdapterConfig(rank=5, layers=(1,))
+RULES = Struct("=Qdqdd")  # key, temperature, top_k, top_p, ln min_p
 PRODUCTS = [(1, 1), (16, 32), (17, 7), (5, 8), (64, 9), (37, 50), (65, 257), (130, 688)]  # outputs, inputs
 
 
@@ -213,13 +218,17 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
 
 
 def one_decision(decoder: Decoder, draw: random.Random) -> None:
-    """A greedy pass from token ids on: chains and trees, contiguous and gathered, up to the cache's end."""
+    """A pass from token ids on: chains and trees, contiguous and gathered, up to the cache's end; half of them with
+    streams, on some nodes or none."""
     stack: Any = decoder.stack
     vocab = decoder.config.vocab_size
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 5]), draw.choice([0, 1, 8, 17])) for _ in range(3)]
     totals = [sum(size) for size in sizes]
-    cache, at, start = Cache(decoder, sum(totals)), 0, 0
+    riding = draw.random() < 0.5
+    spare = 170 if riding else 0  # scratch slots behind all others
+    cache, at, start = Cache(decoder, sum(totals) + spare), 0, 0
     order = torch.randperm(sum(totals))
+    carriers = []
     contiguous = draw.random() < 0.5
     tokens, positions, slots, spans, wanted = [], [], [], [], []
     for (prefix, pending, drafted), total in zip(sizes, totals, strict=True):
@@ -233,11 +242,31 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         positions += range(prefix, prefix + rows)
         slots += named[prefix:].tolist()
         spans.append(RowSpan(start, start + rows, prefix, keys, parents))
-        wanted += [start + r for r in range(rows) if draw.random() < 0.6]
+        if riding and draw.random() < 0.8:
+            nodes = [n for n in range(drafted + 1) if draw.random() < 0.5]
+            streams, most = draw.randint(1, GAMMA), draw.choice([-1, 0, 99])
+            carriers.append(CarrierRows(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
+            wanted += range(start + pending - 1, start + rows)
+        else:
+            wanted += [start + r for r in range(rows) if draw.random() < 0.6]
         start += rows
-    ranges = adapters(decoder, draw, start)
-    found = stack.decide(tokens, positions, slots, spans, wanted, ranges, cache)
-    assert len(found) == len(wanted) and all(0 <= token < vocab for token in found)
+    asked = tokens, positions, slots, spans, wanted, adapters(decoder, draw, start), cache
+    drawn = (RULES.pack(7, 0.8, draw.choice([0, 3]), draw.choice([1.0, 0.7]), draw.choice([1.0, -2.0])) * 3,)
+    if not riding:
+        given: tuple[Any, ...] = (*drawn, torch.empty(len(wanted), vocab)) if draw.random() < 0.5 else ()
+        found = stack.decide(*asked, *given)
+    else:
+        rides = Riding(
+            tiny_streams(decoder.config, gamma=GAMMA, dtype=decoder.dtype, adapter=draw.choice([None, RIDERS])),
+            carriers,
+            draw.choice([1, vocab]),
+            slice(sum(totals), sum(totals) + spare),
+            draw.random() < 0.5,
+        )
+        given = (*drawn, torch.empty(len(wanted) + rides.rows, vocab)) if draw.random() < 0.5 else ()
+        found, told, _ = stack.decide_streams(*asked, rides, *given)
+        assert len(told) == len(carriers)
+    assert len(found) == len(wanted) and all(-bool(given) <= token < vocab for token in found)
 
 
 def reads(decoder: Decoder, draw: random.Random, rows: int) -> None:

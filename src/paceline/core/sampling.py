@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Annotated, Literal
 
 import torch
@@ -288,6 +289,7 @@ class SequenceSampler:
         self._tallies: dict[torch.device, _Tally] = {}
         self._noise_rows: dict[tuple[torch.device, int], Tensor] = {}
         self._steps = self._active_steps()
+        self._rules: tuple[int, bytes] | None = None  # number of steps, and see `rules`
         self.fault: Exception | None = None  # what a rule of the request raised
 
     # -- state
@@ -296,6 +298,22 @@ class SequenceSampler:
     def plain(self) -> bool:
         """Whether every choice from now on is the argmax of the raw logits."""
         return self.greedy and not self._steps
+
+    @property
+    def drawable(self) -> bool:
+        """Whether `rules` say all of how tokens are chosen."""
+        return self.plain or (not self.greedy and len(self._steps) == self._truncations)
+
+    @property
+    def rules(self) -> bytes:
+        """``struct Rules`` of compiled code: how tokens are drawn, by temperature and truncations alone."""
+        if self._rules is None or self._rules[0] != len(self._steps):
+            p = self.params
+            min_p = math.log(p.min_p) if p.min_p > 0 else 1.0
+            key = noise.key(self.seed, self.sample_index, noise.TARGET)
+            made = _RULES.pack(key, p.temperature if self.drawable else -1.0, p.top_k, p.top_p, min_p)
+            self._rules = len(self._steps), made
+        return self._rules[1]
 
     @property
     def output_ids(self) -> Sequence[int]:
@@ -453,6 +471,7 @@ class SequenceSampler:
             (warm and p.top_p < 1, lambda x, _: _keep_top_p(x, p.top_p)),
             (warm and p.min_p > 0, lambda x, _: _keep_min_p(x, p.min_p)),
         )
+        self._truncations = sum(active for active, _ in table[-4:])  # the temperature among them
         return [step for active, step in table if active]
 
     def _tally(self, device: torch.device) -> _Tally:
@@ -502,6 +521,8 @@ class SequenceSampler:
                 raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
 
 
+# `Rules` in native/kernels.cpp: key, temperature (-1: other rules), top_k, top_p, ln min_p (1: none)
+_RULES = Struct("=Qdqdd")
 _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
 
 

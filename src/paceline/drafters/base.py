@@ -42,7 +42,8 @@ class StreamRules:
     """How streams take part in the target's pass, for drafters that draft with them (the fused round)."""
 
     gamma: int  # streams a row of the drafter's own set; 0: only applications bring streams
-    k: int = 0  # likeliest tokens of a stream that greedy drafts are made of; 0: they need whole distributions
+    k: int = 0  # best tokens of a stream that drafts are made of; 0: they need whole distributions
+    noisy: bool = False  # whether these are drawn with the noise of the target's own choices
     wanted: int | None = None  # streams that drafts are to be read from; None: as many as a set has
     at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
     prune_threshold: float | None = None  # nodes with a transition probability below it are pruned

@@ -44,6 +44,7 @@ SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without inst
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
+RULES_BYTES = 40  # of ``struct Rules``, which `SequenceSampler.rules` packs
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = AMX = len(ISA_NAMES) - 1
 TILE_ROWS, VECTOR_ROWS = 16, 4  # rows that a product takes at little more than the price of one, with AMX and without
@@ -217,15 +218,17 @@ def _declared(found: Any) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64),
         *(ctypes.POINTER(Chain), ctypes.c_int64),
     ]
-    found.pl_decide.argtypes = [
+    found.pl_choose.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
+        *[ctypes.c_void_p] * 2,
+    ]
+    found.pl_choose_streams.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_void_p),
+        *(ctypes.POINTER(StreamSet), ctypes.c_void_p, ctypes.c_char_p),
         *[ctypes.c_void_p] * 3,
     ]
-    found.pl_decide_streams.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_void_p),
-        *(ctypes.POINTER(StreamSet), ctypes.c_void_p),
-        *(ctypes.c_void_p, ctypes.c_void_p),
-    ]
+    found.pl_draw.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_char_p, *[ctypes.c_void_p] * 2]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),

@@ -25,6 +25,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -320,6 +321,14 @@ struct Chain {             // one sequence's draft: its pending tokens, then a t
   int64_t* tokens;         // [steps] out
   float* log_q;            // [steps] out, of each token alone
   int64_t made;            // out: tokens written, each the fruit of one pass
+};
+
+struct Rules {         // how a sequence chooses from a row of logits: core/sampling.py, `SequenceSampler.rules`
+  uint64_t key;        // of seed, sample and purpose; the position is still to be mixed in
+  double temperature;  // 0: the likeliest token; below 0: by rules that are not known here
+  int64_t top_k;       // 0: all
+  double top_p;        // 1: all
+  double min_p;        // its natural logarithm; above 0: all
 };
 
 }  // extern "C"
@@ -2164,7 +2173,207 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
   for (int64_t j = 0; j < k; j++) log_q[j] -= floor;
 }
 
-// A greedy pass from token ids on, as the caller asks for it. All numbers come in one list, so that he makes one:
+// ---------------------------------------------------------------------------------------------- drawing a token
+//
+// What core/sampling.py chooses. Its logarithms and exponentials come from torch and may differ from ours in the last bits, so a
+// choice is made here only where that cannot matter: CLOSE is a hundred times what they differ by. Elsewhere the caller makes it.
+
+constexpr int64_t UNDECIDED = -1;
+constexpr int64_t DRAWS = 1 << 15;  // logits that a further thread is worth
+constexpr float CLOSE = 1e-4f, CLOSE_OF = 4e-6f;  // of two scores: absolute, and of their size
+constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u, MIX[2] = {0xBF58476D1CE4E5B9u, 0x94D049BB133111EBu};
+
+// ln of positive normal numbers, to about two units in the last place (Cephes).
+inline v16 log16(v16 x) {
+  v16 f, e;
+  for (int i = 0; i < PIECES; i++) {
+    const ints bits = (ints)x.p[i], power = (bits - 0x3f3504f3) >> 23;  // the fraction is between the roots of 1/2 and 2
+    f.p[i] = (floats)(bits - (power << 23)), e.p[i] = __builtin_convertvector(power, floats);
+  }
+  f = f - splat(1.0f);
+  const v16 z = f * f;
+  v16 y = splat(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                  -2.4999993993e-1f, 3.3333331174e-1f})
+    y = fma16(y, f, splat(c));
+  y = y * f * z;
+  y = fma16(e, splat(-2.12194440e-4f), y);
+  y = fma16(z, splat(-0.5f), y);
+  return fma16(e, splat(0.693359375f), f + y);
+}
+
+// e^x for x <= 0, to about 1e-14; arguments below -80 are clamped.
+inline double exp_of(double x) {
+  const double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
+  x = x > -80.0 ? x : -80.0;
+  double n = x * 1.4426950408889634 + shift;
+  int64_t power;
+  std::memcpy(&power, &n, 8);
+  n -= shift;
+  const double r = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
+  double y = 1.0 / 479001600;
+  for (double c : {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
+    y = y * r + c;
+  double scale;
+  const int64_t bits = (int64_t)((uint64_t)power << 52) + 0x3ff0000000000000;  // only the low bits of `power` count
+  std::memcpy(&scale, &bits, 8);
+  return y * scale;
+}
+
+inline uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * MIX[0];
+  x = (x ^ (x >> 27)) * MIX[1];
+  return x ^ (x >> 31);
+}
+
+// Gumbel noise of tokens first .. first + 15: core/noise.py, `gumbel`.
+inline v16 gumbel16(uint64_t key, int64_t first) {
+  float u[16];
+  for (int j = 0; j < 16; j++) {
+    uint64_t bits = key + (uint64_t)(first + j + 1) * GAMMA;
+    bits = (bits ^ (bits >> 30)) * MIX[0];
+    bits = (bits ^ (bits >> 27)) * MIX[1];
+    u[j] = (float)(int64_t)((bits & 0x7fffffffffffffffu) | 1);
+  }
+  const v16 x = lesser(load(u) * splat(0x1p-63f), splat(1.0f - 0x1p-24f)), one = splat(1.0f);
+  const v16 rest = one - x, lost = one - rest;  // ln(1 - x) of the rounded 1 - x, corrected for what rounding did to x
+  const v16 far = (v16() - log16(rest)) * (x / lost);
+  v16 e;
+  for (int i = 0; i < PIECES; i++) e.p[i] = lost.p[i] == 0.0f ? x.p[i] : far.p[i];
+  return v16() - log16(e);
+}
+
+inline float largest(const float* y, int64_t padded) {
+  v16 most = splat(-INFINITY);
+  for (int64_t i = 0; i < padded; i += 16) most = greater(load(y + i), most);
+  return max16(most);
+}
+
+inline void mask_below(float* y, int64_t padded, float least) {
+  const v16 floor = splat(least);
+  for (int64_t i = 0; i < padded; i += 16) {
+    v16 v = load(y + i);
+    for (int j = 0; j < PIECES; j++) v.p[j] = v.p[j] < floor.p[j] ? floats{} - INFINITY : v.p[j];
+    save(y + i, v);
+  }
+}
+
+// The k-th largest of n numbers.
+float kth_largest(const float* y, int64_t n, int64_t k) {
+  static thread_local std::vector<float> best;
+  best.assign(y, y + n);
+  std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<float>());
+  return best[k - 1];
+}
+
+// Masks what is outside of the smallest set of likeliest tokens whose probability reaches p, of equals the first; false: a
+// rounding decides which they are.
+bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
+  constexpr int LEVELS = 88, PER_ONE = 8;  // by logit below the largest; further down the oracle's weights are coarse
+  static thread_local std::vector<double> weights;
+  static thread_local std::vector<int32_t> there;
+  grow(weights, padded), there.clear();
+  const float most = largest(y, padded);
+  double total = 0, sums[LEVELS] = {};
+  for (int64_t i = 0; i < padded; i++) weights[i] = exp_of((double)(y[i] - most));
+  for (int64_t i = 0; i < n; i++) {
+    const float below = most - y[i];
+    total += weights[i];
+    if (below < (float)LEVELS / PER_ONE) sums[(int)(below * PER_ONE)] += weights[i];
+  }
+  const double limit = total * p, slack = 1e-12 * n;  // weights are rounded to 2^-40 there
+  int level = 0;
+  double before = 0;
+  while (level < LEVELS && before + sums[level] < limit) before += sums[level++];
+  if (level == LEVELS) return false;
+  for (int64_t i = 0; i < n; i++) {
+    const float below = most - y[i];
+    if (below < (float)LEVELS / PER_ONE && (int)(below * PER_ONE) == level) there.push_back((int32_t)i);
+  }
+  std::sort(there.begin(), there.end(), [&](int32_t a, int32_t b) { return y[a] - most != y[b] - most ? y[a] > y[b] : a < b; });
+  for (int32_t cut : there) {
+    if (limit - before <= slack) return false;
+    before += weights[cut];
+    if (before < limit) continue;
+    if (before - limit <= slack) return false;
+    const float least = y[cut] - most;
+    for (int64_t i = 0; i < n; i++)
+      if (const float d = y[i] - most; d < least || (d == least && i > cut)) y[i] = -INFINITY;
+    return true;
+  }
+  return false;
+}
+
+// What these rules, which draw, make of a row of n logits, with the noise of a position where it is wanted; valid until the
+// next call. Null where what is kept hangs on a rounding, and for what is no number.
+float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy) {
+  static thread_local std::vector<float> room;
+  const int64_t padded = up(n, 16);
+  grow(room, padded);
+  float* y = room.data();
+  std::copy(logits, logits + n, y);
+  const v16 divisor = splat((float)r.temperature);
+  v16 odd = {};
+  std::fill(y + n, y + padded, 0.0f);
+  for (int64_t i = 0; i < padded; i += 16) {
+    const v16 v = load(y + i) / divisor;
+    odd = odd + (v - v);  // not 0 where something is infinite or no number
+    save(y + i, v);
+  }
+  if (!(sum16(odd) == 0.0f)) return nullptr;
+  std::fill(y + n, y + padded, -INFINITY);
+  if (0 < r.top_k && r.top_k < n) mask_below(y, padded, kth_largest(y, n, r.top_k));
+  if (r.top_p < 1 && !keep_nucleus(y, n, padded, r.top_p)) return nullptr;
+  if (r.min_p <= 0) mask_below(y, padded, largest(y, padded) + (float)r.min_p);
+  if (!noisy) return y;
+  const uint64_t key = mixed(mixed((r.key ^ (uint64_t)position) + GAMMA) + GAMMA);
+  for (int64_t i = 0; i < padded; i += 16) save(y + i, load(y + i) + gumbel16(key, i));
+  return y;
+}
+
+// The token that these rules draw from a row of n logits; UNDECIDED where that hangs on a rounding or on what is no number.
+int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) {
+  if (r.temperature < 0) return UNDECIDED;
+  if (r.temperature == 0) return likeliest(logits, n);
+  const float* y = scored(logits, n, r, position, true);
+  if (!y) return UNDECIDED;
+  v16 most = splat(-INFINITY), next = most;
+  for (int64_t i = 0, padded = up(n, 16); i < padded; i += 16) {
+    const v16 v = load(y + i);
+    next = greater(next, lesser(most, v)), most = greater(most, v);
+  }
+  const float best = max16(most);
+  float lanes[16], second = max16(next);
+  save(lanes, most);
+  bool first = true;
+  for (float x : lanes)
+    if (first && x == best) first = false;
+    else second = std::max(second, x);
+  if (!(best - second > CLOSE + CLOSE_OF * std::fabs(best))) return UNDECIDED;
+  int64_t at = 0;
+  while (y[at] != best) at++;
+  return at;
+}
+
+// Draws from rows of logits, a row a unit.
+struct Draw final : Job {
+  const float* logits;
+  int64_t rows, n;
+  const Rules* rules;         // by sequence
+  const int64_t* sequence;    // [rows]
+  const int64_t* positions;   // [rows] that the drawn tokens will have
+  int64_t* chosen;
+  Draw(const float* x, int64_t count, int64_t vocab, const Rules* r, const int64_t* s, const int64_t* p, int64_t* out)
+      : logits(x), rows(count), n(vocab), rules(r), sequence(s), positions(p), chosen(out) {}
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return rows; }
+  int64_t step(int64_t) const override { return 1; }
+  void work(int64_t, int64_t begin, int64_t end, bool) override {
+    for (int64_t i = begin; i < end; i++) chosen[i] = drawn(logits + i * n, n, rules[sequence[i]], positions[i]);
+  }
+};
+
+// A pass from token ids on, as the caller asks for it. All numbers come in one list, so that he makes one:
 //     rows, segments, wanted, slot_base (-1: slots are listed)
 //     for each segment: start, stop, prefix, base (-1: keys are listed), address of the keys, drafted nodes in a tree (-1: a chain)
 //     tokens [rows], positions [rows], slots [rows] where they are listed, rows that are wanted (ascending)
@@ -2178,6 +2387,7 @@ struct Asked {
   std::vector<const int64_t*> parents;  // of each segment's drafted nodes; null: a chain
   std::vector<uint8_t> masks;
   std::vector<char> states;  // [rows, d_model]
+  std::vector<int64_t> sequence, places;  // of each wanted row: its segment, and the position of the token behind it
 
   // What is asked, checked; nothing is computed yet.
   Refusal read(const Model& m, const Pass& p, const int64_t* list) {
@@ -2232,17 +2442,30 @@ struct Asked {
     pass.hidden_in = pass.hidden_out = states.data();
   }
 
-  // The likeliest token after each wanted row; `more` rows behind all others get their logits, too.
-  void choose(const Model& m, int64_t more, int64_t* chosen) {
+  // Logits of the wanted rows and of `more` behind all others, where they are to go or in `t_logits`.
+  float* head(const Model& m, int64_t more, float* logits) {
     const int64_t bytes = row_bytes(m);
-    if (num_wanted + more == 0) return;
     for (int64_t i = 0; i < num_wanted; i++)
       if (wanted[i] != i) std::memmove(states.data() + i * bytes, states.data() + wanted[i] * bytes, bytes);
     if (more && num_wanted != pass.rows)
       std::memmove(states.data() + num_wanted * bytes, states.data() + pass.rows * bytes, more * bytes);
-    grow(t_logits, (num_wanted + more) * m.vocab);
-    head(m, states.data(), num_wanted + more, t_logits.data(), (int)pass.threads);
-    for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(t_logits.data() + i * m.vocab, m.vocab);
+    if (!logits) grow(t_logits, (num_wanted + more) * m.vocab), logits = t_logits.data();
+    if (num_wanted + more) ::head(m, states.data(), num_wanted + more, logits, (int)pass.threads);
+    return logits;
+  }
+
+  // The token after each wanted row, by the rules of its segment; the likeliest where there are none.
+  void choose(const Model& m, const float* logits, const Rules* rules, int64_t* chosen) {
+    if (!rules)
+      for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(logits + i * m.vocab, m.vocab);
+    if (!rules || num_wanted == 0) return;
+    sequence.clear(), places.clear();
+    for (int64_t i = 0, s = 0; i < num_wanted; i++) {
+      while (wanted[i] >= segments[s].stop) s++;
+      sequence.push_back(s), places.push_back(pass.positions[wanted[i]] + 1);
+    }
+    Draw draw(logits, num_wanted, m.vocab, rules, sequence.data(), places.data(), chosen);
+    team().run(std::clamp<int64_t>(num_wanted * m.vocab / DRAWS, 1, pass.threads), draw);
   }
 };
 thread_local Asked t_asked;
@@ -2264,6 +2487,8 @@ struct Fused {
   };
 
   int64_t k = 0, scratch = 0, room = 0;  // slots of the streams' K and V: the first one, and how many
+  bool noisy = false;  // whether drafts are drawn with the noise of the target's own choices
+  const Rules* rules = nullptr;  // by segment
   std::vector<Carrier> carriers;
   std::vector<Rider> riders;
   std::vector<int64_t> paths, positions, slots, keys, places, late;
@@ -2273,12 +2498,12 @@ struct Fused {
   std::vector<char> tap, begun;  // main rows before the streams' first layer; streams that run afterwards
 
   // Behind `Asked`'s numbers:
-  //     carriers, k, first scratch slot, scratch slots
+  //     carriers, k, first scratch slot, scratch slots, 1 where drafts are drawn with the target's noise
   //     for each carrier: segment, root row, streams, most, ends, riders; the tokens of the ends; the riders, ascending
   Refusal read(const Model& m, const Asked& a, const StreamSet& set) {
     const int64_t* at = a.end;
     const int64_t count = at[0];
-    k = at[1], scratch = at[2], room = at[3], at += 4;
+    k = at[1], scratch = at[2], room = at[3], noisy = at[4] != 0, at += 5;
     carriers.clear(), riders.clear();
     if (count < 0 || k < 1 || k > m.vocab || set.gamma < 1 || set.insertion < 1 || set.insertion >= a.pass.layers) return BAD_COUNT;
     int64_t rows = 0, later = 0, last = -1;
@@ -2307,7 +2532,7 @@ struct Fused {
 
   static int64_t place_of(const Asked& a, int64_t row) { return std::lower_bound(a.wanted, a.wanted + a.num_wanted, row) - a.wanted; }
 
-  template <class A> void run(const Model& m, Asked& a, const StreamSet& set, int64_t* out, float* log_q) {
+  template <class A> void run(const Model& m, Asked& a, const StreamSet& set, float* logits, int64_t* out, float* log_q) {
     const int layers = (int)a.pass.layers, insertion = (int)set.insertion;
     run_layers(m, a.pass, 0, insertion);
     tap.assign(a.states.begin(), a.states.begin() + a.pass.rows * Asked::row_bytes(m));
@@ -2315,32 +2540,41 @@ struct Fused {
     for (const Carrier& c : carriers) rode += c.streams * c.num_riders;
     if (rode) ride<A>(m, a, set, rode);
     else run_layers(m, a.pass, insertion, layers);
-    a.choose(m, rode, out);
+    logits = a.head(m, rode, logits);
+    a.choose(m, logits, rules, out);
     late.clear(), paths.clear();
     int64_t* told = out + a.num_wanted;
     for (size_t i = 0; i < carriers.size(); i++, told += 2 + set.gamma * k) {
       told[0] = told[1] = 0;
       if (!walk(a, carriers[i], out)) continue;
       const Rider* rider = rider_of(carriers[i]);
-      told[0] = carriers[i].streams, told[1] = rider != nullptr;
-      if (rider) tell(m, t_logits.data() + (a.num_wanted + rider->row - a.pass.rows) * m.vocab, told[0], told + 2, log_q + i * set.gamma * k);
-      else late.push_back((int64_t)i);
+      told[1] = rider != nullptr;
+      if (!rider) late.push_back((int64_t)i);
+      else told[0] = tell(m, a, carriers[i], logits + (a.num_wanted + rider->row - a.pass.rows) * m.vocab, told + 2, log_q + i * set.gamma * k);
     }
     told[0] = 0;
     if (late.empty()) return;
     const Clock::time_point began = Clock::now();
     run_late<A>(m, a, set);
-    const float* logits = t_logits.data();
+    const float* said = t_logits.data();
     for (int64_t i : late) {
-      const int64_t streams = carriers[i].streams;
-      tell(m, logits, streams, out + a.num_wanted + i * (2 + set.gamma * k) + 2, log_q + i * set.gamma * k);
-      logits += streams * m.vocab;
+      int64_t* own = out + a.num_wanted + i * (2 + set.gamma * k);
+      own[0] = tell(m, a, carriers[i], said, own + 2, log_q + i * set.gamma * k);
+      said += carriers[i].streams * m.vocab;
     }
     told[0] = microseconds(Clock::now() - began);
   }
 
-  void tell(const Model& m, const float* logits, int64_t streams, int64_t* tokens, float* log_q) const {
-    for (int64_t j = 0; j < streams; j++) top(logits + j * m.vocab, m.vocab, k, tokens + j * k, log_q + j * k);
+  // The k best tokens of each stream of a sequence's last accepted node; returns of how many streams they could be found.
+  int64_t tell(const Model& m, const Asked& a, const Carrier& c, const float* logits, int64_t* tokens, float* log_q) const {
+    const int64_t after = a.pass.positions[c.root + c.frontier(paths)] + 1;  // stream j has the position of the last token before its own
+    const Rules* r = rules && rules[c.segment].temperature > 0 ? rules + c.segment : nullptr;
+    for (int64_t j = 0; j < c.streams; j++, logits += m.vocab, tokens += k, log_q += k) {
+      const float* scores = r ? scored(logits, m.vocab, *r, after + j + 1, noisy) : logits;
+      if (!scores) return j;
+      top(scores, m.vocab, k, tokens, log_q);
+    }
+    return c.streams;
   }
 
   // f(M) + P_j with f the identity (eq. 4), for streams 1 .. count of one row.
@@ -2357,11 +2591,11 @@ struct Fused {
     auto ends = [&](int64_t token) { return std::find(c.ends, c.ends + c.num_ends, token) != c.ends + c.num_ends; };
     c.path = (int64_t)paths.size(), c.length = 0;
     int64_t want = own[0], at = 0;
-    bool wanted = !ends(want);
+    bool wanted = want != UNDECIDED && !ends(want);
     for (int64_t node = 1; node < s.stop - c.root; node++) {
       if ((parents ? parents[node - 1] : node - 1) != at || a.tokens[c.root + node] != want) continue;
       paths.push_back(at = node), want = own[node], c.length++;
-      wanted = wanted && !ends(want);
+      wanted = wanted && want != UNDECIDED && !ends(want);
     }
     return wanted && c.length <= c.most;
   }
@@ -2567,35 +2801,49 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
   }
 }
 
-// One whole greedy pass: tokens become states, go through all layers, and of the rows that are wanted the likeliest token
-// comes out. `list` is as `Asked` says; `p` carries the rotation table, caches, threads and adapters. Returns a `Refusal`.
-int pl_decide(const Model* m, const Pass* p, const void* embedding, const int64_t* list, int64_t* chosen) {
+// One whole pass: tokens become states, go through all layers, and after each row that is wanted a token is chosen: by
+// `rules`, which has an entry a segment, with -1 where a choice cannot be made here; else the likeliest. `list` is as `Asked`
+// says; `p` carries the rotation table, caches, threads and adapters; logits [wanted, vocab] is filled unless it is null.
+// Returns a `Refusal`.
+int pl_choose(const Model* m, const Pass* p, const void* embedding, const int64_t* list, const Rules* rules, float* logits,
+              int64_t* chosen) {
   Asked& a = t_asked;
   const Refusal found = a.read(*m, *p, list);
   if (found != DONE) return found;
   a.begin(*m, embedding);
   run_layers(*m, a.pass, 0, (int)p->layers);
-  a.choose(*m, 0, chosen);
+  a.choose(*m, a.head(*m, 0, logits), rules, chosen);
   return DONE;
 }
 
 // The same with speculative streams, where main rows never see them: riders go through the upper layers beside the main
 // rows; where a sequence's last accepted node carried none, its streams go through these layers afterwards. `set` is the
-// trained set, and `list` goes on as `Fused::read` says. Of every stream of a sequence's last accepted node come the k
-// likeliest tokens and their log-probabilities:
+// trained set, and `list` goes on as `Fused::read` says; `rules` and `logits` may be null. Of every stream of a sequence's
+// last accepted node come the k best tokens by its rules, and the log-probabilities that these give them:
 //     out: chosen [wanted]; for each carrier: its streams, 1 where they rode in the pass, tokens [gamma, k]; microseconds that
 //         the streams took afterwards
 //     log_q: for each carrier [gamma, k]
-// A carrier without streams is one whose next draft nobody wants. Returns a `Refusal`.
-int pl_decide_streams(const Model* m, const Pass* p, const void* embedding, const StreamSet* set, const int64_t* list, int64_t* out, float* log_q) {
+//     logits: [wanted and rows of riders, vocab]
+// A carrier without streams is one whose next draft nobody wants, or one with a choice that cannot be made here. Returns a
+// `Refusal`.
+int pl_choose_streams(const Model* m, const Pass* p, const void* embedding, const StreamSet* set, const int64_t* list,
+                      const Rules* rules, float* logits, int64_t* out, float* log_q) {
   Asked& a = t_asked;
   Fused& f = t_fused;
   Refusal found = a.read(*m, *p, list);
   if (found == DONE) found = f.read(*m, a, *set);
   if (found != DONE) return found;
   a.begin(*m, embedding);
-  if (m->wide_activations) f.run<float>(*m, a, *set, out, log_q);
-  else f.run<bf16>(*m, a, *set, out, log_q);
+  f.rules = rules;
+  if (m->wide_activations) f.run<float>(*m, a, *set, logits, out, log_q);
+  else f.run<bf16>(*m, a, *set, logits, out, log_q);
+  return DONE;
+}
+
+// Of each row of logits [rows, n] the token that one sequence's rules draw, as `pl_choose` does it. Returns a `Refusal`.
+int pl_draw(const float* logits, int64_t rows, int64_t n, const Rules* rules, const int64_t* positions, int64_t* chosen) {
+  if (rows < 0 || n < 1) return BAD_COUNT;
+  for (int64_t i = 0; i < rows; i++) chosen[i] = drawn(logits + i * n, n, *rules, positions[i]);
   return DONE;
 }
 

@@ -1,13 +1,16 @@
-"""A pass and its verdict in one compiled call, where every choice is the likeliest token.
+"""A pass and its verdict in one compiled call.
 
 In place of `passes.pack`, the layers, `read_logits` and `decide`, which remain the reference: the same numbers are
-computed in the same order, and what comes out is equal.
+computed in the same order, and what comes out is equal. Sequences that take the likeliest token and those that sample
+with temperature, top-k, top-p and min-p alone have their choices made in the call; others choose from its logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..core.tree import TokenTree
@@ -17,27 +20,41 @@ from ..target.decoder import Decoder
 from ..target.native import RowSpan
 from .base import Work
 from .passes import Pass, Span, main_adapters
+from .verification import choose_rows
 
 
 def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
     """`Pass.tokens` and `Pass.paths` of a whole pass; False: it needs the long way, and nothing was done.
 
-    The long way is for layers that are not compiled and for requests whose choice is more than an argmax of the logits
-    (sampling, penalties, biases, masks), or that want log-probabilities.
+    The long way is for layers that are not compiled and for requests that want log-probabilities of their prompt.
+    `Pass.logits` and `Pass.rows` are set unless every choice is the likeliest token and nobody wants more.
     """
-    stack = target.stack
-    if stack is None or not simple(p):
+    wanted = wants(p)
+    if target.stack is None or wanted is None:
         return False
-    settle(p, stack.decide(*asked(p), main_adapters(p), pool))
+    given = asked(p)
+    if wanted == "choices":
+        settle(p, target.stack.decide(*given, main_adapters(p), pool), True)
+        return True
+    p.logits = torch.empty(len(given[-1]), target.config.vocab_size)
+    settle(p, target.stack.decide(*given, main_adapters(p), pool, rules_of(p), p.logits), False)
     return True
 
 
-def simple(p: Pass) -> bool:
-    """Whether every choice of the pass is the likeliest token, and nothing else is asked of its logits."""
+def wants(p: Pass) -> Literal["choices", "logits"] | None:
+    """What a compiled pass is asked for beside choices: nothing, or logits, too; None: it needs the long way."""
+    plain = True
     for work in p.works:
-        if not _simple(work):
-            return False
-    return bool(p.works)
+        params = work.sequence.state.request.params
+        if params.prompt_logprobs is not None:
+            return None
+        plain = plain and (not work.generates or (work.sequence.view.sampler.plain and params.logprobs is None))
+    return None if not p.works else "choices" if plain else "logits"
+
+
+def rules_of(p: Pass) -> bytes:
+    """How each sequence chooses, for compiled code."""
+    return b"".join([work.sequence.view.sampler.rules for work in p.works])
 
 
 def asked(p: Pass) -> tuple[list[int], list[int], slice | list[int], list[RowSpan], list[int]]:
@@ -55,23 +72,32 @@ def asked(p: Pass) -> tuple[list[int], list[int], slice | list[int], list[RowSpa
     return tokens, positions, where, spans, wanted
 
 
-def settle(p: Pass, chosen: Sequence[int]) -> None:
-    """Sets `Pass.tokens` and `Pass.paths` by the likeliest token after each row that generates."""
+def settle(p: Pass, chosen: list[int], plain: bool) -> None:
+    """Sets what comes out of each generating work, from the choices after all their nodes."""
     begin = 0
     for i in p.generating:
         span = p.spans[i]
+        end = begin + span.stop - span.root
+        picks = chosen[begin:end]
+        if not plain:
+            p.rows[i] = slice(begin, end)
+            if -1 in picks:
+                picks = _chosen(p, i)
         if p.tree is None or span.tree_index < 0:
-            p.paths[i], p.tokens[i] = [], [chosen[begin]]
+            p.paths[i], p.tokens[i] = [], picks
         else:
-            p.paths[i], p.tokens[i] = _walk(p.tree, span, chosen[begin : begin + span.stop - span.root])
-        begin += span.stop - span.root
+            p.paths[i], p.tokens[i] = _walk(p.tree, span, picks)
+        begin = end
 
 
-def _simple(work: Work) -> bool:
-    params = work.sequence.state.request.params
-    return params.prompt_logprobs is None and (
-        not work.generates or (params.logprobs is None and work.sequence.view.sampler.plain)
-    )
+def _chosen(p: Pass, i: int) -> list[int]:
+    """The choice of a work's own sampler after each of its nodes."""
+    view, index, nodes = p.works[i].sequence.view, p.spans[i].tree_index, p.spans[i].nodes
+    depths, paths = [0], None
+    if p.tree is not None and index >= 0:
+        depths, paths = p.tree.depth_lists()[index], p.tree.path_tokens()[index, :nodes]
+    positions = [len(view.tokens) + depth for depth in depths]
+    return choose_rows(view, p.logits[p.rows[i]], paths, positions).tolist()
 
 
 def _add(

@@ -1,7 +1,8 @@
-"""A fused pass in one compiled call: verdict and the streams' next drafts, where every choice is the likeliest token.
+"""A fused pass in one compiled call: verdict and the streams' next drafts.
 
 In place of `passes.pack`, the layers, `read_logits`, `decide` and `stream_reading.read_streams`, which remain the
 reference: main rows and streams get the same numbers, and of the streams' logits come the few that drafts need.
+What a sampled draft's tokens are scored with is computed anew here, not by torch: it can differ in its last bits.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
 from ..target.native_streams import CarrierRows, Riding, Told
-from .compiled import asked, settle, simple
+from .compiled import asked, decide_compiled, rules_of, settle, wants
 from .passes import Pass, main_adapters
 from .riders import choose_riders, frontier_chances
 from .stream_reading import most_accepted
@@ -43,23 +46,33 @@ def decide_streams_compiled(
 ) -> StreamsTold | None:
     """`Pass.tokens` and `Pass.paths` of a whole pass, and what the streams say; None: it needs the long way.
 
-    The long way is for what `compiled.decide_compiled` leaves to it, for streams that main rows see, that are pruned,
-    limited, rotated or begin through a map, and for drafts that need whole distributions.
+    The long way is for what `compiled.decide_compiled` leaves to it, for carriers with rules beside temperature and
+    truncations, and for streams that main rows see, that are rotated or that begin through a map.
 
     Args:
         carriers: who carries streams.
     """
-    stack = target.stack
-    if stack is None or not simple(p) or not _plain_streams(carriers):
+    if not carriers:
+        return StreamsTold((), (), (), 0.0) if decide_compiled(p, target, pool) else None
+    stack, wanted = target.stack, wants(p)
+    if stack is None or wanted is None or not _plain_streams(carriers) or not _walkable(p, carriers):
         return None
     given = *asked(p), main_adapters(p), pool
-    if not carriers:
-        settle(p, stack.decide(*given))
-        return StreamsTold((), (), (), 0.0)
     riding = _riding(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
-    chosen, told, late_ms = stack.decide_streams(*given, riding)
-    settle(p, chosen)
+    if wanted == "choices":
+        chosen, told, late_ms = stack.decide_streams(*given, riding)
+    else:
+        rows = len(given[4])
+        logits = torch.empty(rows + riding.rows, target.config.vocab_size)
+        p.logits = logits[:rows]
+        chosen, told, late_ms = stack.decide_streams(*given, riding, rules_of(p), logits)
+    settle(p, chosen, wanted == "choices")
     return StreamsTold(carriers, riding.carriers, told, late_ms)
+
+
+def _walkable(p: Pass, carriers: Sequence[Carriers]) -> bool:
+    """Whether compiled code can follow the choices of all that carry streams, to the row whose streams are read."""
+    return all(p.works[c.work].sequence.view.sampler.drawable for c in carriers)
 
 
 def _plain_streams(carriers: Sequence[Carriers]) -> bool:
@@ -87,7 +100,7 @@ def _riding(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVP
         ends = work.sequence.state.checker.enders
         rows.append(CarrierRows(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
-    return Riding(carriers[0].streams, rows, min(rules.k, vocab), scratch)
+    return Riding(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy)
 
 
 def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, room: int) -> Sequence[int]:

@@ -41,13 +41,22 @@ def choose_packed(
     for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         positions = [len(sequence.tokens) + depth for depth in depths[index][:count]]
         own = None if paths is None else paths[index, :count]
-        parts.append(_chosen(sequence, logits[start : start + count], own, positions))
+        parts.append(choose_rows(sequence, logits[start : start + count], own, positions))
         start += count
     return torch.cat(parts)
 
 
-def _chosen(sequence: SequenceView, logits: Tensor, paths: Tensor | None, positions: Sequence[int]) -> Tensor:
-    """[n] int64: the sequence's choice after each row. Where its rules fail, that is noted, and the rest goes on."""
+def choose_rows(sequence: SequenceView, logits: Tensor, paths: Tensor | None, positions: Sequence[int]) -> Tensor:
+    """[n] int64: one sequence's own choice after each row, as plain decoding would make it.
+
+    Where its rules fail, that is noted, and the rest goes on.
+
+    Args:
+        sequence: whose sampler chooses.
+        logits: [n, V] raw.
+        paths: [n, D] tokens from below the root to each row's node, -1 padded; None: the root alone.
+        positions: [n] of the tokens to be chosen.
+    """
     try:
         return sequence.sampler.choose(logits, paths, positions)
     except Exception as error:

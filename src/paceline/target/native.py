@@ -219,8 +219,8 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
-        self._best, self._roll, self._decide = library.pl_best, library.pl_roll, library.pl_decide
-        self._decide_streams = library.pl_decide_streams
+        self._best, self._roll = library.pl_best, library.pl_roll
+        self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
@@ -323,8 +323,10 @@ class Stack:
         wanted: Sequence[int],
         adapters: Sequence[AdapterRange],
         cache: KVCache,
+        rules: bytes | None = None,
+        logits: Tensor | None = None,
     ) -> list[int]:
-        """The likeliest token after each of the wanted rows: a whole pass, from token ids on, in one call.
+        """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
 
         The same numbers as `run` and `logits` give, without a tensor in between.
 
@@ -334,6 +336,12 @@ class Stack:
             spans: where each sequence's rows lie, in order.
             wanted: rows, ascending.
             adapters: ranges of rows with adapters.
+            rules: `SequenceSampler.rules` of every span, one behind the other; None: all take the likeliest.
+            logits: [wanted, vocab] float32, to be filled; goes with ``rules``.
+
+        Returns:
+            The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
+            compiled code does not know, or by so little that the last bits of a logarithm count.
 
         Raises:
             ConfigError, ValueError: as `run`.
@@ -341,8 +349,8 @@ class Stack:
         held: list[Tensor] = []
         made = array("q", _numbers(tokens, positions, slots, spans, wanted, held))
         chosen = array("q", bytes(8 * len(wanted)))
-        given = made.buffer_info()[0], chosen.buffer_info()[0]
-        self._ask(self._decide, cache, adapters, len(tokens), max(positions), *given)
+        given = made.buffer_info()[0], *self._drawing(rules, logits, len(spans), len(wanted)), chosen.buffer_info()[0]
+        self._ask(self._choose, cache, adapters, len(tokens), max(positions), *given)
         return chosen.tolist()
 
     def decide_streams(
@@ -355,6 +363,8 @@ class Stack:
         adapters: Sequence[AdapterRange],
         cache: KVCache,
         riding: Riding,
+        rules: bytes | None = None,
+        logits: Tensor | None = None,
     ) -> tuple[list[int], list[Told | None], float]:
         """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
 
@@ -362,29 +372,46 @@ class Stack:
 
         Args:
             riding: who carries streams. ``wanted`` holds their root and all rows behind it.
+            rules: as for `decide`; streams are read by them, too.
+            logits: [wanted and ``riding.rows``, vocab] float32, to be filled; goes with ``rules``.
 
         Returns:
-            The likeliest token after each of the wanted rows; for each carrier the ``riding.k`` likeliest tokens of its
-            streams, None where no draft behind its last accepted node is of use; ms that streams took behind the pass.
+            The token after each of the wanted rows, as by `decide`; for each carrier the ``riding.k`` best tokens of
+            its streams, None where no draft behind its last accepted node is of use, or where that node is not known
+            here; ms that streams took behind the pass.
 
         Raises:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
         held: list[Tensor] = []
         numbers = _numbers(tokens, positions, slots, spans, wanted, held)
-        numbers += (len(riding.carriers), riding.k, riding.scratch.start, riding.scratch.stop - riding.scratch.start)
+        scratch = riding.scratch
+        numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
         for span, root, wanted_streams, most, ends, riders in riding.carriers:
             numbers += (span, root, wanted_streams, most, len(ends), len(riders), *ends, *riders)
         streams = self.streams(riding.streams)
         block = streams.gamma * riding.k  # numbers of one carrier
         made, out = array("q", numbers), array("q", bytes(8 * (len(wanted) + len(riding.carriers) * (2 + block) + 1)))
         log_q = array("f", bytes(4 * len(riding.carriers) * block))
-        given = made.buffer_info()[0], out.buffer_info()[0], log_q.buffer_info()[0]
+        drawing = self._drawing(rules, logits, len(spans), len(wanted) + riding.rows)
+        given = made.buffer_info()[0], *drawing, out.buffer_info()[0], log_q.buffer_info()[0]
         highest = max(positions) + streams.gamma
-        self._ask(self._decide_streams, cache, adapters, len(tokens), highest, streams.reference, *given)
+        self._ask(self._choose_streams, cache, adapters, len(tokens), highest, streams.reference, *given)
         found = out.tolist()
         said = told(found[len(wanted) :], log_q.tolist(), len(riding.carriers), block, riding.k)
         return found[: len(wanted)], said, found[-1] / 1e3
+
+    def _drawing(
+        self, rules: bytes | None, logits: Tensor | None, spans: int, rows: int
+    ) -> tuple[bytes | None, int | None]:
+        """Rules and the address of logits, as a pass is given them; neither where all choices are the likeliest."""
+        if rules is None or logits is None:
+            return None, None
+        if len(rules) != native.RULES_BYTES * spans:
+            raise ValueError(f"rules of {len(rules)} bytes for {spans} sequences")
+        if not logits.is_contiguous():
+            raise ValueError("logits that do not lie in one piece")
+        return rules, _hold(logits, (rows, self._model.vocab), [], torch.float32)
 
     def _ask(
         self, call: Any, cache: KVCache, adapters: Sequence[AdapterRange], rows: int, highest: int, *given: Any
@@ -397,8 +424,9 @@ class Stack:
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
         refused = call(self._reference, run, self._embedding_at, *given)
         if refused == _BAD_POSITION:
-            self._rope.reach(highest)
-            refused = call(self._reference, self._pass(cache), self._embedding_at, *given)
+            run.rotation = None
+            self._rotate(run, self._rope.reach(highest))
+            refused = call(self._reference, run, self._embedding_at, *given)
         _require(refused)
 
     def streams(self, streams: StreamSet) -> NativeStreams:

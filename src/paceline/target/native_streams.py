@@ -31,6 +31,12 @@ class Riding(NamedTuple):
     carriers: Sequence[CarrierRows]  # in the order of their spans
     k: int  # tokens wanted of each stream
     scratch: slice  # slots for K and V of streams: of all riders, and of a row's for every carrier
+    noisy: bool = False  # whether a sequence that samples has its drafts drawn with the noise of its own choices
+
+    @property
+    def rows(self) -> int:
+        """Stream rows of the pass itself."""
+        return sum(c.streams * len(c.riders) for c in self.carriers)
 
 
 class Told(NamedTuple):
@@ -63,7 +69,7 @@ class NativeStreams:
 
 
 def told(out: list[int], log_q: list[float], carriers: int, block: int, k: int) -> list[Told | None]:
-    """What `pl_decide_streams` wrote for each carrier."""
+    """What `pl_choose_streams` wrote for each carrier."""
     found: list[Told | None] = []
     for i in range(carriers):
         at = i * (2 + block)

@@ -140,6 +140,7 @@ class StreamsDrafter:
                 gamma=own,
                 k=0 if config.proposes == "sampled" else 1 if config.is_chain else config.k,
                 wanted=config.gamma,
+                noisy=config.proposes == "coupled",
                 at=config.at,
                 prune_threshold=config.prune_threshold,
                 prune_count=config.prune_count,
