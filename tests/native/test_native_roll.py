@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import native
+from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.llm import LLM
 from paceline.target.decoder import Decoder
@@ -52,21 +53,29 @@ def forward(decoder: Decoder, pool: KVPool, cache: SequenceCache, tokens: Sequen
     return logits
 
 
-def one_by_one(decoder: Decoder, prompt: Sequence[int], steps: int, limit: int) -> list[tuple[int, float]]:
+def one_by_one(
+    decoder: Decoder, prompt: Sequence[int], steps: int, limit: int, sampler: SequenceSampler | None = None
+) -> list[tuple[int, float]]:
     """The chain behind the prompt: the first token, then one a pass."""
     pool = make_pool(decoder)
     cache = pool.open(expected=100)
     logits = forward(decoder, pool, cache, prompt)[-1:, :limit]
     found = []
-    for _ in range(steps):
-        best = logits.log_softmax(-1).max(-1)
+    for step in range(steps):
+        scores = logits if sampler is None else sampler.scores(logits, None, [len(prompt) + step])
+        best = scores.log_softmax(-1).max(-1)
         found.append((int(best.indices), float(best.values)))
         logits = forward(decoder, pool, cache, [found[-1][0]])[-1:, :limit]
     return found
 
 
 def rolled(
-    decoder: Decoder, steps: Sequence[int], floor: float, limit: int, scattered: bool
+    decoder: Decoder,
+    steps: Sequence[int],
+    floor: float,
+    limit: int,
+    scattered: bool,
+    samplers: Sequence[SequenceSampler] | None = None,
 ) -> list[list[tuple[int, float]]]:
     """All prompts' chains in one call; of each prompt a different part is computed before."""
     assert decoder.stack is not None
@@ -82,8 +91,28 @@ def rolled(
         if scattered:
             assert isinstance(keys, slice)
             keys = torch.arange(keys.start, keys.stop)
-        chains.append(Chain(pending, index, count, keys, floor))
+        rules = None if samplers is None else samplers[index].rules
+        chains.append(Chain(pending, index, count, keys, floor, rules))
     return decoder.stack.roll(chains, pool, limit)
+
+
+@pytest.mark.parametrize("limit", [8192, 3000])
+def test_coupled_chains_are_drawn_with_the_samplers_noise(decoder: Decoder, limit: int) -> None:
+    asked = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9}, {"temperature": 0.0}]
+    differ = 0
+    for seed in range(3):
+        samplers = [
+            SequenceSampler(SamplingParams(**params), prompt, seed=seed, sample_index=0, vocab_size=limit)  # type: ignore[arg-type]
+            for params, prompt in zip(asked, PROMPTS, strict=True)
+        ]
+        jobs = zip(PROMPTS, STEPS, samplers, strict=True)
+        expected = [one_by_one(decoder, prompt, steps, limit, sampler) for prompt, steps, sampler in jobs]
+        found = rolled(decoder, STEPS, -math.inf, limit, seed == 1, samplers)
+        for one, many in zip(expected, found, strict=True):
+            assert [t for t, _ in many] == [t for t, _ in one]
+            assert [q for _, q in many] == pytest.approx([q for _, q in one], abs=1e-3)
+        differ += [t for t, _ in found[0]] != [t for t, _ in one_by_one(decoder, PROMPTS[0], STEPS[0], limit)]
+    assert differ
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "gathered"])

@@ -257,9 +257,12 @@ class DraftModel:
         return growths
 
     def _rolls(self, growths: Sequence[_Growth]) -> bool:
-        """Whether the drafts are chains of likeliest tokens, which compiled code draws in one call."""
+        """Whether compiled code draws the drafts in one call: chains of likeliest tokens, or of coupled ones."""
         config = self.config
-        return config.is_chain and config.proposes != "sampled" and all(g.sequence.sampler.plain for g in growths)
+        if not config.is_chain or config.proposes == "sampled":
+            return False
+        samplers = [growth.sequence.sampler for growth in growths]
+        return all(s.plain or (s.draws and config.proposes == "coupled") for s in samplers)
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
@@ -271,7 +274,9 @@ class DraftModel:
             cache, tokens = growth.state.cache, growth.sequence.tokens
             steps = min(growth.max_depth, growth.budget)
             keys = cache.slots(0, len(tokens) + steps - 1)
-            chains.append(Chain(tokens[cache.committed :], cache.committed, steps, keys, floor))
+            sampler = growth.sequence.sampler
+            rules = None if sampler.plain else sampler.rules
+            chains.append(Chain(tokens[cache.committed :], cache.committed, steps, keys, floor, rules))
         found = stack.roll(chains, self._pool, self._vocab)
         self._settled(growths, [len(chain.pending) for chain in chains])
         for growth, drafted in zip(growths, found, strict=True):

@@ -302,6 +302,8 @@ struct Pass {
   int64_t num_adapters;
 };
 
+struct Rules;
+
 struct Chain {             // one sequence's draft: its pending tokens, then a token a step
   const int64_t* pending;  // tokens whose K and V are still to be computed; one or more
   int64_t num_pending;
@@ -313,6 +315,7 @@ struct Chain {             // one sequence's draft: its pending tokens, then a t
   int64_t* tokens;         // [steps] out
   float* log_q;            // [steps] out, of each token alone
   int64_t made;            // out: tokens written, each the fruit of one pass
+  const Rules* rules;      // tokens are drawn as the sequence will draw its own; null: the likeliest ones
 };
 
 struct Rules {         // how a sequence chooses from a row of logits: core/sampling.py, `SequenceSampler.rules`
@@ -2290,10 +2293,9 @@ bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
   return false;
 }
 
-// The token that these rules draw from a row of n logits; UNDECIDED where that hangs on a rounding or on what is no number.
-int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) {
-  if (r.temperature < 0) return UNDECIDED;
-  if (r.temperature == 0) return likeliest(logits, n);
+// The scores of a row of n logits, of which the rules draw the largest; null where they hang on a rounding or on what is no
+// number. Behind them up to a multiple of 16 stands what is never drawn.
+float* scored(const float* logits, int64_t n, const Rules& r, int64_t position) {
   static thread_local std::vector<float> room;
   const int64_t padded = up(n, 16);
   grow(room, padded);
@@ -2307,17 +2309,26 @@ int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) 
     odd = odd + (v - v);  // not 0 where something is infinite or no number
     save(y + i, v);
   }
-  if (!(sum16(odd) == 0.0f)) return UNDECIDED;
+  if (!(sum16(odd) == 0.0f)) return nullptr;
   std::fill(y + n, y + padded, -INFINITY);
   if (0 < r.top_k && r.top_k < n) mask_below(y, padded, kth_largest(y, n, r.top_k));
-  if (r.top_p < 1 && !keep_nucleus(y, n, padded, r.top_p)) return UNDECIDED;
+  if (r.top_p < 1 && !keep_nucleus(y, n, padded, r.top_p)) return nullptr;
   if (r.min_p <= 0) mask_below(y, padded, largest(y, padded) + (float)r.min_p);
   const uint64_t key = mixed(mixed((r.key ^ (uint64_t)position) + GAMMA) + GAMMA);
+  for (int64_t i = 0; i < padded; i += 16) save(y + i, load(y + i) + gumbel16(key, i));
+  return y;
+}
+
+// The token that these rules draw from a row of n logits, or UNDECIDED.
+int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) {
+  if (r.temperature < 0) return UNDECIDED;
+  if (r.temperature == 0) return likeliest(logits, n);
+  const float* y = scored(logits, n, r, position);
+  if (!y) return UNDECIDED;
   v16 most = splat(-INFINITY), next = most;
-  for (int64_t i = 0; i < padded; i += 16) {
-    const v16 v = load(y + i) + gumbel16(key, i);
+  for (int64_t i = 0; i < n; i += 16) {
+    const v16 v = load(y + i);
     next = greater(next, lesser(most, v)), most = greater(most, v);
-    save(y + i, v);
   }
   const float best = max16(most);
   float lanes[16], second = max16(next);
@@ -2330,6 +2341,13 @@ int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) 
   int64_t at = 0;
   while (y[at] != best) at++;
   return at;
+}
+
+// A draft's token and its chance of being the one that is drawn: its log-softmax among the scores, or among the logits where
+// no rules are given or can be applied.
+void guess(const float* logits, int64_t n, const Rules* rules, int64_t position, int64_t* token, float* log_q) {
+  const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position) : nullptr;
+  best(y ? y : logits, n, token, log_q);
 }
 
 // Draws from rows of logits, a row a unit.
@@ -2420,7 +2438,7 @@ int pl_best(const Model* m, const void* hidden, int64_t rows, int64_t limit, int
   return DONE;
 }
 
-// Greedy drafting of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
+// Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
 // `vocab` rows, as the head does. Returns a `Refusal`.
 int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
   const Refusal refusal = check_chains(*m, *p, limit, chains, count);
@@ -2429,8 +2447,8 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
   for (int64_t i = 0; i < count; i++) chains[i].made = 0, most += chains[i].num_pending;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
   std::vector<char> hidden(most * bytes);
-  std::vector<int64_t> positions(most), slots(most), live(count), found(count);
-  std::vector<float> log_q(count), score(count, 0.0f);
+  std::vector<int64_t> positions(most), slots(most), live(count);
+  std::vector<float> score(count, 0.0f);
   std::vector<Segment> segments(count);
   while (true) {
     int64_t rows = 0, active = 0;
@@ -2455,12 +2473,13 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
     else run<bf16>(*m, *p, 0, layers);
     for (int64_t a = 0; a < active; a++)  // the last row of each
       std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
-    pl_best(m, hidden.data(), active, limit, found.data(), log_q.data(), (int)p->threads);
+    grow(t_logits, active * m->vocab);
+    head(*m, hidden.data(), active, t_logits.data(), (int)p->threads);
     for (int64_t a = 0; a < active; a++) {
       Chain& c = chains[live[a]];
-      c.tokens[c.made] = found[a];
-      c.log_q[c.made++] = log_q[a];
-      score[live[a]] += log_q[a];
+      const int64_t position = c.position + c.num_pending + c.made;
+      guess(t_logits.data() + a * m->vocab, limit, c.rules, position, c.tokens + c.made, c.log_q + c.made);
+      score[live[a]] += c.log_q[c.made++];
     }
   }
 }

@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -30,6 +31,7 @@ from .rope import RopeTable, Rotation
 if TYPE_CHECKING:
     from .decoder import Decoder
 
+_FLOOR_OF, _FLOOR = Struct("=f4x"), Struct("=q")  # the number whose bytes are those of a float
 HEAD_STEP = 16  # a head's width is a multiple of it
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
@@ -153,13 +155,14 @@ class NativePlan:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Where a greedy continuation starts and when it ends; see `Stack.roll`."""
+    """Where a continuation starts and when it ends; see `Stack.roll`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
     position: int  # of the first of them
     steps: int  # tokens wanted behind them, one or more
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
     floor: float  # it ends once its cumulative log-probability is below this
+    rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
 
 
 class RowSpan(NamedTuple):
@@ -451,7 +454,7 @@ class Stack:
         return list(tokens), list(log_q)
 
     def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
-        """Catch up with every chain's pending tokens and continue it greedily, a token a pass, all in each pass.
+        """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
 
         Args:
             chains: where each starts and ends.
@@ -459,42 +462,44 @@ class Stack:
             limit: tokens at and above this are never chosen.
 
         Returns:
-            For each chain its tokens and their log-probabilities.
+            For each chain its tokens and their log-probabilities, of drawn ones among the scores with their noise.
 
         Raises:
             ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
                 below 1; nothing was computed.
         """
-        table = (native.Chain * len(chains))()
+        pending = array("q", [token for chain in chains for token in chain.pending])
+        total = sum(chain.steps for chain in chains)
+        tokens, log_q = array("q", bytes(8 * total)), array("f", bytes(4 * total))
+        rules = array("B", b"".join(chain.rules or b"" for chain in chains))
+        places = [part.buffer_info()[0] for part in (pending, tokens, log_q, rules)]
+        numbers: list[int] = []
         held: list[Any] = []
-        outs = []
-        for row, chain in zip(table, chains, strict=True):
+        for chain in chains:
             count, steps = len(chain.pending), chain.steps
-            pending = (ctypes.c_int64 * count)(*chain.pending)
-            tokens, log_q = (ctypes.c_int64 * steps)(), (ctypes.c_float * steps)()
-            held.append(pending)
-            outs.append((tokens, log_q))
-            row.pending, row.num_pending = ctypes.addressof(pending), count
-            row.position, row.steps, row.floor = chain.position, steps, chain.floor
-            row.tokens, row.log_q = ctypes.addressof(tokens), ctypes.addressof(log_q)
             wanted = chain.position + count + steps - 1
-            _set_keys(row, chain.keys if isinstance(chain.keys, slice) else chain.keys[:wanted], wanted, held)
-        k, v, stride = self._addresses(cache)
-        run = native.Pass(
-            k_cache=ctypes.addressof(k),
-            v_cache=ctypes.addressof(v),
-            head_stride=stride,
-            threads=torch.get_num_threads(),
-            layers=self._num_layers,
-        )
+            keys = chain.keys
+            where = (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys[:wanted], (wanted,), held))
+            (floor,) = _FLOOR.unpack(_FLOOR_OF.pack(chain.floor))
+            numbers += (places[0], count, chain.position, steps, *where, floor, places[1], places[2], 0)
+            numbers.append(places[3] if chain.rules else 0)
+            sizes = (8 * count, 8 * steps, 4 * steps, len(chain.rules or b""))
+            places = [place + size for place, size in zip(places, sizes, strict=True)]
+        table = array("q", numbers)
+        run = self._pass(cache)
+        run.num_adapters = 0
         last = max(chain.position + len(chain.pending) + chain.steps for chain in chains)
-        self._rotate(run, self._rope.reach(last))
+        if last >= run.num_positions:
+            run.rotation = None
+            self._rotate(run, self._rope.reach(last))
         limit = min(limit, self._model.vocab)
-        _require(self._roll(self._reference, run, self._embedding.data_ptr(), limit, table, len(chains)))
-        return [
-            [*zip(tokens[: row.made], log_q[: row.made], strict=True)]
-            for row, (tokens, log_q) in zip(table, outs, strict=True)
-        ]
+        _require(self._roll(self._reference, run, self._embedding_at, limit, table.buffer_info()[0], len(chains)))
+        made = table[native.CHAIN_MADE :: native.CHAIN_NUMBERS]
+        found, begin = [], 0
+        for chain, count in zip(chains, made, strict=True):
+            found.append([*zip(tokens[begin : begin + count], log_q[begin : begin + count], strict=True)])
+            begin += chain.steps
+        return found
 
     @staticmethod
     def _rotate(run: native.Pass, rotation: Rotation) -> None:
