@@ -26,7 +26,8 @@ from paceline.attention.base import Segment
 from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.native import Chain, NativeLinear, RowSpan, top
+from paceline.target.native import NativeLinear, RowSpan, top
+from paceline.target.native_calls import Chain
 from paceline.target.rope import RopeConfig
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")

@@ -198,6 +198,11 @@ def _declared(found: Any) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_int64),
     ]
+    found.pl_grow.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double),
+        *[ctypes.c_void_p] * 2,
+    ]
     found.pl_decide.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *[ctypes.c_void_p] * 3,

@@ -12,7 +12,6 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -26,12 +25,12 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
+from .native_calls import Chain, Chains, Grown, Seed, Seeds, hold
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
 
-_FLOOR_OF, _FLOOR = Struct("=f4x"), Struct("=q")  # the number whose bytes are those of a float
 HEAD_STEP = 16  # a head's width is a multiple of it
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
@@ -153,18 +152,6 @@ class NativePlan:
     held: list[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Where a continuation starts and when it ends; see `Stack.roll`."""
-
-    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
-    position: int  # of the first of them
-    steps: int  # tokens wanted behind them, one or more
-    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
-    floor: float  # it ends once its cumulative log-probability is below this
-    rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
-
-
 class RowSpan(NamedTuple):
     """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
 
@@ -219,7 +206,7 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
-        self._best, self._roll = library.pl_best, library.pl_roll
+        self._best, self._roll, self._grow = library.pl_best, library.pl_roll, library.pl_grow
         self._decide, self._choose = library.pl_decide, library.pl_choose
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
@@ -261,9 +248,9 @@ class Stack:
             block = s.num_keys - s.prefix
             _set_keys(row, s.keys, s.num_keys, held)
             if s.visible is not None:
-                row.visible = _hold(s.visible, (s.stop - s.start, block), held, torch.bool)
+                row.visible = hold(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
-                row.block_positions = _hold(s.positions, (block,), held)
+                row.block_positions = hold(s.positions, (block,), held)
         return NativePlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
@@ -285,7 +272,7 @@ class Stack:
             rows=hidden.shape[0],
             hidden_in=hidden.data_ptr(),
             hidden_out=out.data_ptr(),
-            positions=_hold(state.positions, hidden.shape[:1], held),
+            positions=hold(state.positions, hidden.shape[:1], held),
             k_cache=ctypes.addressof(k),
             v_cache=ctypes.addressof(v),
             head_stride=stride,
@@ -298,7 +285,7 @@ class Stack:
         if isinstance(slots, slice):
             run.slot_base = slots.start
         else:
-            run.slots = _hold(slots, hidden.shape[:1], held)
+            run.slots = hold(slots, hidden.shape[:1], held)
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
@@ -350,7 +337,7 @@ class Stack:
         held: list[Tensor] = []
         for start, stop, prefix, keys, above in spans:
             numbers += (start, stop, prefix)
-            numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys, (prefix + stop - start,), held))
+            numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
             numbers.append(-1 if above is None else len(above))
             parents += above or ()
         numbers += tokens
@@ -372,7 +359,7 @@ class Stack:
             if len(rules) != native.RULES_BYTES * len(spans):
                 raise ValueError(f"rules of {len(rules)} bytes for {len(spans)} sequences")
             shape = (len(wanted), self._model.vocab)
-            given = *given[:2], rules, _hold(logits, shape, held, torch.float32), given[2]
+            given = *given[:2], rules, hold(logits, shape, held, torch.float32), given[2]
             call = self._choose
         refused = call(self._reference, run, *given)
         if refused == _BAD_POSITION:
@@ -468,38 +455,51 @@ class Stack:
             ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
                 below 1; nothing was computed.
         """
-        pending = array("q", [token for chain in chains for token in chain.pending])
-        total = sum(chain.steps for chain in chains)
-        tokens, log_q = array("q", bytes(8 * total)), array("f", bytes(4 * total))
-        rules = array("B", b"".join(chain.rules or b"" for chain in chains))
-        places = [part.buffer_info()[0] for part in (pending, tokens, log_q, rules)]
-        numbers: list[int] = []
-        held: list[Any] = []
-        for chain in chains:
-            count, steps = len(chain.pending), chain.steps
-            wanted = chain.position + count + steps - 1
-            keys = chain.keys
-            where = (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys[:wanted], (wanted,), held))
-            (floor,) = _FLOOR.unpack(_FLOOR_OF.pack(chain.floor))
-            numbers += (places[0], count, chain.position, steps, *where, floor, places[1], places[2], 0)
-            numbers.append(places[3] if chain.rules else 0)
-            sizes = (8 * count, 8 * steps, 4 * steps, len(chain.rules or b""))
-            places = [place + size for place, size in zip(places, sizes, strict=True)]
-        table = array("q", numbers)
+        table = Chains(chains)
+        run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
+        _require(self._roll(self._reference, run, self._embedding_at, limit, table.address, len(chains)))
+        return table.read()
+
+    def grow(
+        self,
+        seeds: Sequence[Seed],
+        factors: Sequence[int],
+        topk: int,
+        beam: int,
+        floor: float,
+        cache: KVCache,
+        limit: int,
+    ) -> list[Grown]:
+        """Catch up with every seed's pending tokens and grow its draft tree, a level a pass, all in each pass.
+
+        Args:
+            seeds: where each starts.
+            factors: children a level of static trees, and how many levels there may be.
+            topk: children of an expanded node of dynamic trees; 1: static ones.
+            beam: nodes of dynamic trees that are expanded a level.
+            floor: nodes with a score below it are not expanded.
+            cache: K and V; every expanded node gets its own.
+            limit: tokens at and above this are never chosen.
+
+        Returns:
+            The trees as `DraftModel` grows them level by level, nodes in its order.
+
+        Raises:
+            ValueError: as `roll`; nothing was computed.
+        """
+        table = Seeds(seeds, factors, topk, beam)
+        run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
+        _require(self._grow(self._reference, run, self._embedding_at, limit, table.address, floor, *table.results))
+        return table.read()
+
+    def _reaching(self, cache: KVCache, last: int) -> native.Pass:
+        """A pass without adapters, whose rotation table reaches beyond position ``last``."""
         run = self._pass(cache)
         run.num_adapters = 0
-        last = max(chain.position + len(chain.pending) + chain.steps for chain in chains)
         if last >= run.num_positions:
             run.rotation = None
             self._rotate(run, self._rope.reach(last))
-        limit = min(limit, self._model.vocab)
-        _require(self._roll(self._reference, run, self._embedding_at, limit, table.buffer_info()[0], len(chains)))
-        made = table[native.CHAIN_MADE :: native.CHAIN_NUMBERS]
-        found, begin = [], 0
-        for chain, count in zip(chains, made, strict=True):
-            found.append([*zip(tokens[begin : begin + count], log_q[begin : begin + count], strict=True)])
-            begin += chain.steps
-        return found
+        return run
 
     @staticmethod
     def _rotate(run: native.Pass, rotation: Rotation) -> None:
@@ -547,20 +547,12 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
 
 
-def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
-    """The address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
-    held.append(tensor.contiguous())
-    return held[-1].data_ptr()
-
-
 def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> None:
     """Where ``count`` keys lie: from a first slot on, or in slots that are listed."""
     if isinstance(keys, slice):
         row.base = keys.start
     else:
-        row.base, row.keys = -1, _hold(keys, (count,), held)
+        row.base, row.keys = -1, hold(keys, (count,), held)
 
 
 def _require(refused: int) -> None:
