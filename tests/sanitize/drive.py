@@ -27,7 +27,8 @@ from paceline.attention.base import Segment
 from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.native import Chain, NativeLinear, RowSpan, top
+from paceline.target.native import NativeLinear, RowSpan, top
+from paceline.target.native_calls import Chain
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 

@@ -300,9 +300,14 @@ class SequenceSampler:
         return self.greedy and not self._steps
 
     @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn by temperature and truncations alone."""
+        return not self.greedy and len(self._steps) == self._truncations
+
+    @property
     def drawable(self) -> bool:
         """Whether `rules` say all of how tokens are chosen."""
-        return self.plain or (not self.greedy and len(self._steps) == self._truncations)
+        return self.plain or self.draws
 
     @property
     def rules(self) -> bytes:
