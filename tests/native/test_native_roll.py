@@ -163,7 +163,7 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     drafter = llm.engine.round.drafter  # type: ignore[attr-defined]
     assert isinstance(drafter, DraftModel)
     greedy, warm = (SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.9))
-    found: dict[bool, list[list[tuple[Proposal, int]]]] = {}
+    found: dict[bool, list[list[Proposal]]] = {}
     answers = {}
     grow, sprout, calls = drafter._grow, drafter._sprout, []
     for compiled in (True, False):
@@ -171,7 +171,7 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
 
         def spy(want: DraftRequest, kept: list[Any] = kept) -> list[Any]:
             growths = grow(want)
-            kept.append([(drafter._proposal(g)) for g in growths])
+            kept.append([drafter._proposal(g) for g in growths])
             return growths
 
         monkeypatch.setattr(drafter, "_grow", spy)
@@ -185,10 +185,10 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
     assert answers[True] == answers[False] and sum(accepted for _, accepted, _ in answers[True]) > 10
     assert len(calls) == len(found[True]) == len(found[False])
     for mine, oracle in zip(found[True], found[False], strict=True):
-        for (draft, passes), (wanted, levels) in zip(mine, oracle, strict=True):
-            assert (draft.tokens, draft.parents, passes) == (wanted.tokens, wanted.parents, levels)
+        for draft, wanted in zip(mine, oracle, strict=True):
+            assert (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents)
             assert draft.log_scores == pytest.approx(wanted.log_scores, abs=1e-3)
-    assert any(len({*draft.parents}) < len(draft.parents) for step in found[True] for draft, _ in step)
+    assert any(len({*draft.parents}) < len(draft.parents) for step in found[True] for draft in step)
 
 
 def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
