@@ -234,7 +234,7 @@ class DraftModel:
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, level by level, all sequences together."""
         growths = self._grow(want)
-        tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths])
+        tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths], trusted=True)
         return tree.with_q(self._q(growths, tree)) if self.config.proposes == "sampled" else tree
 
     @inference

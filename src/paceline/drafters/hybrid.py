@@ -20,8 +20,9 @@ import torch
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
+from ..core.tree_lists import depths_below
 from .base import Drafter, DrafterSpec, DraftRequest, RememberingDrafter, SequenceView, StepFeatures
-from .proposal import Proposal, to_tree
+from .proposal import PathDrafter, Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Hybrid:
         for draft, budget in zip(drafts, want.budgets, strict=True):
             draft.cut(min(budget, self.config.nodes))
         roots = [view.tokens[-1] for view in want.sequences]
-        return to_tree(roots, [draft.nodes for draft in drafts], [draft.marks for draft in drafts])
+        return to_tree(roots, [draft.nodes for draft in drafts], [draft.marks for draft in drafts], trusted=True)
 
     def _asked(self, source: int, want: DraftRequest, drafts: Sequence[_Draft]) -> list[int]:
         if want.rule is not None:
@@ -163,13 +164,25 @@ class Hybrid:
             max_depths=[want.max_depths[i] for i, _ in asked],
             floor=UNSURE if want.rule is None else want.rule.level_chance(source, len(asked)),
         )
-        tree = part.propose(request)
-        lists = tree.lists()
-        for b, (_, draft) in enumerate(asked):
-            scores = [EVEN * depth for depth in tree.depth_lists()[b]] if lists.scores is None else lists.scores[b]
-            found = Proposal(lists.tokens[b][1:], lists.parents[b][1:], scores[1 : lists.counts[b]])
+        levels = 0
+        for (_, draft), found in zip(asked, _proposals(part, request), strict=True):
             draft.add(source, found, want)
-        return max((max(depths) for depths in tree.depth_lists()), default=0)
+            levels = max(levels, len(found) if found.is_chain else max(depths_below(found.parents)))
+        return levels
+
+
+def _proposals(part: Drafter, request: DraftRequest) -> list[Proposal]:
+    """What a drafter proposes for each sequence."""
+    if isinstance(part, PathDrafter):
+        rows = zip(request.sequences, request.budgets, request.max_depths, strict=True)
+        return [part.propose_paths(*row) for row in rows]
+    tree = part.propose(request)
+    lists = tree.lists()
+    scores = lists.scores or [[EVEN * depth for depth in depths] for depths in tree.depth_lists()]
+    return [
+        Proposal(tokens[1:], parents[1:], row[1 : len(tokens)])
+        for tokens, parents, row in zip(lists.tokens, lists.parents, scores, strict=True)
+    ]
 
 
 class _Draft:
@@ -187,7 +200,7 @@ class _Draft:
         """Merge one drafter's proposal."""
         if not found.tokens:
             return
-        begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if parent == 0]
+        begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if not parent]
         chance = sum(map(exp, begins)) if want.rule is None else want.rule.first(source, self.view, begins)
         self.first = max(self.first, chance)
         self.marks += [source] * len(self.nodes.graft(found))

@@ -81,6 +81,8 @@ class NgramIndex:
 class NgramDrafter(PathDrafter):
     """Drafts the continuation of the most recent occurrence of the longest n-gram that ends the context."""
 
+    trusted = True
+
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
         self.spec = DrafterSpec(

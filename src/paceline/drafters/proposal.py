@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ..core.tree import TokenTree
+from ..core.tree_lists import PADDING, TreeLists
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class Proposal:
         Returns:
             The indices in ``tokens`` of the nodes that are new.
         """
+        if not self.tokens:
+            self.tokens, self.parents, self.log_scores = other.tokens[:], other.parents[:], other.log_scores[:]
+            return [*range(len(self.tokens))]
         children = {(p, t): i + 1 for i, (p, t) in reversed([*enumerate(zip(self.parents, self.tokens, strict=True))])}
         moved = {0: 0}
         fresh = []
@@ -90,7 +94,11 @@ class Proposal:
 
 
 def to_tree(
-    root_tokens: Sequence[int], proposals: Sequence[Proposal], source: int | Sequence[Sequence[int]] = 0
+    root_tokens: Sequence[int],
+    proposals: Sequence[Proposal],
+    source: int | Sequence[Sequence[int]] = 0,
+    *,
+    trusted: bool = False,
 ) -> TokenTree:
     """One tree a sequence, on the CPU.
 
@@ -98,10 +106,22 @@ def to_tree(
         root_tokens: [B] the last committed token of each sequence.
         proposals: [B] drafted nodes of each.
         source: who proposed them, for statistics: one for all, or one a node.
+        trusted: parents come before their children, and lists have one length: nothing is checked.
 
     Returns:
         [B, N] with N = 1 + the largest proposal; ``log_score`` is set.
     """
+    if trusted:
+        marks = [[source] * len(p.tokens) for p in proposals] if isinstance(source, int) else source
+        return TokenTree.from_lists(
+            TreeLists(
+                tokens=[[root, *p.tokens] for root, p in zip(root_tokens, proposals, strict=True)],
+                parents=[[PADDING, *p.parents] for p in proposals],
+                sources=[[0, *row] for row in marks],
+                counts=[1 + len(p.tokens) for p in proposals],
+                scores=[[0.0, *p.log_scores] for p in proposals],
+            )
+        )
     return TokenTree.from_parents(
         root_tokens,
         [p.parents for p in proposals],
@@ -115,6 +135,7 @@ class PathDrafter:
     """Base of drafters that propose sequence by sequence, in plain Python: they add `spec` and `propose_paths`."""
 
     spec: DrafterSpec
+    trusted: ClassVar[bool] = False  # whether its proposals need no check; see `to_tree`
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Nothing to prepare: works on token ids."""
@@ -125,7 +146,8 @@ class PathDrafter:
     def propose(self, want: DraftRequest) -> TokenTree:
         """[B, N] trees on the CPU; see `propose_paths`."""
         rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        return to_tree([sequence.tokens[-1] for sequence in want.sequences], [self.propose_paths(*row) for row in rows])
+        found = [self.propose_paths(*row) for row in rows]
+        return to_tree([sequence.tokens[-1] for sequence in want.sequences], found, trusted=self.trusted)
 
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """Draft for one sequence, without a tensor.

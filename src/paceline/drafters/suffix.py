@@ -252,6 +252,8 @@ class SharedOutputs:
 class SuffixDrafter(PathDrafter):
     """Drafts the most frequent continuations of the longest suffix seen before."""
 
+    trusted = True
+
     def __init__(self, config: SuffixConfig) -> None:
         self.config = config
         self.spec = DrafterSpec(name=config.kind, default_budget=config.tree or config.depth, tree=config.tree > 0)

@@ -33,6 +33,8 @@ from .budget import MAX_BUDGET, StepRecord
 from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
+LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudgetConfig:
@@ -75,10 +77,6 @@ class _Worth:
         self.gain += rate * (gain - self.gain)
         self.open += rate * (open_ - self.open)
         self.asks += 1
-
-    def now(self, open_: float) -> float:
-        """Tokens that an ask would bring now."""
-        return self.gain * open_ / max(self.open, 0.05)
 
 
 @dataclass(slots=True)
@@ -179,6 +177,7 @@ class AutoBudget:
         self._purse_ms = 0.0
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
+        self._first: set[int] = set()  # sequences that asking the first source for pays
         self._batch = self._context = self._levels = 0
         self._plain_ms = table.step_ms(1, 0)
         self._rate = 0.0  # tokens a ms, over the batch
@@ -278,14 +277,15 @@ class AutoBudget:
         if self._wants_plain(self._batch):
             return set()
         paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
-        if all(len(found) == len(books) for found in paying):
+        self._first = {books[i].view.key for i in paying[0]}
+        if len(paying) == 1 and len(paying[0]) == len(books):
             return paying[0]
         return set().union(*paying, self._explore(books, paying))
 
     def _rise(self, most: int) -> list[float]:
         """Ms by which 0, 1, .. drafted rows make the step longer, up to ``most`` at least."""
         if len(self._rises) <= most:
-            self._rises = self.costs.rise(self._batch, max(8, most), self._context)
+            self._rises = self.costs.rise(self._batch, most, self._context)
         return self._rises
 
     @property
@@ -306,7 +306,10 @@ class AutoBudget:
             return {min(range(len(books)), key=lambda i: len(books[i].view.tokens) - books[i].worths[source].seen)}
         values = []
         for i, (book, open_) in enumerate(zip(books, opens, strict=True)):
-            value = book.worths[source].now(open_) - rate * self._catch_up_ms(source, book)
+            worth = book.worths[source]
+            value = worth.gain * open_ / max(worth.open, LEAST_OPEN)
+            if value > 0 and costs.catch_up_ms:
+                value -= rate * self._catch_up_ms(source, book)
             if value > 0:
                 values.append((value, -i))
         if len(values) > 1:
@@ -386,10 +389,13 @@ class AutoBudget:
         Returns:
             Their indices.
         """
-        books = [self._books[view.key] for view in views]
         opens = [1 - chance for chance in first]
-        chosen = self._paying(source, books, opens)
-        chosen |= {i for i, view in enumerate(views) if (view.key, source) in self._trials}
+        if source == 0:  # as the plan says: nothing is known since
+            chosen = {i for i, view in enumerate(views) if view.key in self._first}
+        else:
+            chosen = self._paying(source, [self._books[view.key] for view in views], opens)
+        if self._trials:
+            chosen |= {i for i, view in enumerate(views) if (view.key, source) in self._trials}
         self._note(source, {views[i].key: opens[i] for i in chosen})
         return sorted(chosen)
 

@@ -41,6 +41,7 @@ class GuardedDrafter:
                 f"use one of its rounds: {', '.join(sorted(drafter.spec.rounds))}",
             )
         self.drafter = drafter
+        self._grows = drafter is not None and drafter.spec.cache is not None and not drafter.spec.parts
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self.failure: str | None = None  # why it was disabled
         self._vocab_size = vocab_size
@@ -54,7 +55,7 @@ class GuardedDrafter:
             sequences=[w.sequence.view for w in drafting],
             budgets=[w.budget for w in drafting],
             max_depths=[w.max_depth for w in drafting],
-            floor=0.0 if rule is None else rule.level_chance(0, len(drafting)),
+            floor=rule.level_chance(0, len(drafting)) if rule is not None and self._grows else 0.0,
             rule=rule,
         )
         try:
