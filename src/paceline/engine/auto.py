@@ -33,6 +33,7 @@ from .budget import MAX_BUDGET, StepRecord
 from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 
+MARGINAL = 1e-3  # tokens
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
 
 
@@ -46,7 +47,9 @@ class AutoBudgetConfig:
     first_gain: float = 0.5  # tokens that the asks of an unknown look-up are taken to bring
     first_gain_network: float = 2.5  # the same of a drafter with a network: hopeful enough for a first try
     pilot: int = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
-    quickest: float = 0.15  # least weight of an ask in what its sequence's asks bring
+    trial: int = 4  # asks of such a drafter for a new request, after which is known what it brings there
+    first_lift: float = 0.5  # tokens an ask by which trials of an unknown one are taken to pay, over their cost
+    quickest: float = 0.08  # least weight of an ask in what its sequence's asks bring
     rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
     kind_rate: float = (
         1 / 256
@@ -70,10 +73,17 @@ class _Worth:
     begun: bool = False  # the last ask only prepared the next one
     seen: int = 0  # tokens of the text that the source has processed
     kind: _Worth | None = None  # of all requests of its kind
+    tried: int = 0  # asks for this sequence; of a kind: completed trials
+    lift: float = 0.0  # of a kind: running mean over trials: tokens an ask beyond its cost, where that is above 0
+
+    def lifted(self, lift: float, slowest: float) -> None:
+        """A trial for one request of this kind has ended."""
+        self.tried += 1
+        self.lift += max(slowest, 1 / (self.tried + 1)) * (lift - self.lift)
 
     def learn(self, gain: float, open_: float, quickest: float) -> None:
         """Take in one ask."""
-        rate = max(quickest, 3 / (self.asks + 3))  # later ones count more: the chances behind them are known better
+        rate = max(quickest, 2 / (self.asks + 2))  # later ones count more: the chances behind them are known better
         self.gain += rate * (gain - self.gain)
         self.open += rate * (open_ - self.open)
         self.asks += 1
@@ -256,7 +266,7 @@ class AutoBudget:
         """The batch has another size, at which asks are worth something else."""
         old, book.bucket, book.worths = book.worths, size, self._worths(book.kind, size)
         for worth, was in zip(book.worths, old, strict=True):
-            worth.seen, worth.asked_at, worth.begun = was.seen, was.asked_at, was.begun
+            worth.seen, worth.asked_at, worth.begun, worth.tried = was.seen, was.asked_at, was.begun, was.tried
 
     def _worths(self, kind: _Kind, size: int) -> list[_Worth]:
         """Where a sequence begins: with what its kind has brought at this batch size."""
@@ -265,7 +275,7 @@ class AutoBudget:
             known = kind.worths.get((source, size))
             if known is None:
                 gain = self.config.first_gain_network if costs.network else self.config.first_gain
-                known = kind.worths[source, size] = _Worth(gain)
+                known = kind.worths[source, size] = _Worth(gain, lift=self.config.first_lift)
             found.append(_Worth(known.gain, known.open, min(known.asks, 4), kind=known))
         return found
 
@@ -310,6 +320,8 @@ class AutoBudget:
             value = worth.gain * open_ / max(worth.open, LEAST_OPEN)
             if value > 0 and costs.catch_up_ms:
                 value -= rate * self._catch_up_ms(source, book)
+            if costs.network and self._worth_a_trial(source, book):
+                value = max(value, rate * costs.predict(1) + MARGINAL)
             if value > 0:
                 values.append((value, -i))
         if len(values) > 1:
@@ -325,15 +337,29 @@ class AutoBudget:
                 best, count = net, n
         return {-i for _, i in values[:count]}
 
+    def _worth_a_trial(self, source: int, book: _Book) -> bool:
+        """Whether to find out what asking a network brings for a new request: texts of one kind differ in that, and
+        what a trial costs may come back many times."""
+        worth, costs, config = book.worths[source], self.draft_costs[source], self.config
+        if worth.kind is None or worth.tried >= config.trial:
+            return False
+        cost = costs.predict(1) * (config.trial - worth.tried) + self._behind_ms(source, book)
+        return worth.kind.lift * self._asks_left(source, book) > self._rate * cost
+
+    def _asks_left(self, source: int, book: _Book) -> float:
+        """Asks over which what is learned or caught up with now can pay."""
+        limit = self.config.horizon
+        if book.view.max_len is not None:
+            limit = min(limit, book.view.max_len - len(book.view.tokens))
+        return max(1.0, limit / (1 + max(1.0, book.worths[source].gain)))
+
     def _catch_up_ms(self, source: int, book: _Book) -> float:
         """What the source has to compute first, spread over the asks in which that can pay."""
         costs = self.draft_costs[source]
         behind = len(book.view.tokens) - book.worths[source].seen - NEAR
         if behind <= 0 or not costs.catch_up_ms:
             return 0.0
-        limit = self.config.horizon if book.view.max_len is None else book.view.max_len - len(book.view.tokens)
-        steps = max(1.0, min(limit, self.config.horizon) / (1 + max(1.0, book.worths[source].gain)))
-        return behind * costs.catch_up_ms / steps
+        return behind * costs.catch_up_ms / self._asks_left(source, book)
 
     def _explore(self, books: Sequence[_Book], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
@@ -519,8 +545,12 @@ class AutoBudget:
                     offer, nodes = found[b]
                     gain = sum([offer.path[i] - price for i in nodes[1:] if offer.sources[i] == source])
                 worth.learn(gain, open_, self.config.quickest)
+                worth.tried += 1
                 if worth.kind is not None:
                     worth.kind.learn(gain, open_, self.config.kind_rate)
+                    if worth.tried == self.config.trial:
+                        cost = self._rate * self.draft_costs[source].predict(1)
+                        worth.kind.lifted(max(0.0, worth.gain / max(worth.open, LEAST_OPEN) - cost), 1 / 16)
                 if gain and (view.key, source) in self._trials:
                     self._save(gain / self._rate / self.config.explore)
 

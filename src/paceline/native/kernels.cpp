@@ -425,7 +425,7 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
 //
 // Which thread computes a piece changes no bits.
 
-constexpr int SPINS = 3000;         // turns of a spin, some tens of microseconds
+constexpr int SPINS = 20000;        // turns of a spin, some hundreds of microseconds: longer than from one pass to the next
 constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of what the job took
 constexpr int64_t JUDGED = 5;       // stages of a job of which no single one takes that share by itself
 constexpr int64_t ALONE = 16;       // jobs without the others after a wait that long; doubled up to
