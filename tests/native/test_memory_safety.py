@@ -25,7 +25,8 @@ from paceline.kv.pool import KVPool
 from paceline.target.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.native import Chain, NativeLinear, top, unsupported
+from paceline.target.native import NativeLinear, top, unsupported
+from paceline.target.native_calls import Chain
 
 CPU = torch.device("cpu")
 

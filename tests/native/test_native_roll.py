@@ -1,18 +1,23 @@
-"""Greedy chains drawn in one compiled call, against the same chain a pass at a time."""
+"""Chains and trees drafted in one compiled call, against the same a pass at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from paceline import native
+from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.drafters.base import DraftRequest
+from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.proposal import Proposal
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.llm import LLM
 from paceline.target.decoder import Decoder
-from paceline.target.native import Chain
+from paceline.target.native_calls import Chain, Seed
 from paceline.target.packing import RowPacker
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -52,21 +57,29 @@ def forward(decoder: Decoder, pool: KVPool, cache: SequenceCache, tokens: Sequen
     return logits
 
 
-def one_by_one(decoder: Decoder, prompt: Sequence[int], steps: int, limit: int) -> list[tuple[int, float]]:
+def one_by_one(
+    decoder: Decoder, prompt: Sequence[int], steps: int, limit: int, sampler: SequenceSampler | None = None
+) -> list[tuple[int, float]]:
     """The chain behind the prompt: the first token, then one a pass."""
     pool = make_pool(decoder)
     cache = pool.open(expected=100)
     logits = forward(decoder, pool, cache, prompt)[-1:, :limit]
     found = []
-    for _ in range(steps):
-        best = logits.log_softmax(-1).max(-1)
+    for step in range(steps):
+        scores = logits if sampler is None else sampler.scores(logits, None, [len(prompt) + step])
+        best = scores.log_softmax(-1).max(-1)
         found.append((int(best.indices), float(best.values)))
         logits = forward(decoder, pool, cache, [found[-1][0]])[-1:, :limit]
     return found
 
 
 def rolled(
-    decoder: Decoder, steps: Sequence[int], floor: float, limit: int, scattered: bool
+    decoder: Decoder,
+    steps: Sequence[int],
+    floor: float,
+    limit: int,
+    scattered: bool,
+    samplers: Sequence[SequenceSampler] | None = None,
 ) -> list[list[tuple[int, float]]]:
     """All prompts' chains in one call; of each prompt a different part is computed before."""
     assert decoder.stack is not None
@@ -82,8 +95,28 @@ def rolled(
         if scattered:
             assert isinstance(keys, slice)
             keys = torch.arange(keys.start, keys.stop)
-        chains.append(Chain(pending, index, count, keys, floor))
+        rules = None if samplers is None else samplers[index].rules
+        chains.append(Chain(pending, index, count, keys, floor, rules))
     return decoder.stack.roll(chains, pool, limit)
+
+
+@pytest.mark.parametrize("limit", [8192, 3000])
+def test_coupled_chains_are_drawn_with_the_samplers_noise(decoder: Decoder, limit: int) -> None:
+    asked = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9}, {"temperature": 0.0}]
+    differ = 0
+    for seed in range(3):
+        samplers = [
+            SequenceSampler(SamplingParams(**params), prompt, seed=seed, sample_index=0, vocab_size=limit)  # type: ignore[arg-type]
+            for params, prompt in zip(asked, PROMPTS, strict=True)
+        ]
+        jobs = zip(PROMPTS, STEPS, samplers, strict=True)
+        expected = [one_by_one(decoder, prompt, steps, limit, sampler) for prompt, steps, sampler in jobs]
+        found = rolled(decoder, STEPS, -math.inf, limit, seed == 1, samplers)
+        for one, many in zip(expected, found, strict=True):
+            assert [t for t, _ in many] == [t for t, _ in one]
+            assert [q for _, q in many] == pytest.approx([q for _, q in one], abs=1e-3)
+        differ += [t for t, _ in found[0]] != [t for t, _ in one_by_one(decoder, PROMPTS[0], STEPS[0], limit)]
+    assert differ
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["contiguous", "gathered"])
@@ -112,3 +145,72 @@ def test_best_is_argmax_and_log_softmax(decoder: Decoder) -> None:
     tokens, log_q = decoder.stack.best(hidden, 5000)
     assert tokens == logits.argmax(-1).tolist()
     assert log_q == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-4)
+
+
+TREES = {
+    "dynamic": "topk=4,depth=4",
+    "narrow": "topk=3,depth=5,beam=2,nodes=6",
+    "static": "branching=3x1x2",
+    "pruned": "topk=4,depth=5,min_prob=0.02",
+    "pruned static": "branching=2x2x2,min_prob=0.05",
+}
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tree of whole answers: greedy, coupled, and in batches of both, after accepted nodes of the one before."""
+    llm = LLM("paceline-small", drafter=f"draft_model:paceline-small-draft,{TREES[shape]}", budget=12, threads=1)
+    drafter = llm.engine.round.drafter  # type: ignore[attr-defined]
+    assert isinstance(drafter, DraftModel)
+    greedy, warm = (SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.9))
+    found: dict[bool, list[list[tuple[Proposal, int]]]] = {}
+    answers = {}
+    grow, sprout, calls = drafter._grow, drafter._sprout, []
+    for compiled in (True, False):
+        kept = found.setdefault(compiled, [])
+
+        def spy(want: DraftRequest, kept: list[Any] = kept) -> list[Any]:
+            growths = grow(want)
+            kept.append([(drafter._proposal(g), g.passes) for g in growths])
+            return growths
+
+        monkeypatch.setattr(drafter, "_grow", spy)
+        monkeypatch.setattr(drafter, "_sprout", lambda *args: (calls.append(1), sprout(*args)))
+        if not compiled:
+            monkeypatch.setattr(drafter, "_compiles", lambda growths: False)
+        outputs = llm.generate(["SELECT name FROM", "def f(x):\n    return x +"], greedy)
+        outputs += llm.generate(["one two three four", "the cat sat on", "1 2 3"], [warm, greedy, warm])
+        answers[compiled] = [(o.outputs[0].token_ids, o.stats.accepted, o.stats.drafted) for o in outputs]
+        drafter.forget()
+    assert answers[True] == answers[False] and sum(accepted for _, accepted, _ in answers[True]) > 10
+    assert len(calls) == len(found[True]) == len(found[False])
+    for mine, oracle in zip(found[True], found[False], strict=True):
+        for (draft, passes), (wanted, levels) in zip(mine, oracle, strict=True):
+            assert (draft.tokens, draft.parents, passes) == (wanted.tokens, wanted.parents, levels)
+            assert draft.log_scores == pytest.approx(wanted.log_scores, abs=1e-3)
+    assert any(len({*draft.parents}) < len(draft.parents) for step in found[True] for draft, _ in step)
+
+
+def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
+    assert decoder.stack is not None
+    pool = make_pool(decoder)
+    cache = pool.open(expected=100)
+    cache.reserve(30)
+    fine = Seed([5, 6], 0, 6, cache.slots(0, 8), 9, 3, 40, None)
+    (tree,) = decoder.stack.grow([fine], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
+    assert len(tree.tokens) == 3 + 6 + 6 and tree.forwarded == 4 and tree.passes == 3
+    wrong = (
+        {"pending": [8192]},
+        {"pending": []},
+        {"keys": torch.arange(10**6, 10**6 + 8)},
+        {"max_depth": 4},
+        {"max_depth": 0},
+    )
+    for changes in wrong:
+        with pytest.raises(ValueError):
+            decoder.stack.grow([fine._replace(**changes)], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
+    for factors, topk, most in (((1, 0, 1), 3, 40), ((1, 1, 1), 0, 40), ((1, 1, 1), 3, 5)):
+        with pytest.raises(ValueError):
+            decoder.stack.grow([fine._replace(most=most)], factors, topk, 2, -math.inf, pool, 8192)
+    (short,) = decoder.stack.grow([fine._replace(room=2)], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
+    assert short.forwarded == 2 and len(short.tokens) == 3 + 6  # no slot for a further level

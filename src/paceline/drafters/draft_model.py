@@ -30,11 +30,13 @@ from ..core.inference import inference
 from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..target.base import ForwardState
-from ..target.native import Chain, Stack
+from ..target.native import Stack
+from ..target.native_calls import Chain, Seed
 from ..target.packing import RowPacker
 from .base import CacheSpec, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
+from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
@@ -144,6 +146,12 @@ class _Growth:
         """Tokens of the text without K/V."""
         return len(self.sequence.tokens) - self.state.cache.committed
 
+    @property
+    def rules(self) -> bytes | None:
+        """How compiled code draws coupled drafts; None: the likeliest tokens."""
+        sampler = self.sequence.sampler
+        return None if sampler.plain else sampler.rules
+
     def path(self, node: int) -> list[int]:
         """Nodes from below the root to ``node``."""
         nodes: list[int] = []
@@ -243,8 +251,11 @@ class DraftModel:
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
-        if able and stack is not None and self._rolls(able):
-            self._roll(able, stack)
+        if able and stack is not None and self._compiles(able):
+            if self.config.is_chain:
+                self._roll(able, stack)
+            else:
+                self._sprout(able, stack)
         elif able:
             logits: Tensor | None = self._catch_up(able)
             level = 0
@@ -256,22 +267,21 @@ class DraftModel:
             growth.state.draft = growth.draft
         return growths
 
-    def _rolls(self, growths: Sequence[_Growth]) -> bool:
-        """Whether the drafts are chains of likeliest tokens, which compiled code draws in one call."""
-        config = self.config
-        return config.is_chain and config.proposes != "sampled" and all(g.sequence.sampler.plain for g in growths)
+    def _compiles(self, growths: Sequence[_Growth]) -> bool:
+        """Whether compiled code grows the drafts in one call: of likeliest tokens, or of coupled ones."""
+        proposes, samplers = self.config.proposes, [growth.sequence.sampler for growth in growths]
+        return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
         assert self._pool is not None
-        floor = math.log(self.config.min_prob) if self.config.min_prob > 0 else -math.inf
         chains = []
         for growth in growths:
             self._shorten(growth)
             cache, tokens = growth.state.cache, growth.sequence.tokens
             steps = min(growth.max_depth, growth.budget)
             keys = cache.slots(0, len(tokens) + steps - 1)
-            chains.append(Chain(tokens[cache.committed :], cache.committed, steps, keys, floor))
+            chains.append(Chain(tokens[cache.committed :], cache.committed, steps, keys, self._floor, growth.rules))
         found = stack.roll(chains, self._pool, self._vocab)
         self._settled(growths, [len(chain.pending) for chain in chains])
         for growth, drafted in zip(growths, found, strict=True):
@@ -280,6 +290,31 @@ class DraftModel:
             growth.passes += len(drafted)
             growth.state.base = growth.state.cache.committed
             growth.state.forwarded = len(drafted) - 1
+
+    def _sprout(self, growths: Sequence[_Growth], stack: Stack) -> None:
+        """The same for trees."""
+        assert self._pool is not None
+        config, seeds = self.config, []
+        beam = config.beam or config.topk
+        for growth in growths:
+            self._shorten(growth)
+            cache, tokens, levels = growth.state.cache, growth.sequence.tokens, growth.max_depth
+            most = config.topk * (1 + beam * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
+            room, first = self._room(growth), cache.committed
+            keys = cache.slots(0, len(tokens) + room)
+            seeds.append(Seed(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
+        grown = stack.grow(seeds, config.factors, config.topk, beam, self._floor, self._pool, self._vocab)
+        self._settled(growths, [len(seed.pending) for seed in seeds])
+        for growth, tree in zip(growths, grown, strict=True):
+            growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
+            growth.passes += tree.passes
+            growth.state.base = growth.state.cache.committed
+            growth.state.forwarded = tree.forwarded
+
+    @property
+    def _floor(self) -> float:
+        """The score below which no node is expanded."""
+        return math.log(self.config.min_prob) if self.config.min_prob > 0 else -math.inf
 
     def _shorten(self, growth: _Growth) -> None:
         """Leave at most `PREFILL_ROWS` pending tokens."""
@@ -489,10 +524,7 @@ class DraftModel:
             following = len(growth.draft) + len(fresh) * self.config.factors[level]
             if following > growth.budget:
                 return []
-        if self.config.min_prob > 0:
-            floor = math.log(self.config.min_prob)
-            fresh = [node for node in fresh if growth.score(node) >= floor]
-        return sorted(fresh)
+        return sorted(node for node in fresh if growth.score(node) >= self._floor)
 
     def _forward_frontier(self, growths: Sequence[_Growth]) -> Tensor | None:
         """K/V and logits of all frontier nodes; None where nothing is left to expand."""
@@ -561,25 +593,3 @@ class DraftModel:
         for b, node, row in rows:
             probs[b, node] = row
         return SparseQ(ids=None, probs=probs, replacement=False)
-
-
-def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: str) -> None:
-    """Refuse a draft model whose token ids stand for other strings than the target's.
-
-    Raises:
-        CapabilityError: names the first ids that differ.
-    """
-    asked = f"draft model {name!r} for target {target.name!r}"
-    remedy = "use a draft that was trained with the target's tokenizer"
-    if target.tokenizer is None or tokenizer is None:
-        if vocab_size != target.vocab_size:
-            raise CapabilityError(asked, f"{vocab_size} tokens against {target.vocab_size}", remedy)
-        return
-    ours = {i: piece for piece, i in tokenizer.get_vocab().items()}
-    theirs = {i: piece for piece, i in target.tokenizer.get_vocab().items()}
-    differ = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-    if differ:
-        shown = ", ".join(f"id {i}: {theirs.get(i)!r} in the target, {ours.get(i)!r} in the draft" for i in differ[:3])
-        raise CapabilityError(asked, f"{len(differ)} token ids mean different pieces ({shown})", remedy)
-    if vocab_size < len(theirs):
-        raise CapabilityError(asked, f"its head has {vocab_size} rows for {len(theirs)} tokens", remedy)

@@ -44,6 +44,7 @@ SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without inst
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
+CHAIN_NUMBERS, CHAIN_MADE = 11, 9  # fields of ``struct Chain``, which take 8 bytes each, and the place of `made`
 RULES_BYTES = 40  # of ``struct Rules``, which `SequenceSampler.rules` packs
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = AMX = len(ISA_NAMES) - 1
@@ -131,18 +132,6 @@ class Pass(ctypes.Structure):
     ]
 
 
-class Chain(ctypes.Structure):
-    _fields_ = [
-        ("pending", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_pending", "position", "steps", "base")),
-        ("keys", ctypes.c_void_p),
-        ("floor", ctypes.c_float),
-        ("tokens", ctypes.c_void_p),
-        ("log_q", ctypes.c_void_p),
-        ("made", ctypes.c_int64),
-    ]
-
-
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
@@ -216,7 +205,12 @@ def _declared(found: Any) -> Any:
     found.pl_roll.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_int64),
-        *(ctypes.POINTER(Chain), ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_int64),
+    ]
+    found.pl_grow.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double),
+        *[ctypes.c_void_p] * 2,
     ]
     found.pl_choose.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),

@@ -310,6 +310,8 @@ struct Pass {
   int64_t num_adapters;
 };
 
+struct Rules;
+
 struct Chain {             // one sequence's draft: its pending tokens, then a token a step
   const int64_t* pending;  // tokens whose K and V are still to be computed; one or more
   int64_t num_pending;
@@ -321,6 +323,7 @@ struct Chain {             // one sequence's draft: its pending tokens, then a t
   int64_t* tokens;         // [steps] out
   float* log_q;            // [steps] out, of each token alone
   int64_t made;            // out: tokens written, each the fruit of one pass
+  const Rules* rules;      // tokens are drawn as the sequence will draw its own; null: the likeliest ones
 };
 
 struct Rules {         // how a sequence chooses from a row of logits: core/sampling.py, `SequenceSampler.rules`
@@ -2306,7 +2309,7 @@ bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
 
 // What these rules, which draw, make of a row of n logits, with the noise of a position where it is wanted; valid until the
 // next call. Null where what is kept hangs on a rounding, and for what is no number.
-float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy) {
+float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy = true) {
   static thread_local std::vector<float> room;
   const int64_t padded = up(n, 16);
   grow(room, padded);
@@ -2354,6 +2357,91 @@ int64_t drawn(const float* logits, int64_t n, const Rules& r, int64_t position) 
   while (y[at] != best) at++;
   return at;
 }
+
+// A draft's token and its chance of being the one that is drawn: its log-softmax among the scores, or among the logits where
+// no rules are given or can be applied.
+void guess(const float* logits, int64_t n, const Rules* rules, int64_t position, int64_t* token, float* log_q) {
+  const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position) : nullptr;
+  best(y ? y : logits, n, token, log_q);
+}
+
+// A draft tree while it grows: what `DraftModel` does level by level. Node 0 is the root, node n is entry n - 1.
+struct Growing {
+  const int64_t* pending;
+  int64_t num_pending, position, room, base;
+  const int64_t* keys;
+  int64_t budget, max_depth;
+  const Rules* rules;
+  std::vector<int64_t> tokens, parents, depths, frontier{0};  // frontier: nodes to expand next, ascending
+  std::vector<double> scores;                                 // cumulative log q
+  int64_t forwarded = 0, passes = 0;                          // the first so many nodes have K and V
+
+  int64_t committed() const { return position + num_pending; }
+  int64_t depth(int64_t node) const { return node ? depths[node - 1] : 0; }
+  int64_t slot(int64_t place) const { return base >= 0 ? base + place : keys[place]; }
+
+  // The most likely children of every frontier node, from the logits [frontier, vocab] after them.
+  std::vector<int64_t> expand(const float* logits, int64_t vocab, int64_t limit, int64_t children, int64_t most) {
+    std::vector<int64_t> fresh, found(std::min(children, limit));
+    std::vector<float> log_q(found.size());
+    passes += !frontier.empty();
+    for (size_t f = 0; f < frontier.size(); f++) {
+      const int64_t node = frontier[f];
+      const float* x = logits + f * vocab;
+      const float* y = rules && rules->temperature > 0 ? scored(x, limit, *rules, committed() + depth(node)) : nullptr;
+      top(y ? y : x, limit, found.size(), found.data(), log_q.data());
+      for (int64_t i = 0; i < std::min<int64_t>(found.size(), most); i++) {
+        if (!(log_q[i] > -INFINITY)) continue;
+        tokens.push_back(found[i]), parents.push_back(node), depths.push_back(depth(node) + 1);
+        scores.push_back((node ? scores[node - 1] : 0.0) + (double)log_q[i]);
+        fresh.push_back(tokens.size());
+      }
+    }
+    return fresh;
+  }
+
+  // Moves the frontier behind the nodes that have K and V, since a node's slot is its place.
+  void compact() {
+    std::vector<int64_t> order, to(tokens.size() + 1);
+    for (int64_t n = 1; n <= forwarded; n++) order.push_back(n);
+    order.insert(order.end(), frontier.begin(), frontier.end());
+    for (int64_t n = forwarded + 1; n <= (int64_t)tokens.size(); n++)
+      if (!std::binary_search(frontier.begin(), frontier.end(), n)) order.push_back(n);
+    for (size_t i = 0; i < order.size(); i++) to[order[i]] = i + 1;
+    const Growing old = *this;
+    for (size_t i = 0; i < order.size(); i++) {
+      const int64_t n = order[i] - 1;
+      tokens[i] = old.tokens[n], parents[i] = to[old.parents[n]], depths[i] = old.depths[n], scores[i] = old.scores[n];
+    }
+    for (int64_t& node : frontier) node = to[node];
+    forwarded += frontier.size();
+  }
+};
+
+// How trees grow: `DraftModelConfig`.
+struct Shape {
+  int64_t topk, beam;      // of a dynamic tree; topk 1: a static one
+  int64_t levels;
+  const int64_t* factors;  // [levels] children a level of a static tree
+  double floor;            // no node below this score is expanded
+
+  int64_t children(int64_t level) const { return topk > 1 ? topk : factors[level]; }
+
+  std::vector<int64_t> next(const Growing& tree, std::vector<int64_t> fresh, int64_t level) const {
+    if (level >= std::min(tree.max_depth, levels)) return {};
+    auto better = [&](int64_t a, int64_t b) { return tree.scores[a - 1] > tree.scores[b - 1]; };
+    if (topk > 1) {
+      std::stable_sort(fresh.begin(), fresh.end(), better);
+      if ((int64_t)fresh.size() > beam) fresh.resize(beam);
+    } else if ((int64_t)(tree.tokens.size() + fresh.size() * factors[level]) > tree.budget) {
+      return {};
+    }
+    fresh.erase(std::remove_if(fresh.begin(), fresh.end(), [&](int64_t n) { return tree.scores[n - 1] < floor; }), fresh.end());
+    std::sort(fresh.begin(), fresh.end());
+    if (tree.forwarded + (int64_t)fresh.size() > tree.room) return {};
+    return fresh;
+  }
+};
 
 // Draws from rows of logits, a row a unit.
 struct Draw final : Job {
@@ -2758,7 +2846,7 @@ int pl_best(const Model* m, const void* hidden, int64_t rows, int64_t limit, int
   return DONE;
 }
 
-// Greedy drafting of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
+// Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
 // `vocab` rows, as the head does. Returns a `Refusal`.
 int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
   const Refusal refusal = check_chains(*m, *p, limit, chains, count);
@@ -2767,8 +2855,8 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
   for (int64_t i = 0; i < count; i++) chains[i].made = 0, most += chains[i].num_pending;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
   std::vector<char> hidden(most * bytes);
-  std::vector<int64_t> positions(most), slots(most), live(count), found(count);
-  std::vector<float> log_q(count), score(count, 0.0f);
+  std::vector<int64_t> positions(most), slots(most), live(count);
+  std::vector<float> score(count, 0.0f);
   std::vector<Segment> segments(count);
   while (true) {
     int64_t rows = 0, active = 0;
@@ -2791,14 +2879,109 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
     run_layers(*m, *p, 0, (int)p->layers);
     for (int64_t a = 0; a < active; a++)  // the last row of each
       std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
-    pl_best(m, hidden.data(), active, limit, found.data(), log_q.data(), (int)p->threads);
+    grow(t_logits, active * m->vocab);
+    head(*m, hidden.data(), active, t_logits.data(), (int)p->threads);
     for (int64_t a = 0; a < active; a++) {
       Chain& c = chains[live[a]];
-      c.tokens[c.made] = found[a];
-      c.log_q[c.made++] = log_q[a];
-      score[live[a]] += log_q[a];
+      const int64_t position = c.position + c.num_pending + c.made;
+      guess(t_logits.data() + a * m->vocab, limit, c.rules, position, c.tokens + c.made, c.log_q + c.made);
+      score[live[a]] += c.log_q[c.made++];
     }
   }
+}
+
+// Drafts trees of several sequences at once, a level a pass. All numbers come in one list:
+//     trees, topk, beam, levels, children of each level
+//     for each tree: address of the pending tokens, their number, position of the first, slots behind them, base (-1: keys are
+//     listed), address of the keys, budget, greatest depth, address of the rules (0: none), nodes that fit into `out`
+// What comes out, for each tree: nodes, how many of the first ones have K and V, passes, then tokens and parents, as many as fit
+// each; `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`.
+int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, const int64_t* list, double floor, int64_t* out,
+            double* scores) {
+  constexpr int64_t NUMBERS = 10;
+  const int64_t count = list[0];
+  const Shape shape{list[1], list[2], list[3], list + 4, floor};
+  const int64_t* of_tree = list + 4 + shape.levels;
+  if (shape.levels < 1 || shape.topk < 1 || shape.beam < 0) return BAD_COUNT;
+  for (int64_t i = 0; i < shape.levels; i++)
+    if (shape.factors[i] < 1) return BAD_COUNT;
+  std::vector<Growing> trees(count);
+  int64_t most = 0;
+  for (int64_t i = 0; i < count; i++, of_tree += NUMBERS) {
+    const int64_t* t = of_tree;
+    Growing& g = trees[i];
+    g.pending = (const int64_t*)t[0], g.num_pending = t[1], g.position = t[2], g.room = t[3], g.base = t[4];
+    g.keys = (const int64_t*)t[5], g.budget = t[6], g.max_depth = t[7], g.rules = (const Rules*)t[8];
+    if (g.room < 0 || g.budget < 1 || g.max_depth < 1 || g.max_depth > shape.levels) return BAD_COUNT;
+    Chain chain{g.pending, g.num_pending, g.position, g.room + 1, g.base, g.keys, 0, nullptr, nullptr, 0, nullptr};
+    const Refusal refusal = check_chains(*m, *p, limit, &chain, 1);
+    if (refusal != DONE) return refusal;
+    most += std::max(g.num_pending, g.room);
+  }
+  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
+  std::vector<char> hidden(most * bytes);
+  std::vector<int64_t> positions(most), slots(most), places;
+  std::vector<Segment> segments;
+  std::vector<uint8_t> masks;
+  for (int64_t level = 0;; level++) {
+    int64_t rows = 0, wanted = 0, bits = 0, block = 0;
+    for (Growing& g : trees) {
+      if (level && !g.frontier.empty()) g.compact();
+      bits += g.frontier.size() * g.forwarded, block += g.forwarded;
+    }
+    masks.assign(bits, 0), places.resize(block), segments.clear();
+    bits = block = 0;
+    auto add = [&](const Growing& g, int64_t token, int64_t position, int64_t place) {
+      positions[rows] = position, slots[rows] = g.slot(place);
+      std::memcpy(hidden.data() + rows++ * bytes, (const char*)embedding + token * bytes, bytes);
+    };
+    for (Growing& g : trees) {
+      if (g.frontier.empty()) continue;
+      const int64_t start = rows, size = g.frontier.size(), behind = g.committed() + g.forwarded;
+      if (level == 0) {
+        for (int64_t j = 0; j < g.num_pending; j++) add(g, g.pending[j], g.position + j, g.position + j);
+        segments.push_back({start, rows, g.position, g.committed(), g.base, g.keys, nullptr, nullptr});
+        continue;
+      }
+      for (int64_t node : g.frontier) add(g, g.tokens[node - 1], g.committed() - 1 + g.depth(node), g.committed() + node - 1);
+      if (size == 1 && g.depth(g.frontier[0]) == g.forwarded) {  // a chain so far
+        segments.push_back({start, rows, behind - 1, behind, g.base, g.keys, nullptr, nullptr});
+        continue;
+      }
+      segments.push_back({start, rows, g.committed(), behind, g.base, g.keys, masks.data() + bits, places.data() + block});
+      for (int64_t f = 0; f < size; f++)
+        for (int64_t node = g.frontier[f]; node; node = g.parents[node - 1]) masks[bits + f * g.forwarded + node - 1] = 1;
+      for (int64_t node = 1; node <= g.forwarded; node++) places[block + node - 1] = g.committed() - 1 + g.depth(node);
+      bits += size * g.forwarded, block += g.forwarded;
+    }
+    if (rows == 0) break;
+    Pass pass = *p;
+    pass.rows = rows, pass.hidden_in = pass.hidden_out = hidden.data(), pass.positions = positions.data(), pass.slots = slots.data();
+    pass.segments = segments.data(), pass.num_segments = segments.size();
+    run_layers(*m, pass, 0, (int)p->layers);
+    if (level == 0)  // the last row of each
+      for (const Segment& s : segments) std::memmove(hidden.data() + wanted++ * bytes, hidden.data() + (s.stop - 1) * bytes, bytes);
+    else wanted = rows;
+    grow(t_logits, wanted * m->vocab);
+    head(*m, hidden.data(), wanted, t_logits.data(), (int)p->threads);
+    const float* logits = t_logits.data();
+    for (Growing& g : trees) {
+      const int64_t size = g.frontier.size(), children = shape.children(level);
+      const int64_t first = level == 0 && shape.topk == 1 ? g.budget : children;  // of later levels only what fits is grown
+      g.frontier = shape.next(g, g.expand(logits, m->vocab, limit, children, first), level + 1);
+      logits += size * m->vocab;
+    }
+  }
+  of_tree = list + 4 + shape.levels;
+  for (const Growing& g : trees) {
+    const int64_t nodes = g.tokens.size(), room = of_tree[NUMBERS - 1];
+    if (nodes > room) return BAD_COUNT;
+    out[0] = nodes, out[1] = g.forwarded, out[2] = g.passes;
+    std::copy(g.tokens.begin(), g.tokens.end(), out + 3), std::copy(g.parents.begin(), g.parents.end(), out + 3 + room);
+    std::copy(g.scores.begin(), g.scores.end(), scores);
+    out += 3 + 2 * room, scores += room, of_tree += NUMBERS;
+  }
+  return DONE;
 }
 
 // One whole pass: tokens become states, go through all layers, and after each row that is wanted a token is chosen: by

@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,6 +25,7 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
+from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
 from .native_streams import NativeStreams, Riding, Told, told
 from .rope import RopeTable, Rotation
 
@@ -153,27 +154,6 @@ class NativePlan:
     held: list[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Where a greedy continuation starts and when it ends; see `Stack.roll`."""
-
-    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
-    position: int  # of the first of them
-    steps: int  # tokens wanted behind them, one or more
-    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
-    floor: float  # it ends once its cumulative log-probability is below this
-
-
-class RowSpan(NamedTuple):
-    """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
-
-    start: int
-    stop: int
-    prefix: int  # keys in front of its rows
-    keys: slice | Tensor  # slots of all its keys, the rows' own last
-    parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
-
-
 class Stack:
     """All layers of a decoder and its head. Takes over the decoder's weights, packed."""
 
@@ -219,7 +199,7 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
-        self._best, self._roll = library.pl_best, library.pl_roll
+        self._best, self._roll, self._grow = library.pl_best, library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
@@ -262,9 +242,9 @@ class Stack:
             block = s.num_keys - s.prefix
             _set_keys(row, s.keys, s.num_keys, held)
             if s.visible is not None:
-                row.visible = _hold(s.visible, (s.stop - s.start, block), held, torch.bool)
+                row.visible = hold(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
-                row.block_positions = _hold(s.positions, (block,), held)
+                row.block_positions = hold(s.positions, (block,), held)
         return NativePlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
@@ -286,7 +266,7 @@ class Stack:
             rows=hidden.shape[0],
             hidden_in=hidden.data_ptr(),
             hidden_out=out.data_ptr(),
-            positions=_hold(state.positions, hidden.shape[:1], held),
+            positions=hold(state.positions, hidden.shape[:1], held),
             k_cache=ctypes.addressof(k),
             v_cache=ctypes.addressof(v),
             head_stride=stride,
@@ -299,7 +279,7 @@ class Stack:
         if isinstance(slots, slice):
             run.slot_base = slots.start
         else:
-            run.slots = _hold(slots, hidden.shape[:1], held)
+            run.slots = hold(slots, hidden.shape[:1], held)
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
@@ -347,7 +327,7 @@ class Stack:
             ConfigError, ValueError: as `run`.
         """
         held: list[Tensor] = []
-        made = array("q", _numbers(tokens, positions, slots, spans, wanted, held))
+        made = array("q", numbers_of(tokens, positions, slots, spans, wanted, held))
         chosen = array("q", bytes(8 * len(wanted)))
         given = made.buffer_info()[0], *self._drawing(rules, logits, len(spans), len(wanted)), chosen.buffer_info()[0]
         self._ask(self._choose, cache, adapters, len(tokens), max(positions), *given)
@@ -384,7 +364,7 @@ class Stack:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
         held: list[Tensor] = []
-        numbers = _numbers(tokens, positions, slots, spans, wanted, held)
+        numbers = numbers_of(tokens, positions, slots, spans, wanted, held)
         scratch = riding.scratch
         numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
         for span, root, wanted_streams, most, ends, riders in riding.carriers:
@@ -411,7 +391,7 @@ class Stack:
             raise ValueError(f"rules of {len(rules)} bytes for {spans} sequences")
         if not logits.is_contiguous():
             raise ValueError("logits that do not lie in one piece")
-        return rules, _hold(logits, (rows, self._model.vocab), [], torch.float32)
+        return rules, hold(logits, (rows, self._model.vocab), [], torch.float32)
 
     def _ask(
         self, call: Any, cache: KVCache, adapters: Sequence[AdapterRange], rows: int, highest: int, *given: Any
@@ -508,7 +488,7 @@ class Stack:
         return list(tokens), list(log_q)
 
     def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
-        """Catch up with every chain's pending tokens and continue it greedily, a token a pass, all in each pass.
+        """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
 
         Args:
             chains: where each starts and ends.
@@ -516,42 +496,57 @@ class Stack:
             limit: tokens at and above this are never chosen.
 
         Returns:
-            For each chain its tokens and their log-probabilities.
+            For each chain its tokens and their log-probabilities, of drawn ones among the scores with their noise.
 
         Raises:
             ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
                 below 1; nothing was computed.
         """
-        table = (native.Chain * len(chains))()
-        held: list[Any] = []
-        outs = []
-        for row, chain in zip(table, chains, strict=True):
-            count, steps = len(chain.pending), chain.steps
-            pending = (ctypes.c_int64 * count)(*chain.pending)
-            tokens, log_q = (ctypes.c_int64 * steps)(), (ctypes.c_float * steps)()
-            held.append(pending)
-            outs.append((tokens, log_q))
-            row.pending, row.num_pending = ctypes.addressof(pending), count
-            row.position, row.steps, row.floor = chain.position, steps, chain.floor
-            row.tokens, row.log_q = ctypes.addressof(tokens), ctypes.addressof(log_q)
-            wanted = chain.position + count + steps - 1
-            _set_keys(row, chain.keys if isinstance(chain.keys, slice) else chain.keys[:wanted], wanted, held)
-        k, v, stride = self._addresses(cache)
-        run = native.Pass(
-            k_cache=ctypes.addressof(k),
-            v_cache=ctypes.addressof(v),
-            head_stride=stride,
-            threads=torch.get_num_threads(),
-            layers=self._num_layers,
-        )
-        last = max(chain.position + len(chain.pending) + chain.steps for chain in chains)
-        self._rotate(run, self._rope.reach(last))
-        limit = min(limit, self._model.vocab)
-        _require(self._roll(self._reference, run, self._embedding.data_ptr(), limit, table, len(chains)))
-        return [
-            [*zip(tokens[: row.made], log_q[: row.made], strict=True)]
-            for row, (tokens, log_q) in zip(table, outs, strict=True)
-        ]
+        table = Chains(chains)
+        run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
+        _require(self._roll(self._reference, run, self._embedding_at, limit, table.address, len(chains)))
+        return table.read()
+
+    def grow(
+        self,
+        seeds: Sequence[Seed],
+        factors: Sequence[int],
+        topk: int,
+        beam: int,
+        floor: float,
+        cache: KVCache,
+        limit: int,
+    ) -> list[Grown]:
+        """Catch up with every seed's pending tokens and grow its draft tree, a level a pass, all in each pass.
+
+        Args:
+            seeds: where each starts.
+            factors: children a level of static trees, and how many levels there may be.
+            topk: children of an expanded node of dynamic trees; 1: static ones.
+            beam: nodes of dynamic trees that are expanded a level.
+            floor: nodes with a score below it are not expanded.
+            cache: K and V; every expanded node gets its own.
+            limit: tokens at and above this are never chosen.
+
+        Returns:
+            The trees as `DraftModel` grows them level by level, nodes in its order.
+
+        Raises:
+            ValueError: as `roll`; nothing was computed.
+        """
+        table = Seeds(seeds, factors, topk, beam)
+        run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
+        _require(self._grow(self._reference, run, self._embedding_at, limit, table.address, floor, *table.results))
+        return table.read()
+
+    def _reaching(self, cache: KVCache, last: int) -> native.Pass:
+        """A pass without adapters, whose rotation table reaches beyond position ``last``."""
+        run = self._pass(cache)
+        run.num_adapters = 0
+        if last >= run.num_positions:
+            run.rotation = None
+            self._rotate(run, self._rope.reach(last))
+        return run
 
     @staticmethod
     def _rotate(run: native.Pass, rotation: Rotation) -> None:
@@ -599,45 +594,12 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
 
 
-def _numbers(
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    slots: slice | Sequence[int],
-    spans: Sequence[RowSpan],
-    wanted: Sequence[int],
-    held: list[Any],
-) -> list[int]:
-    """A pass from token ids on, as ``struct Asked`` of the source reads it."""
-    numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
-    parents: list[int] = []
-    for start, stop, prefix, keys, above in spans:
-        numbers += (start, stop, prefix)
-        numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, _hold(keys, (prefix + stop - start,), held))
-        numbers.append(-1 if above is None else len(above))
-        parents += above or ()
-    numbers += tokens
-    numbers += positions
-    if not isinstance(slots, slice):
-        numbers += slots
-    numbers += wanted
-    numbers += parents
-    return numbers
-
-
-def _hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
-    """The address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
-    held.append(tensor.contiguous())
-    return held[-1].data_ptr()
-
-
 def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> None:
     """Where ``count`` keys lie: from a first slot on, or in slots that are listed."""
     if isinstance(keys, slice):
         row.base = keys.start
     else:
-        row.base, row.keys = -1, _hold(keys, (count,), held)
+        row.base, row.keys = -1, hold(keys, (count,), held)
 
 
 def _require(refused: int) -> None:

@@ -1,0 +1,174 @@
+"""Passes and drafts as compiled code reads and writes them: lists of numbers, and what must stay alive meanwhile."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import native
+
+_FLOAT, _NUMBER = Struct("=f4x"), Struct("=q")  # a float, and the number that has its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Where a continuation starts and when it ends; see `Stack.roll`."""
+
+    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
+    position: int  # of the first of them
+    steps: int  # tokens wanted behind them, one or more
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
+    floor: float  # it ends once its cumulative log-probability is below this
+    rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
+
+
+class RowSpan(NamedTuple):
+    """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
+
+    start: int
+    stop: int
+    prefix: int  # keys in front of its rows
+    keys: slice | Tensor  # slots of all its keys, the rows' own last
+    parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
+
+
+class Seed(NamedTuple):
+    """Where a draft tree starts and how far it may grow; see `Stack.grow`."""
+
+    pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more; the last one is the root
+    position: int  # of the first of them
+    room: int  # nodes that may be expanded
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + room - 1
+    budget: int  # drafted nodes of a static tree
+    max_depth: int  # levels
+    most: int  # nodes that the tree may have before the best ones are taken
+    rules: bytes | None  # as of a `Chain`
+
+
+class Grown(NamedTuple):
+    """A draft tree, parents before children; node 0 is the root, node n is entry n - 1."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]  # cumulative log-probability
+    forwarded: int  # the first so many nodes have K and V
+    passes: int
+
+
+class Chains:
+    """Chains as `struct Chain` in the source. Keeps alive what their addresses mean."""
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self.last = max(chain.position + len(chain.pending) + chain.steps for chain in chains)
+        self._chains = chains
+        self._held: list[Any] = []
+        pending = array("q", [token for chain in chains for token in chain.pending])
+        rules = array("B", b"".join(chain.rules or b"" for chain in chains))
+        steps = sum(chain.steps for chain in chains)
+        self._tokens, self._log_q = array("q", bytes(8 * steps)), array("f", bytes(4 * steps))
+        parts = (pending, self._tokens, self._log_q, rules)
+        places = [part.buffer_info()[0] for part in parts]
+        numbers: list[int] = []
+        for chain in chains:
+            numbers += self._numbers(chain, places)
+            sizes = (8 * len(chain.pending), 8 * chain.steps, 4 * chain.steps, len(chain.rules or b""))
+            places = [place + size for place, size in zip(places, sizes, strict=True)]
+        self._table = array("q", numbers)
+        self._held += (pending, rules)
+        self.address = self._table.buffer_info()[0]
+
+    def _numbers(self, chain: Chain, places: Sequence[int]) -> tuple[int, ...]:
+        pending, tokens, log_q, rules = places
+        count = len(chain.pending)
+        keys = _keys(chain.keys, chain.position + count + chain.steps - 1, self._held)
+        (floor,) = _NUMBER.unpack(_FLOAT.pack(chain.floor))
+        start = (pending, count, chain.position, chain.steps, *keys, floor)
+        return (*start, tokens, log_q, 0, rules if chain.rules else 0)
+
+    def read(self) -> list[list[tuple[int, float]]]:
+        """Tokens and log-probabilities of each, after the call."""
+        found, begin = [], 0
+        made = self._table[native.CHAIN_MADE :: native.CHAIN_NUMBERS]
+        for chain, count in zip(self._chains, made, strict=True):
+            end = begin + count
+            found.append([*zip(self._tokens[begin:end], self._log_q[begin:end], strict=True)])
+            begin += chain.steps
+        return found
+
+
+class Seeds:
+    """Seeds as `pl_grow` lists them in the source. Keeps alive what their addresses mean."""
+
+    def __init__(self, seeds: Sequence[Seed], factors: Sequence[int], topk: int, beam: int) -> None:
+        self.last = max(seed.position + len(seed.pending) + seed.room for seed in seeds) + 1
+        self._room = [seed.most for seed in seeds]
+        pending = array("q", [token for seed in seeds for token in seed.pending])
+        rules = array("B", b"".join(seed.rules or b"" for seed in seeds))
+        self._held: list[Any] = [pending, rules]
+        at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
+        numbers = [len(seeds), topk, beam, len(factors), *factors]
+        for tokens, position, room, keys, budget, max_depth, most, own in seeds:
+            places = _keys(keys, position + len(tokens) + room, self._held)
+            numbers += (at_pending, len(tokens), position, room, *places)
+            numbers += (budget, max_depth, at_rules if own else 0, most)
+            at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
+        total = sum(self._room)
+        self._made, self._scores = array("q", bytes(8 * (3 * len(seeds) + 2 * total))), array("d", bytes(8 * total))
+        self._table = array("q", numbers)
+        self.address = self._table.buffer_info()[0]
+        self.results = self._made.buffer_info()[0], self._scores.buffer_info()[0]
+
+    def read(self) -> list[Grown]:
+        """The trees, after the call."""
+        found, at, score = [], 0, 0
+        for most in self._room:
+            count, forwarded, passes = self._made[at : at + 3]
+            tokens, parents = at + 3, at + 3 + most
+            nodes = self._made[tokens : tokens + count].tolist(), self._made[parents : parents + count].tolist()
+            found.append(Grown(*nodes, self._scores[score : score + count].tolist(), forwarded, passes))
+            at, score = parents + most, score + most
+        return found
+
+
+def _keys(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int]:
+    """(first slot, 0) of keys in a row, (-1, address of ``count`` slots) of others."""
+    return (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
+
+
+def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:
+    """The address of what compiled code reads as ``shape`` of ``dtype``; the tensor is kept in ``held``."""
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
+    held.append(tensor.contiguous())
+    return held[-1].data_ptr()
+
+
+def numbers_of(
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    slots: slice | Sequence[int],
+    spans: Sequence[RowSpan],
+    wanted: Sequence[int],
+    held: list[Any],
+) -> list[int]:
+    """A pass from token ids on, as ``struct Asked`` of the source reads it."""
+    numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
+    parents: list[int] = []
+    for start, stop, prefix, keys, above in spans:
+        numbers += (start, stop, prefix)
+        numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
+        numbers.append(-1 if above is None else len(above))
+        parents += above or ()
+    numbers += tokens
+    numbers += positions
+    if not isinstance(slots, slice):
+        numbers += slots
+    numbers += wanted
+    numbers += parents
+    return numbers
