@@ -47,7 +47,7 @@ def test_reports_of_older_versions_are_read() -> None:
     report = World(groups=1, repeats=1).report()
     values = json.loads(json.dumps(report.as_dict()))
     for trial in values["trials"]:
-        for name in ("row_layers", "upper_row_layers", "pruned"):
+        for name in ("row_layers", "upper_row_layers", "pruned", "stream_drafts", "rode"):
             del trial[name]
         del trial["cell"]["top_k"]
     for method in values["methods"]:
@@ -58,7 +58,7 @@ def test_reports_of_older_versions_are_read() -> None:
 
 def test_call_reduction_is_tokens_a_pass_and_row_layers_are_a_pass() -> None:
     cell = Cell(workload="w")
-    counts = {"passes": 5, "row_layers": 200, "upper_row_layers": 50, "pruned": 10}
+    counts = {"passes": 5, "row_layers": 200, "upper_row_layers": 50, "pruned": 10, "stream_drafts": 4, "rode": 1}
     base = {"cell": cell, "group": 0, "repeat": 0, "prompts": ["p"], "prompt_tokens": [3], "finish": ["stop"]}
     base |= {"wall_ms": 1.0, "ttft_ms": [1.0]}
     trials = [
@@ -72,6 +72,7 @@ def test_call_reduction_is_tokens_a_pass_and_row_layers_are_a_pass() -> None:
     assert streams.call_reduction == 12 / 5 and plain.call_reduction == 1
     assert (streams.row_layers, streams.upper_row_layers, streams.pruned) == (40, 10, 2)
     assert (plain.row_layers, plain.upper_row_layers, plain.pruned) == (12, None, None)
+    assert (streams.rode, plain.rode) == (0.25, None)
     assert "| streams | 2.40 | 40.0 | 10.0 | 2.00 |" in markdown.render(report)
 
 

@@ -18,7 +18,8 @@ from paceline.core.tree_lists import depths_below
 from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
 from paceline.target.decoder import Decoder
-from paceline.target.native import NativeLinear, RowSpan
+from paceline.target.native import NativeLinear
+from paceline.target.native_calls import RowSpan
 from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels

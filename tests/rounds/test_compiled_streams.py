@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused() -> None:
     pool = assemble(streams(trained=trained("bfloat16"), k=K), decoder=decoder).pool
     cache = pool.open()
     cache.reserve(4)
-    from paceline.target.native import RowSpan
+    from paceline.target.native_calls import RowSpan
 
     def call(carriers: Sequence[tuple[Any, ...]], **changes: Any) -> Any:
         rows = [CarrierRows(*c) for c in carriers]

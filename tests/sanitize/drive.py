@@ -27,8 +27,8 @@ from paceline.attention.base import Segment
 from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.native import NativeLinear, RowSpan, top
-from paceline.target.native_calls import Chain
+from paceline.target.native import NativeLinear, top
+from paceline.target.native_calls import Chain, RowSpan
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 
@@ -258,7 +258,9 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         found = stack.decide(*asked, *given)
     else:
         rides = Riding(
-            tiny_streams(decoder.config, gamma=GAMMA, dtype=decoder.dtype, adapter=draw.choice([None, RIDERS])),
+            tiny_streams(
+                decoder.config, gamma=GAMMA, dtype=decoder.dtype, adapter=draw.choice([None, RIDERS]), prune_rank=0
+            ),
             carriers,
             draw.choice([1, vocab]),
             slice(sum(totals), sum(totals) + spare),

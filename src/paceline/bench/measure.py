@@ -36,7 +36,7 @@ _SELF = Path("/proc/self")
 # What a trial takes from the engine's own statistics.
 COUNTED = (
     *("passes", "drafted", "accepted", "depth_offered", "depth_accepted"),
-    *("row_layers", "upper_row_layers", "pruned", "draft_ms", "verify_ms", "host_ms"),
+    *("row_layers", "upper_row_layers", "pruned", "stream_drafts", "rode", "draft_ms", "verify_ms", "host_ms"),
 )
 _PEAK_RESET = "5"  # what clears VmHWM, see proc(5)
 

@@ -136,6 +136,8 @@ class Trial(Record):
     row_layers: int = 0  # of those passes: rows times the layers that each went through (see `core.stats`)
     upper_row_layers: int = 0  # those in the layers that streams go through
     pruned: int = 0  # proposed nodes that were pruned in mid-pass
+    stream_drafts: int = 0  # passes behind which streams were read
+    rode: int = 0  # those in which the last accepted node carried its streams
     peak_bytes: int | None = None  # peak memory of the method: what it holds and what the trial added
     budget: dict[str, Any] | None = None  # what the draft budget chose, and why
     error: str | None = None  # why the trial failed; then there are no outputs

@@ -97,6 +97,9 @@ class Figures:
     row_layers: float | None  # a pass: rows times the layers that each went through
     upper_row_layers: float | None  # a pass: those in the layers that streams go through; None where none does
     pruned: float | None  # proposed nodes a pass that were pruned in mid-pass; None where none was
+    rode: (
+        float | None
+    )  # share of passes, of those with streams, whose last accepted node carried them; else they ran later
     acceptance: tuple[float, ...]  # [d-1] share accepted at depth d, of the passes that had a node there
     offered: tuple[int, ...]  # [d-1] those passes
     shares: TimeShares | None
@@ -434,6 +437,7 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
         row_layers=a_pass("row_layers"),
         upper_row_layers=a_pass("upper_row_layers"),
         pruned=a_pass("pruned"),
+        rode=total("rode") / total("stream_drafts") if total("stream_drafts") else None,
         acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
         offered=tuple(offered),
         shares=_shares(total("draft_ms"), total("verify_ms"), total("host_ms"), wall),

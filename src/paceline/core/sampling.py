@@ -305,18 +305,13 @@ class SequenceSampler:
         return not self.greedy and len(self._steps) == self._truncations
 
     @property
-    def drawable(self) -> bool:
-        """Whether `rules` say all of how tokens are chosen."""
-        return self.plain or self.draws
-
-    @property
     def rules(self) -> bytes:
         """``struct Rules`` of compiled code: how tokens are drawn, by temperature and truncations alone."""
         if self._rules is None or self._rules[0] != len(self._steps):
-            p = self.params
+            p, known = self.params, self.plain or self.draws
             min_p = math.log(p.min_p) if p.min_p > 0 else 1.0
             key = noise.key(self.seed, self.sample_index, noise.TARGET)
-            made = _RULES.pack(key, p.temperature if self.drawable else -1.0, p.top_k, p.top_p, min_p)
+            made = _RULES.pack(key, p.temperature if known else -1.0, p.top_k, p.top_p, min_p)
             self._rules = len(self._steps), made
         return self._rules[1]
 

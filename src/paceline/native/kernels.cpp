@@ -2309,7 +2309,7 @@ bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
 
 // What these rules, which draw, make of a row of n logits, with the noise of a position where it is wanted; valid until the
 // next call. Null where what is kept hangs on a rounding, and for what is no number.
-float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy) {
+float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy = true) {
   static thread_local std::vector<float> room;
   const int64_t padded = up(n, 16);
   grow(room, padded);

@@ -17,7 +17,7 @@ from ..core.tree import TokenTree
 from ..core.tree_lists import depths_below
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
-from ..target.native import RowSpan
+from ..target.native_calls import RowSpan
 from .base import Work
 from .passes import Pass, Span, main_adapters
 from .verification import choose_rows

@@ -72,7 +72,8 @@ def decide_streams_compiled(
 
 def _walkable(p: Pass, carriers: Sequence[Carriers]) -> bool:
     """Whether compiled code can follow the choices of all that carry streams, to the row whose streams are read."""
-    return all(p.works[c.work].sequence.view.sampler.drawable for c in carriers)
+    samplers = [p.works[c.work].sequence.view.sampler for c in carriers]
+    return all(s.plain or s.draws for s in samplers)
 
 
 def _plain_streams(carriers: Sequence[Carriers]) -> bool:

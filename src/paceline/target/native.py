@@ -12,7 +12,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,7 +25,7 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
-from .native_calls import Chain, Chains, Grown, Seed, Seeds, hold
+from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
 from .native_streams import NativeStreams, Riding, Told, told
 from .rope import RopeTable, Rotation
 
@@ -152,16 +152,6 @@ class NativePlan:
     segments: Sequence[Segment]
     table: Any  # ctypes array of native.Segment
     held: list[Tensor]
-
-
-class RowSpan(NamedTuple):
-    """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
-
-    start: int
-    stop: int
-    prefix: int  # keys in front of its rows
-    keys: slice | Tensor  # slots of all its keys, the rows' own last
-    parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
 
 
 class Stack:
@@ -337,7 +327,7 @@ class Stack:
             ConfigError, ValueError: as `run`.
         """
         held: list[Tensor] = []
-        made = array("q", _numbers(tokens, positions, slots, spans, wanted, held))
+        made = array("q", numbers_of(tokens, positions, slots, spans, wanted, held))
         chosen = array("q", bytes(8 * len(wanted)))
         given = made.buffer_info()[0], *self._drawing(rules, logits, len(spans), len(wanted)), chosen.buffer_info()[0]
         self._ask(self._choose, cache, adapters, len(tokens), max(positions), *given)
@@ -374,7 +364,7 @@ class Stack:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
         held: list[Tensor] = []
-        numbers = _numbers(tokens, positions, slots, spans, wanted, held)
+        numbers = numbers_of(tokens, positions, slots, spans, wanted, held)
         scratch = riding.scratch
         numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
         for span, root, wanted_streams, most, ends, riders in riding.carriers:
@@ -602,31 +592,6 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
     _require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
     starts = range(0, rows * k, k)
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
-
-
-def _numbers(
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    slots: slice | Sequence[int],
-    spans: Sequence[RowSpan],
-    wanted: Sequence[int],
-    held: list[Any],
-) -> list[int]:
-    """A pass from token ids on, as ``struct Asked`` of the source reads it."""
-    numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
-    parents: list[int] = []
-    for start, stop, prefix, keys, above in spans:
-        numbers += (start, stop, prefix)
-        numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
-        numbers.append(-1 if above is None else len(above))
-        parents += above or ()
-    numbers += tokens
-    numbers += positions
-    if not isinstance(slots, slice):
-        numbers += slots
-    numbers += wanted
-    numbers += parents
-    return numbers
 
 
 def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> None:

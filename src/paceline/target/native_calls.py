@@ -1,4 +1,4 @@
-"""Drafts as compiled code reads and writes them: lists of numbers, and what must stay alive meanwhile."""
+"""Passes and drafts as compiled code reads and writes them: lists of numbers, and what must stay alive meanwhile."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ class Chain:
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
     floor: float  # it ends once its cumulative log-probability is below this
     rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
+
+
+class RowSpan(NamedTuple):
+    """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
+
+    start: int
+    stop: int
+    prefix: int  # keys in front of its rows
+    keys: slice | Tensor  # slots of all its keys, the rows' own last
+    parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
 
 
 class Seed(NamedTuple):
@@ -137,3 +147,28 @@ def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dty
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
     held.append(tensor.contiguous())
     return held[-1].data_ptr()
+
+
+def numbers_of(
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    slots: slice | Sequence[int],
+    spans: Sequence[RowSpan],
+    wanted: Sequence[int],
+    held: list[Any],
+) -> list[int]:
+    """A pass from token ids on, as ``struct Asked`` of the source reads it."""
+    numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
+    parents: list[int] = []
+    for start, stop, prefix, keys, above in spans:
+        numbers += (start, stop, prefix)
+        numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
+        numbers.append(-1 if above is None else len(above))
+        parents += above or ()
+    numbers += tokens
+    numbers += positions
+    if not isinstance(slots, slice):
+        numbers += slots
+    numbers += wanted
+    numbers += parents
+    return numbers

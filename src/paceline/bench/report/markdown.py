@@ -12,7 +12,7 @@ from . import wording as say
 from .tables import Table
 
 SPEEDS = tables.columns("tokens/s | p10 to p90 | speed-up | accepted length | of the floor | exact")
-WORK = tables.columns("call reduction | row-layers a pass | upper ones | nodes pruned a pass")
+WORK = tables.columns("call reduction | row-layers a pass | upper ones | nodes pruned a pass | streams that rode")
 TIMES = tables.columns(
     "first token, ms | a token, ms | wait p50, ms | p90, ms | p99, ms | draft | verify | host | rest | peak memory"
 )

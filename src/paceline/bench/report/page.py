@@ -19,7 +19,11 @@ from . import plots, tables
 from . import wording as say
 from .tables import Table
 
-COLUMNS = [column for name, column in tables.COLUMNS.items() if name not in ("rest", "nodes pruned a pass")]
+COLUMNS = [
+    column
+    for name, column in tables.COLUMNS.items()
+    if name not in ("rest", "nodes pruned a pass", "streams that rode")
+]
 BEST = tables.columns("tokens/s | p10 to p90 | speed-up | accepted length | exact")
 
 

@@ -107,6 +107,7 @@ COLUMNS = {
         _figure("row-layers a pass", "rows×layers", "row_layers"),
         _figure("upper ones", "upper", "upper_row_layers"),
         _figure("nodes pruned a pass", "pruned", "pruned"),
+        _figure("streams that rode", "rode", "rode", say.share),
         _figure("first token, ms", "TTFT", "ttft_ms"),
         _figure("a token, ms", "mean", "waits.mean_ms"),
         _figure("wait p50, ms", "p50", "waits.p50_ms"),

@@ -61,7 +61,8 @@ class StreamsConfig(DrafterConfig):
     best_path_batch: int = option(8, help="from so many drafting sequences on, the best path alone", minimum=1)
     at: Literal["nodes", "frontier"] = option(
         "frontier",
-        help="rows that carry streams: every kept node in the same pass, or the last accepted one after verification",
+        help="rows that carry streams: every kept node in the same pass, or the last accepted one, after verification "
+        "unless it was likely enough to carry them in the pass",
     )
     attention_limit: int | None = option(
         None, help="keys of its main row that a stream attends to, best first (torch kernels, at=nodes)", minimum=1
