@@ -14,6 +14,7 @@ from typing import Any
 from .chunks import Chunk, Job, Sent, raise_failed
 from .config import LLMConfig
 from .core.errors import ConfigError
+from .core.inference import inference
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
 from .engine.engine import LiveRequest
@@ -133,6 +134,7 @@ class AsyncLLM:
         finally:
             self._orders.put(abort)
 
+    @inference
     def _loop(self) -> None:
         engine = self._llm.engine
         while True:

@@ -435,6 +435,36 @@ def test_taps_are_handed_to_the_drafter_row_by_row(target: Decoder):
     assert list(seen.values()) == [len(o.prompt_token_ids) + 24 - 1 for o in outputs]
 
 
+def test_a_drafter_that_does_not_observe_is_not_asked_to(target: Decoder):
+    failures = []
+    for observes in (False, True):
+        guest = RaisesInObserve(observes=observes)
+        engine = assemble(guest, decoder=target)
+        run(engine, [([5, 6, 7], GREEDY)])
+        assert guest.proposals > 1
+        failures.append(getattr(engine.round, "failure", None))
+    assert failures[0] is None and "KeyError" in str(failures[1])
+
+
+class NonNumbers(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        return TokenTree.from_parents(want.roots(), [[0]] * len(want.budgets), [[50.5]] * len(want.budgets))  # type: ignore[list-item]
+
+
+class NonNumberSources(Guest):
+    def propose_tree(self, want: DraftRequest) -> TokenTree:
+        count = len(want.budgets)
+        return TokenTree.from_parents(want.roots(), [[0]] * count, [[50]] * count, [["me"]] * count)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("kind", [NonNumbers, NonNumberSources], ids=lambda kind: kind.__name__)
+def test_lists_that_hold_no_numbers_cost_no_request(target: Decoder, kind: type[Guest]):
+    jobs = [(prompt, WARM) for prompt in prompts(3)]
+    engine = assemble(kind(), decoder=target)
+    assert ids(run(engine, jobs)) == plain(target, jobs)
+    assert "TypeError" in str(getattr(engine.round, "failure", None))
+
+
 # -- off must be free, and said
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +24,12 @@ from torch import Tensor
 
 from paceline import native
 from paceline.attention.base import Segment
+from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.native import NativeLinear, top
-from paceline.target.native_calls import Chain, RowSpan
+from paceline.target.native_calls import Chain, RowSpan, Seed
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 
@@ -48,7 +49,6 @@ SHAPES: list[dict[str, Any]] = [
 ]
 GAMMA = 3  # streams of a row
 RIDERS = AdapterConfig(rank=5, layers=(1,))
-RULES = Struct("=Qdqdd")  # key, temperature, top_k, top_p, ln min_p
 PRODUCTS = [(1, 1), (16, 32), (17, 7), (5, 8), (64, 9), (37, 50), (65, 257), (130, 688)]  # outputs, inputs
 
 
@@ -212,10 +212,46 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
         at += total
         cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
         pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
-        chains.append(Chain(pending, position, steps, keys, draw.choice([-torch.inf, -0.5])))
+        rules = draw.choice([None, some_rules(draw, vocab)])
+        chains.append(Chain(pending, position, steps, keys, draw.choice([-torch.inf, -0.5]), rules))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     for chain, found in zip(chains, stack.roll(chains, cache, limit), strict=True):
         assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
+
+
+def some_rules(draw: random.Random, vocab: int) -> bytes:
+    """How a sequence draws its tokens."""
+    params: dict[str, Any] = {"temperature": draw.choice([0.0, 0.5, 1.0])}
+    params |= draw.choice([{}, {"top_k": draw.randint(1, vocab)}, {"top_p": draw.random()}, {"min_p": draw.random()}])
+    params |= draw.choice([{}, {}, {"presence_penalty": 1.0}])
+    return SequenceSampler(
+        SamplingParams(**params), [0], seed=draw.randrange(9), sample_index=0, vocab_size=vocab
+    ).rules
+
+
+def one_growth(decoder: Decoder, draw: random.Random) -> None:
+    """Several draft trees at once, the last one up to the cache's end."""
+    stack: Any = decoder.stack
+    vocab = decoder.config.vocab_size
+    topk, beam = draw.choice([(1, 0), (2, 3), (4, 2), (vocab, 1)])
+    factors = [draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
+    sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 7, 20])) for _ in range(3)]
+    cache, seeds, at = Cache(decoder, sum(map(sum, sizes))), [], 0
+    order = torch.randperm(sum(map(sum, sizes)))
+    contiguous = draw.random() < 0.5
+    for position, count, room in sizes:
+        total = position + count + room
+        keys: slice | Tensor = slice(at, at + total) if contiguous else order[at : at + total].clone()
+        at += total
+        cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
+        pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
+        levels, rules = draw.randint(1, len(factors)), draw.choice([None, some_rules(draw, vocab)])
+        seeds.append(Seed(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
+    limit = draw.choice([1, vocab, max(1, vocab - 1)])
+    floor = draw.choice([-math.inf, -3.0])
+    for seed, tree in zip(seeds, stack.grow(seeds, factors, topk, beam, floor, cache, limit), strict=True):
+        assert tree.forwarded <= seed.room and all(0 <= token < limit for token in tree.tokens)
+        assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
 
 
 def one_decision(decoder: Decoder, draw: random.Random) -> None:
@@ -252,7 +288,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
             wanted += [start + r for r in range(rows) if draw.random() < 0.6]
         start += rows
     asked = tokens, positions, slots, spans, wanted, adapters(decoder, draw, start), cache
-    drawn = (RULES.pack(7, 0.8, draw.choice([0, 3]), draw.choice([1.0, 0.7]), draw.choice([1.0, -2.0])) * 3,)
+    drawn = (b"".join(some_rules(draw, vocab) for _ in spans),)
     if not riding:
         given: tuple[Any, ...] = (*drawn, torch.empty(len(wanted), vocab)) if draw.random() < 0.5 else ()
         found = stack.decide(*asked, *given)
@@ -404,6 +440,7 @@ def sweep(draw: random.Random, quick: bool) -> str:
                 alone(lambda decoder=decoder, rows=rows: reads(decoder, draw, rows))  # type: ignore[misc]
             for _ in range(4 if quick else 10):
                 alone(lambda decoder=decoder: one_roll(decoder, draw))  # type: ignore[misc]
+                alone(lambda decoder=decoder: one_growth(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_decision(decoder, draw))  # type: ignore[misc]
             alone(lambda decoder=decoder: refusals(decoder))  # type: ignore[misc]
             counts["passes"] += len(widths)

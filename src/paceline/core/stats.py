@@ -88,10 +88,16 @@ class SpecStats:
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
-        _bump(self.accepted_histogram, accepted)
+        histogram, of_depth, kept_at = self.accepted_histogram, self.depth_offered, self.depth_accepted
+        if len(histogram) <= accepted:
+            histogram += [0] * (accepted + 1 - len(histogram))
+        histogram[accepted] += 1
+        if len(of_depth) < reach:
+            of_depth += [0] * (reach - len(of_depth))
+            kept_at += [0] * (reach - len(kept_at))
         for depth in range(reach):
-            _bump(self.depth_offered, depth)
-            _bump(self.depth_accepted, depth, int(depth < accepted))
+            of_depth[depth] += 1
+            kept_at[depth] += depth < accepted
         if sources:
             for name, (proposed, kept) in sources.items():
                 self.sources.setdefault(name, SourceStats()).add(proposed, kept)
@@ -159,9 +165,3 @@ class SpecStats:
 _LISTS = ("accepted_histogram", "depth_offered", "depth_accepted")
 _APART = {*_LISTS, "sources", "elapsed_ms", "ttft_ms", "off_reason"}
 _SUMS = tuple(f.name for f in fields(SpecStats) if f.name not in _APART)
-
-
-def _bump(counts: list[int], index: int, amount: int = 1) -> None:
-    if index >= len(counts):
-        counts.extend([0] * (index + 1 - len(counts)))
-    counts[index] += amount

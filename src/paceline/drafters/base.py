@@ -82,6 +82,7 @@ class DrafterSpec:
     lookahead: int = 0  # its K/V at i depends on tokens up to i + lookahead
     rounds: frozenset[str] = frozenset({"serial"})
     default_budget: int = 0  # drafted nodes a step where the user names no budget
+    observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
     streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`

@@ -191,6 +191,7 @@ class DraftModel:
             cache=CacheSpec(num_layers=shape.num_layers, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),
             proposes=config.proposes,
             default_budget=config.num_nodes,
+            observes=False,
             tree=not config.is_chain,
         )
         self._states: dict[int, _State] = {}

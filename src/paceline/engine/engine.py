@@ -49,7 +49,7 @@ class LiveRequest:
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return not any(s.state.checker.finish_reason is None for s in self.sequences)
+        return all(s.finished for s in self.sequences)
 
 
 class Engine:
@@ -266,27 +266,29 @@ class Engine:
     def step(self) -> list[LiveRequest]:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
         self._begin()
-        touched = self._step()
+        touched, ended = self._step()
         told = [*touched.values()]
         if self._untold:
             told += [live for live in self._untold if touched.get(live.request.id) is not live]
+        if ended or self._untold:
+            for live in told:
+                if live.finished:
+                    self._leave(live)
             self._untold = []
-        for live in told:
-            if live.finished:
-                self._leave(live)
         self._end()
         if not self.live:
             self.pool.check_idle()
         return told
 
-    def _step(self) -> dict[str, LiveRequest]:
+    def _step(self) -> tuple[dict[str, LiveRequest], bool]:
+        """The requests that got tokens or ended, and whether a sample of one ended."""
         began = perf_counter()
         works = self.scheduler.schedule()
         if self.scheduler.preempted:
             self.round.release(self.scheduler.preempted)
             self.scheduler.preempted.clear()
         if not works:
-            return {}
+            return {}, False
         learns = self.budget.learns
         before = _counts(works) if learns else []
         scheduled = perf_counter()
@@ -309,7 +311,7 @@ class Engine:
                 ended.append(sequence)
         if ended:
             self._drop(ended)
-        return touched
+        return touched, bool(ended)
 
     # -- calls that end in their middle
 

@@ -2205,22 +2205,27 @@ inline v16 log16(v16 x) {
   return fma16(e, splat(0.693359375f), f + y);
 }
 
+typedef double doubles __attribute__((vector_size(64)));
+typedef int64_t longs __attribute__((vector_size(64)));
+typedef float eighth __attribute__((vector_size(32)));
+
 // e^x for x <= 0, to about 1e-14; arguments below -80 are clamped.
-inline double exp_of(double x) {
-  const double shift = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
-  x = x > -80.0 ? x : -80.0;
-  double n = x * 1.4426950408889634 + shift;
-  int64_t power;
-  std::memcpy(&power, &n, 8);
+inline doubles exp_of(doubles x) {
+  const doubles shift = doubles{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
+  x = x > -80.0 ? x : doubles{} - 80.0;
+  doubles n = x * 1.4426950408889634 + shift;
+  const longs power = (longs)n << 52;  // only the low bits of n count
   n -= shift;
-  const double r = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
-  double y = 1.0 / 479001600;
+  const doubles r = x - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;
+  doubles y = doubles{} + 1.0 / 479001600;
   for (double c : {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
     y = y * r + c;
-  double scale;
-  const int64_t bits = (int64_t)((uint64_t)power << 52) + 0x3ff0000000000000;  // only the low bits of `power` count
-  std::memcpy(&scale, &bits, 8);
-  return y * scale;
+  return y * (doubles)(power + 0x3ff0000000000000);
+}
+inline double sum_of(doubles v) {
+  double total = 0;
+  for (int i = 0; i < 8; i++) total += v[i];
+  return total;
 }
 
 inline uint64_t mixed(uint64_t x) {
@@ -2261,47 +2266,67 @@ inline void mask_below(float* y, int64_t padded, float least) {
   }
 }
 
-// The k-th largest of n numbers.
-float kth_largest(const float* y, int64_t n, int64_t k) {
+// The k-th largest of n numbers, which are padded to a multiple of 16.
+float kth_largest(const float* y, int64_t n, int64_t padded, int64_t k) {
   static thread_local std::vector<float> best;
-  best.assign(y, y + n);
-  std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<float>());
+  if (k > 128) {
+    best.assign(y, y + n);
+    std::nth_element(best.begin(), best.begin() + (k - 1), best.end(), std::greater<float>());
+    return best[k - 1];
+  }
+  best.assign(k, -INFINITY);  // descending
+  for (int64_t i = 0; i < padded; i += 16) {
+    if (!(max16(load(y + i)) > best[k - 1])) continue;
+    for (int64_t j = i; j < i + 16; j++) {
+      if (!(y[j] > best[k - 1])) continue;
+      int64_t at = k - 1;
+      for (; at > 0 && best[at - 1] < y[j]; at--) best[at] = best[at - 1];
+      best[at] = y[j];
+    }
+  }
   return best[k - 1];
 }
 
 // Masks what is outside of the smallest set of likeliest tokens whose probability reaches p, of equals the first; false: a
 // rounding decides which they are.
 bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
-  constexpr int LEVELS = 88, PER_ONE = 8;  // by logit below the largest; further down the oracle's weights are coarse
-  static thread_local std::vector<double> weights;
+  constexpr int LEVELS = 88;  // eighths below the largest logit; further down the oracle's weights are coarse
+  static thread_local std::vector<doubles> depths, weights;
   static thread_local std::vector<int32_t> there;
-  grow(weights, padded), there.clear();
+  const int64_t eights = padded / 8;
+  grow(depths, eights), grow(weights, eights), there.clear();
   const float most = largest(y, padded);
-  double total = 0, sums[LEVELS] = {};
-  for (int64_t i = 0; i < padded; i++) weights[i] = exp_of((double)(y[i] - most));
-  for (int64_t i = 0; i < n; i++) {
-    const float below = most - y[i];
-    total += weights[i];
-    if (below < (float)LEVELS / PER_ONE) sums[(int)(below * PER_ONE)] += weights[i];
+  const eighth top = eighth{} + most;
+  doubles all = {};
+  for (int64_t i = 0; i < eights; i++) {
+    eighth x;
+    std::memcpy(&x, y + 8 * i, sizeof x);
+    depths[i] = __builtin_convertvector(top - x, doubles), weights[i] = exp_of(-depths[i]), all += weights[i];
   }
-  const double limit = total * p, slack = 1e-12 * n;  // weights are rounded to 2^-40 there
-  int level = 0;
-  double before = 0;
-  while (level < LEVELS && before + sums[level] < limit) before += sums[level++];
-  if (level == LEVELS) return false;
-  for (int64_t i = 0; i < n; i++) {
-    const float below = most - y[i];
-    if (below < (float)LEVELS / PER_ONE && (int)(below * PER_ONE) == level) there.push_back((int32_t)i);
-  }
-  std::sort(there.begin(), there.end(), [&](int32_t a, int32_t b) { return y[a] - most != y[b] - most ? y[a] > y[b] : a < b; });
-  for (int32_t cut : there) {
+  const double limit = sum_of(all) * p, slack = 1e-12 * n;  // weights are rounded to 2^-40 there
+  auto mass = [&](int level) {  // of the tokens above this level
+    doubles sums = {};
+    for (int64_t i = 0; i < eights; i++) sums += depths[i] < level / 8.0 ? weights[i] : doubles{};
+    return sum_of(sums);
+  };
+  int low = 0, high = LEVELS;  // the last token that is needed is between them
+  if (mass(high) < limit) return false;
+  while (high - low > 1) (mass((low + high) / 2) < limit ? low : high) = (low + high) / 2;
+  const float from = low / 8.0f, to = high / 8.0f;
+  for (int64_t i = 0; i < padded; i += 16)
+    if (most - max16(load(y + i)) < to)
+      for (int64_t j = i; j < i + 16; j++)
+        if (const float below = most - y[j]; below >= from && below < to) there.push_back((int32_t)j);
+  std::sort(there.begin(), there.end(), [&](int32_t a, int32_t b) { return most - y[a] != most - y[b] ? y[a] > y[b] : a < b; });
+  double before = mass(low);
+  for (size_t at = 0; at < there.size(); at++) {
     if (limit - before <= slack) return false;
-    before += weights[cut];
+    before += weights[there[at] / 8][there[at] % 8];
     if (before < limit) continue;
     if (before - limit <= slack) return false;
-    const float least = y[cut] - most;
-    for (int64_t i = 0; i < n; i++)
-      if (const float d = y[i] - most; d < least || (d == least && i > cut)) y[i] = -INFINITY;
+    const float least = most - y[there[at]];
+    for (size_t next = at + 1; next < there.size() && most - y[there[next]] == least; next++) y[there[next]] = -INFINITY;
+    for (int64_t i = 0; i < padded; i++) y[i] = most - y[i] > least ? -INFINITY : y[i];
     return true;
   }
   return false;
@@ -2325,7 +2350,7 @@ float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, 
   }
   if (!(sum16(odd) == 0.0f)) return nullptr;
   std::fill(y + n, y + padded, -INFINITY);
-  if (0 < r.top_k && r.top_k < n) mask_below(y, padded, kth_largest(y, n, r.top_k));
+  if (0 < r.top_k && r.top_k < n) mask_below(y, padded, kth_largest(y, n, padded, r.top_k));
   if (r.top_p < 1 && !keep_nucleus(y, n, padded, r.top_p)) return nullptr;
   if (r.min_p <= 0) mask_below(y, padded, largest(y, padded) + (float)r.min_p);
   if (!noisy) return y;

@@ -80,7 +80,7 @@ class GuardedDrafter:
             stream_logits: [B] [gamma, V] of the streams of each sequence's last accepted node, where it has streams.
             stream_levels: [B] the same in short, in their place.
         """
-        if self.drafter is None or self.failure is not None:
+        if self.drafter is None or self.failure is not None or not self.drafter.spec.observes:
             return
         hidden, slices = _hidden_of_kept(p, taps) if taps is not None else ({}, [])
         paths = [p.paths.get(i, []) for i in range(len(p.works))]
