@@ -15,7 +15,6 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +49,6 @@ SHAPES: list[dict[str, Any]] = [
 ]
 GAMMA = 3  # streams of a row
 RIDERS = AdapterConfig(rank=5, layers=(1,))
-RULES = Struct("=Qdqdd")  # key, temperature, top_k, top_p, ln min_p
 PRODUCTS = [(1, 1), (16, 32), (17, 7), (5, 8), (64, 9), (37, 50), (65, 257), (130, 688)]  # outputs, inputs
 
 
