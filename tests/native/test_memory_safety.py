@@ -307,20 +307,16 @@ def test_chains_that_cannot_be(what: str, kind: str) -> None:
 def test_limits_and_counts_that_cannot_be() -> None:
     decoder = decoder_of("base", "float32")
     stack: Any = decoder.stack
-    hidden = torch.ones(2, 72)
     fine = Chain(pending=[3], position=0, steps=2, keys=slice(0, 6), floor=-torch.inf)
     for limit in (0, -1):
-        with pytest.raises(ValueError, match="a count, limit"):
-            stack.best(hidden, limit)
         with pytest.raises(ValueError, match="a count, limit"):
             stack.roll([fine], small_pool(decoder), limit)
     with pytest.raises(ValueError, match="a count, limit"):
         top(torch.ones(2, 5), 0)
-    assert len(stack.best(hidden, 1)[0]) == 2 and len(top(torch.ones(2, 5), 1)[0]) == 2
+    assert len(top(torch.ones(2, 5), 1)[0]) == 2
     for states_of_another_shape in (torch.ones(2, 71), torch.ones(72), torch.ones(2, 72, dtype=torch.float64)):
-        for ask in (stack.logits, lambda x: stack.best(x, 5)):
-            with pytest.raises(ValueError, match="hidden states"):
-                ask(states_of_another_shape)
+        with pytest.raises(ValueError, match="hidden states"):
+            stack.logits(states_of_another_shape)
 
 
 @needs_kernels
@@ -341,8 +337,6 @@ def test_entry_points_say_what_they_refuse() -> None:
     assert bare.pl_top(pointer(), number(1), number(5), number(6), pointer(), pointer()) == 6
     assert bare.pl_top(pointer(), number(1), number(5), number(0), pointer(), pointer()) == 6
     model = ctypes.byref(stack._model)
-    assert bare.pl_best(model, pointer(), number(1), number(204), pointer(), pointer(), 1) == 6
-    assert bare.pl_best(model, pointer(), number(1), number(3), pointer(), pointer(), 0) == 6
     assert bare.pl_logits(model, pointer(), number(-1), pointer(), 1) == 6
     assert bare.pl_linear(ctypes.byref(stack.head.struct), pointer(), number(-1), pointer(), 1) == 6
 

@@ -138,15 +138,6 @@ def test_a_roll_ends_below_its_floor(decoder: Decoder) -> None:
         assert len(made) == next((i + 1 for i, score in enumerate(scores) if score < floor), 12)
 
 
-def test_best_is_argmax_and_log_softmax(decoder: Decoder) -> None:
-    assert decoder.stack is not None
-    hidden = torch.randn(7, decoder.config.d_model, generator=torch.Generator().manual_seed(3)).to(decoder.dtype)
-    logits = decoder.stack.logits(hidden)[:, :5000]
-    tokens, log_q = decoder.stack.best(hidden, 5000)
-    assert tokens == logits.argmax(-1).tolist()
-    assert log_q == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-4)
-
-
 TREES = {
     "dynamic": "topk=4,depth=4",
     "narrow": "topk=3,depth=5,beam=2,nodes=6",

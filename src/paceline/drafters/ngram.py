@@ -86,7 +86,10 @@ class NgramDrafter(PathDrafter):
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
         self.spec = DrafterSpec(
-            name=config.kind, default_budget=config.depth * config.branches, tree=config.branches > 1
+            name=config.kind,
+            default_budget=config.depth * config.branches,
+            tree=config.branches > 1,
+            observes=False,
         )
         self._indices: dict[int, NgramIndex] = {}
 

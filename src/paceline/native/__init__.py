@@ -195,13 +195,6 @@ def _declared(found: Any) -> Any:
         ctypes.c_int,
     ]
     found.pl_run_layers.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_int, ctypes.c_int]
-    found.pl_best.argtypes = [
-        ctypes.POINTER(Model),
-        ctypes.c_void_p,
-        *(ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_void_p),
-        ctypes.c_int,
-    ]
     found.pl_roll.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_int64),

@@ -2861,16 +2861,6 @@ int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
   return DONE;
 }
 
-// The likeliest token of each row and its log-probability, among the first `limit`. Returns a `Refusal`.
-int pl_best(const Model* m, const void* hidden, int64_t rows, int64_t limit, int64_t* tokens, float* log_q, int threads) {
-  if (rows < 0 || threads < 1 || limit < 1 || limit > m->vocab) return BAD_COUNT;
-  std::vector<float>& logits = t_logits;
-  if ((int64_t)logits.size() < rows * m->vocab) logits.resize(rows * m->vocab);
-  head(*m, hidden, rows, logits.data(), threads);
-  for (int64_t r = 0; r < rows; r++) best(logits.data() + r * m->vocab, limit, tokens + r, log_q + r);
-  return DONE;
-}
-
 // Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
 // `vocab` rows, as the head does. Returns a `Refusal`.
 int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {

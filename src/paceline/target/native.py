@@ -199,7 +199,7 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
-        self._best, self._roll, self._grow = library.pl_best, library.pl_roll, library.pl_grow
+        self._roll, self._grow = library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
@@ -474,18 +474,6 @@ class Stack:
         out = torch.empty(rows, self._model.vocab)
         _require(self._logits(self._reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
         return out
-
-    def best(self, hidden: Tensor, limit: int) -> tuple[list[int], list[float]]:
-        """Of each row of [rows, d_model] the likeliest of the first ``limit`` tokens, and its log-probability.
-
-        Raises:
-            ValueError: states of another shape, or a limit below 1.
-        """
-        hidden = self._states(hidden)
-        rows, threads, limit = hidden.shape[0], torch.get_num_threads(), min(limit, self._model.vocab)
-        tokens, log_q = (ctypes.c_int64 * rows)(), (ctypes.c_float * rows)()
-        _require(self._best(self._reference, hidden.data_ptr(), rows, limit, tokens, log_q, threads))
-        return list(tokens), list(log_q)
 
     def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
         """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
