@@ -63,6 +63,14 @@ def test_best_nodes_are_the_best_of_the_whole_tree(depth: int, k: int) -> None:
             assert score == pytest.approx(every[ranks])
 
 
+def test_best_nodes_stop_where_a_path_is_too_unlikely() -> None:
+    tokens, log_q = [[5, 6], [7, 8]], [[math.log(0.6), math.log(0.3)], [math.log(0.5), math.log(0.2)]]
+    scores = best_nodes(tokens, log_q, 9).log_scores
+    for floor in (0.9, 0.4, 0.2, 0.01):
+        made = best_nodes(tokens, log_q, 9, floor)
+        assert made.log_scores == scores[: max(1, sum(math.exp(s) >= floor for s in scores))]
+
+
 def test_forbidden_tokens_are_no_nodes() -> None:
     made = best_nodes([[5, 6], [7, 8]], [[-0.1, -math.inf], [-math.inf, -math.inf]], 9)
     assert (made.tokens, made.parents) == ([5], [0])

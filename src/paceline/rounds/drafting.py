@@ -41,7 +41,9 @@ class GuardedDrafter:
                 f"use one of its rounds: {', '.join(sorted(drafter.spec.rounds))}",
             )
         self.drafter = drafter
-        self._grows = drafter is not None and drafter.spec.cache is not None and not drafter.spec.parts
+        spec = None if drafter is None else drafter.spec
+        # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.
+        self._grows = spec is not None and not spec.parts and (spec.cache is not None or spec.streams is not None)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self.failure: str | None = None  # why it was disabled
         self._vocab_size = vocab_size

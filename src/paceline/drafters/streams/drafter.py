@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
-from math import inf
+from math import inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ...target.base import TargetInfo
 
 MAX_NODES = 1024
+SLACK = 2.0  # by which a score may be too low: the rule that sets the floor knows better, see `engine.chances`
 USUAL_GAMMA = 4  # where it is not known who brings streams, and no gamma is given: decides the default tree alone
 
 
@@ -188,7 +189,7 @@ class StreamsDrafter:
         ready = sum(depth > 0 for depth in depths)
         children = 1 if self.config.is_chain or ready >= self.config.best_path_batch else self.config.k
         proposals = [
-            best_nodes(*levels, self._cap(budget)) if levels else Proposal()
+            best_nodes(*levels, self._cap(budget), want.floor / SLACK) if levels else Proposal()
             for levels, budget in zip(self._levels(want.sequences, depths, children), want.budgets, strict=True)
         ]
         return _tree([s.tokens[-1] for s in want.sequences], proposals)
@@ -276,23 +277,27 @@ def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tens
     return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
 
 
-def best_nodes(tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
+def best_nodes(
+    tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int, floor: float = 0.0
+) -> Proposal:
     """The best nodes of the product tree, by the sum of log q along their path, best first.
 
     Args:
         tokens: [depth][k] tokens of each level, likeliest first.
         log_q: [depth][k] their log-probabilities, descending; -inf where a rule forbids the token.
         budget: nodes wanted.
+        floor: chance of a path from which on nothing more is wanted; the best node always is.
 
     A node is reached from its parent (the first child) or from the sibling before it, neither of which has a
     smaller score; so a heap yields the nodes in order without listing the tree.
     """
     made = Proposal()
     add = made.add
+    most = -log(floor) if floor > 0 else inf
     depth, heap, order = len(tokens), [(-log_q[0][0], 0, 0, 0, 0)], 1  # (-score, order, parent, level, rank)
     while heap and len(made.tokens) < budget:
         cost, _, parent, level, rank = heappop(heap)
-        if cost == inf:
+        if cost == inf or (cost > most and made.tokens):
             break
         node = add(parent, tokens[level][rank], -cost)
         row = log_q[level]
