@@ -20,7 +20,7 @@ Asks that are not expected to pay are made with a stated share of the time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp
 from typing import Any, Self
 
@@ -32,6 +32,7 @@ from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, StepRecord
 from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
+from .worth import Asked, Book, Choice, Kind, Worth
 
 MARGINAL = 1e-3  # tokens
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
@@ -60,80 +61,6 @@ class AutoBudgetConfig:
     listen_every: int = 3  # steps of which one is observed, once a batch size is known: observing takes time
     known_after: int = 48  # observed steps after which it is
     margin: float = 0.1  # by which nodes must be worth more than they cost: of many estimates the best are too good
-
-
-@dataclass(slots=True)
-class _Worth:
-    """What asking one source brings: for a sequence, or for a kind of requests at one batch size."""
-
-    gain: float  # running mean: tokens of an ask beyond the price of their rows
-    open: float = 1.0  # running mean: chance that the sources before it had not the next token
-    asks: int = 0
-    asked_at: int = -1  # step of the last ask
-    begun: bool = False  # the last ask only prepared the next one
-    seen: int = 0  # tokens of the text that the source has processed
-    kind: _Worth | None = None  # of all requests of its kind
-    tried: int = 0  # asks for this sequence; of a kind: completed trials
-    lift: float = 0.0  # of a kind: running mean over trials: tokens an ask beyond its cost, where that is above 0
-
-    def lifted(self, lift: float, slowest: float) -> None:
-        """A trial for one request of this kind has ended."""
-        self.tried += 1
-        self.lift += max(slowest, 1 / (self.tried + 1)) * (lift - self.lift)
-
-    def learn(self, gain: float, open_: float, quickest: float) -> None:
-        """Take in one ask."""
-        rate = max(quickest, 2 / (self.asks + 2))  # later ones count more: the chances behind them are known better
-        self.gain += rate * (gain - self.gain)
-        self.open += rate * (open_ - self.open)
-        self.asks += 1
-
-
-@dataclass(slots=True)
-class _Kind:
-    """What requests of one kind (an application, or none) have in common."""
-
-    chances: list[Chances]  # by source
-    worths: dict[tuple[int, int], _Worth] = field(default_factory=dict)  # by source and bucket of batch sizes
-
-
-@dataclass(slots=True)
-class _Book:
-    """What is known of one sequence."""
-
-    kind: _Kind
-    view: SequenceView
-    born: int  # step in which it was first seen
-    rested_before: int  # steps at rest until then
-    lean: list[float]  # by source
-    bucket: int  # of the batch sizes that `worths` are about
-    worths: list[_Worth]  # by source
-    offer: Offer | None = None
-
-    def judge(self) -> None:
-        """Compare the last proposal with what followed."""
-        if self.offer is not None:
-            self.offer.judge(self.view.tokens, self.kind.chances, self.lean)
-            self.offer = None
-
-
-@dataclass(slots=True)
-class _Asked:
-    """One source in the coming step."""
-
-    opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
-    unseen: int = 0  # tokens that it had to process first
-    ms: float = 0.0  # where it measured them itself
-
-
-@dataclass(slots=True)
-class _Choice:
-    """What the last step chose that asked for drafts."""
-
-    batch_size: int = 0
-    nodes: int = 0  # over the batch
-    tokens: float = 0.0  # expected of them
-    rows_ms: float = 0.0  # expected of them
 
 
 class AutoBudget:
@@ -173,14 +100,13 @@ class AutoBudget:
         self.config = config or AutoBudgetConfig()
         self.cap = cap
         self.sources = tuple(sources)
-        self._numbers = range(len(self.sources))
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns = True  # from the coming step
         self._numbers = range(len(self.sources))
         self._prepares, self._blind = prepares, blind
-        self._kinds: dict[str | None, _Kind] = {}
-        self._books: dict[int, _Book] = {}
+        self._kinds: dict[str | None, Kind] = {}
+        self._books: dict[int, Book] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
         self._steps = self._rested = self._plain_at = 0
@@ -192,8 +118,8 @@ class AutoBudget:
         self._plain_ms = table.step_ms(1, 0)
         self._rate = 0.0  # tokens a ms, over the batch
         self._rises: list[float] = []  # see `_rise`
-        self._asked = [_Asked() for _ in self._numbers]
-        self._choice = _Choice()
+        self._asked = [Asked() for _ in self._numbers]
+        self._choice = Choice()
 
     @classmethod
     def of(cls, spec: DrafterSpec, table: CostTable, own: CostTable | None = None) -> Self:
@@ -234,7 +160,7 @@ class AutoBudget:
             return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
         return [self.cap if i in wanted else 0 for i in range(len(books))]
 
-    def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[_Book]:
+    def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[Book]:
         """The sequences' books, their last proposals judged; and what a plain step takes and a millisecond earns."""
         size, books, context = bucket(batch_size), [], 0
         for sequence in sequences:
@@ -254,32 +180,32 @@ class AutoBudget:
         self._rate = max(batch_size / self._plain_ms, tokens / ms)
         return books
 
-    def _new(self, view: SequenceView, size: int) -> _Book:
+    def _new(self, view: SequenceView, size: int) -> Book:
         name = None if view.application is None else view.application.name
         kind = self._kinds.get(name)
         if kind is None:
-            kind = self._kinds[name] = _Kind([Chances() for _ in self._numbers])
+            kind = self._kinds[name] = Kind([Chances() for _ in self._numbers])
         lean = [0.0] * len(self.sources)
-        return _Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
+        return Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
 
-    def _move(self, book: _Book, size: int) -> None:
+    def _move(self, book: Book, size: int) -> None:
         """The batch has another size, at which asks are worth something else."""
         old, book.bucket, book.worths = book.worths, size, self._worths(book.kind, size)
         for worth, was in zip(book.worths, old, strict=True):
             worth.seen, worth.asked_at, worth.begun, worth.tried = was.seen, was.asked_at, was.begun, was.tried
 
-    def _worths(self, kind: _Kind, size: int) -> list[_Worth]:
+    def _worths(self, kind: Kind, size: int) -> list[Worth]:
         """Where a sequence begins: with what its kind has brought at this batch size."""
         found = []
         for source, costs in enumerate(self.draft_costs):
             known = kind.worths.get((source, size))
             if known is None:
                 gain = self.config.first_gain_network if costs.network else self.config.first_gain
-                known = kind.worths[source, size] = _Worth(gain, lift=self.config.first_lift)
-            found.append(_Worth(known.gain, known.open, min(known.asks, 4), kind=known))
+                known = kind.worths[source, size] = Worth(gain, lift=self.config.first_lift)
+            found.append(Worth(known.gain, known.open, min(known.asks, 4), kind=known))
         return found
 
-    def _wanted(self, books: Sequence[_Book]) -> set[int]:
+    def _wanted(self, books: Sequence[Book]) -> set[int]:
         """The sequences to draft for."""
         self._trials.clear()
         for asked in self._asked:
@@ -309,7 +235,7 @@ class AutoBudget:
         late = self._steps - self._plain_at > self.config.plain_every
         return late or self.costs.visits(batch_size, 0) < self.config.plain_first
 
-    def _paying(self, source: int, books: Sequence[_Book], opens: Sequence[float]) -> set[int]:
+    def _paying(self, source: int, books: Sequence[Book], opens: Sequence[float]) -> set[int]:
         """The sequences that asking this source for pays, in the mean."""
         costs, rate = self.draft_costs[source], self._rate
         if costs.network and costs.usual_calls < self.config.pilot:  # all wait for what one of them finds out
@@ -337,7 +263,7 @@ class AutoBudget:
                 best, count = net, n
         return {-i for _, i in values[:count]}
 
-    def _worth_a_trial(self, source: int, book: _Book) -> bool:
+    def _worth_a_trial(self, source: int, book: Book) -> bool:
         """Whether to find out what asking a network brings for a new request: texts of one kind differ in that, and
         what a trial costs may come back many times."""
         worth, costs, config = book.worths[source], self.draft_costs[source], self.config
@@ -346,14 +272,14 @@ class AutoBudget:
         cost = costs.predict(1) * (config.trial - worth.tried) + self._behind_ms(source, book)
         return worth.kind.lift * self._asks_left(source, book) > self._rate * cost
 
-    def _asks_left(self, source: int, book: _Book) -> float:
+    def _asks_left(self, source: int, book: Book) -> float:
         """Asks over which what is learned or caught up with now can pay."""
         limit = self.config.horizon
         if book.view.max_len is not None:
             limit = min(limit, book.view.max_len - len(book.view.tokens))
         return max(1.0, limit / (1 + max(1.0, book.worths[source].gain)))
 
-    def _catch_up_ms(self, source: int, book: _Book) -> float:
+    def _catch_up_ms(self, source: int, book: Book) -> float:
         """What the source has to compute first, spread over the asks in which that can pay."""
         costs = self.draft_costs[source]
         behind = len(book.view.tokens) - book.worths[source].seen - NEAR
@@ -361,7 +287,7 @@ class AutoBudget:
             return 0.0
         return behind * costs.catch_up_ms / self._asks_left(source, book)
 
-    def _explore(self, books: Sequence[_Book], paying: Sequence[set[int]]) -> set[int]:
+    def _explore(self, books: Sequence[Book], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
         the saved share of the time goes."""
         if self._credit_ms() <= 0 or self.row_chance * (1 + self.config.margin) >= 1:
@@ -381,7 +307,7 @@ class AutoBudget:
             found.add(i)
         return found
 
-    def _behind_ms(self, source: int, book: _Book) -> float:
+    def _behind_ms(self, source: int, book: Book) -> float:
         behind = len(book.view.tokens) - book.worths[source].seen - NEAR
         return max(0, behind) * self.draft_costs[source].catch_up_ms
 
@@ -393,7 +319,7 @@ class AutoBudget:
     def _save(self, ms: float) -> None:
         self._purse_ms = min(self.config.purse * self._plain_ms, self._purse_ms + self.config.explore * ms)
 
-    def _ahead(self, book: _Book) -> int:
+    def _ahead(self, book: Book) -> int:
         """Nodes of a chain whose scores may not be looked at: by depth alone."""
         path, chances = 1.0, book.kind.chances[0]
         found = []
@@ -464,7 +390,7 @@ class AutoBudget:
             self._note(0, {view.key: 1.0 for view in views})
         self._levels = 0
         if max(lists.counts) == 1:
-            self._choice = _Choice(self._batch)
+            self._choice = Choice(self._batch)
             self._learn_worths(views, [])
             return None
         offers = [self._weigh(view, lists, b) for b, view in enumerate(views)]
@@ -481,7 +407,7 @@ class AutoBudget:
         for _, b, i in ranked[:count]:
             kept[b].append(i)
         self._levels = max(offer.levels for offer in offers)
-        self._choice = _Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
+        self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
         self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
         if count == len(ranked):
             return tree if count else None

@@ -1,0 +1,82 @@
+"""What the automatic budget keeps of sequences, of kinds of requests and of the coming step; see `engine.auto`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..drafters.base import SequenceView
+from .chances import Chances, Offer
+
+
+@dataclass(slots=True)
+class Worth:
+    """What asking one source brings: for a sequence, or for a kind of requests at one batch size."""
+
+    gain: float  # running mean: tokens of an ask beyond the price of their rows
+    open: float = 1.0  # running mean: chance that the sources before it had not the next token
+    asks: int = 0
+    asked_at: int = -1  # step of the last ask
+    begun: bool = False  # the last ask only prepared the next one
+    seen: int = 0  # tokens of the text that the source has processed
+    kind: Worth | None = None  # of all requests of its kind
+    tried: int = 0  # asks for this sequence; of a kind: completed trials
+    lift: float = 0.0  # of a kind: running mean over trials: tokens an ask beyond its cost, where that is above 0
+
+    def lifted(self, lift: float, slowest: float) -> None:
+        """A trial for one request of this kind has ended."""
+        self.tried += 1
+        self.lift += max(slowest, 1 / (self.tried + 1)) * (lift - self.lift)
+
+    def learn(self, gain: float, open_: float, quickest: float) -> None:
+        """Take in one ask."""
+        rate = max(quickest, 2 / (self.asks + 2))  # later ones count more: the chances behind them are known better
+        self.gain += rate * (gain - self.gain)
+        self.open += rate * (open_ - self.open)
+        self.asks += 1
+
+
+@dataclass(slots=True)
+class Kind:
+    """What requests of one kind (an application, or none) have in common."""
+
+    chances: list[Chances]  # by source
+    worths: dict[tuple[int, int], Worth] = field(default_factory=dict)  # by source and bucket of batch sizes
+
+
+@dataclass(slots=True)
+class Book:
+    """What is known of one sequence."""
+
+    kind: Kind
+    view: SequenceView
+    born: int  # step in which it was first seen
+    rested_before: int  # steps at rest until then
+    lean: list[float]  # by source
+    bucket: int  # of the batch sizes that `worths` are about
+    worths: list[Worth]  # by source
+    offer: Offer | None = None
+
+    def judge(self) -> None:
+        """Compare the last proposal with what followed."""
+        if self.offer is not None:
+            self.offer.judge(self.view.tokens, self.kind.chances, self.lean)
+            self.offer = None
+
+
+@dataclass(slots=True)
+class Asked:
+    """One source in the coming step."""
+
+    opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
+    unseen: int = 0  # tokens that it had to process first
+    ms: float = 0.0  # where it measured them itself
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the last step chose that asked for drafts."""
+
+    batch_size: int = 0
+    nodes: int = 0  # over the batch
+    tokens: float = 0.0  # expected of them
+    rows_ms: float = 0.0  # expected of them
