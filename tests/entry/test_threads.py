@@ -134,13 +134,13 @@ def test_a_call_from_within_a_step_is_refused(llm: LLM, monkeypatch: pytest.Monk
     said: list[str] = []
     step = llm.engine.round.step
 
-    def calls_back(works: Any) -> Any:
+    def calls_back(works: Any, rule: Any) -> Any:
         for call in (lambda: llm.abort("request"), lambda: llm.generate("x"), lambda: next(llm.stream("x"))):
             with pytest.raises(RuntimeError) as raised:
                 call()
             said.append(str(raised.value))
             assert not llm.engine.lock.take_if_free()  # the step that is under way still has it
-        return step(works)
+        return step(works, rule)
 
     monkeypatch.setattr(llm.engine.round, "step", calls_back)
     (output,) = llm.generate(PROMPTS[0], replace(GREEDY, ignore_eos=True))
@@ -152,10 +152,10 @@ def test_a_stream_may_be_collected_in_the_middle_of_a_step(llm: LLM, monkeypatch
     forgotten: list[Any] = [llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=100))]
     next(forgotten[0])
 
-    def collects(works: Any) -> Any:
+    def collects(works: Any, rule: Any) -> Any:
         forgotten.clear()  # the generator is closed here
         gc.collect()
-        return step(works)
+        return step(works, rule)
 
     monkeypatch.setattr(llm.engine.round, "step", collects)
     (output,) = llm.generate(PROMPTS[1], GREEDY)

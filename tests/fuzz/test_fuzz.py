@@ -167,7 +167,8 @@ def keep_in_place(patch: pytest.MonkeyPatch) -> None:
 
     def commit(self: KVPool, kept: Sequence[Any]) -> None:
         for sequence, rows in kept:
-            sequence._advance(len(rows))
+            sequence.committed += len(rows)
+            sequence.reserved = 0
 
     patch.setattr(KVPool, "commit", commit)
 

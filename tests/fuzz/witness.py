@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome
-from paceline.drafters.base import SequenceView
+from paceline.drafters.base import DraftRule, SequenceView
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
 
@@ -38,11 +38,11 @@ class Witness:
                 self._saw_path(path, tree.parents[b].tolist())
             return outcome
 
-        def watched_step(works: Sequence[Work]) -> StepResult:
+        def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             paths.clear()
             before = [len(w.sequence.view.tokens) for w in works]
             self.met["chunk edges"] += sum(not w.generates for w in works)
-            result = step(works)
+            result = step(works, rule)
             for work, length in zip(works, before, strict=True):
                 emitted = len(work.sequence.view.tokens) - length
                 self._saw_end(work, paths.get(work.sequence.view.key, 0), emitted)

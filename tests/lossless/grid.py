@@ -36,7 +36,7 @@ from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome
-from paceline.drafters.base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
@@ -490,11 +490,11 @@ class Witness:
                 self._saw_path(path, tree.parents[b].tolist())
             return outcome
 
-        def watched_step(works: Sequence[Work]) -> StepResult:
+        def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
             paths.clear()
             self._saw_works(engine, works)
             before = [len(w.sequence.view.tokens) for w in works]
-            result = step(works)
+            result = step(works, rule)
             for work, length in zip(works, before, strict=True):
                 path = paths.get(work.sequence.view.key, [])
                 self._saw_end(work, path, len(work.sequence.view.tokens) - length)
