@@ -461,8 +461,10 @@ class AutoBudget:
                 open_ = asked.opens.get(view.key)
                 if open_ is None:
                     continue
-                worth = self._books[view.key].worths[source]
-                worth.begun = self._prepares and worth.asked_at not in (-1, self._steps - 1)
+                book = self._books[view.key]
+                worth = book.worths[source]
+                # A prompt's last pass prepares the first step.
+                worth.begun = self._prepares and worth.asked_at != self._steps - 1 and book.born != self._steps
                 worth.asked_at, worth.seen = self._steps, len(view.tokens)
                 if worth.begun:  # nothing was prepared: no news
                     continue
