@@ -49,7 +49,7 @@ class AutoBudgetConfig:
     first_gain_network: float = 2.5  # the same of a drafter with a network: hopeful enough for a first try
     pilot: int = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
     trial: int = 4  # asks of such a drafter for a new request, after which is known what it brings there
-    first_lift: float = 0.5  # tokens an ask by which trials of an unknown one are taken to pay, over their cost
+    first_lift: float = 0.35  # tokens an ask by which trials of an unknown one are taken to pay, over their cost
     quickest: float = 0.08  # least weight of an ask in what its sequence's asks bring
     rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
     kind_rate: float = (
@@ -59,6 +59,7 @@ class AutoBudgetConfig:
     plain_first: int = 2  # plain steps seen at a batch size before drafts: what they are compared with must be measured
     plain_every: int = 512  # steps after which the cost of a plain step is measured again
     listen_every: int = 3  # steps of which one is observed, once a batch size is known: observing takes time
+    rest: int = 4  # steps after which a batch that nothing is drafted for is looked at again
     known_after: int = 48  # observed steps after which it is
     margin: float = 0.1  # by which nodes must be worth more than they cost: of many estimates the best are too good
 
@@ -109,7 +110,7 @@ class AutoBudget:
         self._books: dict[int, Book] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
-        self._steps = self._rested = self._plain_at = 0
+        self._steps = self._rested = self._plain_at = self._look_at = 0
         self._purse_ms = 0.0
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
@@ -147,6 +148,12 @@ class AutoBudget:
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """Nodes that the drafter may propose; see `DraftBudget.plan`."""
         self._steps += 1
+        if self._steps < self._look_at and batch_size == self._batch and self._knows(sequences):
+            self._rested += 1
+            self.learns = self._steps % self.config.listen_every == 0
+            if not self.learns:
+                self._save(self._plain_ms)
+            return [0] * len(sequences)
         books = self._open(sequences, batch_size)
         heard = self._heard.get(bucket(batch_size), 0)
         self.learns = heard < self.config.known_after or self._steps % self.config.listen_every == 0
@@ -155,10 +162,15 @@ class AutoBudget:
         wanted = self._wanted(books)
         if not wanted:
             self._rested += 1
+            if not self._wants_plain(batch_size):
+                self._look_at = self._steps + self.config.rest
             return [0] * len(books)
         if self._blind:
             return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
         return [self.cap if i in wanted else 0 for i in range(len(books))]
+
+    def _knows(self, sequences: Sequence[RunningSequence]) -> bool:
+        return all([sequence.view.key in self._books for sequence in sequences])
 
     def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[Book]:
         """The sequences' books, their last proposals judged; and what a plain step takes and a millisecond earns."""
