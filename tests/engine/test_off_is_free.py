@@ -55,7 +55,8 @@ def test_a_budget_of_zero_adds_no_operation(params: SamplingParams, kernels: str
 
 
 def test_a_budget_adds_some():
-    """The count above can tell the difference."""
+    """The count above can tell the difference (a fixed budget: what ``auto`` drafts hangs on the clock)."""
     plain = operations(LLM("paceline-small", kv_memory="64MiB"), GREEDY)
-    on = operations(LLM("paceline-small", kv_memory="64MiB", drafter="draft_model:paceline-small-draft"), GREEDY)
+    drafter = "draft_model:paceline-small-draft"
+    on = operations(LLM("paceline-small", kv_memory="64MiB", drafter=drafter, budget=4), GREEDY)
     assert on != plain
