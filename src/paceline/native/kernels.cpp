@@ -443,13 +443,24 @@ inline void pause() {
 using Clock = std::chrono::steady_clock;
 inline int64_t microseconds(Clock::duration d) { return std::chrono::duration_cast<std::chrono::microseconds>(d).count(); }
 
+// Where a thread's part of a stage begins: a stage's units are dealt in steps, and each thread begins with its own part.
+inline int64_t part_of(int64_t units, int64_t step, int64_t thread, int64_t width) {
+  return std::min(units, (units + step - 1) / step * thread / width * step);
+}
+
+// What a thread claimed of a stage: units begin .. end - 1, after which it will claim those up to `limit`.
+struct Claim {
+  int64_t begin, end, limit;
+  int64_t thread, width;  // who, of how many
+  bool fresh;             // this thread's first of the stage
+};
+
 // What the threads of a team work at.
 struct Job {
   virtual int64_t stages() const = 0;
   virtual int64_t units(int64_t stage) const = 0;  // one or more
   virtual int64_t step(int64_t stage) const = 0;   // units that are claimed together
-  // Units begin .. end - 1; `fresh`: this thread's first piece of the stage.
-  virtual void work(int64_t stage, int64_t begin, int64_t end, bool fresh) = 0;
+  virtual void work(int64_t stage, const Claim& claim) = 0;
  protected:
   ~Job() = default;
 };
@@ -465,7 +476,10 @@ class Team {
     if (T > 1 && alone_ > 0) alone_--, T = 1;
     if (T > 1) T = std::min(T, hire(T - 1) + 1);
     if (T == 1) {
-      for (int64_t stage = 0; stage < job.stages(); stage++) job.work(stage, 0, job.units(stage), true);
+      for (int64_t stage = 0; stage < job.stages(); stage++) {
+        const int64_t units = job.units(stage);
+        job.work(stage, {0, units, units, 0, 1, true});
+      }
       return free_tiles();
     }
     const Clock::time_point start = Clock::now();
@@ -497,43 +511,54 @@ class Team {
  private:
   // A stage that is open. Claims carry its number: whoever comes late cannot claim a piece of another one that lies here by
   // then, and reads nothing of a job before he has a piece of it, for which the job waits.
+  struct alignas(64) Part { std::atomic<uint64_t> next{0}; };  // number << 32 | units claimed
   struct alignas(64) Slot {
-    std::atomic<uint64_t> next{0};  // number << 32 | units claimed
     std::atomic<int64_t> units{0}, step{1}, width{0};
     alignas(64) std::atomic<int64_t> left{0};
+    Part parts[MOST_THREADS];
   };
   static constexpr uint32_t SLOTS = 4;
 
   void open(uint32_t stage) {
     Slot& s = slots_[stage % SLOTS];
     const bool work = stage != last_;
-    const int64_t units = work ? job_->units(stage - first_) : 0;
-    s.next.store(~0ull, std::memory_order_relaxed);  // no stage's number
+    const int64_t units = work ? job_->units(stage - first_) : 0, width = width_;
+    for (int64_t t = 0; t < width; t++) s.parts[t].next.store(~0ull, std::memory_order_relaxed);  // no stage's number
     std::atomic_thread_fence(std::memory_order_release);
     s.units.store(units, std::memory_order_relaxed), s.left.store(units, std::memory_order_relaxed);
-    s.step.store(work ? job_->step(stage - first_) : 1, std::memory_order_relaxed), s.width.store(width_, std::memory_order_relaxed);
-    s.next.store((uint64_t)stage << 32, std::memory_order_release);
+    s.step.store(work ? job_->step(stage - first_) : 1, std::memory_order_relaxed), s.width.store(width, std::memory_order_relaxed);
+    for (int64_t t = 0; t < width; t++) s.parts[t].next.store((uint64_t)stage << 32, std::memory_order_release);
     publish(stage);
   }
 
-  // Works at a stage until no piece is left; whoever does the last one opens the next stage.
+  // Works at a stage until no piece is left, at its own part first; whoever does the last piece opens the next stage.
   void take(uint32_t stage, int64_t t = 0) {
     Slot& s = slots_[stage % SLOTS];
     bool fresh = true;
-    uint64_t at = s.next.load(std::memory_order_acquire);
+    const int64_t width = s.width.load(std::memory_order_relaxed);  // of another stage, perhaps: no claim succeeds then
+    if (t >= width) return;
+    for (int64_t i = 0; i < width; i++)
+      if (take_part(s, stage, t, (t + i) % width, fresh)) return open(stage + 1);
+  }
+
+  // Claims in one part until nothing is left there; whether the last piece of the stage was among them.
+  bool take_part(Slot& s, uint32_t stage, int64_t t, int64_t part, bool& fresh) {
+    std::atomic<uint64_t>& next = s.parts[part].next;
+    uint64_t at = next.load(std::memory_order_acquire);
     while (at >> 32 == stage) {
       const int64_t units = s.units.load(std::memory_order_relaxed), step = s.step.load(std::memory_order_relaxed);
-      const int64_t width = s.width.load(std::memory_order_relaxed), begin = (int64_t)(uint32_t)at;
+      const int64_t width = s.width.load(std::memory_order_relaxed);
       std::atomic_thread_fence(std::memory_order_acquire);  // what was read may be another stage's: the claim fails then
-      if (begin >= units || t >= width) return;
-      const int64_t size = (std::max<int64_t>((units - begin) / (2 * width), 1) + step - 1) / step * step;
-      const int64_t end = std::min(units, begin + size);
-      if (!s.next.compare_exchange_weak(at, (uint64_t)stage << 32 | (uint64_t)end, std::memory_order_acq_rel)) continue;
-      job_->work(stage - first_, begin, end, fresh);
+      const int64_t limit = part_of(units, step, part + 1, width), begin = part_of(units, step, part, width) + (int64_t)(uint32_t)at;
+      if (begin >= limit) return false;
+      const int64_t size = (std::max<int64_t>((limit - begin) / 2, 1) + step - 1) / step * step, end = std::min(limit, begin + size);
+      if (!next.compare_exchange_weak(at, at + (uint64_t)(end - begin), std::memory_order_acq_rel)) continue;
+      job_->work(stage - first_, {begin, end, limit, t, width, fresh});
       fresh = false;
-      if (s.left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) return open(stage + 1);
-      at = s.next.load(std::memory_order_acquire);
+      if (s.left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) return true;
+      at = next.load(std::memory_order_acquire);
     }
+    return false;
   }
 
   void work(int64_t t) {
@@ -646,6 +671,33 @@ inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
 inline int64_t padded_k(int64_t kind, int64_t k) {
   if (kind == BF16_SHORT) return SHORT_K;
   return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
+}
+
+// Weights that a thread will read after those that it reads now: of some blocks, the first lines of 64 bytes.
+struct Next {
+  const char* at[BLOCKS];
+  int blocks = 0;
+  int64_t lines = 0;
+};
+
+inline Next next_of(const Linear& l, const int64_t block[], int blocks) {
+  Next next;
+  if (l.kind != BF16) return next;  // others are multiplied without it
+  const int64_t k = padded_k(l.kind, l.k);
+  next.blocks = blocks, next.lines = k / 2;
+  for (int b = 0; b < blocks; b++) next.at[b] = (const char*)l.weight + block[b] * LANES * k * 2;
+  return next;
+}
+
+// The first blocks that a thread computes of a layer's outputs, `pair` blocks further on those of its second half.
+inline Next next_part(const Linear& l, int64_t begin, int64_t end, int64_t pair = 0) {
+  const int blocks = (int)std::min<int64_t>(pair ? BLOCKS / 2 : BLOCKS, end - begin);
+  int64_t block[BLOCKS] = {};
+  for (int i = 0; i < blocks; i++) {
+    block[i] = begin + i;
+    if (pair) block[blocks + i] = pair + begin + i;
+  }
+  return next_of(l, block, std::max(0, pair ? 2 * blocks : blocks));
 }
 
 #if PL_VNNI
@@ -820,10 +872,14 @@ template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16
 }
 #endif
 
-// Vector products: R rows against B weight blocks, every sum in a register of its own.
-template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c) {
+// Vector products: R rows against B weight blocks, every sum in a register of its own. Meanwhile the lines that are needed
+// next are asked for, those of blocks first, first + step, ..: a block that many rows go through in turns would else keep the
+// memory waiting.
+template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int first, int step) {
   v16 sum[R][B] = {};
   for (int64_t i = 0; i < k; i += 2) {
+    if (next.lines > i / 2)
+      for (int b = first; b < next.blocks; b += step) __builtin_prefetch(next.at[b] + i * 32, 0, 2);
 #if PL_DOT_BF16
     __m512bh line[B];
     for (int b = 0; b < B; b++) line[b] = (__m512bh)_mm512_loadu_si512(w[b] + i * 16);
@@ -881,44 +937,47 @@ template <int R, int B, class W, class A> void fma_product(const W* const w[], i
     for (int b = 0; b < B; b++) save(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
 }
 
-template <int R, int B> void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c) { dot_product<R, B>(w, k, in, c); }
-template <int R, int B, class A> void product_rb(const float* const w[], int64_t k, Input<A> in, float* c) { fma_product<R, B>(w, k, in, c); }
-template <int R, int B, class A> void product_rb(const int8_t* const w[], int64_t k, Input<A> in, float* c) { fma_product<R, B>(w, k, in, c); }
+template <int R, int B> void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int first, int step) {
+  dot_product<R, B>(w, k, in, c, next, first, step);
+}
+template <int R, int B, class A> void product_rb(const float* const w[], int64_t k, Input<A> in, float* c, const Next&, int, int) { fma_product<R, B>(w, k, in, c); }
+template <int R, int B, class A> void product_rb(const int8_t* const w[], int64_t k, Input<A> in, float* c, const Next&, int, int) { fma_product<R, B>(w, k, in, c); }
 
-template <int B, class W, class A> void vector_product(const W* const w[], int64_t k, Input<A> in, int rows, float* c) {
-  while (rows > 0) {
+template <int B, class W, class A> void vector_product(const W* const w[], int64_t k, Input<A> in, int rows, float* c, const Next& next) {
+  const int turns = (rows + 3) / 4;
+  for (int turn = 0; rows > 0; turn++) {
     const int r = std::min(rows, 4);
-    if (r == 1) product_rb<1, B>(w, k, in, c);
-    else if (r == 2) product_rb<2, B>(w, k, in, c);
-    else if (r == 3) product_rb<3, B>(w, k, in, c);
-    else product_rb<4, B>(w, k, in, c);
+    if (r == 1) product_rb<1, B>(w, k, in, c, next, turn, turns);
+    else if (r == 2) product_rb<2, B>(w, k, in, c, next, turn, turns);
+    else if (r == 3) product_rb<3, B>(w, k, in, c, next, turn, turns);
+    else product_rb<4, B>(w, k, in, c, next, turn, turns);
     rows -= r;
     in.x += r * in.stride;
     c += r * BLOCKS * LANES;
   }
 }
 
-template <class W, class A> void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows, float* c) {
+template <class W, class A> void product_w(const W* const w[], int blocks, int64_t k, Input<A> in, int rows, float* c, const Next& next) {
 #if !PL_AVX512
   // Two or more rows of four blocks are more sums than there are registers.
   if (rows > 1) {
-    for (int b = 0; b < blocks; b++) vector_product<1>(w + b, k, in, rows, c + b * LANES);
+    for (int b = 0; b < blocks; b++) vector_product<1>(w + b, k, in, rows, c + b * LANES, {});
     return;
   }
 #endif
-  if (blocks == 1) vector_product<1>(w, k, in, rows, c);
-  else if (blocks == 2) vector_product<2>(w, k, in, rows, c);
-  else if (blocks == 3) vector_product<3>(w, k, in, rows, c);
-  else vector_product<4>(w, k, in, rows, c);
+  if (blocks == 1) vector_product<1>(w, k, in, rows, c, next);
+  else if (blocks == 2) vector_product<2>(w, k, in, rows, c, next);
+  else if (blocks == 3) vector_product<3>(w, k, in, rows, c, next);
+  else vector_product<4>(w, k, in, rows, c, next);
 }
 
 // One product: up to ROWS rows of x against up to BLOCKS weight blocks (any of the matrix), into c [ROWS][64].
-inline void product(const Linear& l, const int64_t block[], int blocks, Input<float> in, int rows, float* c) {
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<float> in, int rows, float* c, const Next& next = {}) {
   const float* w[BLOCKS];
   for (int b = 0; b < blocks; b++) w[b] = (const float*)l.weight + block[b] * LANES * l.k;
-  product_w(w, blocks, l.k, in, rows, c);
+  product_w(w, blocks, l.k, in, rows, c, next);
 }
-template <class W> void product_of(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
+template <class W> void product_of(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c, const Next& next) {
   const int64_t k = padded_k(l.kind, l.k);
   const W* w[BLOCKS];
   for (int b = 0; b < blocks; b++) w[b] = (const W*)l.weight + block[b] * LANES * k;
@@ -945,11 +1004,11 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 #if PL_VNNI
   if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c);
 #endif
-  product_w(w, blocks, k, in, rows, c);
+  product_w(w, blocks, k, in, rows, c, next);
 }
-inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c) {
-  if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c);
-  else product_of<bf16>(l, block, blocks, in, rows, c);
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c, const Next& next = {}) {
+  if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
+  else product_of<bf16>(l, block, blocks, in, rows, c, next);
 }
 
 inline float finished(const Linear& l, int64_t n, float sum) {
@@ -986,15 +1045,17 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
   return {x, stride};
 }
 
-// The outputs of blocks begin .. end - 1 for all rows: each(row0, rows, first output, outputs, c). It may change c.
-template <class A, class F> void sweep(const Linear& l, int64_t begin, int64_t end, Input<A> in, int64_t rows, F each) {
+// The outputs of a claim's blocks for all rows: each(row0, rows, first output, outputs, c). It may change c. `then` is what
+// this thread will read when its part is done.
+template <class A, class F> void sweep(const Linear& l, const Claim& claim, Input<A> in, int64_t rows, const Next& then, F each) {
   alignas(64) float c[ROWS * BLOCKS * LANES];
-  for (int64_t b = begin; b < end; b += BLOCKS) {
-    const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
-    const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+  for (int64_t b = claim.begin; b < claim.end; b += BLOCKS) {
+    const int blocks = (int)std::min<int64_t>(BLOCKS, claim.end - b);
+    const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3}, after = b + blocks;
+    const Next next = after < claim.limit ? next_part(l, after, claim.limit) : then;
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int n = (int)std::min<int64_t>(ROWS, rows - r);
-      product(l, block, blocks, in.from(r), n, c);
+      product(l, block, blocks, in.from(r), n, c, r == 0 ? next : Next{});
       each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
     }
   }
@@ -1377,6 +1438,10 @@ inline float soften(float* s, int64_t n, bf16* w) {
   return sum16(first + second);
 }
 
+inline void fetch(const bf16* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(x + i, 0, 2);
+}
+
 // Attention of up to TILE_ROWS rows of a segment under one query head. head_dim is a multiple of 32, at most MOST_DIMS.
 void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
                   const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
@@ -1400,6 +1465,9 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
   };
   for (int64_t j = 0; j < view.common; j += 16) {
     const int64_t n = std::min<int64_t>(16, view.common - j);
+    // The keys of the next turn but one, and the values of this one, which are needed when all scores are there.
+    for (int64_t x = j; x < j + n; x++) fetch(values + slot(x) * d, d);
+    for (int64_t x = j + 32; x < std::min(view.common, j + 48); x++) fetch(keys + slot(x) * d, d);
     if (count < 3) {
       for (int64_t x = 0; x < 16; x++) near[x] = keys + slot(j + std::min(x, n - 1)) * d;
       for (int i = 0; i < count; i++) alone(i, j, n);
@@ -1821,26 +1889,41 @@ template <class A> struct Runner final : Job {
     return kind == ADD || kind == ADD_AGAIN ? BLOCKS : kind == GATE ? BLOCKS / 2 : 1;
   }
 
-  void work(int64_t stage, int64_t begin, int64_t end, bool fresh) override {
+  void work(int64_t stage, const Claim& claim) override {
     const int index = layer_of(stage);
     const Layer& l = m.layers[index];
     const A* in = (const A*)(index == start ? p.hidden_in : p.hidden_out);
     const Kind kind = kind_of(stage);
+    const bool fresh = claim.fresh;
     if (fresh && kind != NORM && kind != NORM_AGAIN && kind != ATTEND) set_tiles(rows);
     switch (kind) {
-      case NORM: return norm(in, l.attention_norm, begin, end);
-      case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), begin, end, fresh);
-      case ATTEND: return attention(l, index, begin, end);
-      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, begin, end, fresh);
-      case NORM_AGAIN: return norm(middle, l.mlp_norm, begin, end);
-      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), begin, end, fresh);
-      case ADD_AGAIN: return add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, begin, end, fresh);
+      case NORM: return norm(in, l.attention_norm, claim);
+      case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), claim);
+      case ATTEND: return attention(l, index, claim.begin, claim.end);
+      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, claim, after(ADD, index, claim));
+      case NORM_AGAIN: return norm(middle, l.mlp_norm, claim);
+      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), claim);
+      case ADD_AGAIN: return add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, claim, after(ADD_AGAIN, index, claim));
     }
   }
 
+  // The weights that a thread begins with when it comes to the products after those of a stage.
+  Next after(Kind kind, int index, const Claim& c) const {
+    auto part = [&](const Linear& l, int64_t units, int64_t step, int64_t blocks, int64_t pair) {  // a unit is so many blocks
+      return next_part(l, part_of(units, step, c.thread, c.width) * blocks, part_of(units, step, c.thread + 1, c.width) * blocks, pair);
+    };
+    const int64_t outs = up(m.d_model, LANES) / LANES, inners = m.d_ff / LANES;
+    const Layer& l = m.layers[index];
+    if (kind == PROJECT) return part(l.out, outs, BLOCKS, 1, 0);
+    if (kind == ADD) return part(l.up, inners, BLOCKS / 2, 1, inners);
+    if (kind == GATE) return part(l.down, outs, BLOCKS, 1, 0);
+    if (index + 1 < stop) return part(m.layers[index + 1].qkv, m.heads + 2 * m.kv_heads, 1, m.head_dim / LANES, 0);
+    return {};
+  }
+
   // RMS norm of rows begin .. end - 1, for all threads.
-  void norm(const A* x, const float* weight, int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
+  void norm(const A* x, const float* weight, const Claim& claim) {
+    for (int64_t r = claim.begin; r < claim.end; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
   }
 
   // Where this thread finds all rows normed.
@@ -1904,20 +1987,22 @@ template <class A> struct Runner final : Job {
   }
 
   // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
-  void project(const Layer& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
+  void project(const Layer& l, int index, const A* x, const Claim& claim) {
     const int64_t hd = m.head_dim, per_head = hd / LANES;
     std::vector<float>& buffer = t_scratch.out;
     grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    if (fresh) lower(index, QKV, x, d);
-    const Input<A> in = input_of(l.qkv, x, d, rows, fresh);
-    for (int64_t h = begin; h < end; h++)
+    if (claim.fresh) lower(index, QKV, x, d);
+    const Input<A> in = input_of(l.qkv, x, d, rows, claim.fresh);
+    const Next then = after(PROJECT, index, claim);
+    for (int64_t h = claim.begin; h < claim.end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
           const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
           const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
-          product(l.qkv, block, blocks, in.from(r0), n, c);
+          const Next next = first + blocks < claim.limit * per_head ? next_part(l.qkv, first + blocks, claim.limit * per_head) : then;
+          product(l.qkv, block, blocks, in.from(r0), n, c, r0 == 0 ? next : Next{});
           adapt(index, QKV, block, blocks, r0, n, c);
           for (int r = 0; r < n; r++)
             for (int i = 0; i < blocks * LANES; i++)
@@ -1996,10 +2081,10 @@ template <class A> struct Runner final : Job {
   }
 
   // out = residual + x W^T, rounded once.
-  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, const Claim& claim, const Next& then) {
     const int64_t outs = m.d_model;
-    if (fresh) lower(index, which, x, stride);
-    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+    if (claim.fresh) lower(index, which, x, stride);
+    sweep(l, claim, input_of(l, x, stride, rows, claim.fresh), rows, then, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
@@ -2011,21 +2096,23 @@ template <class A> struct Runner final : Job {
   }
 
   // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
+  void mlp(const Linear& l, int index, const A* x, const Claim& claim) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
-    if (fresh) lower(index, UP, x, d);
-    const Input<A> in = input_of(l, x, d, rows, fresh);
+    if (claim.fresh) lower(index, UP, x, d);
+    const Input<A> in = input_of(l, x, d, rows, claim.fresh);
+    const Next then = after(GATE, index, claim);
     alignas(64) float c[ROWS * BLOCKS * LANES];
-    if (begin == 0 && ff != m.d_ff)
+    if (claim.begin == 0 && ff != m.d_ff)
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
-    for (int64_t b = begin; b < end; b += half) {
-      const int n = (int)std::min<int64_t>(half, end - b);
+    for (int64_t b = claim.begin; b < claim.end; b += half) {
+      const int n = (int)std::min<int64_t>(half, claim.end - b);
+      const Next next = b + n < claim.limit ? next_part(l, b + n, claim.limit, total) : then;
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int count = (int)std::min<int64_t>(ROWS, rows - r0);
-        product(l, block, 2 * n, in.from(r0), count, c);
+        product(l, block, 2 * n, in.from(r0), count, c, r0 == 0 ? next : Next{});
         adapt(index, UP, block, 2 * n, r0, count, c);
         for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
@@ -2070,9 +2157,9 @@ template <class A> struct Product final : Job {
   int64_t stages() const override { return 1; }
   int64_t units(int64_t) const override { return up(l.n, LANES) / LANES; }
   int64_t step(int64_t) const override { return BLOCKS; }
-  void work(int64_t, int64_t begin, int64_t end, bool fresh) override {
-    if (fresh) set_tiles(rows);
-    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+  void work(int64_t, const Claim& claim) override {
+    if (claim.fresh) set_tiles(rows);
+    sweep(l, claim, input_of(l, x, stride, rows, claim.fresh), rows, {}, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
       for (int r = 0; r < n; r++)
         for (int64_t i = 0; i < outputs; i++) y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
     });
@@ -2481,8 +2568,8 @@ struct Draw final : Job {
   int64_t stages() const override { return 1; }
   int64_t units(int64_t) const override { return rows; }
   int64_t step(int64_t) const override { return 1; }
-  void work(int64_t, int64_t begin, int64_t end, bool) override {
-    for (int64_t i = begin; i < end; i++) chosen[i] = drawn(logits + i * n, n, rules[sequence[i]], positions[i]);
+  void work(int64_t, const Claim& claim) override {
+    for (int64_t i = claim.begin; i < claim.end; i++) chosen[i] = drawn(logits + i * n, n, rules[sequence[i]], positions[i]);
   }
 };
 
