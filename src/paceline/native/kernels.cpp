@@ -673,19 +673,24 @@ inline int64_t padded_k(int64_t kind, int64_t k) {
   return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
 }
 
-// Weights that a thread will read after those that it reads now: of some blocks, the first lines of 64 bytes.
+// Weights that a thread will read after those that it reads now: the lines of 64 bytes of some blocks. A product asks the memory
+// for them while it computes; else the memory waits while many rows go through a block, and then they for it.
 struct Next {
   const char* at[BLOCKS];
   int blocks = 0;
-  int64_t lines = 0;
+  int64_t lines = 0;  // of a block
+  // Line `line` of blocks first, first + step, .. Never a call, which would put all sums of a product aside.
+  [[gnu::always_inline]] void ask(int64_t line, int first = 0, int step = 1) const {
+    if (line < lines)
+      for (int b = first; b < blocks; b += step) __builtin_prefetch(at[b] + line * 64, 0, 2);
+  }
 };
 
 inline Next next_of(const Linear& l, const int64_t block[], int blocks) {
   Next next;
-  if (l.kind != BF16) return next;  // others are multiplied without it
-  const int64_t k = padded_k(l.kind, l.k);
-  next.blocks = blocks, next.lines = k / 2;
-  for (int b = 0; b < blocks; b++) next.at[b] = (const char*)l.weight + block[b] * LANES * k * 2;
+  const int64_t bytes = LANES * padded_k(l.kind, l.k) * (is_i8(l.kind) ? 1 : l.kind == F32 ? 4 : 2);
+  next.blocks = blocks, next.lines = bytes / 64;
+  for (int b = 0; b < blocks; b++) next.at[b] = (const char*)l.weight + block[b] * bytes;
   return next;
 }
 
@@ -728,8 +733,9 @@ void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y
       round_block(x + r * stride + b * I8_BLOCK, &y.x[b * I8_BLOCK / 4 * rows + r], rows, &y.scale[b * rows + r], &y.start[b * rows + r]);
 }
 
-// R rows against B weight blocks; a block's sum is exact, and blocks are added one after the other.
-template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, const Bytes& in, int64_t row, float* c) {
+// R rows against B weight blocks; a block's sum is exact, and blocks are added one after the other. Of what is needed next B
+// weight blocks are asked for, those from `first` on.
+template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, const Bytes& in, int64_t row, float* c, const Next& next, int first) {
   const int64_t blocks = k / I8_BLOCK, rows = in.rows;
   const int32_t *x = in.x.data() + row, *start = in.start.data() + row;
   const float* scale = in.scale.data() + row;
@@ -738,7 +744,10 @@ template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, co
   __m512 sum[R][B];
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) sum[r][b] = _mm512_setzero_ps();
+  Next mine = next;
+  mine.blocks = std::min(next.blocks, first + B);
   for (int64_t j = 0; j < blocks; j++, start += rows, scale += rows) {
+    for (int64_t i = 0; i < I8_BLOCK / 4; i++) mine.ask(j * I8_BLOCK / 4 + i, first);
     __m512i whole[R][B];
     for (int r = 0; r < R; r++)
       for (int b = 0; b < B; b++) whole[r][b] = _mm512_set1_epi32(start[r]);
@@ -757,29 +766,30 @@ template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, co
     for (int b = 0; b < B; b++) _mm512_storeu_ps(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
 }
 
-template <int R, int B> void byte_rows(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, float* c) {
+template <int R, int B> void byte_rows(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, float* c, const Next& next) {
   int b = 0;
-  for (; b + B <= blocks; b += B) byte_product<R, B>(w + b, k, in, row, c + b * LANES);
-  for (; b < blocks; b++) byte_product<R, 1>(w + b, k, in, row, c + b * LANES);
+  for (; b + B <= blocks; b += B) byte_product<R, B>(w + b, k, in, row, c + b * LANES, next, b);
+  for (; b < blocks; b++) byte_product<R, 1>(w + b, k, in, row, c + b * LANES, next, b);
 }
 
 // Few rows read several streams of weights at once; many rows keep a block in the cache, eight rows at a time.
-void byte_products(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
+void byte_products(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, int rows, float* c, const Next& next) {
   if (rows <= 4) {
-    if (rows == 1) byte_rows<1, 4>(w, blocks, k, in, row, c);
-    else if (rows == 2) byte_rows<2, 4>(w, blocks, k, in, row, c);
-    else if (rows == 3) byte_rows<3, 2>(w, blocks, k, in, row, c);
-    else byte_rows<4, 2>(w, blocks, k, in, row, c);
+    if (rows == 1) byte_rows<1, 4>(w, blocks, k, in, row, c, next);
+    else if (rows == 2) byte_rows<2, 4>(w, blocks, k, in, row, c, next);
+    else if (rows == 3) byte_rows<3, 2>(w, blocks, k, in, row, c, next);
+    else byte_rows<4, 2>(w, blocks, k, in, row, c, next);
     return;
   }
   for (int b = 0; b < blocks; b++) {
     int r = 0;
     float* y = c + b * LANES;
-    for (; r + 8 <= rows; r += 8) byte_product<8, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
-    if (rows - r >= 4) byte_product<4, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES), r += 4;
-    if (rows - r == 1) byte_product<1, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
-    else if (rows - r == 2) byte_product<2, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
-    else if (rows - r == 3) byte_product<3, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES);
+    const Next none{};
+    for (; r + 8 <= rows; r += 8) byte_product<8, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, r ? none : next, b);
+    if (rows - r >= 4) byte_product<4, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, r ? none : next, b), r += 4;
+    if (rows - r == 1) byte_product<1, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, none, b);
+    else if (rows - r == 2) byte_product<2, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, none, b);
+    else if (rows - r == 3) byte_product<3, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, none, b);
   }
 }
 #endif
@@ -872,14 +882,11 @@ template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16
 }
 #endif
 
-// Vector products: R rows against B weight blocks, every sum in a register of its own. Meanwhile the lines that are needed
-// next are asked for, those of blocks first, first + step, ..: a block that many rows go through in turns would else keep the
-// memory waiting.
-template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int first, int step) {
+// Vector products: R rows against B weight blocks, every sum in a register of its own; turn `turn` of `turns` of such rows.
+template <int R, int B> void dot_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int turn, int turns) {
   v16 sum[R][B] = {};
   for (int64_t i = 0; i < k; i += 2) {
-    if (next.lines > i / 2)
-      for (int b = first; b < next.blocks; b += step) __builtin_prefetch(next.at[b] + i * 32, 0, 2);
+    next.ask(i / 2, turn, turns);
 #if PL_DOT_BF16
     __m512bh line[B];
     for (int b = 0; b < B; b++) line[b] = (__m512bh)_mm512_loadu_si512(w[b] + i * 16);
@@ -923,9 +930,12 @@ inline v16 weights16(const int8_t* w) {
 #endif
 }
 
-template <int R, int B, class W, class A> void fma_product(const W* const w[], int64_t k, Input<A> in, float* c) {
+template <int R, int B, class W, class A>
+void fma_product(const W* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
+  constexpr int64_t per_line = 4 / sizeof(W);
   v16 sum[R][B] = {};
   for (int64_t i = 0; i < k; i++) {
+    if (i % per_line == 0) next.ask(i / per_line, turn, turns);
     v16 line[B];
     for (int b = 0; b < B; b++) line[b] = weights16(w[b] + i * 16);
     for (int r = 0; r < R; r++) {
@@ -937,11 +947,15 @@ template <int R, int B, class W, class A> void fma_product(const W* const w[], i
     for (int b = 0; b < B; b++) save(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
 }
 
-template <int R, int B> void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int first, int step) {
-  dot_product<R, B>(w, k, in, c, next, first, step);
+template <int R, int B> void product_rb(const bf16* const w[], int64_t k, Input<bf16> in, float* c, const Next& next, int turn, int turns) {
+  dot_product<R, B>(w, k, in, c, next, turn, turns);
 }
-template <int R, int B, class A> void product_rb(const float* const w[], int64_t k, Input<A> in, float* c, const Next&, int, int) { fma_product<R, B>(w, k, in, c); }
-template <int R, int B, class A> void product_rb(const int8_t* const w[], int64_t k, Input<A> in, float* c, const Next&, int, int) { fma_product<R, B>(w, k, in, c); }
+template <int R, int B, class A> void product_rb(const float* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
+  fma_product<R, B>(w, k, in, c, next, turn, turns);
+}
+template <int R, int B, class A> void product_rb(const int8_t* const w[], int64_t k, Input<A> in, float* c, const Next& next, int turn, int turns) {
+  fma_product<R, B>(w, k, in, c, next, turn, turns);
+}
 
 template <int B, class W, class A> void vector_product(const W* const w[], int64_t k, Input<A> in, int rows, float* c, const Next& next) {
   const int turns = (rows + 3) / 4;
@@ -1002,7 +1016,7 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
   }
 #endif
 #if PL_VNNI
-  if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c);
+  if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c, next);
 #endif
   product_w(w, blocks, k, in, rows, c, next);
 }
@@ -1239,6 +1253,21 @@ inline View look(const Segment& s, int64_t window, const int64_t* positions, int
   return v;
 }
 
+// Asks for the keys or values of a segment's slots begin .. end - 1.
+template <class A> void fetch(const Segment& s, int64_t begin, int64_t end, const A* x, int64_t d) {
+  for (int64_t j = begin; j < end; j++) {
+    const char* at = (const char*)(x + (s.base >= 0 ? s.base + j : s.keys[j]) * d);
+    for (int64_t i = 0; i < d * (int64_t)sizeof(A); i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+}
+constexpr int64_t AHEAD = 32;  // keys
+
+// Of a turn's 16 keys their values, which are needed when all scores are there, and the keys of the next turn but one.
+template <class A> void fetch_turn(const Segment& s, int64_t j, int64_t keys_seen, const A* keys, const A* values, int64_t d) {
+  fetch(s, j, std::min(j + 16, keys_seen), values, d);
+  fetch(s, j + AHEAD, std::min(j + AHEAD + 16, keys_seen), keys, d);
+}
+
 // Attention of up to VECTORS rows of a segment under one query head.
 template <class A>
 void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
@@ -1259,6 +1288,7 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
   alignas(64) float found[16];
   for (int64_t j = 0; j < view.common; j += 16) {
     const int64_t n = std::min<int64_t>(16, view.common - j);
+    fetch_turn(s, j, view.common, keys, values, d);
     for (int64_t i = 0; i < 16; i++) near[i] = key_at(j + std::min(i, n - 1));
     for (int i = 0; i < count; i++) {
       save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
@@ -1438,10 +1468,6 @@ inline float soften(float* s, int64_t n, bf16* w) {
   return sum16(first + second);
 }
 
-inline void fetch(const bf16* x, int64_t n) {
-  for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(x + i, 0, 2);
-}
-
 // Attention of up to TILE_ROWS rows of a segment under one query head. head_dim is a multiple of 32, at most MOST_DIMS.
 void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
                   const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
@@ -1465,9 +1491,7 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
   };
   for (int64_t j = 0; j < view.common; j += 16) {
     const int64_t n = std::min<int64_t>(16, view.common - j);
-    // The keys of the next turn but one, and the values of this one, which are needed when all scores are there.
-    for (int64_t x = j; x < j + n; x++) fetch(values + slot(x) * d, d);
-    for (int64_t x = j + 32; x < std::min(view.common, j + 48); x++) fetch(keys + slot(x) * d, d);
+    fetch_turn(s, j, view.common, keys, values, d);
     if (count < 3) {
       for (int64_t x = 0; x < 16; x++) near[x] = keys + slot(j + std::min(x, n - 1)) * d;
       for (int i = 0; i < count; i++) alone(i, j, n);
@@ -1899,7 +1923,7 @@ template <class A> struct Runner final : Job {
     switch (kind) {
       case NORM: return norm(in, l.attention_norm, claim);
       case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), claim);
-      case ATTEND: return attention(l, index, claim.begin, claim.end);
+      case ATTEND: return attention(l, index, claim);
       case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, claim, after(ADD, index, claim));
       case NORM_AGAIN: return norm(middle, l.mlp_norm, claim);
       case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), claim);
@@ -2048,22 +2072,30 @@ template <class A> struct Runner final : Job {
     return all;
   }
 
-  void attention(const Layer& l, int index, int64_t begin, int64_t end) {
+  void attention(const Layer& l, int index, const Claim& claim) {
     const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
     const bool paired = on_pairs<A>(m);
-    int64_t task = begin, first = 0;
-    for (int64_t s = 0; s < p.num_segments && task < end; s++) {
+    int64_t task = claim.begin, first = 0;
+    for (int64_t s = 0; s < p.num_segments && task < claim.end; s++) {
       const Segment& seg = p.segments[s];
       const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, seg);
-      for (; task < std::min(last, end); task++) {
+      for (; task < std::min(last, claim.end); task++) {
         const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
         const int count = (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0);
         const int64_t row = seg.start + r0, cache = h / groups * p.head_stride;
+        if (task + 1 < claim.limit) fetch_first(task + 1 < last || s + 1 == p.num_segments ? seg : p.segments[s + 1],
+                                                task + 1 < last ? (task + 1 - first) % m.heads : 0, index);
         attend_one(paired, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
                    (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd);
       }
       first = last;
     }
+  }
+
+  // Asks for what a head's attention reads first.
+  void fetch_first(const Segment& s, int64_t h, int index) const {
+    const A* keys = (const A*)p.k_cache[index] + h / (m.heads / m.kv_heads) * p.head_stride;
+    fetch(s, 0, std::min(AHEAD, s.prefix), keys, m.head_dim);
   }
 
   void attend_one(bool paired, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {

@@ -25,6 +25,7 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
+from .memory import Arena
 from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
 from .native_streams import NativeStreams, Riding, Told, told
 from .rope import RopeTable, Rotation
@@ -66,7 +67,9 @@ class NativeLinear:
 
     kind = "native"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, quant: bool, exact: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, quant: bool, exact: bool = False, arena: Arena | None = None
+    ) -> None:
         library = native.library()
         assert library is not None
         scale = None
@@ -78,7 +81,7 @@ class NativeLinear:
         kind = native.INT8_EXACT if quant and exact else native.KINDS[weight.dtype]
         if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
             kind = native.BF16_SHORT
-        self.packed = torch.empty(library.pl_packed_size(n, k, kind), dtype=weight.dtype)
+        self.packed = (arena or Arena()).empty(library.pl_packed_size(n, k, kind), weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self.scale = None if scale is None else scale.float()
         self.bias = None if bias is None else bias.float()
@@ -117,6 +120,7 @@ class NativeAdapters:
     def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
         self.rank = adapter.config.rank
         self.table = (native.LowRank * len(bases))()
+        self._arena = Arena()
         self._held: list[NativeLinear] = []
         for layer, linear in adapter.names():
             place = layer * len(LINEARS) + LINEARS.index(linear)
@@ -140,7 +144,7 @@ class NativeAdapters:
         if base.scale is not None:
             wide = wide / base.scale[:, None]
         for name, weight in (("down", down.detach()), ("up", wide)):
-            packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False)
+            packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False, arena=self._arena)
             self._held.append(packed)
             setattr(made, name, packed.struct)
 
@@ -170,10 +174,11 @@ class Stack:
         self._rope = RopeTable(c.rope, c.max_position, torch.float32, decoder.device)
         self._half = c.rope.dim // 2
         layers = (native.Layer * c.num_layers)()
+        self._arena = Arena()  # in the order in which a pass reads
         for made, layer in zip(layers, decoder.layers, strict=True):
             self._fill(made, layer, quant)
         weight = decoder.embedding if decoder.head is None else decoder.head.weight
-        self.head = NativeLinear(weight.data, None, quant, decoder.exact)
+        self.head = NativeLinear(weight.data, None, quant, decoder.exact, self._arena)
         self._model = native.Model(
             d_model=c.d_model,
             heads=c.num_heads,
@@ -209,7 +214,7 @@ class Stack:
         for name in ("qkv", "out", "up", "down"):
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
-            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact)
+            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact, self._arena)
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
