@@ -960,7 +960,7 @@ template <int R, int B, class A> void product_rb(const int8_t* const w[], int64_
 template <int B, class W, class A> void vector_product(const W* const w[], int64_t k, Input<A> in, int rows, float* c, const Next& next) {
   const int turns = (rows + 3) / 4;
   for (int turn = 0; rows > 0; turn++) {
-    const int r = std::min(rows, 4);
+    const int r = (rows + turns - turn - 1) / (turns - turn);  // at most 4; 3 and 2 cost less than 4 and 1
     if (r == 1) product_rb<1, B>(w, k, in, c, next, turn, turns);
     else if (r == 2) product_rb<2, B>(w, k, in, c, next, turn, turns);
     else if (r == 3) product_rb<3, B>(w, k, in, c, next, turn, turns);
