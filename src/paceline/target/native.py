@@ -1,8 +1,11 @@
 """A decoder's layers in one call: the compiled counterpart of `decoder.Layer.run`.
 
-Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, heads of a
-multiple of 16); everything else runs layer by layer on torch. A row's bits depend on that row and on the
-keys it sees alone, so what ``exact`` asks for holds here at no cost (int8 weights pay a little for it in wide passes).
+Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, rotary positions); everything
+else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros:
+these add exactly 0 to every sum.
+
+A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost (int8
+weights pay a little for it in wide passes).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from .decoder import Decoder
     from .streams import StreamSet
 
-HEAD_STEP = 16  # a head's width is a multiple of it
+STEP = 16  # widths of heads and of the feed-forward layer are padded to a multiple of it
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
 _REFUSALS = {
@@ -54,23 +58,61 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
         (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
         (c.norm == "rms" and c.gated and c.activation == "silu", f"{c.family} has another norm or activation"),
         (not c.learned_positions and c.rope is not None, f"{c.family} has learned positions"),
-        (c.head_dim % HEAD_STEP == 0, f"heads of {c.head_dim} are no multiple of {HEAD_STEP}"),
-        (c.d_ff % HEAD_STEP == 0, f"a feed-forward width of {c.d_ff} is no multiple of {HEAD_STEP}"),
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
 
 
+def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
+    """Layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
+    width = _padded(config.head_dim) if compiled else config.head_dim
+    return config.num_layers, config.num_kv_heads, width
+
+
+def _padded(width: int) -> int:
+    return -(-width // STEP) * STEP
+
+
+def _groups(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Of each linear the group of inputs, and of outputs, that is padded together: a head, gate or up. 0: none is."""
+    head, ff = config.head_dim, config.d_ff
+    return {"qkv": (0, head), "out": (head, 0), "up": (0, ff), "down": (ff, 0)}
+
+
+def _widened(x: Tensor, dim: int, group: int) -> Tensor:
+    """``x`` with zeros behind every ``group`` of entries along a dimension, so that it is a multiple of `STEP`."""
+    missing = _padded(group) - group
+    if not missing:
+        return x
+    apart = x.movedim(dim, -1).unflatten(-1, (-1, group))
+    return F.pad(apart, (0, missing)).flatten(-2).movedim(-1, dim)
+
+
 class NativeLinear:
-    """A packed weight and its product, on its own; in a pass the layers use the same weight directly."""
+    """A packed weight and its product, on its own; in a pass the layers use the same weight directly.
+
+    Args:
+        weight, bias: [out, in] and [out].
+        quant: int8 weights, with the same bits at every width where ``exact``.
+        groups: inputs, and outputs, that are padded together; see `_groups`.
+    """
 
     kind = "native"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, quant: bool, exact: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        quant: bool,
+        exact: bool = False,
+        groups: tuple[int, int] = (0, 0),
+    ) -> None:
         library = native.library()
         assert library is not None
         scale = None
-        self.dtype = weight.dtype
+        self.dtype, self.shape, self._groups = weight.dtype, weight.shape, groups
+        weight = self.widened_inputs(self.widened_outputs(weight))
+        bias = None if bias is None else self.widened_outputs(bias)
         if quant:
             weight, scale = quantised(weight)
         weight = weight.contiguous()
@@ -84,8 +126,16 @@ class NativeLinear:
         self.bias = None if bias is None else bias.float()
         self.struct = native.Linear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
 
+    def widened_inputs(self, weight: Tensor) -> Tensor:
+        """[.., in] as the packed weight has them."""
+        return _widened(weight, -1, self._groups[0])
+
+    def widened_outputs(self, weight: Tensor) -> Tensor:
+        """[out, ..] as the packed weight has them."""
+        return _widened(weight, 0, self._groups[1])
+
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]."""
+        """[rows, in] -> [rows, out], both padded."""
         library = native.library()
         assert library is not None
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
@@ -129,7 +179,7 @@ class NativeAdapters:
             self._fill(self.table[place], what, *pair, adapter.scale, bases[place])
 
     def _fill(self, made: Any, what: str, down: Tensor, up: Tensor, scale: float, base: NativeLinear) -> None:
-        n, k = base.struct.n, base.struct.k
+        n, k = base.shape
         if down.shape != (self.rank, k) or up.shape != (n, self.rank):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
             wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
@@ -137,9 +187,10 @@ class NativeAdapters:
         if down.isnan().any() or up.isnan().any():
             raise not_loaded(what)
         wide = up.detach().float() * scale  # [out, rank]
+        wide = base.widened_outputs(wide)
         if base.scale is not None:
             wide = wide / base.scale[:, None]
-        for name, weight in (("down", down.detach()), ("up", wide)):
+        for name, weight in (("down", base.widened_inputs(down.detach())), ("up", wide)):
             packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False)
             self._held.append(packed)
             setattr(made, name, packed.struct)
@@ -171,15 +222,16 @@ class Stack:
         self._half = c.rope.dim // 2
         layers = (native.Layer * c.num_layers)()
         for made, layer in zip(layers, decoder.layers, strict=True):
-            self._fill(made, layer, quant)
+            self._fill(made, layer, quant, _groups(c))
         weight = decoder.embedding if decoder.head is None else decoder.head.weight
         self.head = NativeLinear(weight.data, None, quant, decoder.exact)
         self._model = native.Model(
             d_model=c.d_model,
             heads=c.num_heads,
             kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            d_ff=c.d_ff,
+            head_dim=_padded(c.head_dim),
+            own_head_dim=c.head_dim,
+            d_ff=_padded(c.d_ff),
             rotated=c.rope.dim,
             vocab=c.vocab_size,
             wide_activations=decoder.dtype == torch.float32,
@@ -205,11 +257,11 @@ class Stack:
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
 
-    def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
-        for name in ("qkv", "out", "up", "down"):
+    def _fill(self, made: native.Layer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
+        for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
-            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact)
+            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact, groups[name])
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
@@ -225,9 +277,9 @@ class Stack:
         self._held.append(wide)
         return wide.data_ptr()
 
-    def products(self) -> list[LinearOp]:
-        """Every product of a pass, in order; the head is the last."""
-        return [*self.linears, self.head]
+    def products(self) -> list[tuple[LinearOp, int]]:
+        """Every product of a pass and the width of its input, padded, in order; the head is the last."""
+        return [(linear, linear.struct.k) for linear in (*self.linears, self.head)]
 
     def plan(self, segments: Sequence[Segment]) -> NativePlan:
         """The plan with addresses in place of tensors.
