@@ -34,7 +34,8 @@ from .target.decoder import Decoder
 from .target.families import DecoderConfig
 from .target.files import free_bytes, is_file
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
-from .target.native import cache_shape, unsupported
+from .target.native import unsupported
+from .target.padding import cache_shape
 from .target.streams import CONFIG_FILE
 
 DEFAULT_KV_BYTES = 512 * 2**20

@@ -18,7 +18,8 @@ from ..core.errors import ConfigError
 from .base import Batch, ForwardState, KVCache, Taps, TargetInfo
 from .families import DecoderConfig, linear_biases, linear_shapes
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
-from .native import Stack, cache_shape
+from .native import Stack
+from .padding import cache_shape
 from .rope import RopeTable
 
 # Elementwise operations on more elements than this are cut into one range a thread, at any element.

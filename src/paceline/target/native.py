@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
@@ -29,15 +28,15 @@ from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
-from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
+from .native_calls import Asked, Chain, Chains, Grown, Seed, Seeds, hold
 from .native_streams import NativeStreams, Riding, Told, told
+from .padding import groups_of, padded, widened
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
     from .streams import StreamSet
 
-STEP = 16  # widths of heads and of the feed-forward layer are padded to a multiple of it
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
 _REFUSALS = {
@@ -63,38 +62,13 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
 
 
-def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
-    """Layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
-    width = _padded(config.head_dim) if compiled else config.head_dim
-    return config.num_layers, config.num_kv_heads, width
-
-
-def _padded(width: int) -> int:
-    return -(-width // STEP) * STEP
-
-
-def _groups(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Of each linear the group of inputs, and of outputs, that is padded together: a head, gate or up. 0: none is."""
-    head, ff = config.head_dim, config.d_ff
-    return {"qkv": (0, head), "out": (head, 0), "up": (0, ff), "down": (ff, 0)}
-
-
-def _widened(x: Tensor, dim: int, group: int) -> Tensor:
-    """``x`` with zeros behind every ``group`` of entries along a dimension, so that it is a multiple of `STEP`."""
-    missing = _padded(group) - group
-    if not missing:
-        return x
-    apart = x.movedim(dim, -1).unflatten(-1, (-1, group))
-    return F.pad(apart, (0, missing)).flatten(-2).movedim(-1, dim)
-
-
 class NativeLinear:
     """A packed weight and its product, on its own; in a pass the layers use the same weight directly.
 
     Args:
         weight, bias: [out, in] and [out].
         quant: int8 weights, with the same bits at every width where ``exact``.
-        groups: inputs, and outputs, that are padded together; see `_groups`.
+        groups: inputs, and outputs, that are padded together; see `groups_of`.
     """
 
     kind = "native"
@@ -128,11 +102,11 @@ class NativeLinear:
 
     def widened_inputs(self, weight: Tensor) -> Tensor:
         """[.., in] as the packed weight has them."""
-        return _widened(weight, -1, self._groups[0])
+        return widened(weight, -1, self._groups[0])
 
     def widened_outputs(self, weight: Tensor) -> Tensor:
         """[out, ..] as the packed weight has them."""
-        return _widened(weight, 0, self._groups[1])
+        return widened(weight, 0, self._groups[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out], both padded."""
@@ -222,16 +196,16 @@ class Stack:
         self._half = c.rope.dim // 2
         layers = (native.Layer * c.num_layers)()
         for made, layer in zip(layers, decoder.layers, strict=True):
-            self._fill(made, layer, quant, _groups(c))
+            self._fill(made, layer, quant, groups_of(c))
         weight = decoder.embedding if decoder.head is None else decoder.head.weight
         self.head = NativeLinear(weight.data, None, quant, decoder.exact)
         self._model = native.Model(
             d_model=c.d_model,
             heads=c.num_heads,
             kv_heads=c.num_kv_heads,
-            head_dim=_padded(c.head_dim),
+            head_dim=padded(c.head_dim),
             own_head_dim=c.head_dim,
-            d_ff=_padded(c.d_ff),
+            d_ff=padded(c.d_ff),
             rotated=c.rope.dim,
             vocab=c.vocab_size,
             wide_activations=decoder.dtype == torch.float32,
@@ -346,30 +320,10 @@ class Stack:
         _require(refused)
         return out
 
-    def decide(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slots: slice | Sequence[int],
-        spans: Sequence[RowSpan],
-        wanted: Sequence[int],
-        adapters: Sequence[AdapterRange],
-        cache: KVCache,
-        rules: bytes | None = None,
-        logits: Tensor | None = None,
-    ) -> list[int]:
+    def decide(self, asked: Asked, cache: KVCache) -> list[int]:
         """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
 
         The same numbers as `run` and `logits` give, without a tensor in between.
-
-        Args:
-            tokens, positions: [rows].
-            slots: [rows] where K and V of each row go.
-            spans: where each sequence's rows lie, in order.
-            wanted: rows, ascending.
-            adapters: ranges of rows with adapters.
-            rules: `SequenceSampler.rules` of every span, one behind the other; None: all take the likeliest.
-            logits: [wanted, vocab] float32, to be filled; goes with ``rules``.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
@@ -379,33 +333,23 @@ class Stack:
             ConfigError, ValueError: as `run`.
         """
         held: list[Tensor] = []
-        made = array("q", numbers_of(tokens, positions, slots, spans, wanted, held))
-        chosen = array("q", bytes(8 * len(wanted)))
-        given = made.buffer_info()[0], *self._drawing(rules, logits, len(spans), len(wanted)), chosen.buffer_info()[0]
-        self._ask(self._choose, cache, adapters, len(tokens), max(positions), *given)
+        made = array("q", asked.numbers(held))
+        chosen = array("q", bytes(8 * len(asked.wanted)))
+        given = made.buffer_info()[0], *asked.drawing(self._model.vocab), chosen.buffer_info()[0]
+        self._ask(self._choose, asked, cache, max(asked.positions), *given)
         return chosen.tolist()
 
     def decide_streams(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slots: slice | Sequence[int],
-        spans: Sequence[RowSpan],
-        wanted: Sequence[int],
-        adapters: Sequence[AdapterRange],
-        cache: KVCache,
-        riding: Riding,
-        rules: bytes | None = None,
-        logits: Tensor | None = None,
+        self, asked: Asked, riding: Riding, cache: KVCache
     ) -> tuple[list[int], list[Told | None], float]:
         """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
 
         Streams that do not ride in the pass go through their layers behind it.
 
         Args:
-            riding: who carries streams. ``wanted`` holds their root and all rows behind it.
-            rules: as for `decide`; streams are read by them, too.
-            logits: [wanted and ``riding.rows``, vocab] float32, to be filled; goes with ``rules``.
+            asked: its wanted rows hold the root of every carrier and all rows behind it; streams are read by its rules,
+                too, and its logits have room for those of ``riding.rows``.
+            riding: who carries streams.
 
         Returns:
             The token after each of the wanted rows, as by `decide`; for each carrier the ``riding.k`` best tokens of
@@ -416,43 +360,25 @@ class Stack:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
         held: list[Tensor] = []
-        numbers = numbers_of(tokens, positions, slots, spans, wanted, held)
-        scratch = riding.scratch
-        numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
-        for span, root, wanted_streams, most, ends, riders in riding.carriers:
-            numbers += (span, root, wanted_streams, most, len(ends), len(riders), *ends, *riders)
-        streams = self.streams(riding.streams)
+        numbers, streams = [*asked.numbers(held), *riding.numbers()], self.streams(riding.streams)
+        wanted, carriers = len(asked.wanted), len(riding.carriers)
         block = streams.gamma * riding.k  # numbers of one carrier
-        made, out = array("q", numbers), array("q", bytes(8 * (len(wanted) + len(riding.carriers) * (2 + block) + 1)))
-        log_q = array("f", bytes(4 * len(riding.carriers) * block))
-        drawing = self._drawing(rules, logits, len(spans), len(wanted) + riding.rows)
+        made, out = array("q", numbers), array("q", bytes(8 * (wanted + carriers * (2 + block) + 1)))
+        log_q = array("f", bytes(4 * carriers * block))
+        drawing = asked.drawing(self._model.vocab, riding.rows)
         given = made.buffer_info()[0], *drawing, out.buffer_info()[0], log_q.buffer_info()[0]
-        highest = max(positions) + streams.gamma
-        self._ask(self._choose_streams, cache, adapters, len(tokens), highest, streams.reference, *given)
+        highest = max(asked.positions) + streams.gamma
+        self._ask(self._choose_streams, asked, cache, highest, streams.reference, *given)
         found = out.tolist()
-        said = told(found[len(wanted) :], log_q.tolist(), len(riding.carriers), block, riding.k)
-        return found[: len(wanted)], said, found[-1] / 1e3
+        said = told(found[wanted:], log_q.tolist(), carriers, block, riding.k)
+        return found[:wanted], said, found[-1] / 1e3
 
-    def _drawing(
-        self, rules: bytes | None, logits: Tensor | None, spans: int, rows: int
-    ) -> tuple[bytes | None, int | None]:
-        """Rules and the address of logits, as a pass is given them; neither where all choices are the likeliest."""
-        if rules is None or logits is None:
-            return None, None
-        if len(rules) != native.RULES_BYTES * spans:
-            raise ValueError(f"rules of {len(rules)} bytes for {spans} sequences")
-        if not logits.is_contiguous():
-            raise ValueError("logits that do not lie in one piece")
-        return rules, hold(logits, (rows, self._model.vocab), [], torch.float32)
-
-    def _ask(
-        self, call: Any, cache: KVCache, adapters: Sequence[AdapterRange], rows: int, highest: int, *given: Any
-    ) -> None:
+    def _ask(self, call: Any, asked: Asked, cache: KVCache, highest: int, *given: Any) -> None:
         """A pass from token ids on, and once more with a longer rotation table where positions lie beyond it."""
         run = self._pass(cache)
         run.num_adapters = 0
-        if adapters:
-            ranges = self._ranges(adapters, rows)
+        if asked.adapters:
+            ranges = self._ranges(asked.adapters, len(asked.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
         refused = call(self._reference, run, self._embedding_at, *given)
         if refused == _BAD_POSITION:
