@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -48,13 +48,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     "every bias": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
     "partial rotation": {"rope": RopeConfig(dim=20, theta=100.0)},
     "windows shorter than a tree": {"windows": (1, 4)},
+    # Widths that are padded: heads, gate and up, each of its own.
+    "heads of 8": {"head_dim": 8, "d_model": 64, "num_heads": 8, "num_kv_heads": 4, "d_ff": 172},
+    "heads of 24 with norms and biases": {
+        **QWEN3,
+        "head_dim": 24,
+        "d_ff": 43,
+        "rope": RopeConfig(dim=24, theta=100.0),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
+    },
+    "heads of 20, turned in part": {"head_dim": 20, "d_ff": 5, "rope": RopeConfig(dim=6, theta=100.0)},
 }
 
 
 def make(
-    changes: dict[str, Any] | None = None, kind: str = "float32", *, compiled: bool = True, backend: str = "reference"
+    changes: dict[str, Any] | None = None,
+    kind: str = "float32",
+    *,
+    compiled: bool = True,
+    backend: str = "reference",
+    change: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
-    """A finished decoder of `BASE` with random weights, which are the same whatever runs them."""
+    """A finished decoder of `BASE` with random weights, which are the same whatever runs them.
+
+    Args:
+        changes: of the shape.
+        change: called with the decoder while its weights are plain.
+    """
     values = BASE | (changes or {})
     values.setdefault("rope", RopeConfig(dim=values["head_dim"], theta=100.0))
     config, dtype = tiny_config(**values), KINDS[kind]
@@ -65,6 +85,8 @@ def make(
     generator = torch.Generator().manual_seed(5)
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(_draw(name, parameter.shape, generator))
+    if change is not None:
+        change(decoder)
     return decoder.finish()
 
 
@@ -134,8 +156,7 @@ class Text:
 
 
 def blank_pool(decoder: Decoder) -> KVPool:
-    c = decoder.config
-    pool = KVPool(c.num_layers, c.num_kv_heads, c.head_dim, 512, decoder.dtype, decoder.device)
+    pool = KVPool(*decoder.cache_shape, 512, decoder.dtype, decoder.device)
     if decoder.stack is not None:
         for part in (*pool.k, *pool.v):
             part.fill_(torch.nan)

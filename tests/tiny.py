@@ -80,7 +80,7 @@ def tiny_decoder(
         noise: what is added to every weight, as a share of its tensor's standard deviation.
         attention: backend; "auto": the dense reference in float64, sdpa otherwise and where exact.
         merged: adapters that are added to the weights: W + scale * up down.
-        compiled: on the compiled layers (float32 or bf16, heads of a multiple of 16).
+        compiled: on the compiled layers (float32 or bf16).
     """
     if attention == "auto":
         attention = "reference" if dtype == torch.float64 and not exact else "sdpa"
@@ -272,7 +272,8 @@ def hybrid(
 def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """[tokens, V]: the whole text in one causal pass over fresh K/V."""
     count = len(tokens)
-    shape = (decoder.config.num_kv_heads, count, decoder.config.head_dim)
+    _, heads, width = decoder.cache_shape
+    shape = (heads, count, width)
     blank = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(2 * decoder.num_layers)]
     cache = SimpleNamespace(k=blank[: decoder.num_layers], v=blank[decoder.num_layers :])
     places, whole = torch.arange(count), slice(0, count)
@@ -362,9 +363,7 @@ def assemble(
             DrafterContext(load_model=None, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None)
         )
     pool = KVPool(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.head_dim,
+        *decoder.cache_shape,
         kv_tokens,
         decoder.dtype,
         decoder.device,

@@ -35,6 +35,7 @@ from .target.families import DecoderConfig
 from .target.files import free_bytes, is_file
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
 from .target.native import unsupported
+from .target.padding import cache_shape
 from .target.streams import CONFIG_FILE
 
 DEFAULT_KV_BYTES = 512 * 2**20
@@ -53,7 +54,8 @@ class LoadedModel:
 def load_target(config: LLMConfig) -> LoadedModel:
     """The target. Everything that can be checked without the weights is checked before they are read."""
     source = _open(config, config.model, config.dtype)
-    _pool_tokens(config, source.shape, source.dtype, _max_model_len(config, source.shape))
+    kept = cache_shape(source.shape, _native(config, source.shape, source.dtype))
+    _pool_tokens(config, kept, source.dtype, _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
     return _load(config, source, config.exact)
 
@@ -266,10 +268,10 @@ def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> 
 
 
 def _pool_tokens(
-    config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype, max_model_len: int, scratch: int = 0
+    config: LLMConfig, kept: tuple[int, int, int], dtype: torch.dtype, max_model_len: int, scratch: int = 0
 ) -> int:
-    """Tokens that the K/V pool will hold; checks that there is memory for them."""
-    per_token = KVPool.bytes_per_token(*_kv_shape(shape), dtype)
+    """Tokens that a K/V pool of this shape will hold; checks that there is memory for them."""
+    per_token = KVPool.bytes_per_token(*kept, dtype)
     # One sequence alone must always fit, with its last token's row.
     least = max_model_len + 1
     if config.kv_memory is None:
@@ -289,22 +291,18 @@ def _pool_tokens(
     return tokens
 
 
-def _kv_shape(shape: DecoderConfig) -> tuple[int, int, int]:
-    return shape.num_layers, shape.num_kv_heads, shape.head_dim
-
-
 def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
     """The target's K/V pool, with ``scratch`` slots for streams.
 
     Raises:
         ConfigError: too little memory.
     """
-    shape = decoder.config
-    tokens = _pool_tokens(config, shape, decoder.dtype, max_model_len, scratch)
+    kept = decoder.cache_shape
+    tokens = _pool_tokens(config, kept, decoder.dtype, max_model_len, scratch)
     try:
-        return KVPool(*_kv_shape(shape), tokens, decoder.dtype, decoder.device, scratch_slots=scratch)
+        return KVPool(*kept, tokens, decoder.dtype, decoder.device, scratch_slots=scratch)
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError
-        per_token = KVPool.bytes_per_token(*_kv_shape(shape), decoder.dtype)
+        per_token = KVPool.bytes_per_token(*kept, decoder.dtype)
         wanted = (tokens + scratch) * per_token
         raise _too_little_memory(config, max_model_len, per_token, wanted, "there is not so much to give") from error
 

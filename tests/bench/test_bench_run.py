@@ -26,6 +26,7 @@ from paceline.bench import trials as trials_module
 from paceline.bench.journal import Journal
 from paceline.bench.measure import Builder, Group, Limits, Memory, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
+from paceline.bench.models import materialised
 from paceline.bench.peers import PeerError, PeerResult
 from paceline.bench.records import Cell, Method, PromptIds, Trial
 from paceline.bench.report import load_report
@@ -33,6 +34,7 @@ from paceline.bench.run import BenchConfig, Run
 from paceline.bench.schedule import cells_of, groups_of, interleaved, rotated
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
+from paceline.target.loader import read_config
 
 MODEL = "paceline-small"
 RANDOM = "random:1x64x64x64"
@@ -541,3 +543,18 @@ def test_the_report_says_what_is_needed_to_repeat_it() -> None:
     assert report.command == ["paceline", "bench"] and report.settings["seed"] == 0
     assert report.workloads["wikisql"]["licence"] and report.workloads["wikisql"]["prompts"] == 1
     assert json.loads(json.dumps(report.as_dict()))
+
+
+class TestRandomModels:
+    def test_heads_may_be_of_any_number(self) -> None:
+        for spec, heads, kv_heads, head_dim in ((RANDOM, 1, 1, 64), ("random:1x24x10x32x3x1", 3, 1, 8)):
+            with materialised(spec) as folder:
+                found = read_config(Path(folder))
+            assert (found.num_heads, found.num_kv_heads, found.head_dim) == (heads, kv_heads, head_dim)
+
+    @pytest.mark.parametrize(
+        "spec", ["1x24x10x32", "1x24x10x32x3", "1x24x10x32x5x5", "1x24x10x32x4x3", "1x24x10x0x3x1"]
+    )
+    def test_shapes_that_cannot_be(self, spec: str) -> None:
+        with pytest.raises(ConfigError, match="Write random:12x768"), materialised(f"random:{spec}"):
+            pass

@@ -54,7 +54,7 @@ class World:
     @property
     def config(self) -> DecoderConfig:
         """The target's shape: three end tokens, so that answers often meet one."""
-        head_dim = 16 if self.compiled else 8
+        head_dim = 16 if self.quant else 8  # 8 is padded by the compiled layers
         if self.bytes:
             return tiny_config(vocab_size=BYTES_VOCAB, eos_ids=(SPECIAL.index("</s>"),), head_dim=head_dim)
         return tiny_config(eos_ids=(7, 23, 61), head_dim=head_dim)

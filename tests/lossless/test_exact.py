@@ -80,11 +80,8 @@ class Text:
     """One text whose K/V grows pass by pass, in a pool of its own."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int], block_size: int = 16) -> None:
-        shape = decoder.config
         self.decoder, self.tokens = decoder, list(tokens)
-        self.pool = KVPool(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, 1024, decoder.dtype, decoder.device, block_size
-        )
+        self.pool = KVPool(*decoder.cache_shape, 1024, decoder.dtype, decoder.device, block_size)
         self.cache = self.pool.open()
 
     def advance(self, rows: int) -> Tensor:
@@ -175,7 +172,7 @@ def test_company_and_scattered_blocks(name: str, dtype: str) -> None:
     text, alone = _one_by_one(name, dtype)
     shape = decoder.config
     room = 3 * (PREFIX + WIDTHS) + 48  # so little that the sequences must take what is left anywhere
-    pool = KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, room, decoder.dtype, decoder.device)
+    pool = KVPool(*decoder.cache_shape, room, decoder.dtype, decoder.device)
     others = [random_tokens(PREFIX + WIDTHS, shape.vocab_size, seed=s) for s in (2, 3)]
     texts = [others[0], text.tokens, others[1]]
     caches = [pool.open() for _ in texts]

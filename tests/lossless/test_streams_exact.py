@@ -266,7 +266,7 @@ def test_row_layers_by_hand() -> None:
 
 # ---- the bits of main rows
 
-WIDE = tiny_config(head_dim=16)  # the compiled layers want heads of a multiple of 16
+WIDE = tiny_config(head_dim=16)
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

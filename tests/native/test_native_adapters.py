@@ -26,6 +26,7 @@ from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels
 RANKS = (1, 8, 33, 256)
+PADDED = ("heads of 8", "heads of 24 with norms and biases")  # and a feed-forward width that is padded too
 BOUND = {"float32": 1e-5, "bfloat16": 0.04, "int8": 0.06}  # of `error` between two ways to round
 FOUR = {"num_layers": 4, "windows": (None, 24, None, None)}
 
@@ -124,7 +125,7 @@ def somewhere(name: str, rank: int) -> list[AdapterRange]:
     return [AdapterRange(*span) for span in spans]
 
 
-@pytest.mark.parametrize("name", ["base", "qwen3", "every bias", "heads of 80", "heads of 96"])
+@pytest.mark.parametrize("name", ["base", "qwen3", "every bias", "heads of 80", "heads of 96", *PADDED])
 @pytest.mark.parametrize("rank", RANKS)
 def test_the_hidden_states_are_those_of_torch(name: str, rank: int):
     tokens, ranges = tokens_of(decoder_of(name, "float32"), 64), somewhere(name, rank)
@@ -137,13 +138,13 @@ def test_the_hidden_states_are_those_of_torch(name: str, rank: int):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-@pytest.mark.parametrize("rank", RANKS)
-def test_narrow_weights_round_no_worse_than_torch(kind: str, rank: int):
-    tokens, ranges = tokens_of(decoder_of("base", kind), 64), somewhere("base", rank)
-    torchs = error(reference("base", "bfloat16", tokens, ranges).float(), reference("base", "float32", tokens, ranges))
+@pytest.mark.parametrize(("name", "rank"), [*(("base", rank) for rank in RANKS), *((name, 8) for name in PADDED)])
+def test_narrow_weights_round_no_worse_than_torch(kind: str, name: str, rank: int):
+    tokens, ranges = tokens_of(decoder_of(name, kind), 64), somewhere(name, rank)
+    torchs = error(reference(name, "bfloat16", tokens, ranges).float(), reference(name, "float32", tokens, ranges))
     decoder, oracle = (
-        decoder_of("base", kind),
-        reference("base", "int8" if kind == "int8" else "float32", tokens, ranges),
+        decoder_of(name, kind),
+        reference(name, "int8" if kind == "int8" else "float32", tokens, ranges),
     )
     (ours,) = run(decoder, [(Text(decoder, tokens), 64)], ranges)
     # Beside int8 weights the inputs may be rounded to bytes too.

@@ -19,7 +19,7 @@ from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
 from paceline.target.decoder import Decoder
 from paceline.target.native import NativeLinear
-from paceline.target.native_calls import RowSpan
+from paceline.target.native_calls import Asked, RowSpan
 from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels
@@ -84,7 +84,7 @@ def at_once(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: 
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
     assert decoder.stack is not None
-    return decoder.stack.decide(tokens, positions, slots, spans, wanted, (), pool)
+    return decoder.stack.decide(Asked(tokens, positions, slots, spans, wanted), pool)
 
 
 def batch(decoder: Decoder, seed: int) -> tuple[KVPool, list[Drafted], list[int]]:
@@ -129,7 +129,7 @@ def drawn_at_once(
     rules = b"".join(sampler.rules for sampler in samplers)
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
-    found = decoder.stack.decide(tokens, positions, slots, spans, wanted, (), pool, rules, logits)
+    found = decoder.stack.decide(Asked(tokens, positions, slots, spans, wanted, (), rules, logits), pool)
     oracle, parts, begin = [], [], 0
     for d, sampler in zip(drafted, samplers, strict=True):
         parts.append(logits[begin : begin + len(d.nodes)])
@@ -267,11 +267,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
             "slots": where,
             "spans": [RowSpan(0, 4, PREFIX, keys, [0, 0, 1])],
             "wanted": [0, 1, 2, 3],
-            "adapters": (),
-            "cache": pool,
         } | changes
         assert decoder.stack is not None
-        return decoder.stack.decide(**given)
+        return decoder.stack.decide(Asked(**given), pool)
 
     vocab = decoder.config.vocab_size
     wrong: list[dict[str, Any]] = [

@@ -31,8 +31,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 
 def make_pool(decoder: Decoder) -> KVPool:
-    c = decoder.config
-    return KVPool(c.num_layers, c.num_kv_heads, c.head_dim, 512, decoder.dtype, decoder.device)
+    return KVPool(*decoder.cache_shape, 512, decoder.dtype, decoder.device)
 
 
 @torch.inference_mode()

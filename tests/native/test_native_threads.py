@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_kit import needs_kernels
+from native_kit import SHAPES, make, needs_kernels, tokens_of, whole
 from torch import Tensor
 
 from paceline.target.native import NativeLinear
@@ -82,6 +82,28 @@ def test_threads_end_with_the_thread_that_called():
         time.sleep(0.1)
     assert len([*tasks.iterdir()]) <= here
     assert torch.equal(linear(x), alone)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="no /proc to count threads in")
+def test_a_small_network_decodes_on_the_calling_thread_alone():
+    """Whatever the number of threads that may be used: they would wait for each other longer than they compute."""
+    decoder = make(SHAPES["heads of 8"] | {"num_layers": 5, "windows": (None,) * 5, "vocab_size": 512})
+    linear, x, _ = product()
+    torch.set_num_threads(4)
+    tasks = Path("/proc/self/task")
+    hired: list[int] = []
+
+    def call() -> None:
+        torch.ones(10**7).add_(1)  # torch's own threads are there before the counting begins
+        before = len([*tasks.iterdir()])
+        for work in (lambda: whole(decoder, tokens_of(decoder, 40), 1), lambda: linear(x)):
+            work()
+            hired.append(len([*tasks.iterdir()]) - before)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join(60)
+    assert hired == [0, 3]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

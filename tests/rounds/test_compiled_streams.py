@@ -23,7 +23,8 @@ from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.streams import StreamSet
 
 pytestmark = needs_kernels
-SHAPE = tiny_config(head_dim=16, num_layers=4, windows=(None, 24, None, 10))
+# Heads of 8 and a feed-forward width of 45: the compiled layers pad both.
+SHAPE = tiny_config(d_ff=45, num_layers=4, windows=(None, 24, None, 10))
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 PROMPTS = [[*range(20, 62)], [*range(30, 41)], [8], [*range(20, 54), 3, 9], [*range(9, 90)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -221,15 +222,14 @@ def test_what_cannot_be_is_refused() -> None:
     pool = assemble(streams(trained=trained("bfloat16"), k=K), decoder=decoder).pool
     cache = pool.open()
     cache.reserve(4)
-    from paceline.target.native_calls import RowSpan
+    from paceline.target.native_calls import Asked, RowSpan
 
     def call(carriers: Sequence[tuple[Any, ...]], **changes: Any) -> Any:
         rows = [CarrierRows(*c) for c in carriers]
         riding = Riding(trained("bfloat16"), rows, K, pool.scratch(9))._replace(**changes)
         spans = [RowSpan(0, 4, 0, cache.slots(0, 4), [0, 0, 1])]
-        return stack.decide_streams(
-            [5, 6, 7, 8], [0, 1, 1, 2], cache.slots(0, 4), spans, [0, 1, 2, 3], (), pool, riding
-        )
+        asked = Asked([5, 6, 7, 8], [0, 1, 1, 2], cache.slots(0, 4), spans, [0, 1, 2, 3])
+        return stack.decide_streams(asked, riding, pool)
 
     before = [part.clone() for part in (*pool.k, *pool.v)]
     for carriers in (

@@ -29,7 +29,7 @@ from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRa
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.native import NativeLinear, top
-from paceline.target.native_calls import Chain, RowSpan, Seed
+from paceline.target.native_calls import Asked, Chain, RowSpan, Seed
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 
@@ -287,11 +287,11 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         else:
             wanted += [start + r for r in range(rows) if draw.random() < 0.6]
         start += rows
-    asked = tokens, positions, slots, spans, wanted, adapters(decoder, draw, start), cache
-    drawn = (b"".join(some_rules(draw, vocab) for _ in spans),)
+    asked = Asked(tokens, positions, slots, spans, wanted, adapters(decoder, draw, start))
+    rules, drawn = b"".join(some_rules(draw, vocab) for _ in spans), draw.random() < 0.5
     if not riding:
-        given: tuple[Any, ...] = (*drawn, torch.empty(len(wanted), vocab)) if draw.random() < 0.5 else ()
-        found = stack.decide(*asked, *given)
+        asked = asked._replace(rules=rules, logits=torch.empty(len(wanted), vocab)) if drawn else asked
+        found = stack.decide(asked, cache)
     else:
         rides = Riding(
             tiny_streams(
@@ -302,10 +302,11 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
             slice(sum(totals), sum(totals) + spare),
             draw.random() < 0.5,
         )
-        given = (*drawn, torch.empty(len(wanted) + rides.rows, vocab)) if draw.random() < 0.5 else ()
-        found, told, _ = stack.decide_streams(*asked, rides, *given)
+        if drawn:
+            asked = asked._replace(rules=rules, logits=torch.empty(len(wanted) + rides.rows, vocab))
+        found, told, _ = stack.decide_streams(asked, rides, cache)
         assert len(told) == len(carriers)
-    assert len(found) == len(wanted) and all(-bool(given) <= token < vocab for token in found)
+    assert len(found) == len(wanted) and all(-drawn <= token < vocab for token in found)
 
 
 def reads(decoder: Decoder, draw: random.Random, rows: int) -> None:

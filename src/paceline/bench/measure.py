@@ -122,9 +122,9 @@ def _status_bytes(name: str) -> int | None:
 
 def kv_bytes(decoder: Decoder, tokens: int) -> int:
     """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
-    shape = decoder.config
-    keys = sum(tokens if window is None else min(tokens, window) for window in shape.windows)
-    return 2 * keys * shape.num_kv_heads * shape.head_dim * decoder.dtype.itemsize
+    _, heads, width = decoder.cache_shape
+    keys = sum(tokens if window is None else min(tokens, window) for window in decoder.config.windows)
+    return 2 * keys * heads * width * decoder.dtype.itemsize
 
 
 # -- our own methods
@@ -355,8 +355,7 @@ class Builder:
 
 def pool_bytes(decoder: Decoder, limits: Limits) -> int:
     """K/V memory that holds ``limits``."""
-    shape = decoder.config
-    per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
+    per_token = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype)
     return per_token * max(limits.pool_tokens, limits.max_model_len + 1)
 
 

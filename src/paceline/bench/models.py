@@ -10,16 +10,16 @@ from pathlib import Path
 
 from ..core.errors import ConfigError
 
-SHAPE = re.compile(r"random:(\d+)x(\d+)x(\d+)x(\d+)")
+SHAPE = re.compile(r"random:(\d+)x(\d+)x(\d+)x(\d+)(?:x(\d+)x(\d+))?")
 HEAD_DIM = 64
 
 
 @contextmanager
 def materialised(model: str) -> Iterator[str]:
-    """A model's name as it is, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB``.
+    """A model's name as it is, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS]``.
 
-    The random one has heads of 64, a tied head and bf16 weights, made from a fixed seed; its folder is
-    removed afterwards.
+    The random one has heads of 64 unless it says how many, a tied head and bf16 weights, made from a fixed seed; its
+    folder is removed afterwards.
 
     Raises:
         ConfigError: a shape that cannot be.
@@ -27,19 +27,29 @@ def materialised(model: str) -> Iterator[str]:
     if not model.startswith("random:"):
         yield model
         return
-    match = SHAPE.fullmatch(model)
-    if match is None or int(match[2]) % HEAD_DIM or not all(int(part) for part in match.groups()):
-        raise ConfigError(
-            f"model {model!r}",
-            "not the shape of a random model",
-            "write random:12x768x2048x8192, all above 0 and the width a multiple of 64",
-        )
+    shape = _shape(model)
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        _save_random(Path(folder), *(int(part) for part in match.groups()))
+        _save_random(Path(folder), *shape)
         yield folder
 
 
-def _save_random(folder: Path, layers: int, width: int, ff: int, vocab: int) -> None:
+def _shape(model: str) -> tuple[int, int, int, int, int, int]:
+    """Layers, width, feed-forward width, vocabulary, heads and K/V heads of a random model."""
+    match = SHAPE.fullmatch(model)
+    layers, width, ff, vocab, heads, kv_heads = (int(part or -1) for part in match.groups()) if match else [0] * 6
+    if heads < 0 and width % HEAD_DIM == 0:
+        heads = kv_heads = width // HEAD_DIM
+    if min(layers, width, ff, vocab, heads, kv_heads) < 1 or width % (2 * heads) or heads % kv_heads:
+        raise ConfigError(
+            f"model {model!r}",
+            "not the shape of a random model",
+            "write random:12x768x2048x8192 (layers, width, feed-forward width, vocabulary; the width a multiple of 64) "
+            "or random:5x64x172x512x8x4 (with heads and K/V heads)",
+        )
+    return layers, width, ff, vocab, heads, kv_heads
+
+
+def _save_random(folder: Path, layers: int, width: int, ff: int, vocab: int, heads: int, kv_heads: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -50,8 +60,8 @@ def _save_random(folder: Path, layers: int, width: int, ff: int, vocab: int) -> 
         hidden_size=width,
         intermediate_size=ff,
         num_hidden_layers=layers,
-        num_attention_heads=width // HEAD_DIM,
-        num_key_value_heads=width // HEAD_DIM,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=0,

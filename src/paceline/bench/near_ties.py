@@ -68,8 +68,7 @@ def teacher_forced(
     tokens = [*prompt, *output][: len(prompt) + len(output) - 1]  # nothing was chosen after the last
     if not output:
         return torch.empty(0, decoder.config.vocab_size, device=decoder.device)
-    shape = decoder.config
-    pool = KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, len(tokens), decoder.dtype, decoder.device)
+    pool = KVPool(*decoder.cache_shape, len(tokens), decoder.dtype, decoder.device)
     cache = pool.open(reuse=False)
     wanted = len(prompt) - 1  # row of the first logits
     found = []

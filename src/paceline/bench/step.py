@@ -65,8 +65,7 @@ def measure(
             times.append(_linear_ms(decoder, r))
         if progress:
             progress(repeat + 1)
-    shape = decoder.config
-    per_token = KVPool.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, decoder.dtype)
+    per_token = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype)
     return [
         StepCost(
             rows=r,

@@ -120,37 +120,31 @@ def step(
     temperature: Annotated[float | None, typer.Option(help="With --parts. [0]")] = None,
 ) -> None:
     """Time one target pass by number of rows and context, against the machine's read bandwidth; or a step's parts."""
+    asked: dict[str, Any] = {"dtype": dtype, "device": device, "exact": exact, "threads": threads, "kernels": kernels}
     if parts:
-        asked: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "exact": exact,
-            "threads": threads,
-            "kernels": kernels,
-        }
         _step_parts(model, drafter or ["none", "ngram"], batch or "1", budget, temperature or 0.0, asked, out)
         return
     if (drafter, batch, budget, temperature) != (None,) * 4:
         raise ConfigError("bench step", "--drafter, --batch, --budget and --temperature go with --parts", "add --parts")
-    row_counts, contexts = _numbers("--rows", rows), _numbers("--context", context)
+    _step_passes(model, _numbers("--rows", rows), _numbers("--context", context), repeats, asked, out)
+
+
+def _step_passes(
+    model: str, rows: Sequence[int], contexts: Sequence[int], repeats: int, options: Mapping[str, Any], out: Path | None
+) -> None:
+    """``bench step``: a line a row count and context."""
     _positive("--repeats", repeats)
     _check_out(out)
     with materialised(model) as folder:
-        llm = LLM(folder, dtype=dtype, device=device, exact=exact, threads=threads, kernels=kernels)
-        longest = max(contexts) + max(row_counts)
-        if longest > llm.decoder.config.max_position:
-            raise ConfigError(
-                f"context {max(contexts)} with {max(row_counts)} rows",
-                f"the model has {llm.decoder.config.max_position} positions",
-                "choose smaller ones",
-            )
-        bandwidth = machine.read_bandwidth(device)
+        llm = LLM(folder, **options)
+        _check_positions(llm, max(rows), max(contexts))
+        bandwidth = machine.read_bandwidth(options["device"])
         with counting("timing passes", repeats + 2) as progress:
-            costs = stepping.measure(llm.decoder, row_counts, contexts, repeats, progress)
-    facts = machine.describe(device)
+            costs = stepping.measure(llm.decoder, rows, contexts, repeats, progress)
+    facts, dtype = machine.describe(options["device"]), str(llm.decoder.dtype)
     console = stdout()
     console.print(
-        f"{model}, {llm.decoder.dtype}, kernels: {llm.kernels}".replace("torch.", "") + (", exact" if exact else "")
+        f"{model}, {dtype.removeprefix('torch.')}, kernels: {llm.kernels}" + (", exact" if options["exact"] else "")
     )
     console.print(facts.line())
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
@@ -158,8 +152,8 @@ def step(
     figures = {
         "command": "bench step",
         "model": model,
-        "dtype": str(llm.decoder.dtype),
-        "exact": exact,
+        "dtype": dtype,
+        "exact": options["exact"],
         "kernels": llm.kernels,
         "machine": facts.as_dict(),
         "read_bandwidth_bytes_per_s": bandwidth,
@@ -167,6 +161,15 @@ def step(
         "rows": [c.as_dict(bandwidth) for c in costs],
     }
     _write(out, figures)
+
+
+def _check_positions(llm: LLM, rows: int, context: int) -> None:
+    """Refuse passes beyond the model's last position."""
+    positions = llm.decoder.config.max_position
+    if context + rows > positions:
+        raise ConfigError(
+            f"context {context} with {rows} rows", f"the model has {positions} positions", "choose smaller ones"
+        )
 
 
 def _step_parts(

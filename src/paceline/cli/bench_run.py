@@ -25,7 +25,7 @@ from .console import stderr, stdout
 from .options import takes
 from .session import DEFAULT_MODEL
 
-MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB (a random Llama)."
+MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama)."
 DTYPE_HELP = "auto (the checkpoint's), bfloat16, float32, float64 or int8."
 THREADS_HELP = "CPU threads; default: torch's choice."
 Many = list[str] | None

@@ -184,10 +184,10 @@ class DraftModel:
         self.decoder: Decoder = loaded.decoder
         self.tokenizer = loaded.tokenizer
         self.name: str = loaded.name
-        shape = self.decoder.config
+        layers, heads, width = self.decoder.cache_shape
         self.spec = DrafterSpec(
             name="draft_model",
-            cache=CacheSpec(num_layers=shape.num_layers, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim),
+            cache=CacheSpec(num_layers=layers, kv_heads=heads, head_dim=width),
             proposes=config.proposes,
             default_budget=config.num_nodes,
             observes=False,
@@ -203,12 +203,9 @@ class DraftModel:
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the tokenizers against each other and allocate the draft's K/V."""
         check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
-        shape = self.decoder.config
         self._vocab = target.vocab_size
         self._pool = KVPool(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
+            *self.decoder.cache_shape,
             pool_tokens + max_sequences * (self.config.num_nodes + 32),
             self.decoder.dtype,
             device,

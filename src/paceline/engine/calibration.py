@@ -222,11 +222,10 @@ class PassTimer:
     """
 
     def __init__(self, decoder: Decoder, sequences: int, context: int, rows: int) -> None:
-        shape = decoder.config
         room = context + rows
         self._decoder = decoder
         size = (room + 64) * sequences  # with room to lie in one piece each
-        self._pool = KVPool(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, decoder.dtype, decoder.device)
+        self._pool = KVPool(*decoder.cache_shape, size, decoder.dtype, decoder.device)
         self._caches = [self._filled(context, room) for _ in range(sequences)]
 
     def _filled(self, context: int, room: int) -> SequenceCache:

@@ -76,8 +76,9 @@ class Model(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
-            for name in ("d_model", "heads", "kv_heads", "head_dim", "d_ff", "rotated", "vocab", "wide_activations")
+            for name in ("d_model", "heads", "kv_heads", "head_dim", "own_head_dim", "d_ff", "rotated", "vocab")
         ),
+        ("wide_activations", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),

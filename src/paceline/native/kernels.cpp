@@ -253,7 +253,10 @@ struct Layer {
 };
 
 struct Model {
-  int64_t d_model, heads, kv_heads, head_dim, d_ff, rotated, vocab;
+  int64_t d_model, heads, kv_heads;
+  int64_t head_dim, own_head_dim;  // a multiple of LANES, zero behind the model's own
+  int64_t d_ff;                    // likewise
+  int64_t rotated, vocab;
   int64_t wide_activations;  // 1: float32 activations and cache, 0: bf16
   float eps, scale;
   Layer* layers;
@@ -2041,7 +2044,7 @@ template <class A> struct Runner final : Job {
     const bool is_query = h < m.heads, is_value = h >= m.heads + m.kv_heads;
     if (!is_value) {
       const float* weight = is_query ? l.q_norm : l.k_norm;
-      if (weight) head_norm(x, weight, hd, m.eps);
+      if (weight) head_norm(x, weight, m.own_head_dim, m.eps);
       const int64_t half = m.rotated / 2, at = p.positions[row];
       if (half) rotate(x, p.cos + at * half, p.sin + at * half, m.rotated);
     }

@@ -17,7 +17,7 @@ from ..core.tree import TokenTree
 from ..core.tree_lists import depths_below
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
-from ..target.native_calls import RowSpan
+from ..target.native_calls import Asked, RowSpan
 from .base import Work
 from .passes import Pass, Span, main_adapters
 from .verification import choose_rows
@@ -33,11 +33,10 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
     if target.stack is None or wanted is None:
         return False
     given = asked(p)
-    if wanted == "choices":
-        settle(p, target.stack.decide(*given, main_adapters(p), pool), True)
-        return True
-    p.logits = torch.empty(len(given[-1]), target.config.vocab_size)
-    settle(p, target.stack.decide(*given, main_adapters(p), pool, rules_of(p), p.logits), False)
+    if wanted == "logits":
+        p.logits = torch.empty(len(given.wanted), target.config.vocab_size)
+        given = given._replace(rules=rules_of(p), logits=p.logits)
+    settle(p, target.stack.decide(given, pool), wanted == "choices")
     return True
 
 
@@ -57,8 +56,8 @@ def rules_of(p: Pass) -> bytes:
     return b"".join([work.sequence.view.sampler.rules for work in p.works])
 
 
-def asked(p: Pass) -> tuple[list[int], list[int], slice | list[int], list[RowSpan], list[int]]:
-    """Tokens, positions and slots of the rows of a pass, where they lie, and which of them generate."""
+def asked(p: Pass) -> Asked:
+    """The rows of a pass as compiled code is asked for them: those that generate are wanted, without rules."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[slice | Tensor] = []
@@ -69,7 +68,7 @@ def asked(p: Pass) -> tuple[list[int], list[int], slice | list[int], list[RowSpa
         if work.generates:
             wanted += range(span.root, span.stop)
     where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
-    return tokens, positions, where, spans, wanted
+    return Asked(tokens, positions, where, spans, wanted, main_adapters(p))
 
 
 def settle(p: Pass, chosen: list[int], plain: bool) -> None:

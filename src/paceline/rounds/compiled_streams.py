@@ -17,7 +17,7 @@ from ..kv.pool import KVPool
 from ..target.decoder import Decoder
 from ..target.native_streams import CarrierRows, Riding, Told
 from .compiled import asked, decide_compiled, rules_of, settle, wants
-from .passes import Pass, main_adapters
+from .passes import Pass
 from .riders import choose_riders, frontier_chances
 from .stream_reading import most_accepted
 from .stream_rows import Carriers
@@ -57,15 +57,14 @@ def decide_streams_compiled(
     stack, wanted = target.stack, wants(p)
     if stack is None or wanted is None or not _plain_streams(carriers) or not _walkable(p, carriers):
         return None
-    given = *asked(p), main_adapters(p), pool
+    given = asked(p)
     riding = _riding(p, carriers, rules, pool, stack.free_rows, target.config.vocab_size)
-    if wanted == "choices":
-        chosen, told, late_ms = stack.decide_streams(*given, riding)
-    else:
-        rows = len(given[4])
+    if wanted == "logits":
+        rows = len(given.wanted)
         logits = torch.empty(rows + riding.rows, target.config.vocab_size)
         p.logits = logits[:rows]
-        chosen, told, late_ms = stack.decide_streams(*given, riding, rules_of(p), logits)
+        given = given._replace(rules=rules_of(p), logits=logits)
+    chosen, told, late_ms = stack.decide_streams(given, riding, pool)
     settle(p, chosen, wanted == "choices")
     return StreamsTold(carriers, riding.carriers, told, late_ms)
 

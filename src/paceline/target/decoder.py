@@ -19,6 +19,7 @@ from .base import Batch, ForwardState, KVCache, Taps, TargetInfo
 from .families import DecoderConfig, linear_biases, linear_shapes
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .native import Stack
+from .padding import cache_shape
 from .rope import RopeTable
 
 # Elementwise operations on more elements than this are cut into one range a thread, at any element.
@@ -110,15 +111,19 @@ class Decoder(nn.Module):
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
         return element * (c.num_layers * layer + c.vocab_size * c.d_model)
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Layers, K/V heads and a head's width of the cache that it reads and writes."""
+        return cache_shape(self.config, self._native)
+
     def products(self) -> list[tuple[LinearOp, int]]:
         """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
-        c = self.config
-        widths = {name: inputs for name, (inputs, _) in linear_shapes(c).items()}
         assert self._head is not None, "finish() comes first"
         if self._stack is not None:
-            return list(zip(self._stack.products(), [*widths.values()] * c.num_layers + [c.d_model], strict=True))
+            return self._stack.products()
+        widths = {name: inputs for name, (inputs, _) in linear_shapes(self.config).items()}
         found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
-        return [*found, (self._head, c.d_model)]
+        return [*found, (self._head, self.config.d_model)]
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""

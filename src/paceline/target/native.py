@@ -1,8 +1,11 @@
 """A decoder's layers in one call: the compiled counterpart of `decoder.Layer.run`.
 
-Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, heads of a
-multiple of 16); everything else runs layer by layer on torch. A row's bits depend on that row and on the
-keys it sees alone, so what ``exact`` asks for holds here at no cost (int8 weights pay a little for it in wide passes).
+Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, rotary positions); everything
+else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros:
+these add exactly 0 to every sum.
+
+A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost (int8
+weights pay a little for it in wide passes).
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .memory import Arena
-from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
+from .native_calls import Asked, Chain, Chains, Grown, Seed, Seeds, hold
 from .native_streams import NativeStreams, Riding, Told, told
+from .padding import groups_of, padded, widened
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
     from .streams import StreamSet
 
-HEAD_STEP = 16  # a head's width is a multiple of it
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
 _REFUSALS = {
@@ -55,25 +58,38 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
         (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
         (c.norm == "rms" and c.gated and c.activation == "silu", f"{c.family} has another norm or activation"),
         (not c.learned_positions and c.rope is not None, f"{c.family} has learned positions"),
-        (c.head_dim % HEAD_STEP == 0, f"heads of {c.head_dim} are no multiple of {HEAD_STEP}"),
-        (c.d_ff % HEAD_STEP == 0, f"a feed-forward width of {c.d_ff} is no multiple of {HEAD_STEP}"),
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
 
 
 class NativeLinear:
-    """A packed weight and its product, on its own; in a pass the layers use the same weight directly."""
+    """A packed weight and its product, on its own; in a pass the layers use the same weight directly.
+
+    Args:
+        weight, bias: [out, in] and [out].
+        quant: int8 weights, with the same bits at every width where ``exact``.
+        groups: inputs, and outputs, that are padded together; see `groups_of`.
+        arena: where the packed weight lies.
+    """
 
     kind = "native"
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, quant: bool, exact: bool = False, arena: Arena | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        quant: bool,
+        exact: bool = False,
+        groups: tuple[int, int] = (0, 0),
+        arena: Arena | None = None,
     ) -> None:
         library = native.library()
         assert library is not None
         scale = None
-        self.dtype = weight.dtype
+        self.dtype, self.shape, self._groups = weight.dtype, weight.shape, groups
+        weight = self.widened_inputs(self.widened_outputs(weight))
+        bias = None if bias is None else self.widened_outputs(bias)
         if quant:
             weight, scale = quantised(weight)
         weight = weight.contiguous()
@@ -87,8 +103,16 @@ class NativeLinear:
         self.bias = None if bias is None else bias.float()
         self.struct = native.Linear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
 
+    def widened_inputs(self, weight: Tensor) -> Tensor:
+        """[.., in] as the packed weight has them."""
+        return widened(weight, -1, self._groups[0])
+
+    def widened_outputs(self, weight: Tensor) -> Tensor:
+        """[out, ..] as the packed weight has them."""
+        return widened(weight, 0, self._groups[1])
+
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]."""
+        """[rows, in] -> [rows, out], both padded."""
         library = native.library()
         assert library is not None
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
@@ -133,7 +157,7 @@ class NativeAdapters:
             self._fill(self.table[place], what, *pair, adapter.scale, bases[place])
 
     def _fill(self, made: Any, what: str, down: Tensor, up: Tensor, scale: float, base: NativeLinear) -> None:
-        n, k = base.struct.n, base.struct.k
+        n, k = base.shape
         if down.shape != (self.rank, k) or up.shape != (n, self.rank):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
             wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
@@ -141,9 +165,10 @@ class NativeAdapters:
         if down.isnan().any() or up.isnan().any():
             raise not_loaded(what)
         wide = up.detach().float() * scale  # [out, rank]
+        wide = base.widened_outputs(wide)
         if base.scale is not None:
             wide = wide / base.scale[:, None]
-        for name, weight in (("down", down.detach()), ("up", wide)):
+        for name, weight in (("down", base.widened_inputs(down.detach())), ("up", wide)):
             packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False, arena=self._arena)
             self._held.append(packed)
             setattr(made, name, packed.struct)
@@ -176,15 +201,16 @@ class Stack:
         layers = (native.Layer * c.num_layers)()
         self._arena = Arena()  # in the order in which a pass reads
         for made, layer in zip(layers, decoder.layers, strict=True):
-            self._fill(made, layer, quant)
+            self._fill(made, layer, quant, groups_of(c))
         weight = decoder.embedding if decoder.head is None else decoder.head.weight
-        self.head = NativeLinear(weight.data, None, quant, decoder.exact, self._arena)
+        self.head = NativeLinear(weight.data, None, quant, decoder.exact, arena=self._arena)
         self._model = native.Model(
             d_model=c.d_model,
             heads=c.num_heads,
             kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            d_ff=c.d_ff,
+            head_dim=padded(c.head_dim),
+            own_head_dim=c.head_dim,
+            d_ff=padded(c.d_ff),
             rotated=c.rope.dim,
             vocab=c.vocab_size,
             wide_activations=decoder.dtype == torch.float32,
@@ -210,11 +236,11 @@ class Stack:
         self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
 
-    def _fill(self, made: native.Layer, layer: Any, quant: bool) -> None:
-        for name in ("qkv", "out", "up", "down"):
+    def _fill(self, made: native.Layer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
+        for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
-            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact, self._arena)
+            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact, groups[name], self._arena)
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
@@ -230,9 +256,9 @@ class Stack:
         self._held.append(wide)
         return wide.data_ptr()
 
-    def products(self) -> list[LinearOp]:
-        """Every product of a pass, in order; the head is the last."""
-        return [*self.linears, self.head]
+    def products(self) -> list[tuple[LinearOp, int]]:
+        """Every product of a pass and the width of its input, padded, in order; the head is the last."""
+        return [(linear, linear.struct.k) for linear in (*self.linears, self.head)]
 
     def plan(self, segments: Sequence[Segment]) -> NativePlan:
         """The plan with addresses in place of tensors.
@@ -299,30 +325,10 @@ class Stack:
         _require(refused)
         return out
 
-    def decide(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slots: slice | Sequence[int],
-        spans: Sequence[RowSpan],
-        wanted: Sequence[int],
-        adapters: Sequence[AdapterRange],
-        cache: KVCache,
-        rules: bytes | None = None,
-        logits: Tensor | None = None,
-    ) -> list[int]:
+    def decide(self, asked: Asked, cache: KVCache) -> list[int]:
         """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
 
         The same numbers as `run` and `logits` give, without a tensor in between.
-
-        Args:
-            tokens, positions: [rows].
-            slots: [rows] where K and V of each row go.
-            spans: where each sequence's rows lie, in order.
-            wanted: rows, ascending.
-            adapters: ranges of rows with adapters.
-            rules: `SequenceSampler.rules` of every span, one behind the other; None: all take the likeliest.
-            logits: [wanted, vocab] float32, to be filled; goes with ``rules``.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
@@ -332,33 +338,23 @@ class Stack:
             ConfigError, ValueError: as `run`.
         """
         held: list[Tensor] = []
-        made = array("q", numbers_of(tokens, positions, slots, spans, wanted, held))
-        chosen = array("q", bytes(8 * len(wanted)))
-        given = made.buffer_info()[0], *self._drawing(rules, logits, len(spans), len(wanted)), chosen.buffer_info()[0]
-        self._ask(self._choose, cache, adapters, len(tokens), max(positions), *given)
+        made = array("q", asked.numbers(held))
+        chosen = array("q", bytes(8 * len(asked.wanted)))
+        given = made.buffer_info()[0], *asked.drawing(self._model.vocab), chosen.buffer_info()[0]
+        self._ask(self._choose, asked, cache, max(asked.positions), *given)
         return chosen.tolist()
 
     def decide_streams(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slots: slice | Sequence[int],
-        spans: Sequence[RowSpan],
-        wanted: Sequence[int],
-        adapters: Sequence[AdapterRange],
-        cache: KVCache,
-        riding: Riding,
-        rules: bytes | None = None,
-        logits: Tensor | None = None,
+        self, asked: Asked, riding: Riding, cache: KVCache
     ) -> tuple[list[int], list[Told | None], float]:
         """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
 
         Streams that do not ride in the pass go through their layers behind it.
 
         Args:
-            riding: who carries streams. ``wanted`` holds their root and all rows behind it.
-            rules: as for `decide`; streams are read by them, too.
-            logits: [wanted and ``riding.rows``, vocab] float32, to be filled; goes with ``rules``.
+            asked: its wanted rows hold the root of every carrier and all rows behind it; streams are read by its rules,
+                too, and its logits have room for those of ``riding.rows``.
+            riding: who carries streams.
 
         Returns:
             The token after each of the wanted rows, as by `decide`; for each carrier the ``riding.k`` best tokens of
@@ -369,43 +365,25 @@ class Stack:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
         held: list[Tensor] = []
-        numbers = numbers_of(tokens, positions, slots, spans, wanted, held)
-        scratch = riding.scratch
-        numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
-        for span, root, wanted_streams, most, ends, riders in riding.carriers:
-            numbers += (span, root, wanted_streams, most, len(ends), len(riders), *ends, *riders)
-        streams = self.streams(riding.streams)
+        numbers, streams = [*asked.numbers(held), *riding.numbers()], self.streams(riding.streams)
+        wanted, carriers = len(asked.wanted), len(riding.carriers)
         block = streams.gamma * riding.k  # numbers of one carrier
-        made, out = array("q", numbers), array("q", bytes(8 * (len(wanted) + len(riding.carriers) * (2 + block) + 1)))
-        log_q = array("f", bytes(4 * len(riding.carriers) * block))
-        drawing = self._drawing(rules, logits, len(spans), len(wanted) + riding.rows)
+        made, out = array("q", numbers), array("q", bytes(8 * (wanted + carriers * (2 + block) + 1)))
+        log_q = array("f", bytes(4 * carriers * block))
+        drawing = asked.drawing(self._model.vocab, riding.rows)
         given = made.buffer_info()[0], *drawing, out.buffer_info()[0], log_q.buffer_info()[0]
-        highest = max(positions) + streams.gamma
-        self._ask(self._choose_streams, cache, adapters, len(tokens), highest, streams.reference, *given)
+        highest = max(asked.positions) + streams.gamma
+        self._ask(self._choose_streams, asked, cache, highest, streams.reference, *given)
         found = out.tolist()
-        said = told(found[len(wanted) :], log_q.tolist(), len(riding.carriers), block, riding.k)
-        return found[: len(wanted)], said, found[-1] / 1e3
+        said = told(found[wanted:], log_q.tolist(), carriers, block, riding.k)
+        return found[:wanted], said, found[-1] / 1e3
 
-    def _drawing(
-        self, rules: bytes | None, logits: Tensor | None, spans: int, rows: int
-    ) -> tuple[bytes | None, int | None]:
-        """Rules and the address of logits, as a pass is given them; neither where all choices are the likeliest."""
-        if rules is None or logits is None:
-            return None, None
-        if len(rules) != native.RULES_BYTES * spans:
-            raise ValueError(f"rules of {len(rules)} bytes for {spans} sequences")
-        if not logits.is_contiguous():
-            raise ValueError("logits that do not lie in one piece")
-        return rules, hold(logits, (rows, self._model.vocab), [], torch.float32)
-
-    def _ask(
-        self, call: Any, cache: KVCache, adapters: Sequence[AdapterRange], rows: int, highest: int, *given: Any
-    ) -> None:
+    def _ask(self, call: Any, asked: Asked, cache: KVCache, highest: int, *given: Any) -> None:
         """A pass from token ids on, and once more with a longer rotation table where positions lie beyond it."""
         run = self._pass(cache)
         run.num_adapters = 0
-        if adapters:
-            ranges = self._ranges(adapters, rows)
+        if asked.adapters:
+            ranges = self._ranges(asked.adapters, len(asked.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
         refused = call(self._reference, run, self._embedding_at, *given)
         if refused == _BAD_POSITION:

@@ -6,12 +6,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import native
+
+if TYPE_CHECKING:
+    from .adapters import AdapterRange
 
 _FLOAT, _NUMBER = Struct("=f4x"), Struct("=q")  # a float, and the number that has its bytes
 
@@ -29,13 +32,60 @@ class Chain:
 
 
 class RowSpan(NamedTuple):
-    """Rows of one sequence, for `Stack.decide`; they are the last of its keys."""
+    """Rows of one sequence in an `Asked` pass; they are the last of its keys."""
 
     start: int
     stop: int
     prefix: int  # keys in front of its rows
     keys: slice | Tensor  # slots of all its keys, the rows' own last
     parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
+
+
+class Asked(NamedTuple):
+    """A pass from token ids on, for `Stack.decide` and `Stack.decide_streams`: ``struct Asked`` in the source."""
+
+    tokens: Sequence[int]  # [rows]
+    positions: Sequence[int]  # [rows]
+    slots: slice | Sequence[int]  # [rows] where K and V of each row go
+    spans: Sequence[RowSpan]  # where each sequence's rows lie, in order
+    wanted: Sequence[int]  # rows after which a token is chosen, ascending
+    adapters: Sequence[AdapterRange] = ()  # ranges of rows with adapters
+    rules: bytes | None = None  # `SequenceSampler.rules` of every span in a row; None: all take the likeliest
+    logits: Tensor | None = None  # [wanted and riders, vocab] float32, to be filled; goes with ``rules``
+
+    def numbers(self, held: list[Any]) -> list[int]:
+        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
+        slots = self.slots
+        first = slots.start if isinstance(slots, slice) else -1
+        numbers = [len(self.tokens), len(self.spans), len(self.wanted), first]
+        parents: list[int] = []
+        for start, stop, prefix, keys, above in self.spans:
+            numbers += (start, stop, prefix)
+            numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
+            numbers.append(-1 if above is None else len(above))
+            parents += above or ()
+        numbers += self.tokens
+        numbers += self.positions
+        if not isinstance(slots, slice):
+            numbers += slots
+        numbers += self.wanted
+        numbers += parents
+        return numbers
+
+    def drawing(self, vocab: int, riders: int = 0) -> tuple[bytes | None, int | None]:
+        """Rules and the address of logits, as a pass is given them; neither where all choices are the likeliest.
+
+        Raises:
+            ValueError: rules or logits of another size.
+        """
+        rules, logits = self.rules, self.logits
+        if rules is None or logits is None:
+            return None, None
+        if len(rules) != native.RULES_BYTES * len(self.spans):
+            raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
+        if not logits.is_contiguous():
+            raise ValueError("logits that do not lie in one piece")
+        return rules, hold(logits, (len(self.wanted) + riders, vocab), [], torch.float32)
 
 
 class Seed(NamedTuple):
@@ -147,28 +197,3 @@ def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dty
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
     held.append(tensor.contiguous())
     return held[-1].data_ptr()
-
-
-def numbers_of(
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    slots: slice | Sequence[int],
-    spans: Sequence[RowSpan],
-    wanted: Sequence[int],
-    held: list[Any],
-) -> list[int]:
-    """A pass from token ids on, as ``struct Asked`` of the source reads it."""
-    numbers = [len(tokens), len(spans), len(wanted), slots.start if isinstance(slots, slice) else -1]
-    parents: list[int] = []
-    for start, stop, prefix, keys, above in spans:
-        numbers += (start, stop, prefix)
-        numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
-        numbers.append(-1 if above is None else len(above))
-        parents += above or ()
-    numbers += tokens
-    numbers += positions
-    if not isinstance(slots, slice):
-        numbers += slots
-    numbers += wanted
-    numbers += parents
-    return numbers

@@ -38,6 +38,14 @@ class Riding(NamedTuple):
         """Stream rows of the pass itself."""
         return sum(c.streams * len(c.riders) for c in self.carriers)
 
+    def numbers(self) -> list[int]:
+        """What compiled code reads behind the numbers of `Asked`."""
+        scratch = self.scratch
+        found = [len(self.carriers), self.k, scratch.start, scratch.stop - scratch.start, int(self.noisy)]
+        for span, root, streams, most, ends, riders in self.carriers:
+            found += (span, root, streams, most, len(ends), len(riders), *ends, *riders)
+        return found
+
 
 class Told(NamedTuple):
     """What the streams of one sequence's last accepted node say."""
