@@ -18,7 +18,7 @@ from native_kit import BASE, KINDS, SHAPES, Text, blank_pool, error, make, needs
 from torch import Tensor
 
 from paceline import ConfigError
-from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.decoder import Decoder
 from paceline.target.linear import quantised
 from paceline.target.native import NativeAdapters
@@ -84,6 +84,8 @@ def alone(decoder: Decoder, tokens: Sequence[int], adapter: LowRank | None, widt
 class Adapted:
     """A linear layer of the torch decoder with the deltas of some rows, by the definition."""
 
+    norm: Any = None  # of the MLP's input
+
     def __init__(self, base: Any, layer: int, linear: str, ranges: Sequence[AdapterRange]) -> None:
         self.base, self.layer, self.linear, self.ranges = base, layer, linear, ranges
 
@@ -100,6 +102,20 @@ class Adapted:
         return self(x) + residual
 
 
+class AdaptedDown(Adapted):
+    """The MLP's last product, where some rows go through an adapter in place of the MLP."""
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        y = super().add(x, residual)
+        for r in self.ranges:
+            pair = r.adapter.pair(self.layer, MLP)
+            if pair is not None:
+                rows = slice(r.start, r.stop)
+                delta = self.norm(residual[rows]).double() @ pair[0].double().T @ pair[1].double().T
+                y[rows] = residual[rows] + (r.adapter.scale * delta).to(y.dtype)
+        return y
+
+
 def reference(name: str, kind: str, tokens: Sequence[int], ranges: Sequence[AdapterRange]) -> Tensor:
     """[rows, d_model] of one text in one pass, on torch; int8 weights as the float32 numbers that they stand for."""
     changes = {"four": FOUR}.get(name) or SHAPES.get(name)
@@ -110,7 +126,9 @@ def reference(name: str, kind: str, tokens: Sequence[int], ranges: Sequence[Adap
             if kind == "int8":
                 weight, scale = quantised(base.weight.bfloat16())
                 base.weight = weight.float() * scale.float()[:, None]
-            object.__setattr__(layer, linear, Adapted(base, index, linear, ranges))
+            made = (AdaptedDown if linear == "down" else Adapted)(base, index, linear, ranges)
+            made.norm = layer.mlp_norm
+            object.__setattr__(layer, linear, made)
     return run(decoder, [(Text(decoder, tokens), len(tokens))], [])[0]
 
 
@@ -173,6 +191,48 @@ def test_layers_count_from_the_bottom_of_the_model(kind: str):
         assert torch.equal(run(decoder, [(Text(decoder, tokens), 30)], ranges, cuts)[0], whole)
     oracle = reference("four", kind, tokens, ranges).float()
     assert error(whole.float(), oracle) < BOUND[kind]
+
+
+OWN_MLP = ("qkv", "out", MLP)
+
+
+def mixed(name: str, rank: int) -> list[AdapterRange]:
+    """Adapters beside the MLP and in its place, in the middle of a pass and at its end."""
+    beside, own, other = (adapters_of(name, rank, n, linears=x) for n, x in ((1, LINEARS), (2, OWN_MLP), (3, (MLP,))))
+    spans = (
+        (2, 5, own),
+        (9, 16, beside),
+        (16, 17, own),
+        (20, 30, other),
+        (33, 41, beside),
+        (45, 50, own),
+        (50, 60, other),
+    )
+    return [AdapterRange(*span) for span in spans]
+
+
+@pytest.mark.parametrize("name", ["base", "qwen3", "every bias"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [60, 64])
+def test_an_adapter_in_place_of_the_mlp(name: str, kind: str, length: int):
+    """Rows with it keep nothing of the MLP, not even its biases; the others keep their bits."""
+    decoder = decoder_of(name, kind)
+    tokens, ranges = tokens_of(decoder, length), mixed(name, 8)
+    oracle = reference(name, kind, tokens, ranges).float()
+    (ours,) = run(decoder, [(Text(decoder, tokens), length)], ranges)
+    assert error(ours.float(), oracle) < BOUND[kind]
+    (beside,) = run(decoder, [(Text(decoder, tokens), length)], [r for r in ranges if not r.adapter.replaces_mlp(0)])
+    assert error(beside.float(), oracle) > 0.1
+    assert torch.equal(ours[:2], beside[:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("linears", [OWN_MLP, (MLP,)])
+def test_bits_in_place_of_the_mlp_do_not_depend_on_width(kind: str, linears: tuple[str, ...]):
+    adapter, tokens = adapters_of("base", 8, 1, linears=linears), text_of("base", kind, 0)
+    expected = alone(decoder_of("base", kind), tokens, adapter, 1)
+    for width in (3, 5, 16, 17, 33, LENGTH):
+        assert torch.equal(alone(decoder_of("base", kind), tokens, adapter, width), expected), f"{width} rows a pass"
 
 
 def test_a_factor_that_is_forgotten_would_show():
@@ -317,12 +377,14 @@ def through_layers(
 
 @pytest.mark.parametrize("name", ["base", "qwen3", "heads of 48"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefix", [5, 32, 45, 63])
-def test_a_stream_s_bits_are_those_of_a_chain_of_what_it_sees(name: str, kind: str, prefix: int):
+@pytest.mark.parametrize(("prefix", "linears"), [(5, LINEARS), (32, LINEARS), (45, OWN_MLP), (63, LINEARS)])
+def test_a_stream_s_bits_are_those_of_a_chain_of_what_it_sees(
+    name: str, kind: str, prefix: int, linears: tuple[str, ...]
+):
     decoder = decoder_of(name, kind)
     visible, depths = stream_block()
     nodes, rows = len(PARENTS), len(depths)
-    adapter = adapters_of(name, 8, 5)
+    adapter = adapters_of(name, 8, 5, linears=linears)
     hidden = torch.randn(rows, decoder.config.d_model, generator=torch.Generator().manual_seed(1)).to(decoder.dtype)
     text = Text(decoder, tokens_of(decoder, prefix))
     text.advance(prefix)

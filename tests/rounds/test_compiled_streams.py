@@ -146,6 +146,25 @@ def test_streams_on_every_node(kind: str) -> None:
     assert found[True].layers == found[False].layers
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ride", ["none", "likely", "all"])
+def test_streams_that_go_through_an_adapter_in_place_of_the_mlp(
+    kind: str, ride: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(kind)
+    assert decoder.stack is not None
+    first, each, decoder.stack.free_rows = RIDES[ride]
+    monkeypatch.setattr(riders, "FIRST", first)
+    monkeypatch.setattr(riders, "EACH", each)
+    own = AdapterConfig(rank=4, layers=(2, 3), linears=("qkv", "out", "mlp"))
+    found = {}
+    for compiled in (True, False):
+        drafter = streams(trained=trained(kind, adapter=own), k=K, nodes=12)
+        engine = assemble(drafter, decoder=decoder, max_model_len=200)
+        found[compiled] = play(engine, drafter, [(p, GREEDY) for p in PROMPTS], compiled)
+    same(found[True], found[False], K)
+
+
 SAMPLED: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 0.9},
     "top-k": {"temperature": 1.3, "top_k": 12},

@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline import native
 from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.target.adapters import LINEARS, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.native import NativeLinear, top
@@ -49,6 +49,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 GAMMA = 3  # streams of a row
 RIDERS = AdapterConfig(rank=5, layers=(1,))
+OWN_MLP = AdapterConfig(rank=5, layers=(1,), linears=("qkv", "mlp"))
 PRODUCTS = [(1, 1), (16, 32), (17, 7), (5, 8), (64, 9), (37, 50), (65, 257), (130, 688)]  # outputs, inputs
 
 
@@ -189,7 +190,9 @@ def adapters(decoder: Decoder, draw: random.Random, rows: int) -> list[AdapterRa
     while draw.random() < 0.6 and at < rows:
         begin = draw.randint(at, rows - 1)
         at = draw.randint(begin + 1, rows)
-        linears = tuple(x for x in LINEARS if draw.random() < 0.7) or ("out",)
+        own = draw.random() < 0.3  # in place of the MLP
+        named = ("qkv", "out", MLP) if own else LINEARS
+        linears = tuple(x for x in named if draw.random() < 0.7) or (MLP,)
         config = AdapterConfig(rank=draw.choice(RANKS), layers=draw.choice([(0,), (1,), (0, 1)]), linears=linears)
         made = LowRank(config, linear_shapes(decoder.config), dtype=decoder.dtype).start()
         for up in made.up.values():
@@ -295,7 +298,11 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
     else:
         rides = Riding(
             tiny_streams(
-                decoder.config, gamma=GAMMA, dtype=decoder.dtype, adapter=draw.choice([None, RIDERS]), prune_rank=0
+                decoder.config,
+                gamma=GAMMA,
+                dtype=decoder.dtype,
+                adapter=draw.choice([None, RIDERS, OWN_MLP]),
+                prune_rank=0,
             ),
             carriers,
             draw.choice([1, vocab]),

@@ -278,14 +278,14 @@ struct LowRank {  // beside a Linear: y += up (down x); the factor alpha / rank 
 struct AdapterRange {      // rows with adapters; ranges are in order and disjoint
   int64_t start, stop;
   int64_t rank;
-  const LowRank* adapter;  // [layers][qkv, out, up, down]
+  const LowRank* adapter;  // [layers][qkv, out, up, down, mlp]; mlp: rows go through it in place of the MLP
 };
 
 struct StreamSet {         // lossless streams that start as f(M) + P_j, f the identity; see target/streams.py
   int64_t gamma;
   int64_t insertion;         // the first layer that they go through
   const void* embeddings;    // P [gamma, d_model]
-  const LowRank* adapter;    // [layers][qkv, out, up, down] of stream rows, or null
+  const LowRank* adapter;    // [layers][qkv, out, up, down, mlp] of stream rows, or null
   int64_t rank;
 };
 
@@ -1693,12 +1693,12 @@ template <class A> inline bool on_tiles(const Model& m) { return g_isa == AMX_BF
 
 constexpr int64_t WORTH = 1 << 17;  // weights of a layer, times rows / 4, that a further thread is worth
 
-enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, LINEARS = 4 };  // of a layer's linear layers
+enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, MLP = 4, PAIRS = 5 };  // of a layer's adapters
 
 // The part of a range that lies in one chunk of ROWS rows.
 struct Piece {
   int64_t begin, end;
-  const LowRank* adapter;  // [layers][LINEARS]
+  const LowRank* adapter;  // [layers][PAIRS]
   bool same;               // the piece before it has the same chunk and the same adapter
 };
 struct Pieces {
@@ -1831,10 +1831,12 @@ template <class A> struct Runner final : Job {
       case NORM: return norm(in, l.attention_norm, begin, end);
       case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), begin, end, fresh);
       case ATTEND: return attention(l, index, begin, end);
-      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, begin, end, fresh);
+      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, rows, begin, end, fresh);
       case NORM_AGAIN: return norm(middle, l.mlp_norm, begin, end);
-      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), begin, end, fresh);
-      case ADD_AGAIN: return add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, begin, end, fresh);
+      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), mlp_rows(index), begin, end, fresh);
+      case ADD_AGAIN:
+        add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, mlp_rows(index), begin, end, fresh);
+        return replace_mlp(index, l, middle, (A*)p.hidden_out, begin, end, fresh);
     }
   }
 
@@ -1853,23 +1855,32 @@ template <class A> struct Runner final : Job {
     return y;
   }
 
+  bool replaces_mlp(int index, const LowRank* adapter) const { return adapter[index * PAIRS + MLP].down.weight; }
+
+  // The first rows, up to where all others have an adapter in place of the MLP.
+  int64_t mlp_rows(int index) const {
+    int64_t end = rows;
+    for (int64_t i = p.num_adapters; i-- && p.adapters[i].stop == end && replaces_mlp(index, p.adapters[i].adapter);) end = p.adapters[i].start;
+    return end;
+  }
+
   // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
   // is a block or two of outputs more, which costs less than a stage.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
-    grow(t_scratch.low, padded_rows * low_width);
+    grow(t_scratch.low, 2 * padded_rows * low_width);
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
       for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
         const Piece& piece = pieces.all[i];
-        const Linear& l = piece.adapter[index * LINEARS + which].down;
+        const Linear& l = piece.adapter[index * PAIRS + which].down;
         if (!l.weight || (piece.same && in_tiles)) continue;
-        if (in_tiles) lower_rows(l, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
-        else lower_rows(l, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
+        if (in_tiles) lower_rows(l, which, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
+        else lower_rows(l, which, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
       }
   }
 
   // Rows r0 .. end - 1 of down(x), of which those from `begin` on are kept, with zeros up to a multiple of K_STEP.
-  void lower_rows(const Linear& l, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
+  void lower_rows(const Linear& l, Which which, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
     alignas(64) float c[ROWS * BLOCKS * LANES];
     const int64_t total = up(l.n, LANES) / LANES, width = up(l.n, K_STEP);
     for (int64_t b = 0; b < total; b += BLOCKS) {
@@ -1878,14 +1889,15 @@ template <class A> struct Runner final : Job {
       product(l, block, blocks, in, (int)(end - r0), c);
       for (int64_t r = begin; r < end; r++) {
         const float* sum = c + (r - r0) * BLOCKS * LANES;
-        for (int64_t i = 0; i < blocks * LANES; i++) put(low(r) + b * LANES + i, sum[i]);
+        for (int64_t i = 0; i < blocks * LANES; i++) put(low(which, r) + b * LANES + i, sum[i]);
       }
     }
     for (int64_t r = begin; r < end; r++)
-      for (int64_t i = total * LANES; i < width; i++) put(low(r) + i, 0.0f);
+      for (int64_t i = total * LANES; i < width; i++) put(low(which, r) + i, 0.0f);
   }
 
-  A* low(int64_t row) { return (A*)t_scratch.low.data() + row * low_width; }
+  // A stage may need two of them: that in place of the MLP lies apart.
+  A* low(Which which, int64_t row) { return (A*)t_scratch.low.data() + ((which == MLP ? padded_rows : 0) + row) * low_width; }
 
   // c += up(down(x)) for the rows r0 .. r0 + n - 1 that have adapters; c as `product` left it.
   void adapt(int index, Which which, const int64_t block[], int blocks, int64_t r0, int n, float* c) {
@@ -1893,11 +1905,11 @@ template <class A> struct Runner final : Job {
     alignas(64) float delta[ROWS * BLOCKS * LANES];
     for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
       const Piece& piece = pieces.all[i];
-      const Linear& l = piece.adapter[index * LINEARS + which].up;
+      const Linear& l = piece.adapter[index * PAIRS + which].up;
       if (!l.weight) continue;
       const int64_t first = piece.begin - r0, size = BLOCKS * LANES;
-      if (!in_tiles) product(l, block, blocks, Input<A>{low(piece.begin), low_width}, (int)(piece.end - piece.begin), delta + first * size);
-      else if (!piece.same) product(l, block, blocks, Input<A>{low(r0), low_width}, n, delta);
+      if (!in_tiles) product(l, block, blocks, Input<A>{low(which, piece.begin), low_width}, (int)(piece.end - piece.begin), delta + first * size);
+      else if (!piece.same) product(l, block, blocks, Input<A>{low(which, r0), low_width}, n, delta);
       for (int64_t r = first; r < piece.end - r0; r++)
         for (int64_t j = 0; j < blocks * LANES; j++) c[r * size + j] += delta[r * size + j];
     }
@@ -1995,11 +2007,36 @@ template <class A> struct Runner final : Job {
     attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
   }
 
-  // out = residual + x W^T, rounded once.
-  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
+  // out = residual + up(down(x)) for the rows that have an adapter in place of the MLP (Speculative Streaming, appendix H.2).
+  void replace_mlp(int index, const Layer& layer, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
     const int64_t outs = m.d_model;
+    bool any = false;
+    for (int64_t i = 0; i < p.num_adapters; i++) any = any || replaces_mlp(index, p.adapters[i].adapter);
+    if (!any) return;
+    const A* x = normed_rows(residual, layer.mlp_norm, fresh);
+    if (fresh) lower(index, MLP, x, d);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    for (int64_t b = begin; b < end; b += BLOCKS) {
+      const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
+      const int64_t first = b * LANES, outputs = std::min<int64_t>(blocks * LANES, outs - first), block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      for (const Piece& piece : pieces.all) {
+        if (!replaces_mlp(index, piece.adapter)) continue;
+        const int64_t chunk = piece.begin / ROWS * ROWS;  // a tile takes rows of a whole one
+        const int64_t r0 = in_tiles ? chunk : piece.begin, stop = in_tiles ? std::min(chunk + ROWS, rows) : piece.end;
+        product(piece.adapter[index * PAIRS + MLP].up, block, blocks, Input<A>{low(MLP, r0), low_width}, (int)(stop - r0), c);
+        for (int64_t r = piece.begin; r < piece.end; r++)
+          for (int64_t i = 0; i < outputs; i++)
+            put(out + r * outs + first + i, wide(residual[r * outs + first + i]) + c[(r - r0) * BLOCKS * LANES + i]);
+      }
+    }
+  }
+
+  // out = residual + x W^T for the first `count` rows, rounded once.
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t count, int64_t begin, int64_t end, bool fresh) {
+    const int64_t outs = m.d_model;
+    if (count == 0) return;
     if (fresh) lower(index, which, x, stride);
-    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+    sweep(l, begin, end, input_of(l, x, stride, count, fresh), count, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
@@ -2010,24 +2047,25 @@ template <class A> struct Runner final : Job {
     });
   }
 
-  // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
+  // silu(gate) * up of the first `count` rows, two blocks of each at a time.
+  void mlp(const Linear& l, int index, const A* x, int64_t count, int64_t begin, int64_t end, bool fresh) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
+    if (count == 0) return;
     if (fresh) lower(index, UP, x, d);
-    const Input<A> in = input_of(l, x, d, rows, fresh);
+    const Input<A> in = input_of(l, x, d, count, fresh);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     if (begin == 0 && ff != m.d_ff)
-      for (int64_t r = 0; r < rows; r++)
+      for (int64_t r = 0; r < count; r++)
         for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
     for (int64_t b = begin; b < end; b += half) {
       const int n = (int)std::min<int64_t>(half, end - b);
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
-      for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
-        const int count = (int)std::min<int64_t>(ROWS, rows - r0);
-        product(l, block, 2 * n, in.from(r0), count, c);
-        adapt(index, UP, block, 2 * n, r0, count, c);
-        for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
+      for (int64_t r0 = 0; r0 < count; r0 += ROWS) {
+        const int chunk = (int)std::min<int64_t>(ROWS, count - r0);
+        product(l, block, 2 * n, in.from(r0), chunk, c);
+        adapt(index, UP, block, 2 * n, r0, chunk, c);
+        for (int r = 0; r < chunk; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
   }
