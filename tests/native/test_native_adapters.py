@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from native_kit import BASE, KINDS, SHAPES, Text, blank_pool, error, make, needs
 from torch import Tensor
 
 from paceline import ConfigError
+from paceline.attention.base import Segment, slot_indices
 from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.linear import quantised
 from paceline.target.native import NativeAdapters
 from paceline.target.packing import RowPacker
+from paceline.target.stream_rows import StreamLimit, StreamRows
 
 pytestmark = needs_kernels
 RANKS = (1, 8, 33, 256)
@@ -397,6 +401,105 @@ def test_a_stream_s_bits_are_those_of_a_chain_of_what_it_sees(
         assert torch.equal(found[path], alone), f"node {node}"
     main = through_layers(decoder, text, hidden[:nodes], depths[:nodes], visible[:nodes, :nodes], [])
     assert torch.equal(found[:nodes], main)
+
+
+def limit_of(decoder: Decoder, text: Text, most: int) -> StreamLimit:
+    """The streams of `stream_block` behind what the text has committed, with `most` keys of their main rows."""
+    nodes, prefix = len(PARENTS), text.cache.committed
+    visible, depths = stream_block()
+    slots = slot_indices(text.cache.slots(0, prefix + len(depths)), decoder.device)
+    rows = torch.arange(nodes)
+    return StreamLimit(
+        most=most,
+        rows=rows,
+        streams=slice(nodes, nodes * (1 + GAMMA)),
+        keys=slots[: prefix + nodes],
+        key_positions=torch.tensor([*range(prefix), *(prefix + d for d in depths[:nodes])]),
+        visible=torch.cat((torch.ones(nodes, prefix, dtype=torch.bool), visible[:nodes, :nodes]), 1),
+        own=prefix + rows,
+        positions=torch.tensor([prefix + d for d in depths[:nodes]]),
+        scratch=slots[prefix + nodes :],
+        shared=False,
+    )
+
+
+@torch.inference_mode()
+def through_layer(
+    decoder: Decoder, text: Text, layer: int, hidden: Tensor, visible: Tensor, limit: StreamLimit | None
+) -> Tensor:
+    """[rows, d_model] after one layer of main rows and streams, each of a segment of its own over all keys.
+
+    Args:
+        visible: [rows, keys] what each row sees of the text's and the block's keys.
+    """
+    nodes, prefix, depths = len(PARENTS), text.cache.committed, stream_block()[1]
+    positions = torch.tensor([prefix + d for d in depths])
+    places = torch.cat((torch.arange(prefix), positions))
+    slots = slot_indices(text.cache.slots(0, prefix + len(depths)), decoder.device)
+    main = Segment(
+        0,
+        nodes,
+        slots[: prefix + nodes],
+        prefix + nodes,
+        0,
+        visible[:nodes, : prefix + nodes],
+        places[: prefix + nodes],
+    )
+    own = Segment(nodes, len(depths), slots, len(places), 0, visible[nodes:], places)
+    torch_few = limit is not None and decoder.stack is None
+    plan = decoder.plan([main] if torch_few else [main, own], positions)
+    zeros = torch.zeros_like(positions)
+    state = ForwardState(hidden, positions, zeros, zeros, slots[prefix:], plan)
+    state.special = None if limit is None else StreamRows(nodes, None, (limit,))
+    return decoder.run_layers(state, layer, layer + 1, text.pool).hidden
+
+
+@pytest.mark.parametrize("name", ["base", "qwen3", "heads of 48"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("prefix", "most"), [(63, 1), (63, 8), (150, 40)])
+def test_streams_see_the_keys_that_torch_chooses(
+    name: str, kind: str, prefix: int, most: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Node for node the bits of streams that are shown these keys alone, in every layer; torch's numbers as well."""
+    decoder, oracle = decoder_of(name, kind), decoder_of(name, kind, False)
+    block, depths = stream_block()
+    nodes, rows = len(PARENTS), len(depths)
+    hidden = torch.randn(rows, decoder.config.d_model, generator=torch.Generator().manual_seed(1)).to(decoder.dtype)
+    text = Text(decoder, tokens_of(decoder, prefix))
+    text.advance(prefix)
+    text.cache.reserve(rows)
+    limit = limit_of(decoder, text, most)
+    chosen: list[Tensor] = []
+    best = StreamLimit._best
+
+    def spy(*given: Any) -> tuple[Tensor, Tensor]:
+        found = best(*given)
+        chosen.append(found[0].masked_fill(~found[1], -1))
+        return found
+
+    monkeypatch.setattr(StreamLimit, "_best", spy)
+    visible, narrower = torch.cat((torch.ones(rows, prefix, dtype=torch.bool), block), 1), []
+    for layer in range(decoder.num_layers):
+        wanted = through_layer(oracle, text, layer, hidden, visible, limit)
+        found = through_layer(decoder, text, layer, hidden, visible, limit)
+        narrow = visible.clone()
+        for node, keys in enumerate(chosen[-1]):
+            streams = slice(nodes + node * GAMMA, nodes + (node + 1) * GAMMA)
+            assert len(keys) == most and (keys == prefix + node).any()  # the main row itself
+            narrow[streams, : prefix + nodes] = False
+            narrow[streams, keys[keys >= 0]] = True
+        shown = through_layer(decoder, text, layer, hidden, narrow, None)
+        assert torch.equal(found[:nodes], shown[:nodes])
+        equal = (found == shown).all(1)[nodes:].view(nodes, GAMMA).all(1)
+        assert equal.all() if kind == "float32" else equal.sum() > nodes / 2  # near ties of bf16 scores
+        same = torch.cat((torch.ones(nodes, dtype=torch.bool), equal.repeat_interleave(GAMMA)))
+        assert error(found[same].float(), wanted[same].float()) < BOUND[kind]
+        free = through_layer(decoder, text, layer, hidden, visible, None)
+        wide = through_layer(decoder, text, layer, hidden, visible, replace(limit, most=400))
+        assert torch.equal(wide, free)
+        narrower.append(not torch.equal(found, free))
+    assert any(narrower)  # not in a layer whose window is no wider than the limit
+    text.cache.rollback()
 
 
 # -- errors, and what is kept

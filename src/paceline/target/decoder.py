@@ -330,9 +330,8 @@ class Layer(nn.Module):
         if state.special is not None:
             values = state.special.rotated(values)
         store(v_cache, state.slots, values)
-        attended = attention.attend(state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
-        if state.special is not None:
-            state.special.limit(attended, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
+        given = state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window
+        attended = attention.attend(*given) if state.special is None else state.special.attend(attention, *given)
         if state.adapters:
             return self._adapted_rest(hidden, attended, state)
         hidden = self.out.add(attended, hidden)

@@ -26,7 +26,7 @@ from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
-from .native_streams import NativeStreams, Riding, Told, told
+from .native_streams import NativeStreams, Riding, Told, limits_of, told
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
@@ -258,8 +258,8 @@ class Stack:
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
         """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
 
-        Rows in ``state.adapters`` get those adapters' deltas. A `LowRank` is packed when it first comes, for as
-        long as it lives: its parameters must not change afterwards.
+        Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
+        `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
 
         Raises:
             ConfigError: adapters that are not for this model; see `NativeAdapters`.
@@ -291,6 +291,9 @@ class Stack:
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
+        if state.special is not None and state.special.limits:
+            limits = limits_of(state.special.limits)
+            run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.now)
         refused = self._run_layers(self._reference, run, start, stop)
         if refused == _BAD_POSITION:
@@ -375,6 +378,7 @@ class Stack:
         numbers = numbers_of(tokens, positions, slots, spans, wanted, held)
         scratch = riding.scratch
         numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
+        numbers.append(riding.most or 0)
         for span, root, wanted_streams, most, ends, riders in riding.carriers:
             numbers += (span, root, wanted_streams, most, len(ends), len(riders), *ends, *riders)
         streams = self.streams(riding.streams)
