@@ -161,7 +161,6 @@ class Guest:
 
     make: Callable[[World, Known], Any]
     verifiers: tuple[str, ...] = ()
-    torch_only: bool = False  # asks for what the compiled layers do not give
     fails: bool = False
     streams: bool = False
 
@@ -189,11 +188,9 @@ def _context(world: World, noise: float) -> DrafterContext:
     )
 
 
-def _streams(verifiers: tuple[str, ...] = (), torch_only: bool = False, **options: Any) -> Guest:
+def _streams(verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
     config = StreamsConfig(**options)
-    return Guest(
-        lambda world, known: StreamsDrafter(config, lossless_streams(world)), verifiers, torch_only, streams=True
-    )
+    return Guest(lambda world, known: StreamsDrafter(config, lossless_streams(world)), verifiers, streams=True)
 
 
 def _adversary(rule: Rule) -> Guest:
@@ -222,7 +219,7 @@ GUESTS: dict[str, Guest] = {
     "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
-    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes", torch_only=True),
+    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},

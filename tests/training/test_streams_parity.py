@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import StepFeatures
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
+from paceline.target.adapters import AdapterConfig
 from paceline.target.rope import RopeTable
 from paceline.target.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
@@ -69,8 +70,12 @@ def packed(texts: list[list[int]]) -> TokenBatch:
     return collate([examples], sum(map(len, texts)) + 3)
 
 
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
-@pytest.mark.parametrize("name", SETS)
+OWN_MLP = AdapterConfig(rank=4, layers=(1, 2), linears=("qkv", "mlp"))
+CASES = [(name, mode) for name in SETS for mode in ("lossless", "shared")] + [("own mlp", "lossless")]
+SETS["own mlp"] = {"layers": 2, "adapter": OWN_MLP}
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_training_computes_what_decoding_computes(name: str, mode: Any) -> None:
     trained = tiny_streams(mode=mode, **SETS[name])
     texts, found = told_by_engine(trained, mode == "shared")

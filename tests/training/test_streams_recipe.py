@@ -86,6 +86,7 @@ FORMS: list[dict[str, Any]] = [
     {"mode": "lossless"},
     {"mode": "lossless", "start_rank": 2, "linears": ("qkv", "down")},
     {"mode": "lossless", "identity": "rotation", "rotation_step": 0.3},
+    {"mode": "lossless", "linears": ("qkv", "out", "mlp")},
     {"mode": "shared"},
     {"mode": "shared", "identity": "rotation", "rotation_step": 0.3},
 ]
@@ -311,6 +312,7 @@ ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "alpha_j
         ({"identity": "name"}, "embedding or rotation"),
         ({"alpha_j": -1.0}, "0 or more"),
         ({"gamma": 0, "mode": "shared", "start_rank": 2}, "no streams to start"),
+        ({"mode": "shared", "linears": ("mlp",)}, "main rows, which share the adapters, keep their MLP"),
         ({"rotation_step": 0.1}, "trained embeddings"),
         ({"application": "sql"}, "a lossless set is for no application. Leave it out"),
         *(
@@ -461,6 +463,9 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its gamma is 2, this run's 3"):
         wider = StreamOptions(gamma=3, layers=1, rank=4)
         StreamsKind().build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
+    with pytest.raises(ConfigError, match="its adapter is"):
+        own_mlp = StreamOptions(gamma=2, layers=1, rank=4, linears=("qkv", "out", "mlp"))
+        StreamsKind().build(own_mlp, build_context(tmp_path / "toy", network, tmp_path / "set"))
     for chosen in (options, StreamOptions(mode="shared", alpha_0=0.0, gamma=2, layers=1, rank=4)):
         weighed = replace(build_context(tmp_path / "toy", network), prompt_weight=0.5)
         with pytest.raises(ConfigError, match=r"prompt_weight=0.5.*main rows have no loss.*Leave prompt_weight out"):
@@ -477,6 +482,6 @@ def test_recipe_files_describe_sets(file: str) -> None:
     assert recipe.kind == StreamsKind.name
     options = fill(StreamOptions, dict(recipe.options), recipe.where)
     config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
-    assert config.mode == ("lossless" if "general" in file else "shared")
+    assert config.mode == ("shared" if "sql" in file or "e2e" in file else "lossless")
     assert (config.gamma == 0) == file.startswith("adapter")
     assert recipe.sources and recipe.held_out

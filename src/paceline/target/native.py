@@ -24,13 +24,13 @@ from torch import Tensor
 from .. import native
 from ..attention.base import Segment
 from ..core.errors import CapabilityError, ConfigError
-from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
+from .adapters import LINEARS, MLP, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .memory import Arena
 from .native_calls import Asked, Chain, Chains, Grown, Seed, Seeds, hold
-from .native_streams import NativeStreams, Riding, Told, told
+from .native_streams import NativeStreams, Riding, Told, limits_of, told
 from .padding import groups_of, padded, widened
 from .rope import RopeTable, Rotation
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .decoder import Decoder
     from .streams import StreamSet
 
+_PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
 _REFUSALS = {
@@ -131,7 +132,8 @@ class NativeAdapters:
     """The pairs of one `LowRank`, packed for a stack's products.
 
     Weights are of the model's dtype, bf16 beside int8. The factor alpha / rank is folded into ``up`` before it
-    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product.
+    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product, unless it
+    stands in place of the MLP.
 
     Args:
         adapter: what to pack; parameters that change later are not seen.
@@ -143,21 +145,34 @@ class NativeAdapters:
 
     def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
         self.rank = adapter.config.rank
-        self.table = (native.LowRank * len(bases))()
+        layers = len(bases) // len(LINEARS)
+        self.table = (native.LowRank * (layers * len(_PAIRS)))()
         self._arena = Arena()
         self._held: list[NativeLinear] = []
         for layer, linear in adapter.names():
-            place = layer * len(LINEARS) + LINEARS.index(linear)
             pair = adapter.pair(layer, linear)
             if pair is None:
                 continue
             what = f"the adapter of layer {layer}, {linear}"
-            if place >= len(bases):
-                raise ConfigError(what, f"the model has {len(bases) // len(LINEARS)} layers", "use its own adapters")
-            self._fill(self.table[place], what, *pair, adapter.scale, bases[place])
+            if layer >= layers:
+                raise ConfigError(what, f"the model has {layers} layers", "use its own adapters")
+            # What stands in place of the MLP has the inputs of its first product and the outputs of its last.
+            ends = ("up", "down") if linear == MLP else (linear, linear)
+            first, last = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in ends)
+            made = self.table[layer * len(_PAIRS) + _PAIRS.index(linear)]
+            self._fill(made, what, pair, adapter.scale, first, last, linear != MLP)
 
-    def _fill(self, made: Any, what: str, down: Tensor, up: Tensor, scale: float, base: NativeLinear) -> None:
-        n, k = base.shape
+    def _fill(
+        self,
+        made: Any,
+        what: str,
+        pair: tuple[Tensor, Tensor],
+        scale: float,
+        first: NativeLinear,
+        last: NativeLinear,
+        beside: bool,
+    ) -> None:
+        (down, up), n, k = pair, last.shape[0], first.shape[1]
         if down.shape != (self.rank, k) or up.shape != (n, self.rank):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
             wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
@@ -165,11 +180,11 @@ class NativeAdapters:
         if down.isnan().any() or up.isnan().any():
             raise not_loaded(what)
         wide = up.detach().float() * scale  # [out, rank]
-        wide = base.widened_outputs(wide)
-        if base.scale is not None:
-            wide = wide / base.scale[:, None]
-        for name, weight in (("down", base.widened_inputs(down.detach())), ("up", wide)):
-            packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False, arena=self._arena)
+        wide = last.widened_outputs(wide)
+        if beside and last.scale is not None:
+            wide = wide / last.scale[:, None]
+        for name, weight in (("down", first.widened_inputs(down.detach())), ("up", wide)):
+            packed = NativeLinear(weight.to("cpu", first.dtype), None, quant=False, arena=self._arena)
             self._held.append(packed)
             setattr(made, name, packed.struct)
 
@@ -281,8 +296,8 @@ class Stack:
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
         """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
 
-        Rows in ``state.adapters`` get those adapters' deltas. A `LowRank` is packed when it first comes, for as
-        long as it lives: its parameters must not change afterwards.
+        Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
+        `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
 
         Raises:
             ConfigError: adapters that are not for this model; see `NativeAdapters`.
@@ -314,6 +329,9 @@ class Stack:
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
+        if state.special is not None and state.special.limits:
+            limits = limits_of(state.special.limits)
+            run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.now)
         refused = self._run_layers(self._reference, run, start, stop)
         if refused == _BAD_POSITION:

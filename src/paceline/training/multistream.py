@@ -358,25 +358,19 @@ def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carri
     run = stream_pass(network, trained, carriers)
     steps = torch.arange(1, gamma + 1, device=main.device)
     places = torch.cat((batch.positions.flatten(), (carriers.positions[:, None] + steps).flatten()))
-    rotation = network.rotation(places)
-    rows = torch.cat((main, streams))
+    rotations = network.rotation(places[:count]), network.rotation(places[count:])
+    deltas = on_main, None if adapters is None else adapters.delta
+    rows = [main, streams]
     seen = _dense_mask(batch, carriers, gamma, shared)
-
-    def delta(index: int, linear: str, x: Tensor) -> Tensor | None:
-        more = None if adapters is None else adapters.delta(index, linear, x)
-        if more is None or shared:
-            return more
-        return torch.cat((torch.zeros_like(more[:count]), more[count:]))
-
     for index in range(config.insertion, config.num_layers):
-        q, k, v = network.qkv(index, rows, rotation, delta)
+        parts = [network.qkv(index, *part) for part in zip(rows, rotations, deltas, strict=True)]
+        q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
         v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
         window = network.config.windows[index]
         mask = seen if window is None else seen & _near(places, count, window)
-        attended = attend(q[None], k[None], v[None], mask[None, None])[0]
-        rows = network.finish_layer(index, rows, attended, delta)
-    final = network.final(rows)
-    return final[:count], final[count:].unflatten(0, (-1, gamma))
+        attended = attend(q[None], k[None], v[None], mask[None, None])[0].split([count, len(streams)])
+        rows = [network.finish_layer(index, *part) for part in zip(rows, attended, deltas, strict=True)]
+    return network.final(rows[0]), network.final(rows[1]).unflatten(0, (-1, gamma))
 
 
 def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import make_backend
 from ..core.errors import ConfigError
+from ..target.adapters import MLP
 from ..target.decoder import _ACTIVATIONS, Decoder, Layer, Norm
 from ..target.families import DecoderConfig
 from ..target.linear import Dense
@@ -113,10 +114,17 @@ class Network(nn.Module):
         return rotate(q, rotation), rotate(k, rotation), v
 
     def finish_layer(self, index: int, hidden: Tensor, attended: Tensor, delta: Delta | None = None) -> Tensor:
-        """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP."""
+        """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP.
+
+        Where ``delta`` has an answer for the MLP as a whole, that takes its place.
+        """
         layer = self.layers[index]
         hidden = hidden + linear(layer, "out", index, attended, delta)
-        inner = linear(layer, "up", index, normed(layer.mlp_norm, hidden), delta)
+        x = normed(layer.mlp_norm, hidden)
+        own = None if delta is None else delta(index, MLP, x)
+        if own is not None:
+            return hidden + own
+        inner = linear(layer, "up", index, x, delta)
         activate = _ACTIVATIONS[self.config.activation]
         if self.config.gated:
             gate, up = inner.chunk(2, dim=-1)

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
-from ...target.adapters import LINEARS, AdapterConfig, linear_shapes
+from ...target.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...target.files import fingerprint
 from ...target.streams import StreamConfig, StreamSet
 from ...training.data import TokenBatch
@@ -58,7 +58,9 @@ class StreamOptions:
     layers: int = setting(4, "layers at the top of the target that streams go through")
     rank: int = setting(8, "of the adapters")
     alpha: float | None = setting(None, "adapters' output is scaled by alpha / rank; default: 4 times the rank")
-    linears: tuple[str, ...] = setting(LINEARS, "linear layers with an adapter: qkv, out, up, down")
+    linears: tuple[str, ...] = setting(
+        LINEARS, "linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
+    )
     start_rank: int = setting(0, "of the map from main state to stream start; 0: the identity")
     identity: Literal["embedding", "rotation"] = setting(
         "embedding", "what tells streams apart: a trained embedding each, or rotated values"
@@ -84,6 +86,7 @@ class StreamOptions:
             ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
             ("segment", self.segment is None or self.segment >= 1, "it must be 1 or more"),
             ("rank", self.rank >= 1, "it must be 1 or more"),
+            ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
             ("identity", self.identity in ("embedding", "rotation"), "it is embedding or rotation"),
             ("alpha_0", not self.alpha_0 or shared, "a frozen main stream has no loss to lower"),
             ("alpha_0", self.alpha_0 is None or 0 <= self.alpha_0 < math.inf, "it must be 0 or more"),
