@@ -508,12 +508,15 @@ class StreamsKind:
     name = "streams"
     needs_target = True
     takes_init = True  # a trained set to go on from, of the same shape
-    taps: ClassVar[tuple[int, ...]] = ()  # streams attend in the target's own layers: no state alone would do
     Options: ClassVar[type[StreamOptions]] = StreamOptions
 
     def imitates(self, options: StreamOptions) -> bool:
         """Lossless streams learn to agree with the target; an application has answers of its own."""
         return options.mode == "lossless"
+
+    def top(self, options: StreamOptions) -> int:
+        """0: streams attend in the target's own layers, so that it is run in any case."""
+        return 0
 
     def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
         """A fresh set over the context's target, or the one in ``context.init``.
