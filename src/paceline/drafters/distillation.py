@@ -90,18 +90,20 @@ class DraftModelRecipe:
     def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
         """The mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
+        weights = batch.weights[rows]
         loss, parts = distilled(
             self.module(batch)[rows],
             self.module.head_weight,
             self.features.said(batch),
             batch.targets[rows],
-            batch.weights[rows],
+            weights,
             distance=DISTANCES[o.distance],
             share=o.distill,
             temperature=o.temperature,
             check=False,
         )
-        return loss, {o.distance: float(parts[0]), "ce": float(parts[1])}
+        distance, entropy = ((parts @ weights) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
+        return loss, {o.distance: distance, "ce": entropy}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""

@@ -338,7 +338,7 @@ def distilled(
         share: w, 0 to 1.
 
     Returns:
-        The loss; and [2] its parts D and -log q(y), weighted means without gradient.
+        The loss; and [2, rows] its parts D and -log q(y) without gradient, 0 for rows without weight.
 
     Raises:
         ConfigError: as `SoftLoss` and `cross_entropy`, and a share beyond 0 to 1.
@@ -356,7 +356,9 @@ def distilled(
         rows_loss = _both(distance.row_loss(target, dtype, temperature), _token_rows(tokens), share, parts)
     loss, _ = chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)
     each = torch.cat(parts, 1)
-    return loss, (each if walk.weights is None else each * walk.weights).sum(1) * walk.scale
+    if walk.rows is None:
+        return loss, each
+    return loss, each.new_zeros(2, len(hidden)).index_copy_(1, walk.rows, each)
 
 
 def _both(soft: RowLoss, hard: RowLoss, share: float, parts: list[Tensor]) -> RowLoss:
