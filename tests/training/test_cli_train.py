@@ -454,7 +454,9 @@ def test_answers_that_another_file_holds_are_refused(data: Path, target: Path, t
         return prompts
 
     out = tmp_path / "a.jsonl"
-    assert answers.write(out, source, encoder, config, echo, "mark", batch=7) == 24
+    said: list[str] = []
+    assert answers.write(out, source, encoder, config, echo, "mark", 7, said.append) == 24
+    assert [text.split(" answers")[0] for text in said] == ["7 of 24", "14 of 24", "21 of 24", "24 of 24"]
     lines = out.read_text("utf-8").splitlines(keepends=True)
     out.write_text("".join(lines[1:]), encoding="utf-8")
     with pytest.raises(ConfigError, match="its line 1 answers another prompt"):

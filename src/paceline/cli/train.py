@@ -266,7 +266,7 @@ def answers(
     for name in data:
         part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")
         try:
-            count = answering.write(part, SourceSpec(file=name), encoder, config, answer, mark, batch * 2)
+            count = answering.write(part, SourceSpec(file=name), encoder, config, answer, mark, batch * 8, note)
         except KeyboardInterrupt as stop:
             again = shlex.join(["paceline", *sys.argv[1:]])
             note(f"stopped; the answers in {part} are kept, go on: {again}")
