@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,15 +146,18 @@ def test_a_recipe_file_runs(run: Callable[..., Result], data: Path, target: Path
     assert (tmp_path / "out" / "result" / "streams.safetensors").is_file()
     assert not (tmp_path / "out" / "tensorboard").exists()
     refused = run(*args, "--target", target, "--cache", tmp_path / "cache")
-    assert (refused.exit_code, "no states that a cache could hold" in said(refused)) == (2, True)
+    assert (refused.exit_code, "which are what a cache holds" in said(refused)) == (2, True)
 
 
 def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: Path, tmp_path: Path) -> None:
     args = ["draft_model", "--target", target, "--data", data, *SMALL, *RUN, "--out", tmp_path / "out"]
-    done = run(*args, "--cache", tmp_path / "cache", "--cache-dtype", "bf16")
+    done = run(*args, "--cache", tmp_path / "cache", "--top", "8", "--stop-after", "0")  # scores, and trains nothing
     assert done.exit_code == 0, done.output
-    written = (tmp_path / "cache" / "states-00000.bin").stat().st_size
-    assert f"bf16, {written:,} bytes" in said(done)
+    assert "stopped after step 0 of 8" in said(done)
+    assert re.search(r"cache \S+: [\d,]+ tokens to score, [\d,]+ bytes", said(done))
+    again = run(*args[:-1], tmp_path / "again", "--cache", tmp_path / "cache", "--top", "8", "--seed", "5")
+    assert again.exit_code == 0, again.output
+    assert "tokens to score" not in said(again)  # another order of the same documents
 
 
 # ---- mistakes
@@ -276,7 +280,7 @@ def test_two_processes_of_the_command_train_as_one(
     assert run(*args, "--out", tmp_path / "one").exit_code == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    for name, more in {"two": [], "cached": ["--cache", tmp_path / "cache"]}.items():
+    for name, more in {"two": [], "cached": ["--cache", tmp_path / "cache", "--top", 298]}.items():
         command = [*launch, "train", *args, "--out", tmp_path / name, *more]
         done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -450,7 +454,9 @@ def test_answers_that_another_file_holds_are_refused(data: Path, target: Path, t
         return prompts
 
     out = tmp_path / "a.jsonl"
-    assert answers.write(out, source, encoder, config, echo, "mark", batch=7) == 24
+    said: list[str] = []
+    assert answers.write(out, source, encoder, config, echo, "mark", 7, said.append) == 24
+    assert [text.split(" answers")[0] for text in said] == ["7 of 24", "14 of 24", "21 of 24", "24 of 24"]
     lines = out.read_text("utf-8").splitlines(keepends=True)
     out.write_text("".join(lines[1:]), encoding="utf-8")
     with pytest.raises(ConfigError, match="its line 1 answers another prompt"):

@@ -19,8 +19,11 @@ from paceline.training import losses
 from paceline.training.losses import (
     TargetHidden,
     TargetLogits,
+    TargetTop,
     cross_entropy,
+    distilled,
     eager_cross_entropy,
+    eager_distilled,
     eager_mse_cross_entropy,
     eager_ngram,
     kl,
@@ -36,6 +39,9 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {  # what 
     "reverse_kl": (reverse_kl, reverse_kl.eager),
     "mixed": (mixed, mixed.eager),
     "mse_cross_entropy": (mse_cross_entropy, eager_mse_cross_entropy),
+    "distilled": (distilled, eager_distilled),
+    "distilled_top": (distilled, eager_distilled),
+    "kl_top": (kl, kl.eager),
     "ngram": (ngram, eager_ngram),
 }
 
@@ -49,6 +55,12 @@ IGNORED = -100  # the target of a row that has none, as in torch.nn.functional.c
 ROWS, D, VOCAB = 23, 5, 11
 CHUNKS = [1, 4, 7, 23, 100]
 SOFT = ["kl", "reverse_kl", "mixed"]
+
+
+def top(logits: Tensor, count: int) -> TargetTop:
+    """The likeliest tokens of a distribution, and what all others have together."""
+    p, ids = logits.double().softmax(-1).topk(count)
+    return TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
 
 
 class Case:
@@ -65,6 +77,7 @@ class Case:
         self.weights[::3] = 0
         self.soft = TargetHidden(normal(rows, D + 2), normal(VOCAB, D + 2))
         self.logits = TargetLogits(self.soft.hidden @ self.soft.head.t())
+        self.top = top(self.logits.logits, 3)
 
     def args(self, name: str) -> tuple[Any, ...]:
         if name == "cross_entropy":
@@ -73,7 +86,9 @@ class Case:
             return self.hidden, self.head, self.tokens, self.stream, (1.0, 0.5, 0.0, 0.1)
         if name == "mse_cross_entropy":
             return self.state, self.target_state, self.hidden, self.head, self.soft
-        return self.hidden, self.head, self.soft
+        if name in ("distilled", "distilled_top"):
+            return self.hidden, self.head, self.soft if name == "distilled" else self.top, self.tokens
+        return self.hidden, self.head, self.top if name == "kl_top" else self.soft
 
     def leaves(self, name: str) -> list[Tensor]:
         return [self.hidden, self.head] + ([self.state] if name == "mse_cross_entropy" else [])
@@ -83,6 +98,8 @@ OPTIONS = {
     "kl": [{}, {"temperature": 2.5}],
     "reverse_kl": [{}, {"temperature": 0.7}],
     "mixed": [{}, {"omega": 0.0}, {"omega": 0.3, "temperature": 1.7}],
+    "distilled": [{}, {"share": 0.8, "temperature": 1.3}, {"share": 1.0, "distance": mixed}],
+    "distilled_top": [{}, {"share": 0.8}, {"share": 0.0}, {"share": 0.3, "distance": mixed}, {"distance": reverse_kl}],
     "mse_cross_entropy": [{}, {"alpha": 0.3, "beta": 2.0, "temperature": 1.3}],
 }
 EACH = [(name, options) for name in LOSSES for options in OPTIONS.get(name, [{}])]
@@ -176,7 +193,7 @@ def test_rows_of_weight_zero_change_nothing(name: str) -> None:
     wanted = value(function(*case.args(name), case.weights))
     gradients = torch.autograd.grad(wanted, case.leaves(name))
     with torch.no_grad():
-        for tensor in (case.hidden, case.state, case.target_state, case.soft.hidden):
+        for tensor in (case.hidden, case.state, case.target_state, case.soft.hidden, case.top.log_probs):
             tensor[off] = math.nan
     case.tokens[off] = IGNORED
     spoilt = value(function(*case.args(name), case.weights))
@@ -194,6 +211,7 @@ def test_only_rows_left_count(name: str) -> None:
     for field in ("hidden", "state", "target_state", "tokens", "stream"):
         setattr(kept, field, getattr(kept, field)[mask])
     kept.soft = TargetHidden(kept.soft.hidden[mask], kept.soft.head)
+    kept.top = TargetTop(kept.top.ids[mask], kept.top.log_probs[mask])
     masked = value(LOSSES[name][0](*case.args(name), mask))
     torch.testing.assert_close(masked, value(LOSSES[name][0](*kept.args(name))), rtol=1e-12, atol=1e-12)
 
@@ -322,6 +340,38 @@ def test_kl_is_zero_only_where_the_distributions_are_equal(loss: Callable[..., T
     assert max(g.abs().max().item() for g in gradients) < 1e-12
     logits[3, 2] += 0.01
     assert loss(case.hidden, case.head, TargetLogits(logits)) > 1e-9
+
+
+def test_of_the_likeliest_tokens_kl_is_a_bound_that_grows_with_them() -> None:
+    """Outcomes taken together hide differences, never add any (data-processing inequality)."""
+    case = Case()
+    found = [kl(case.hidden, case.head, top(case.logits.logits, count)).item() for count in range(1, VOCAB)]
+    assert found == sorted(found)
+    assert found[0] < 0.9 * found[-1]
+    assert found[-1] == pytest.approx(float(kl(case.hidden, case.head, case.logits)), rel=1e-9)
+
+
+def test_of_the_likeliest_tokens_kl_pulls_at_no_single_other_token() -> None:
+    """Where the k tokens and the rest have the target's shares, there is no slope, however the rest is shared out."""
+    logits = torch.randn(ROWS, VOCAB, dtype=torch.float64).requires_grad_()
+    said = top(logits.detach(), 3)
+    others = torch.ones(ROWS, VOCAB, dtype=torch.bool).scatter_(1, said.ids, False)
+    mass = logits.detach().masked_fill(~others, -math.inf).logsumexp(-1, keepdim=True)
+    moved = torch.where(others, mass - math.log(VOCAB - 3), logits.detach()).requires_grad_()
+    loss = kl(moved, torch.eye(VOCAB, dtype=torch.float64), said)
+    assert float(loss) == pytest.approx(0, abs=1e-12)
+    assert float(torch.autograd.grad(loss, moved)[0].abs().max()) < 1e-12
+
+
+def test_parts_of_a_distilled_loss_are_its_own() -> None:
+    case = Case()
+    for target in (case.soft, case.top):
+        loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
+        wanted = kl.eager(case.hidden, case.head, target, case.weights)
+        means = (parts * case.weights).sum(1) / case.weights.sum()
+        torch.testing.assert_close(means[0], wanted.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(0.8 * means[0] + 0.2 * means[1], loss.detach(), rtol=1e-12, atol=0)
+        assert torch.equal(parts[0] == 0, case.weights == 0)
 
 
 def test_kl_directions_by_hand() -> None:
@@ -465,7 +515,7 @@ def test_nan_parameters_are_refused_by_name() -> None:
 def test_targets_out_of_range_are_refused(bad: int) -> None:
     case = Case()
     case.tokens[4] = bad
-    for name in ("cross_entropy", "ngram"):
+    for name in ("cross_entropy", "ngram", "distilled", "distilled_top"):
         with pytest.raises(ConfigError, match="tokens 0 to 10"):
             LOSSES[name][0](*case.args(name), torch.ones(ROWS))
 
@@ -485,6 +535,12 @@ def test_targets_out_of_range_are_refused(bad: int) -> None:
         (lambda c: kl(c.hidden, c.head, TargetHidden(c.soft.hidden[1:], c.soft.head)), "target hidden states of shape"),
         (lambda c: kl(c.hidden, c.head, TargetHidden(c.soft.hidden, c.soft.head[1:])), "target head of shape"),
         (lambda c: mixed(c.hidden, c.head, c.soft, omega=1.1), "between 0 and 1"),
+        (lambda c: distilled(c.hidden, c.head, c.soft, c.tokens, share=1.1), "between 0 and 1"),
+        (lambda c: distilled(c.hidden, c.head, c.top, c.tokens, temperature=2.0), "at temperature 1 only"),
+        (lambda c: kl(c.hidden, c.head, c.top, temperature=2.0), "at temperature 1 only"),
+        (lambda c: kl(c.hidden, c.head, TargetTop(c.top.ids[1:], c.top.log_probs[1:])), "likeliest tokens of shape"),
+        (lambda c: kl(c.hidden, c.head, TargetTop(c.top.ids, c.top.log_probs[:, 1:])), "likeliest tokens of shape"),
+        (lambda c: kl(c.hidden, c.head, top(c.logits.logits, VOCAB)), "no others are left"),
         (lambda c: mse_cross_entropy(c.state, c.target_state[1:], c.hidden, c.head, c.soft), "target states of shape"),
         (lambda c: mse_cross_entropy(c.state[1:], c.target_state[1:], c.hidden, c.head, c.soft), "states of shape"),
         (lambda c: mse_cross_entropy(*c.args("mse_cross_entropy"), alpha=-1.0), "factors of 0 or more"),
@@ -499,5 +555,6 @@ def test_bad_input_is_refused(call: Callable[[Case], Any], message: str) -> None
 
 
 def test_every_loss_of_the_module_is_compared_with_its_reference() -> None:
-    assert {name for name in losses.__all__ if not name.startswith("Target")} == LOSSES.keys()
+    compared = {name.removesuffix("_top") for name in LOSSES}
+    assert {name for name in losses.__all__ if not name.startswith("Target")} == compared
     assert all("``" in (loss.__doc__ or "") for loss, _ in LOSSES.values())  # each says its formula

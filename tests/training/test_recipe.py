@@ -144,7 +144,8 @@ def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
 def test_every_kind_says_what_it_takes(name: str) -> None:
     made = kind(name)
     assert made.name == name
-    assert isinstance(made.needs_target, bool) and isinstance(made.takes_init, bool) and isinstance(made.taps, tuple)
+    assert isinstance(made.needs_target, bool) and isinstance(made.takes_init, bool)
+    assert made.top(made.Options()) == 0  # unless asked for
     assert fill(made.Options, {}, Path("x")) == made.Options()
 
 
@@ -159,7 +160,7 @@ def test_an_unknown_kind_gets_a_hint() -> None:
         ({"kind": "draft_model"}, "Give --target MODEL"),
         ({"kind": "streams"}, "Give --target MODEL"),
         ({"target": Path("somewhere")}, "it trains for no target"),
-        ({"cache": Path("somewhere")}, "no states that a cache could hold"),
+        ({"cache": Path("somewhere")}, "which are what a cache holds"),
         ({"sources": []}, "there is no data"),
         ({"options": {"layer": 3}}, "Did you mean 'layers'"),
     ],

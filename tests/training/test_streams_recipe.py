@@ -137,7 +137,9 @@ def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("segment", [1, 4, 7, 1000])
-@pytest.mark.parametrize("form", [*FORMS, {"mode": "lossless", "distill": 0.4}], ids=str)
+@pytest.mark.parametrize(
+    "form", [*FORMS, {"mode": "lossless", "distill": 0.4}, {"mode": "lossless", "distill": 0.4, "top": 5}], ids=str
+)
 def test_segments_change_neither_loss_nor_gradients(form: dict[str, Any], segment: int) -> None:
     network, batch = make_network(), make_batch()
     whole_loss, whole = gradients(make_recipe(network, **form), batch)
@@ -224,22 +226,33 @@ def test_the_early_exit_pulls_on_its_own_map_alone(mode: Any) -> None:
     assert others.keys() == {n for n in all_of_them if not n.startswith("prune_map")}
 
 
-def test_distillation_is_the_divergence_from_the_main_row_ahead() -> None:
-    """distill = 1, by hand: KL(p at t + j || q_j at t), weighted as the cross-entropies are."""
+@pytest.mark.parametrize("options", [{"distill": 1.0}, {"distill": 0.4}, {"distill": 0.4, "top": 5}], ids=str)
+def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[str, Any]) -> None:
+    """By hand: w KL(p at t + j || q_j at t) + (1 - w) CE, also of the likeliest tokens alone (rounded to float16)."""
     network, batch = make_network(), make_batch()
-    recipe = make_recipe(network, distill=1.0, prune_rank=0)
-    loss, _ = recipe.loss(batch, context())
+    recipe = make_recipe(network, prune_rank=0, **options)
+    loss, figures = recipe.loss(batch, context())
     main, streams = eager_streams(network, recipe.module, batch, choose_carriers(batch))
     log_p, log_q = (network.logits(x).log_softmax(-1) for x in (main, streams))
     losses: list[list[Tensor]] = [[] for _ in range(GAMMA)]
+    entropies: list[list[Tensor]] = [[] for _ in range(GAMMA)]
     for row, flat in enumerate(choose_carriers(batch).index.tolist()):
         for j in range(1, GAMMA + 1):
             b, at = flat // 32, flat % 32 + j + 1
             if at < 32 and batch.documents[b, at] == batch.documents[b, flat % 32]:
-                p = log_p[flat + j]
-                losses[j - 1].append((p.exp() * (p - log_q[row, j - 1])).sum())
-    wanted = sum(torch.stack(part).mean() for part in losses)
-    torch.testing.assert_close(loss, wanted)
+                p, q = log_p[flat + j], log_q[row, j - 1]
+                entropies[j - 1].append(-q[batch.tokens[b, at]])
+                if "top" in options:
+                    ids = p.topk(options["top"]).indices
+                    p, q = (torch.cat((x[ids], (1 - x[ids].exp().sum()).log()[None])) for x in (p, q))
+                losses[j - 1].append((p.exp() * (p - q)).sum())
+    means, hard = ([torch.stack(part).mean() for part in each] for each in (losses, entropies))
+    wanted = options["distill"] * sum(means) + (1 - options["distill"]) * sum(hard)
+    close = {"rtol": 1e-3, "atol": 0.0} if "top" in options else {"rtol": 1e-7, "atol": 0.0}
+    torch.testing.assert_close(loss, wanted, **close)
+    assert figures["kl"] == pytest.approx(torch.stack(means).mean().item(), rel=1e-3)
+    if options["distill"] < 1:
+        assert [figures[f"stream_{j}"] for j in range(1, GAMMA + 1)] == pytest.approx([x.item() for x in hard])
 
 
 def test_adapters_alone_are_plain_fine_tuning() -> None:
@@ -305,6 +318,7 @@ ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "alpha_j
         ({"positions": 0.0}, "above 0"),
         ({"positions": 0.5, "mode": "shared"}, "shared mode"),
         ({"distill": 0.5, "mode": "shared"}, "frozen target"),
+        ({"top": 5}, "nothing is distilled"),
         ({"alpha_0": 1.0}, "frozen main stream"),
         ({"segment": 0}, "1 or more"),
         ({"rank": 0}, "1 or more"),

@@ -26,7 +26,6 @@ from ..target.loader import load_tokenizer, resolve_folder
 from ..target.streams import fingerprint
 from ..training import answers as answering
 from ..training.data import Encoder, SourceSpec
-from ..training.features import CacheDtype
 from ..training.job import Job, finish, run
 from ..training.recipe import locate, read_recipe
 from ..training.registry import KINDS
@@ -37,7 +36,7 @@ from .options import takes
 from .train_progress import Bar, event_file
 
 INTERRUPTED = 130
-CACHED = ("draft_model",)  # kinds that learn from states which a cache can hold
+CACHED = ("draft_model",)  # kinds that learn from likeliest tokens, which a cache can hold
 SUFFIX = ".toml"
 
 
@@ -92,12 +91,11 @@ class RowConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRowConfig(RowConfig):
-    """The same of a kind that can learn from states of the target that lie on disk."""
+    """The same of a kind that can learn from what the target says on disk."""
 
     cache: str | None = option(
-        None, help="folder for the target's states: made once, read by later runs of the same data"
+        None, help="folder for the target's likeliest tokens: scored once, read by later runs (with --top)"
     )
-    cache_dtype: CacheDtype = option("fp32", help="of the states there; fp32: losses to the bit, bf16: half the size")
 
 
 Target = Annotated[
@@ -112,7 +110,9 @@ Data = Annotated[
 Held = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Held-out data for the evaluations.")]
 Out = Annotated[str, typer.Option(metavar="DIR", help="Checkpoint, log and result; an unfinished run there goes on.")]
 Init = Annotated[str | None, typer.Option(metavar="MODEL", help="Checkpoint to start from.")]
-Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Holds the target's states (draft_model).")]
+Cache = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Holds the target's likeliest tokens (draft_model, top).")
+]
 Stop = Annotated[int | None, typer.Option(metavar="STEPS", help="Stop here, with a checkpoint, and go on later.")]
 EventFile = Annotated[bool, typer.Option(help="Write a TensorBoard log beside log.jsonl.")]
 
@@ -146,7 +146,7 @@ def _command(kind: str, options: type[Any], about: str) -> None:
             sources=[_source(text) for text in data],
             held_out=[_source(text) for text in held_out or []],
             prompt_weight=rows.prompt_weight,
-            **_places(out, target, init, cached.cache, cached.cache_dtype),
+            **_places(out, target, init, cached.cache),
         )
         _train(job, stop_after, tensorboard)
 
@@ -156,16 +156,13 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _places(
-    out: str, target: str | None, init: str | None, cache: str | None, cache_dtype: CacheDtype
-) -> dict[str, Any]:
+def _places(out: str, target: str | None, init: str | None, cache: str | None) -> dict[str, Any]:
     """Where a run's parts are, by fields of `Job`."""
     return {
         "out": Path(out),
         "target": None if target is None else resolve_folder(target),
         "init": None if init is None else resolve_folder(init),
         "cache": None if cache is None else Path(cache),
-        "cache_dtype": cache_dtype,
     }
 
 
@@ -184,11 +181,10 @@ def file(
     stop_after: Stop = None,
     tensorboard: EventFile = True,
     cache: Cache = None,
-    cache_dtype: CacheDtype = "fp32",
 ) -> None:
     """Run a recipe file."""
     made = locate(read_recipe(Path(recipe)), Path(data))
-    _train(Job.of(made, **_places(out, target, init, cache, cache_dtype)), stop_after, tensorboard)
+    _train(Job.of(made, **_places(out, target, init, cache)), stop_after, tensorboard)
 
 
 def _source(text: str) -> SourceSpec:
@@ -270,7 +266,7 @@ def answers(
     for name in data:
         part = path if len(data) == 1 else path.with_name(f"{path.stem}.{Path(name).name.split('.')[0]}{path.suffix}")
         try:
-            count = answering.write(part, SourceSpec(file=name), encoder, config, answer, mark, batch * 2)
+            count = answering.write(part, SourceSpec(file=name), encoder, config, answer, mark, batch * 8, note)
         except KeyboardInterrupt as stop:
             again = shlex.join(["paceline", *sys.argv[1:]])
             note(f"stopped; the answers in {part} are kept, go on: {again}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..target.families import decoder_config
 from ..target.loader import load_weights
 from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures
-from ..training.losses import TargetHidden, cross_entropy, kl, mixed, reverse_kl
+from ..training.losses import cross_entropy, distilled, kl, mixed, reverse_kl
 from ..training.network import Network
 from ..training.target import ModelShape
 from ..training.trainer import StepContext
@@ -39,9 +39,20 @@ class DraftModelOptions(ModelShape):
         0.8, help="weight of the distance, 0 to 1; the rest is cross-entropy with the text", minimum=0, maximum=1
     )
     temperature: float = option(1.0, help="of both distributions in the distance, above 0", above=0)
+    top: int = option(
+        0,
+        help="likeliest tokens of the target that are learned, all others as one; 0: all. A cache holds them",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.top and self.temperature != 1:
+            wrong = "of the likeliest tokens alone, the share of the others is known at temperature 1 only"
+            raise ConfigError(f"temperature={self.temperature}, top={self.top}", wrong, "leave one of them out")
+        if self.top >= self.vocab_size:
+            wrong = f"there are {self.vocab_size} tokens"
+            raise ConfigError(f"top={self.top}", wrong, "take fewer, or all of them (top=0)")
 
 
 class DraftModelRecipe:
@@ -53,7 +64,7 @@ class DraftModelRecipe:
         options: the loss.
         config: the draft's config.json.
         held_out: batches by domain.
-        features: where the target's states come from; None: from a pass of the target over each batch.
+        features: where it is known what the target says; None: the target is run on each batch.
     """
 
     name = "draft_model"
@@ -74,18 +85,25 @@ class DraftModelRecipe:
                 f"give both the same vocabulary (vocab_size = {target.config.vocab_size})",
             )
         self.module, self.target, self.options, self.config, self.held_out = network, target, options, config, held_out
-        self.features = features or OnlineFeatures(target)
+        self.features = features or OnlineFeatures(target, options.top)
 
     def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
         """The mean over the rows that carry weight, and its two parts."""
-        rows = batch.weights > 0
-        said = TargetHidden(self.features.final(batch, context), self.target.head_weight)
-        hidden, weights = self.module(batch)[rows], batch.weights[rows]
-        head, o = self.module.head_weight, self.options
-        distance = DISTANCES[o.distance](hidden, head, said, weights, temperature=o.temperature, check=False)
-        entropy = cross_entropy(hidden, head, batch.targets[rows], weights, check=False)
-        loss = o.distill * distance + (1 - o.distill) * entropy
-        return loss, {o.distance: float(distance.detach()), "ce": float(entropy.detach())}
+        rows, o = batch.weights > 0, self.options
+        weights = batch.weights[rows]
+        loss, parts = distilled(
+            self.module(batch)[rows],
+            self.module.head_weight,
+            self.features.said(batch),
+            batch.targets[rows],
+            weights,
+            distance=DISTANCES[o.distance],
+            share=o.distill,
+            temperature=o.temperature,
+            check=False,
+        )
+        distance, entropy = ((parts @ weights) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
+        return loss, {o.distance: distance, "ce": entropy}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """By domain: loss, and the simulated accepted length of a chain of `DEPTH`."""
@@ -139,11 +157,14 @@ class DraftModelKind:
     Options = DraftModelOptions
     needs_target = True
     takes_init = True
-    taps: ClassVar[tuple[int, ...]] = (-1,)
 
     def imitates(self, options: DraftModelOptions) -> bool:
         """True: a draft is accepted where it agrees with the target."""
         return True
+
+    def top(self, options: DraftModelOptions) -> int:
+        """Its option."""
+        return options.top
 
     def build(self, options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
         """A fresh draft, or one that goes on from ``context.init``.

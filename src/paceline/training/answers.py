@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ def write(
     config: AnswerConfig,
     answer: Answer,
     target: str,
-    batch: int = 128,
+    batch: int = 512,
+    say: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Answer a source's prompts into a JSONL file; those that it holds already are kept.
 
@@ -82,7 +84,9 @@ def write(
         path: the file; whole lines are written batch by batch, so that it can be gone on with after any stop.
         answer: the target. A prompt's seed depends on the run's seed and its place in the file alone.
         target: fingerprint of who answers.
-        batch: prompts handed over together.
+        batch: prompts handed over together: many more than are answered at a time, since the last ones wait for the
+            longest answer.
+        say: told now and then how far it is.
 
     Returns:
         Answers in the file.
@@ -93,13 +97,23 @@ def write(
     prompts = choose(source, encoder, config)
     _same_making(path, making(source, config, target))
     done = count_answers(path, prompts)
+    began, made = perf_counter(), 0
     for start in range(done, len(prompts), batch):
         part = prompts[start : start + batch]
         seeds = [prompt_seed(config.seed, start + i) for i in range(len(part))]
-        lines = [_line(encoder, ids, said) for ids, said in zip(part, answer(part, seeds), strict=True)]
+        found = answer(part, seeds)
+        lines = [_line(encoder, ids, said) for ids, said in zip(part, found, strict=True)]
         with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
             handle.write("".join(lines))
+        made += sum(map(len, found))
+        if _passes_a_tenth(start, start + len(part), len(prompts)):
+            speed = made / (perf_counter() - began)
+            say(f"{start + len(part):,} of {len(prompts):,} answers in {path}, {speed:,.0f} tokens/s")
     return max(done, len(prompts))
+
+
+def _passes_a_tenth(before: int, after: int, total: int) -> bool:
+    return after * 10 // total > before * 10 // total
 
 
 def prompt_seed(seed: int, index: int) -> int:

@@ -87,7 +87,31 @@ class TargetHidden:
         return {"target hidden states": self.hidden, "target head": self.head}
 
 
-SoftTarget: TypeAlias = "TargetLogits | TargetHidden"
+@dataclass(frozen=True, slots=True)
+class TargetTop:
+    """A soft target of which the k likeliest tokens are known; all others together are one outcome."""
+
+    ids: Tensor  # [rows, k] int64, distinct
+    log_probs: Tensor  # [rows, k + 1] of each at temperature 1; the last: of all other tokens together
+
+    def of(self, rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The tokens [chunk, k] of some rows, and log p [chunk, k + 1], whose sum is 1 up to rounding of ``dtype``."""
+        return self.ids[rows], self.log_probs[rows].detach().to(dtype).log_softmax(-1)
+
+    def check(self, rows: int, vocab: int) -> None:
+        """Refuse a shape that does not fit the logits in training."""
+        same_shape("log-probabilities of the likeliest tokens", self.log_probs, (rows, self.ids.shape[1] + 1))
+        if self.ids.shape[1] >= vocab:
+            remedy = "give all logits, or fewer tokens"
+            raise ConfigError(f"the {self.ids.shape[1]} likeliest of {vocab} tokens", "no others are left", remedy)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Its tensors by the names that messages give them."""
+        return {"log-probabilities of the likeliest tokens": self.log_probs}
+
+
+SoftTarget: TypeAlias = "TargetLogits | TargetHidden | TargetTop"
 
 
 # -- a loss over a walk

@@ -14,7 +14,7 @@ import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Example:
 
     tokens: np.ndarray  # [length] int32
     prompt: int = 0  # leading tokens that belong to the prompt; 0: all is text
+    place: int = -1  # of its first token in the run's cache; -1: it lies in none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +272,7 @@ class TokenBatch:
     positions: Tensor  # [B, T] int64  within the document
     documents: Tensor  # [B, T] int64  index of the document in its row; -1 for padding
     prompts: Tensor  # [B, T] int64  prompt length of the token's document
+    places: Tensor  # [B, T] int64  of the token in the run's cache; -1 where it lies in none
 
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on ``device``."""
@@ -354,14 +356,14 @@ def _size(examples: Sequence[Example]) -> int:
 
 def _shorten(example: Example, length: int) -> Example:
     """Its first ``length`` tokens: what a phase of shorter rows sees of it."""
-    return example if len(example.tokens) <= length else Example(example.tokens[:length], example.prompt)
+    return example if len(example.tokens) <= length else replace(example, tokens=example.tokens[:length])
 
 
 def collate(rows: Sequence[Sequence[Example]], length: int, prompt_weight: float = 0.0) -> TokenBatch:
     """Rows of examples as tensors [B, length]."""
     shape = (len(rows), length)
     tokens, targets, positions, prompts = (np.zeros(shape, dtype=np.int64) for _ in range(4))
-    documents = np.full(shape, -1, dtype=np.int64)
+    documents, places = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
     weights = np.zeros(shape, dtype=np.float32)
     for b, row in enumerate(rows):
         start = 0
@@ -372,9 +374,11 @@ def collate(rows: Sequence[Sequence[Example]], length: int, prompt_weight: float
             positions[b, start:stop] = np.arange(stop - start)
             documents[b, start:stop] = index
             prompts[b, start:stop] = example.prompt
+            if example.place >= 0:
+                places[b, start:stop] = np.arange(example.place, example.place + stop - start)
             answer = start + max(example.prompt - 1, 0)
             weights[b, start : stop - 1] = prompt_weight if example.prompt else 1.0
             weights[b, answer : stop - 1] = 1.0
             start = stop
-    arrays = (tokens, targets, weights, positions, documents, prompts)
+    arrays = (tokens, targets, weights, positions, documents, prompts, places)
     return TokenBatch(*(torch.from_numpy(a) for a in arrays))

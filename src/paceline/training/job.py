@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
 from ..target.streams import fingerprint
 from .answers import answered_by
+from .cache import TopCache
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark
-from .features import CacheDtype, FeatureCache, open_cache
 from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
@@ -39,8 +39,7 @@ class Job(RecipeFile):
     target: Path | None = None  # folder of the target
     init: Path | None = None  # folder of a checkpoint to start from
     out: Path
-    cache: Path | None = None  # folder for the target's states; None: they are made with each batch
-    cache_dtype: CacheDtype = "fp32"
+    cache: Path | None = None  # folder for the target's likeliest tokens; None: the target is run on each batch
     tokens: dict[str, int] = field(default_factory=dict)  # by source file, once loaded
 
     @classmethod
@@ -71,7 +70,7 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
 
     made = kind(job.kind)
     options = fill(made.Options, dict(job.options), job.where)
-    _check(job, made)
+    _check(job, made, options)
     state = PartialState(cpu=not torch.cuda.is_available())
     with state.main_process_first():
         if job.tokenizer_folder == job.out / TOKENIZER and not (job.tokenizer_folder / TOKENIZER_FILES[0]).is_file():
@@ -79,12 +78,8 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
     tokenizer = load_tokenizer(job.tokenizer_folder)
     longest = max(phase.length for phase in job.phases)
     encoder = Encoder(tokenizer, longest)
-    sources = [(spec, load_source(spec, encoder)) for spec in job.sources]
-    job.tokens = {spec.file: sum(len(e.tokens) for e in examples) for spec, examples in sources}
-
-    def mixture() -> Mixture:
-        return Mixture([(spec.weight, examples) for spec, examples in sources], job.config.seed, job.prompt_weight)
-
+    examples = [load_source(spec, encoder) for spec in job.sources]
+    job.tokens = {spec.file: sum(len(e.tokens) for e in own) for spec, own in zip(job.sources, examples, strict=True)}
     context = BuildContext(
         target=None if job.target is None else Network.load(job.target, state.device, frozen=True),
         target_folder=job.target,
@@ -100,11 +95,18 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         _name_strangers(job.sources, facts["target"], say)
     if job.cache is not None:
         with state.main_process_first():
-            context.features = _cache(job, made.taps, facts, context, mixture, say)
-    return Trainer(made.build(options, context), mixture(), job.phases, job.config, job.out, facts, watchers)
+            context.features = cache = _cache(job, made.top(options), facts["target"], context, examples, say)
+        examples = cache.examples
+    mixture = _mixture(job, examples)
+    return Trainer(made.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
 
 
-def _check(job: Job, made: RecipeKind) -> None:
+def _mixture(job: Job, examples: Sequence[Sequence[Example]]) -> Mixture:
+    weighted = [(spec.weight, own) for spec, own in zip(job.sources, examples, strict=True)]
+    return Mixture(weighted, job.config.seed, job.prompt_weight)
+
+
+def _check(job: Job, made: RecipeKind, options: Any) -> None:
     """What is asked for suits the kind of recipe."""
     rules = (
         (made.needs_target and not job.target, "it trains something for a target", "give --target MODEL"),
@@ -114,7 +116,11 @@ def _check(job: Job, made: RecipeKind) -> None:
             "leave --target out; --init names a model to start from",
         ),
         (job.init and not made.takes_init, "it starts from no checkpoint", "leave --init out"),
-        (job.cache and not made.taps, "it learns from no states that a cache could hold", "leave --cache out"),
+        (
+            job.cache and not made.top(options),
+            "it learns from no likeliest tokens, which are what a cache holds",
+            "leave --cache out, or give a draft_model top=32",
+        ),
         (not job.sources, "there is no data", "give --data FILE"),
     )
     for broken, wrong, remedy in rules:
@@ -131,31 +137,21 @@ def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Call
 
 def _cache(
     job: Job,
-    taps: Sequence[int],
-    facts: Mapping[str, Any],
+    top: int,
+    target: str | None,
     context: BuildContext,
-    mixture: Callable[[], Mixture],
+    examples: Sequence[Sequence[Example]],
     say: Callable[[str], None],
-) -> FeatureCache:
-    """The target's states for every batch of the run, from ``job.cache`` or made there."""
-    if list(taps) != [-1]:
-        raise ConfigError(f"--cache {job.cache}", f"recipe {job.kind!r} reads layers {list(taps)}", "leave it out")
+) -> TopCache:
+    """The target's likeliest tokens for every batch of the run, from ``job.cache`` or scored now."""
     assert job.cache is not None and context.target is not None
-    names = ("steps", "accumulate", "seed", "precision")
-    key = {
-        "target": facts["target"],
-        "data": facts["data"],
-        "phases": [asdict(phase) for phase in job.phases],
-        "prompt_weight": job.prompt_weight,
-        "taps": list(taps),
-        **{name: getattr(job.config, name) for name in names},
-    }
-
-    def batches() -> Iterator[TokenBatch]:
-        return (batch for _, batch in plan(mixture(), job.phases, job.config))
-
-    rounded = partial(products, job.config.precision, context.device)
-    return open_cache(job.cache, key, job.cache_dtype, context.target, batches, rounded, say)
+    longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
+    key = {"target": target, "precision": job.config.precision, "length": longest}
+    sources = list(zip(job.sources, examples, strict=True))
+    cache = TopCache(job.cache, sources, key, top, context.target.config.vocab_size)
+    batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
+    cache.complete(context.target, batches, partial(products, job.config.precision, context.device), say)
+    return cache
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:

@@ -27,6 +27,7 @@ from .chunked import (
     SoftTarget,
     TargetHidden,
     TargetLogits,
+    TargetTop,
     Walk,
     chunked_loss,
     inverse,
@@ -35,7 +36,18 @@ from .chunked import (
     wide,
 )
 
-__all__ = ["TargetHidden", "TargetLogits", "cross_entropy", "kl", "mixed", "mse_cross_entropy", "ngram", "reverse_kl"]
+__all__ = [
+    "TargetHidden",
+    "TargetLogits",
+    "TargetTop",
+    "cross_entropy",
+    "distilled",
+    "kl",
+    "mixed",
+    "mse_cross_entropy",
+    "ngram",
+    "reverse_kl",
+]
 # (log p, log q, whether a slope is wanted) -> losses [chunk], and their slope [chunk, V]
 SoftRows: TypeAlias = "Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]"
 
@@ -119,22 +131,28 @@ class SoftLoss:
         """The weighted mean over rows.
 
         Args:
-            target: `TargetLogits`, or `TargetHidden` (no logits of all rows, then); no gradient flows into it.
+            target: `TargetLogits`, `TargetHidden` (no logits of all rows, then), or `TargetTop`, of which the loss is
+                taken over its tokens and all others as one outcome; no gradient flows into it.
             temperature: T above 0, of both distributions.
             hidden, head, weights: as `cross_entropy`.
             denominator, chunk_rows, check: see `RowOptions`.
             factors: those of the formula.
 
         Raises:
-            ConfigError: as `cross_entropy`, and a temperature that is not above 0.
+            ConfigError: as `cross_entropy`; a temperature that is not above 0, or of a `TargetTop` not 1.
         """
-        if not temperature > 0:
-            remedy = "use 1 for the distributions as they are"
-            raise ConfigError(f"temperature={temperature}", "it must be above 0", remedy)
-        closed = self.rows(temperature**2, **factors)
         target.check(len(hidden), head.shape[0])
         walk = Walk.of(hidden, head, weights, denominator=denominator, chunk_rows=chunk_rows, check=check)
-        read = target.reader(wide(hidden, head))
+        rows_loss = self.row_loss(target, wide(hidden, head), temperature, **factors)
+        return chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)[0]
+
+    def row_loss(self, target: SoftTarget, dtype: torch.dtype, temperature: float = 1.0, **factors: float) -> RowLoss:
+        """The loss of some rows and its slope by their logits in ``dtype``; arguments as `__call__`."""
+        _check_temperature(temperature, target)
+        closed = self.rows(temperature**2, **factors)
+        if isinstance(target, TargetTop):
+            return _top_rows(target, closed, dtype)
+        read = target.reader(dtype)
 
         def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
             log_q = F.log_softmax(logits.div_(temperature), dim=-1)
@@ -142,7 +160,7 @@ class SoftLoss:
             loss, slope = closed(log_p, log_q, derive)
             return loss, None if slope is None else slope.div_(temperature)
 
-        return chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)[0]
+        return rows_loss
 
     def eager(
         self,
@@ -155,10 +173,29 @@ class SoftLoss:
     ) -> Tensor:
         """The reference: the formula over the logits of all rows at once."""
         logits = _dense(hidden, head)
+        if isinstance(target, TargetTop):
+            log_p = target.log_probs.detach().to(logits.dtype).log_softmax(-1)
+            log_q = _folded(F.log_softmax(logits, dim=-1), target.ids)
+            return _mean(self.formula(log_p, log_q, 1.0, **factors), weights)
         wanted = target.logits if isinstance(target, TargetLogits) else _dense(target.hidden, target.head)
         log_p = F.log_softmax(wanted.detach().to(logits.dtype) / temperature, dim=-1)
         log_q = F.log_softmax(logits / temperature, dim=-1)
         return _mean(self.formula(log_p, log_q, temperature**2, **factors), weights)
+
+
+def _check_temperature(temperature: float, target: SoftTarget) -> None:
+    asked = f"temperature={temperature}"
+    if not temperature > 0:
+        raise ConfigError(asked, "it must be above 0", "use 1 for the distributions as they are")
+    if isinstance(target, TargetTop) and temperature != 1:
+        wrong = "of the likeliest tokens alone, the share of the others is known at temperature 1 only"
+        raise ConfigError(asked, wrong, "use 1, or the whole distribution (top=0)")
+
+
+def _folded(log_q: Tensor, ids: Tensor) -> Tensor:
+    """[rows, k + 1] of log q [rows, V]: of the tokens ``ids`` [rows, k], and of all others together."""
+    others = log_q.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((log_q.gather(1, ids), others), -1)
 
 
 def _kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
@@ -228,6 +265,129 @@ def _mixed_rows(scale: float, omega: float = 0.5) -> SoftRows:
 kl = SoftLoss(_kl, _kl_rows)
 reverse_kl = SoftLoss(_reverse_kl, _reverse_kl_rows)
 mixed = SoftLoss(_mixed, _mixed_rows)
+
+
+# -- the target's likeliest tokens, and the text beside the target
+
+
+def _top_rows(
+    target: TargetTop, closed: SoftRows, dtype: torch.dtype, mix: tuple[Tensor, float, list[Tensor]] | None = None
+) -> RowLoss:
+    """A loss between p and q over k + 1 outcomes: the target's k likeliest tokens, and the others together.
+
+    The slope by the logits of the others is that of their outcome, shared out as q is: log sum_y e^l_y has the slope
+    q_x / q_rest by l_x.
+
+    Args:
+        target: the k likeliest tokens and their p.
+        closed: the loss of any distributions, in closed form.
+        dtype: of the logits.
+        mix: tokens y, the share w of the loss, and a list; then it is w loss + (1 - w) (-log q(y)), whose slope is
+            added in the same pass, and the list is given (loss, -log q(y)) [2, chunk] of every chunk.
+    """
+    tiny = torch.finfo(dtype).tiny
+
+    def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
+        ids, log_p = target.of(rows, dtype)
+        peak, wanted = logits.amax(-1, keepdim=True), None if mix is None else mix[0][rows][:, None]
+        top, said = logits.gather(1, ids), None if wanted is None else logits.gather(1, wanted)
+        q = logits.softmax(-1)  # [chunk, V]
+        log_sum = peak - q.amax(-1, keepdim=True).log()
+        held = q.gather(1, ids)  # [chunk, k]
+        rest = (
+            q.scatter_(1, ids, 0.0).sum(-1, keepdim=True).clamp_min_(tiny)
+        )  # [chunk, 1], not 1 - sum: it may be small
+        loss, slope = closed(log_p, torch.cat((top - log_sum, rest.log()), -1), derive)
+        share = 1.0
+        if mix is not None and said is not None:
+            share, entropy = mix[1], (log_sum - said)[:, 0]
+            mix[2].append(torch.stack((loss, entropy)))
+            loss = share * loss + (1 - share) * entropy
+        if slope is None:
+            return loss, None
+        slope.mul_(share)
+        q.mul_(slope[:, -1:] / rest + (1 - share)).scatter_(1, ids, slope[:, :-1] + (1 - share) * held)
+        if wanted is not None:
+            q.scatter_add_(1, wanted, torch.full_like(peak, share - 1))
+        return loss, q
+
+    return rows_loss
+
+
+def distilled(
+    hidden: Tensor,
+    head: Tensor,
+    target: SoftTarget,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    *,
+    distance: SoftLoss = kl,
+    share: float = 0.5,
+    temperature: float = 1.0,
+    **options: Unpack[RowOptions],
+) -> tuple[Tensor, Tensor]:
+    """Distillation beside the text: ``w D(p, q) + (1 - w) (-log q(y))`` in one walk, so that the head is applied once.
+
+    (Hinton et al. 2015, section 2; D: `kl`, `reverse_kl` or `mixed`.)
+
+    Args:
+        hidden, head, weights, options: as `cross_entropy`.
+        target, temperature: p, as `SoftLoss`.
+        tokens: [rows] int64, y; rows of weight 0 may hold anything.
+        distance: D.
+        share: w, 0 to 1.
+
+    Returns:
+        The loss; and [2, rows] its parts D and -log q(y) without gradient, 0 for rows without weight.
+
+    Raises:
+        ConfigError: as `SoftLoss` and `cross_entropy`, and a share beyond 0 to 1.
+    """
+    if not 0 <= share <= 1:
+        raise ConfigError(f"share={share}", "it must be between 0 and 1", "use 0.5, or 1 for distillation alone")
+    walk, check = Walk.of(hidden, head, weights, **options), options.get("check", True)
+    _check_tokens(hidden, head, tokens, walk, check)
+    target.check(len(hidden), head.shape[0])
+    dtype, parts = wide(hidden, head), [hidden.new_zeros(2, 0, dtype=wide(hidden, head))]
+    if isinstance(target, TargetTop):
+        _check_temperature(temperature, target)
+        rows_loss = _top_rows(target, distance.rows(1.0), dtype, (tokens, share, parts))
+    else:
+        rows_loss = _both(distance.row_loss(target, dtype, temperature), _token_rows(tokens), share, parts)
+    loss, _ = chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)
+    each = torch.cat(parts, 1)
+    if walk.rows is None:
+        return loss, each
+    return loss, each.new_zeros(2, len(hidden)).index_copy_(1, walk.rows, each)
+
+
+def _both(soft: RowLoss, hard: RowLoss, share: float, parts: list[Tensor]) -> RowLoss:
+    """share times one loss and 1 - share times the other; ``parts`` is given both [2, chunk] of every chunk."""
+
+    def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
+        entropy, by_token = hard(logits.clone(), rows, derive)  # both may overwrite them
+        loss, slope = soft(logits, rows, derive)
+        parts.append(torch.stack((loss, entropy)))
+        if slope is not None and by_token is not None:
+            slope.mul_(share).add_(by_token, alpha=1 - share)
+        return share * loss + (1 - share) * entropy, slope
+
+    return rows_loss
+
+
+def eager_distilled(
+    hidden: Tensor,
+    head: Tensor,
+    target: SoftTarget,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    distance: SoftLoss = kl,
+    share: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """``w D(p, q) + (1 - w) (-log q(y))``. Reference of `distilled`."""
+    soft = distance.eager(hidden, head, target, weights, temperature)
+    return share * soft + (1 - share) * eager_cross_entropy(hidden, head, tokens, weights)
 
 
 # -- state regression and distillation
@@ -385,10 +545,15 @@ def _over_tokens(
     hidden: Tensor, head: Tensor, targets: Tensor, walk: Walk, options: RowOptions
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy with tokens over a walk: the mean, and the losses of the rows kept."""
+    check = options.get("check", True)
+    _check_tokens(hidden, head, targets, walk, check)
+    return chunked_loss(hidden, head, _token_rows(targets), walk, check, {})
+
+
+def _check_tokens(hidden: Tensor, head: Tensor, targets: Tensor, walk: Walk, check: bool) -> None:
     same_shape("targets", targets, (len(hidden),))
-    check, vocab = options.get("check", True), head.shape[0]
     if check:
-        counted = targets if walk.rows is None else targets[walk.rows]
+        counted, vocab = targets if walk.rows is None else targets[walk.rows], head.shape[0]
         if counted.is_floating_point():
             raise ConfigError(f"targets of {targets.dtype}", "they must be token ids", "pass int64")
         if bool(((counted < 0) | (counted >= vocab)).any()):
@@ -397,7 +562,6 @@ def _over_tokens(
                 f"the head has tokens 0 to {vocab - 1}",
                 "use the tokenizer of this model, and weight 0 for rows without a target",
             )
-    return chunked_loss(hidden, head, _token_rows(targets), walk, check, {})
 
 
 def _expected(probability: Tensor, value: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class BuildContext:
     seed: int = 0
     prompt_weight: float = 0.0  # of prompt tokens in the loss
     init: Path | None = None  # folder whose weights the run starts from
-    features: Features | None = None  # the target's states from a cache; None: made with each batch
+    features: Features | None = None  # what the target says, from a cache; None: it is run on each batch
 
 
 class RecipeKind(Protocol):
@@ -51,11 +51,14 @@ class RecipeKind(Protocol):
     name: str
     needs_target: bool  # it trains something for a target
     takes_init: bool  # it can start from a folder of its own kind of weights: `BuildContext.init`
-    taps: ClassVar[tuple[int, ...]]  # target layers whose states it learns from, and a cache can hold
     Options: ClassVar[type[Any]]  # frozen, keyword-only, its fields have help texts
 
     def imitates(self, options: Any) -> bool:
         """Whether it learns to say what the target says, so that the target's own answers are its best data."""
+        ...
+
+    def top(self, options: Any) -> int:
+        """How many of the target's likeliest tokens it learns from, which a cache can hold; 0: it reads no cache."""
         ...
 
     def build(self, options: Any, context: BuildContext) -> Recipe:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -170,11 +170,14 @@ class TargetKind:
     Options = TargetOptions
     needs_target = False
     takes_init = True
-    taps: ClassVar[tuple[int, ...]] = ()
 
     def imitates(self, options: TargetOptions) -> bool:
         """There is no target."""
         return False
+
+    def top(self, options: TargetOptions) -> int:
+        """0: it learns from no target."""
+        return 0
 
     def build(self, options: TargetOptions, context: BuildContext) -> TargetRecipe:
         """A network from random weights, from the checkpoint ``context.init``, or grown from it.

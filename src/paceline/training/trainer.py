@@ -91,8 +91,6 @@ class StepContext:
 
     step: int
     generator: torch.Generator  # seeded by run seed, step and part: the recipe's own draws
-    batch: int = 0  # number of the batch in the run, over all processes; see `plan`
-    first_row: int = 0  # of that batch, where this process's rows begin
 
 
 class Recipe(Protocol):
@@ -226,9 +224,7 @@ class Trainer:
 
     def _backward(self, part: TokenBatch, index: int, share: float) -> dict[str, float]:
         """Add ``share`` of a batch's gradients. Returns its loss and the loss's parts."""
-        number = self.step * self.config.accumulate + index
-        first = len(part.tokens) * self.accelerator.process_index
-        context = StepContext(self.step, self._generator(index), number, first)
+        context = StepContext(self.step, self._generator(index))
         with products(self.config.precision, self.accelerator.device):
             loss, figures = self.recipe.loss(part.to(self.accelerator.device), context)
         self.accelerator.backward(loss * share)

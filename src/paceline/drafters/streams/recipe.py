@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -22,7 +22,8 @@ from ...target.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...target.files import fingerprint
 from ...target.streams import StreamConfig, StreamSet
 from ...training.data import TokenBatch
-from ...training.losses import TargetHidden, cross_entropy, kl, ngram
+from ...training.features import likeliest
+from ...training.losses import RowOptions, SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled, ngram
 from ...training.multistream import (
     Carriers,
     MainPass,
@@ -44,6 +45,7 @@ _EVALUATED_LOGITS = 2**21  # elements held at a time
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 ALPHA_PER_RANK = 4.0
 _ALPHAS = {"lossless": (0.0, 1.0), "shared": (1.0, 0.1)}  # alpha_0, alpha_j (section 2.4, appendix M)
+Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
 _OF_STREAMS = ("layers", "identity", "prune_rank", "alpha_j", "segment", "positions")  # of no meaning to adapters alone
 
 
@@ -72,6 +74,7 @@ class StreamOptions:
     alpha_0: float | None = setting(None, "weight of the next token's loss; default: 0 lossless, 1 shared")
     alpha_j: float | None = setting(None, "weight of each stream's loss; default: 1 lossless, 0.1 shared")
     distill: float = setting(0.0, "share of distillation from the target in the streams' loss, 0 to 1 (lossless)")
+    top: int = setting(0, "likeliest tokens of the target that are distilled, all others as one; 0: all")
     segment: int | None = setting(None, "carriers (answer tokens) run at a time, to bound memory; default: all")
     positions: float = setting(1.0, "share of the answer tokens that carry streams in a step (below 1: lossless)")
     application: str = setting("", "name of the application that a shared set is for")
@@ -84,6 +87,8 @@ class StreamOptions:
             ("positions", self.positions == 1 or not shared, "in shared mode all tokens carry streams"),
             ("distill", 0 <= self.distill <= 1, "it must be 0 to 1"),
             ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
+            ("top", self.top >= 0, "it must be 0 or more"),
+            ("top", not self.top or self.distill > 0, "nothing is distilled (distill=0)"),
             ("segment", self.segment is None or self.segment >= 1, "it must be 1 or more"),
             ("rank", self.rank >= 1, "it must be 1 or more"),
             ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
@@ -197,11 +202,12 @@ class StreamRecipe:
         """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
         main = main_pass(self.network, batch, self.module.config.insertion)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
+        said = self._said(main.final, aims)
         total: Tensor | None = None
         figures: Counter[str] = Counter()  # every segment's are shares of the batch's means
         grads: list[Tensor | None] = [None] * len(self._parameters)
         for part in carriers.segments(self.options.segment):
-            loss, shares = self._segment(batch, main, part, aims)
+            loss, shares = self._segment(batch, main, part, aims, said)
             total = loss.detach() if total is None else total + loss.detach()
             figures.update(shares)
             if torch.is_grad_enabled():
@@ -214,39 +220,50 @@ class StreamRecipe:
         return total, dict(figures)
 
     def _segment(
-        self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims
+        self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims, said: Said | None
     ) -> tuple[Tensor, dict[str, float]]:
         streams, _ = lossless_streams(self.network, self.module, main, part)  # [R, gamma, d]
         own = Aims.of(batch, part, streams.shape[1], aims)
-        loss, figures = self._stream_loss(streams, own, main.final)
+        loss, figures = self._stream_loss(streams, own, said)
         early, exit_figures = self._exit_loss(main.entering, part, own)
         return loss + early, figures | exit_figures
 
-    def _stream_loss(self, streams: Tensor, aims: Aims, final: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def _said(self, final: Tensor, aims: Aims) -> Said | None:
+        """What the target says in the main rows ``final`` [B * T, d] that streams stand for; None: it is not asked."""
+        head, top = self.network.head_weight, self.options.top
+        if not self.options.distill:
+            return None
+        if not top:
+            return lambda own: TargetHidden(final[own.main.flatten()], head)
+        read = torch.zeros(len(final), dtype=torch.bool, device=final.device)
+        read[aims.main] = True
+        found, places = likeliest(self.network, final[read], top), read.cumsum(0) - 1  # once, for all streams of a row
+        ids, log_probs = found.ids, found.log_probs
+
+        def said(own: Aims) -> SoftTarget:
+            rows = places[own.main.flatten()]
+            return TargetTop(ids[rows], log_probs[rows])
+
+        return said
+
+    def _stream_loss(self, streams: Tensor, aims: Aims, said: Said | None) -> tuple[Tensor, dict[str, float]]:
         """sum_j alpha_j ((1 - w) CE_j + w KL_j); w: ``distill``; p: main row t + j, frozen."""
-        head, share = self.network.head_weight, self.options.distill
-        alpha_j = self.options.factors[1]
-        rows = streams.flatten(0, 1)
-        gamma = streams.shape[1]
-        weights = aims.exists.flatten().float()
-        order = torch.arange(1, gamma + 1, device=rows.device).repeat(len(streams))
-        loss = rows.new_zeros((), dtype=torch.float32)
-        figures: dict[str, float] = {}
-        if share < 1:
-            alphas = (0.0, *[alpha_j * (1 - share)] * gamma)
+        head, share, alpha_j = self.network.head_weight, self.options.distill, self.options.factors[1]
+        rows, gamma = streams.flatten(0, 1), streams.shape[1]
+        weights, targets = aims.exists.flatten().float(), aims.tokens.flatten()
+        if said is None:
+            alphas = (0.0, *[alpha_j] * gamma)
+            order = torch.arange(1, gamma + 1, device=rows.device).repeat(len(streams))
             counts = torch.cat((aims.counts.new_zeros(1), aims.counts)).float()
-            targets = aims.tokens.flatten()
             loss, means = ngram(rows, head, targets, order, alphas, weights, denominators=counts, check=False)
-            found = aims.exists.sum(0)
-            parts = means[1:] * found / aims.counts  # shares of the whole batch's means
-            figures = {f"stream_{j}": float(x) for j, x in enumerate(parts, 1) if float(x) == float(x)}
-        if share and final is not None:
-            scale = weights * (alpha_j * share / aims.counts.clamp(min=1).float()).repeat(len(streams))
-            target = TargetHidden(final[aims.main.flatten()], head)
-            soft = kl(rows, head, target, scale, denominator=1.0, check=False)
-            figures["kl"] = float(soft.detach()) / (alpha_j * share * gamma) if alpha_j else 0.0
-            loss = loss + soft
-        return loss, figures
+            parts = means[1:] * aims.exists.sum(0) / aims.counts  # shares of the whole batch's means
+            return loss, _by_stream(parts)
+        scale = weights / aims.counts.clamp(min=1).float().repeat(len(streams))
+        options: RowOptions = {"denominator": 1.0, "check": False}
+        loss, each = distilled(rows, head, said(aims), targets, alpha_j * scale, share=share, **options)
+        soft, hard = (each * scale).unflatten(1, (-1, gamma)).sum(1)  # [gamma] each
+        figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
+        return loss, figures | {"kl": float(soft.sum()) / gamma}
 
     def _exit_loss(self, entering: Tensor, part: Carriers, aims: Aims) -> tuple[Tensor, dict[str, float]]:
         """CE of head(norm(M + up down M)) with the next token; M is detached, so that it trains nothing else."""
@@ -265,7 +282,9 @@ class StreamRecipe:
         carriers = choose_carriers(batch)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
         final = torch.cat([main for main, _ in outputs])
-        loss, _ = self._stream_loss(torch.cat([streams for _, streams in outputs]), aims, final.detach())
+        loss, _ = self._stream_loss(
+            torch.cat([streams for _, streams in outputs]), aims, self._said(final.detach(), aims)
+        )
         if self.options.factors[0]:
             loss = loss + self.options.factors[0] * self._main_loss(final, batch)
         delta = self.module.adapters.delta if self.options.mode == "shared" and self.module.adapters else None
@@ -390,6 +409,11 @@ class Aims:
         )
 
 
+def _by_stream(losses: Tensor) -> dict[str, float]:
+    """Figures of the streams that some row of the batch has."""
+    return {f"stream_{j}": value for j, value in enumerate(losses.tolist(), 1) if value == value}
+
+
 class _HandOver(torch.autograd.Function):
     """A loss whose gradients by the parameters are known already: its backward pass scales and passes them on."""
 
@@ -511,12 +535,15 @@ class StreamsKind:
     name = "streams"
     needs_target = True
     takes_init = True  # a trained set to go on from, of the same shape
-    taps: ClassVar[tuple[int, ...]] = ()  # streams attend in the target's own layers: no state alone would do
     Options: ClassVar[type[StreamOptions]] = StreamOptions
 
     def imitates(self, options: StreamOptions) -> bool:
         """Lossless streams learn to agree with the target; an application has answers of its own."""
         return options.mode == "lossless"
+
+    def top(self, options: StreamOptions) -> int:
+        """0: streams attend in the target's own layers, so that it is run in any case."""
+        return 0
 
     def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
         """A fresh set over the context's target, or the one in ``context.init``.

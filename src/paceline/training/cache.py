@@ -1,0 +1,266 @@
+"""The target's likeliest tokens after every token of the data, on disk: a run that finds them needs no target.
+
+What a target says after a token depends on the token's document alone, not on the row, step or run that takes it. So
+a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
+the source. A document is scored when the first run needs it, as far as that run reads it, and never again; files have
+holes where nothing was asked for yet. A document counts as scored once that is written behind its records, so that a
+run that ends at any point leaves a cache to go on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.errors import ConfigError
+from .data import Example, SourceSpec, TokenBatch, collate, mark
+from .features import likeliest
+from .files import plain, writing
+from .losses import TargetTop
+from .network import Network
+
+MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
+REPORTS = 10  # how often it is said how far the scoring is
+BATCH_TOKENS = 8192  # scored at a time
+
+
+def record(top: int, vocab: int) -> np.dtype[Any]:
+    """What is kept of a token: ids of the likeliest next ones, their log p and that of all others together."""
+    number = "<u2" if vocab <= 2**16 else "<u4"
+    return np.dtype([("ids", number, (top,)), ("log_probs", "<f2", (top + 1,))])
+
+
+@dataclass(slots=True)
+class Part:
+    """One source's share of a cache."""
+
+    folder: Path
+    starts: np.ndarray  # [examples + 1] places of the examples' first tokens in the run's numbering; the end
+    scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
+
+    def score(self, number: int, records: np.ndarray) -> None:
+        """Keep the records of an example's first tokens."""
+        at = (int(self.starts[number]) - int(self.starts[0])) * records.itemsize
+        _write(self.folder / RECORDS, at, records.tobytes())
+
+    def confirm(self, numbers: Sequence[int], needs: Sequence[int]) -> None:
+        """The records of these examples are written: now they count."""
+        for number, need in zip(numbers, needs, strict=True):
+            self.scored[number] = need
+            _write(self.folder / SCORED, 4 * number, np.array([need], dtype="<u4").tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """An example that a run reads and nobody has scored so far."""
+
+    part: int
+    number: int
+    tokens: np.ndarray  # [need] as far as the run reads it
+
+
+class TopCache:
+    """Likeliest tokens by document, for the sources of a run.
+
+    Args:
+        folder: of the cache; sources of other runs may lie there, too.
+        sources: of the run.
+        key: what the target's words depend on beside the source: target, precision, longest document.
+        top: likeliest tokens kept.
+        vocab: tokens of the target.
+
+    Raises:
+        ConfigError: what lies in the folder is no cache, or is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sequence[tuple[SourceSpec, Sequence[Example]]],
+        key: Mapping[str, Any],
+        top: int,
+        vocab: int,
+    ) -> None:
+        self.folder, self.record = folder, record(top, vocab)
+        self.parts: list[Part] = []
+        self.examples: list[list[Example]] = []  # of each source, with their places
+        first = 0
+        for spec, examples in sources:
+            starts = first + np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples])))
+            self.examples.append([replace(e, place=int(at)) for e, at in zip(examples, starts, strict=False)])
+            source = {**key, "top": top, "source": Path(spec.file).name, "sha256": mark(spec.file)}
+            self.parts.append(_open(folder, plain(source), starts, self.record))
+            first = int(starts[-1])
+        self._files: list[np.ndarray] = []
+
+    # -- making
+
+    def complete(
+        self,
+        target: Network,
+        batches: Iterable[TokenBatch],
+        products: Callable[[], AbstractContextManager[Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        """Score what the run reads and the cache lacks; how much it takes is said before a byte is written.
+
+        Args:
+            target: the frozen target.
+            batches: all of the run.
+            products: context in which products are made.
+            say: told what goes on.
+
+        Raises:
+            ConfigError: a disk that is too small or full.
+        """
+        wishes = self._wishes(batches)
+        if wishes:
+            self._check_space(wishes, say)
+            remedy = "free space there, or train without --cache; what is scored is kept, the same command goes on"
+            with writing(f"--cache {self.folder}", remedy):
+                self._score(target, wishes, products, say)
+
+    def _wishes(self, batches: Iterable[TokenBatch]) -> list[Wish]:
+        """What no run has scored yet, short documents first: those of a batch are about as long as each other."""
+        starts = np.concatenate([part.starts[:-1] for part in self.parts])
+        needs = np.zeros(len(starts), dtype=np.int64)
+        for batch in batches:
+            places = batch.places[batch.weights > 0].numpy()
+            numbers = np.searchsorted(starts, places, "right") - 1
+            np.maximum.at(needs, numbers, places - starts[numbers] + 1)
+        wishes = []
+        for index, examples in enumerate(self.examples):
+            own, needs = needs[: len(examples)], needs[len(examples) :]
+            for number in np.flatnonzero(own > self.parts[index].scored).tolist():
+                wishes.append(Wish(index, number, examples[number].tokens[: int(own[number])]))
+        return sorted(wishes, key=lambda wish: len(wish.tokens))
+
+    def _check_space(self, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
+        there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
+        free, tokens = shutil.disk_usage(there).free, sum(len(wish.tokens) for wish in wishes)
+        size = tokens * self.record.itemsize
+        wanted = f"{size:,} bytes ({size / 1e9:.2f} GB)"
+        say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e9:.2f} GB are free")
+        if size > free:
+            remedy = "free space there, name another folder, take fewer likeliest tokens (top), or leave --cache out"
+            raise ConfigError(f"--cache {self.folder}", f"it takes {wanted}, and {free / 1e9:.2f} GB are free", remedy)
+
+    def _score(
+        self,
+        target: Network,
+        wishes: Sequence[Wish],
+        products: Callable[[], AbstractContextManager[Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        done, total = 0, sum(len(wish.tokens) for wish in wishes)
+        for group in _groups(wishes):
+            before, done = done, done + sum(len(wish.tokens) for wish in group)
+            for wish, records in zip(group, self._records(target, group, products), strict=True):
+                self.parts[wish.part].score(wish.number, records)
+            for index, part in enumerate(self.parts):
+                own = [wish for wish in group if wish.part == index]
+                part.confirm([wish.number for wish in own], [len(wish.tokens) for wish in own])
+            if done * REPORTS // total > before * REPORTS // total:
+                say(f"cache: {done:,} of {total:,} tokens")
+
+    def _records(
+        self, target: Network, group: Sequence[Wish], products: Callable[[], AbstractContextManager[Any]]
+    ) -> Iterator[np.ndarray]:
+        """The records of each document of a group."""
+        rows = [[Example(wish.tokens)] for wish in group]
+        batch = collate(rows, max(len(wish.tokens) for wish in group)).to(target.head_weight.device)
+        with products(), torch.no_grad():
+            said = likeliest(target, target(batch)[batch.documents >= 0], self.record["ids"].shape[0])
+        made = np.empty(len(said.ids), dtype=self.record)
+        made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
+        yield from np.split(made, np.cumsum([len(wish.tokens) for wish in group])[:-1])
+
+    # -- reading
+
+    def said(self, batch: TokenBatch) -> TargetTop:
+        """As `Features.said`.
+
+        Raises:
+            ConfigError: the cache has lost what a token needs.
+        """
+        places = batch.places[batch.weights > 0].cpu().numpy()
+        found = self._read(places)
+        if not found["log_probs"].any(1).all():  # a hole: probabilities of 1 each
+            raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
+        device = batch.tokens.device
+        ids = torch.from_numpy(found["ids"].astype(np.int64)).to(device)
+        return TargetTop(ids, torch.from_numpy(found["log_probs"].astype(np.float32)).to(device))
+
+    def _read(self, places: np.ndarray) -> np.ndarray:
+        """[rows] records."""
+        self._files = self._files or [_map(part, self.record) for part in self.parts]
+        found = np.empty(len(places), dtype=self.record)
+        owners = np.searchsorted([int(part.starts[0]) for part in self.parts], places, "right") - 1
+        for index in np.unique(owners).tolist():
+            own = owners == index
+            found[own] = self._files[index][places[own] - int(self.parts[index].starts[0])]
+        return found
+
+
+def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> Part:
+    """A source's part of a cache: named by its key, and made where it is not there."""
+    text = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    place = folder / f"{str(key['source']).split('.')[0]}-{digest}"
+    count = len(starts) - 1
+    if not (place / MADE).is_file():
+        with writing(f"--cache {folder}", "name another folder, or train without --cache"):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / MADE).write_text(text, encoding="utf-8")
+    elif (place / MADE).read_text("utf-8") != text:
+        raise ConfigError(f"--cache {folder}", f"{place.name} in it is no part of a cache", "name another folder")
+    scored = np.zeros(count, dtype=np.uint32)
+    if (place / SCORED).is_file():
+        known = np.fromfile(place / SCORED, dtype="<u4", count=count)
+        scored[: len(known)] = known
+    _check_whole(place, starts, scored, kind)
+    return Part(place, starts, scored)
+
+
+def _check_whole(place: Path, starts: np.ndarray, scored: np.ndarray, kind: np.dtype[Any]) -> None:
+    """What counts as scored is there."""
+    ends = np.where(scored > 0, starts[:-1] - starts[0] + scored, 0)
+    records = place / RECORDS
+    there = records.stat().st_size if records.is_file() else 0
+    if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
+        wrong = f"{RECORDS} or {SCORED} is cut or of other data"
+        raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made anew")
+
+
+def _map(part: Part, kind: np.dtype[Any]) -> np.ndarray:
+    path = part.folder / RECORDS
+    count = path.stat().st_size // kind.itemsize if path.is_file() else 0
+    return np.memmap(path, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, dtype=kind)
+
+
+def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:
+    """Wishes to score together: `BATCH_TOKENS` with padding, one at least."""
+    group: list[Wish] = []
+    for wish in wishes:
+        if group and (len(group) + 1) * len(wish.tokens) > BATCH_TOKENS:  # they come in the order of their length
+            yield group
+            group = []
+        group.append(wish)
+    if group:
+        yield group
+
+
+def _write(path: Path, at: int, data: bytes) -> None:
+    """Write plainly, not through a mapping: a full disk is then an error that can be told, and not a bus fault."""
+    with path.open("r+b" if path.is_file() else "w+b") as handle:
+        handle.seek(at)
+        handle.write(data)
