@@ -272,10 +272,7 @@ def hybrid(
 def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """[tokens, V]: the whole text in one causal pass over fresh K/V."""
     count = len(tokens)
-    _, heads, width = decoder.cache_shape
-    shape = (heads, count, width)
-    blank = [torch.zeros(shape, dtype=decoder.dtype) for _ in range(2 * decoder.num_layers)]
-    cache = SimpleNamespace(k=blank[: decoder.num_layers], v=blank[decoder.num_layers :])
+    cache = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, whole = torch.arange(count), slice(0, count)
     segment = Segment(0, count, whole, count, 0, None, None)
     zeros = torch.zeros_like(places)

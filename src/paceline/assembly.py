@@ -7,7 +7,7 @@ configuration.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from .attention import make_backend
 from .config import TARGET_OPTIONS, LLMConfig, parse_bytes
 from .core.errors import CapabilityError, ConfigError
+from .core.model_spec import parse_model
 from .drafters import registry
 from .drafters.base import Drafter
 from .drafters.registry import DrafterContext
@@ -89,16 +90,17 @@ class _Source:
 
 def _open(config: LLMConfig, name: str, dtype: str) -> _Source:
     revision = config.revision if name == config.model else None
-    folder = resolve_folder(name, revision=revision, offline=config.offline)
+    spec = parse_model(name)
+    folder = resolve_folder(spec.name, revision=revision, offline=config.offline)
     if is_file(folder / CONFIG_FILE):
         raise ConfigError(
             f"model {name!r}",
             "it is a set that was trained for a model, not a model",
             "give it as an application, or to drafter='streams:...'",
         )
-    shape = read_config(folder)
+    shape = replace(read_config(folder), stretch=spec.stretch)
     kind, quant = parse_dtype(dtype, shape)
-    return _Source(name, folder, shape, kind, quant is not None)
+    return _Source(spec.label, folder, shape, kind, quant is not None)
 
 
 def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
@@ -122,6 +124,7 @@ def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
         device=config.device,
         exact=exact,
         native=compiled,
+        stretch=source.shape.stretch,
     )
     return LoadedModel(source.name, decoder, tokenizer, folder)
 

@@ -33,7 +33,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 class LLMConfig:
     """All options of a model and its engine; each field's help says what it may hold."""
 
-    model: str = option(help="embedded model, folder or hub name")
+    model: str = option(help="embedded model, folder or hub name, or stretch:MODEL,times=8 (see docs/benchmarks.md)")
     drafter: str | DrafterConfig | None = option(None, help="the drafter: name, name:model, or name:model,option=value")
     round: str = option(
         AUTO_ROUND,

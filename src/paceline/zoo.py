@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .core.errors import ConfigError
+from .core.model_spec import parse_model
 from .core.options import check
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -61,8 +62,8 @@ def available() -> list[ZooEntry]:
 
 
 def default_drafter(name: str) -> str | None:
-    """The drafter, as ``--drafter`` takes it, that goes with the embedded target ``name``, or None."""
-    entry = _entries().get(name)
+    """The drafter, as ``--drafter`` takes it, that goes with the embedded target ``name`` (stretched, too), or None."""
+    entry = _entries().get(parse_model(name).name)
     return entry.drafter if entry else None
 
 

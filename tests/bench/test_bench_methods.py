@@ -98,6 +98,7 @@ def test_default_methods_are_what_fits_the_model() -> None:
     names = [m.name for m in default_methods("paceline-small", "float32")]
     assert names == ["plain", "ngram", "suffix", "draft_model", "hybrid"]
     assert {m.dtype for m in default_methods("paceline-small", "float32")} == {"float32"}
+    assert default_methods("stretch:paceline-small,times=8") == default_methods("paceline-small")
     assert [m.name for m in default_methods("some/folder")] == ["plain", "ngram", "suffix"]
     random = default_methods("random:1x64x64x64")
     assert random[0].name == "plain" and all(m.synthetic for m in random[1:]) and len(random) > 1

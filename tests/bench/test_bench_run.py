@@ -19,7 +19,7 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_decoder
 
-from paceline import zoo
+from paceline import LLM, zoo
 from paceline.bench import measure
 from paceline.bench import run as bench
 from paceline.bench import trials as trials_module
@@ -34,6 +34,7 @@ from paceline.bench.run import BenchConfig, Run
 from paceline.bench.schedule import cells_of, groups_of, interleaved, rotated
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
+from paceline.core.model_spec import parse_model
 from paceline.target.loader import read_config
 
 MODEL = "paceline-small"
@@ -558,3 +559,34 @@ class TestRandomModels:
     def test_shapes_that_cannot_be(self, spec: str) -> None:
         with pytest.raises(ConfigError, match="Write random:12x768"), materialised(f"random:{spec}"):
             pass
+
+    def test_they_may_be_stretched(self) -> None:
+        with materialised(f"stretch:{RANDOM},times=3") as folder:
+            spec = parse_model(folder)
+            assert spec.stretch == 3 and read_config(Path(spec.name)).num_layers == 1
+            assert LLM(folder, max_model_len=64).decoder.config.depth == 3
+        assert BenchConfig(model=f"stretch:{RANDOM},times=3", methods=tuple(parse_methods(["plain"]))).random
+
+
+class TestStretched:
+    LABEL = "paceline-small, stretched 2x"
+
+    def test_a_report_says_so_wherever_it_names_the_model(self, tmp_path: Path) -> None:
+        methods = tuple(parse_methods(["plain", "ngram;budget=4"]))
+        asked = config(model="stretch:paceline-small,times=2", methods=methods, prompts=1, repeats=1)
+        report = Run(asked, out=tmp_path).execute().report
+        assert report.model["name"] == self.LABEL and report.model["stretched"] == 2
+        assert report.model["layers"] == 12 and report.title.startswith(self.LABEL)
+        plain = Builder(MODEL, "cpu", 1).llm(methods[0]).decoder
+        assert report.model["pass_bytes"] > 1.5 * plain.pass_bytes
+        assert report.model["kv_bytes_per_token"] == 2 * kv_bytes(plain, 1)
+        assert report.exactness[0].passed and report.exactness[0].sequences == 1
+        assert load_report(tmp_path).model == report.model
+        for name in ("report.md", "report.html"):
+            text = (tmp_path / name).read_text()
+            assert text.count(self.LABEL) >= 2 and "on a target stretched 2x" in text
+
+    def test_other_engines_are_refused(self) -> None:
+        methods = tuple(parse_methods(["plain", "llama.cpp/plain"]))
+        with pytest.raises(ConfigError, match="other engines cannot stretch a model"):
+            config(model="stretch:paceline-small,times=2", methods=methods)

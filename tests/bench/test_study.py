@@ -176,6 +176,19 @@ def test_a_grid_is_run_and_written(run: Any, tmp_path: Path, capsys: pytest.Capt
     assert "--overwrite" not in json.loads((tmp_path / "figure_1.json").read_text())["command"]
 
 
+def test_a_stretched_target_is_in_every_title(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["figure_1", "table_1", *SMALL, "--out", tmp_path]
+    given[given.index("paceline-small-draft")] = "stretch:paceline-small-draft,times=2"
+    assert run(*given) == 0
+    label = "paceline-small-draft, stretched 2x"
+    for name in ("figure_1", "table_1"):
+        values = json.loads((tmp_path / f"{name}.json").read_text())
+        assert values["title"].endswith(f"({label})") and (values["target"], values["stretched"]) == (label, 2)
+        assert (tmp_path / f"{name}.md").read_text().splitlines()[0].endswith(f"({label})")
+    assert load_report(tmp_path / "figure_1").model["name"] == label and label in capsys.readouterr().out
+    assert run("table_1", "--model", "stretch:x,times=1", "--out", tmp_path) == study.WRONG
+
+
 def test_ctrl_c_keeps_the_journal_and_resume_goes_on(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,6 +129,11 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--out", "/dev/null"], "/dev/null"),
         (["compare", "/nowhere/a.json", "/nowhere/b.json"], "/nowhere/a.json"),
         (["calibrate", "--model", "random:1x64x64x64"], "a model that stays"),
+        (["calibrate", "--model", "stretch:random:1x64x64x64,times=2"], "a model that stays"),
+        (["--model", "stretch:paceline-small"], "Write stretch:MODEL,times=8"),
+        (["--model", "stretch:paceline-small,times=2", "--peer", "transformers"], "cannot stretch a model"),
+        (["decode", "--model", "stretch:paceline-small,times=2"], "--no-transformers"),
+        (["step", "--model", "stretch:paceline-small,times=1"], "times=1 is not 2 to"),
     ],
 )
 def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str], message: str) -> None:
@@ -176,6 +181,17 @@ def test_the_parts_of_a_step_add_up(run: Any, tmp_path: Path, drafter: str) -> N
         names = {part["part"] for part in one["parts"] if part["host_ms"] + part["native_ms"] > 0}
         assert {"schedule", "emit", "keep"} <= names
         assert ("streams" in names) == drafter.startswith("streams") and ("budget" in names) == (drafter != "none")
+
+
+def test_stretched_models_are_called_so(run: Any, tmp_path: Path) -> None:
+    model, label = ("--model", "stretch:random:2x64x40x64,times=2"), "random:2x64x40x64, stretched 2x"
+    sizes = ("--rows", "1", "--context", "8", "--repeats", "1")
+    decode = ("decode", *model, "--no-transformers", "--batch", "1", "--new-tokens", "4", "--repeats", "1")
+    for command in (("step", *model, *sizes), decode):
+        out = tmp_path / f"{command[0]}.json"
+        result = run(*command, "--threads", "1", "--out", out)
+        assert result.exit_code == 0, result.output
+        assert label in result.stdout and json.loads(out.read_text())["model"] == label
 
 
 def test_options_of_the_parts_go_with_them(run: Any) -> None:

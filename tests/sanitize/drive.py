@@ -46,6 +46,8 @@ SHAPES: list[dict[str, Any]] = [
     {"d_model": 31, "d_ff": 64, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "vocab_size": 129},
     {"d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "head_dim": 256, "vocab_size": 37},
     {"d_model": 8, "d_ff": 16, "num_heads": 3, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 31, "mlp_bias": True},
+    {"d_model": 20, "d_ff": 43, "num_heads": 2, "num_kv_heads": 1, "head_dim": 24, "vocab_size": 19, "qk_norm": True},
+    {"d_model": 24, "d_ff": 5, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 33, "stretch": 2},
 ]
 GAMMA = 3  # streams of a row
 RIDERS = AdapterConfig(rank=5, layers=(1,))
@@ -60,10 +62,9 @@ class Cache(SimpleNamespace):
     __eq__ = object.__eq__
 
     def __init__(self, decoder: Decoder, slots: int) -> None:
-        c = decoder.config
-        shape = (c.num_kv_heads, slots, c.head_dim)
-        layers = [torch.full(shape, torch.nan, dtype=decoder.dtype) for _ in range(2 * c.num_layers)]
-        super().__init__(k=layers[: c.num_layers], v=layers[c.num_layers :], slots=slots)
+        count, heads, width = decoder.cache_shape
+        layers = [torch.full((heads, slots, width), torch.nan, dtype=decoder.dtype) for _ in range(2 * count)]
+        super().__init__(k=layers[:count], v=layers[count:], slots=slots)
 
     def put(self, slots: Tensor) -> None:
         """Numbers into some slots."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from .records import Method
 
@@ -55,6 +56,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_stretch()
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
         if self.random and self.workloads:
@@ -73,6 +75,13 @@ class BenchConfig:
         for name in self.workloads:
             if self.workloads.count(name) > 1:
                 raise ConfigError(f"workload {name}", "it is named twice", "name it once")
+
+    def _check_stretch(self) -> None:
+        """Other engines cannot stretch a model: they would be measured on a smaller one."""
+        peer = next((m for m in self.methods if not m.own), None)
+        if peer is not None and parse_model(self.model).stretch > 1:
+            wrong = "other engines cannot stretch a model"
+            raise ConfigError(f"{peer.name} with model {self.model}", wrong, "leave one of the two out")
 
     def _check_numbers(self) -> None:
         """Every setting of a cell has values of its range, none of them twice; counts are 1 or more."""
@@ -94,7 +103,7 @@ class BenchConfig:
     @property
     def random(self) -> bool:
         """Whether the model is one of random weights."""
-        return self.model.startswith("random:")
+        return parse_model(self.model).random
 
     @property
     def ignores_eos(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..config import TARGET_OPTIONS, LLMConfig
+from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
 from ..drafters.base import RememberingDrafter
@@ -124,7 +125,7 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
     """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
     _, heads, width = decoder.cache_shape
     keys = sum(tokens if window is None else min(tokens, window) for window in decoder.config.windows)
-    return 2 * keys * heads * width * decoder.dtype.itemsize
+    return 2 * keys * decoder.config.stretch * heads * width * decoder.dtype.itemsize
 
 
 # -- our own methods
@@ -364,10 +365,11 @@ def _growth(before: int | None, after: int | None) -> int | None:
 
 
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:
-    """What a report says about the target."""
+    """What a report says about the target; of a stretched one, counts of layers and parameters are the model's own."""
     decoder, shape = llm.decoder, llm.decoder.config
     return {
-        "name": name,
+        "name": parse_model(name).label,
+        **({"stretched": shape.stretch} if shape.stretch > 1 else {}),
         "family": shape.family,
         "parameters": parameters(decoder),
         "dtype": str(decoder.dtype).removeprefix("torch."),

@@ -28,6 +28,7 @@ from typing import Any, get_type_hints
 from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
 from ..rounds import AUTO, ROUNDS
@@ -284,10 +285,11 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
     An embedded target brings its draft model; a random one has only synthetic acceptance, at two rates: its
     text has nothing to find.
     """
-    if model.startswith("random:"):
+    spec = parse_model(model)
+    if spec.random:
         return parse_methods([PLAIN, "synthetic,accept=0.6", "synthetic,accept=0.9"], dtype)
     texts = [PLAIN, "ngram", "suffix"]
-    entry = next((e for e in zoo.available() if e.name == model), None)
+    entry = next((e for e in zoo.available() if e.name == spec.name), None)
     if entry is not None and entry.draft:
         # The draft in the form in which the zoo uses it.
         form = getattr(registry.parse(entry.drafter), "dtype", "auto") if entry.drafter else "auto"

@@ -6,9 +6,11 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 
 SHAPE = re.compile(r"random:(\d+)x(\d+)x(\d+)x(\d+)(?:x(\d+)x(\d+))?")
 HEAD_DIM = 64
@@ -19,18 +21,19 @@ def materialised(model: str) -> Iterator[str]:
     """A model's name as it is, or the folder of a random Llama ``random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS]``.
 
     The random one has heads of 64 unless it says how many, a tied head and bf16 weights, made from a fixed seed; its
-    folder is removed afterwards.
+    folder is removed afterwards. Either may be stretched (`core.model_spec`).
 
     Raises:
         ConfigError: a shape that cannot be.
     """
-    if not model.startswith("random:"):
+    spec = parse_model(model)
+    if not spec.random:
         yield model
         return
-    shape = _shape(model)
+    shape = _shape(spec.name)
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         _save_random(Path(folder), *shape)
-        yield folder
+        yield replace(spec, name=folder).text
 
 
 def _shape(model: str) -> tuple[int, int, int, int, int, int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import __version__
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from ..llm import LLM
 from ..target.applications import identity
 from ..target.loader import resolve_folder
@@ -99,7 +100,7 @@ class Run:
             path = None if self.out is None else self.out / JOURNAL_NAME
             journal = stack.enter_context(Journal(path, settings, resume=self.resume))
             prepared = prepare(config, builder, loaded, journal, self.watcher)
-            at = Path(resolve_folder(folder))
+            at = Path(resolve_folder(parse_model(folder).name))
             trials = Trials(config, builder, prepared, journal, self.watcher, at, stack, began)
             interrupted = trials.run()
             report = self._report(loaded, settings, target, trials)
@@ -147,7 +148,7 @@ class Run:
             machine.read_bandwidth(config.device), machine.read_bandwidth(config.device, weights)
         )
         return Report(
-            title=config.title or f"{config.model}: what speculation is worth",
+            title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self.command,
             model=model_facts(target, config.model),

@@ -11,12 +11,13 @@ from __future__ import annotations
 import sys
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_origin, get_type_hints
 
 from ..core.errors import CapabilityError, ConfigError, PacelineError
+from ..core.model_spec import parse_model
 from ..core.options import alternatives, named_values
 from .figures import require_matplotlib
 from .grid import Entry, Grid, Line, Table, measure, table_of
@@ -43,7 +44,7 @@ class Options:
     """
 
     out: Path = asked(Path(), "Tables, figures and raw reports go there.", "DIR")
-    model: str = asked("paceline-small", "Embedded model, folder or hub name: the target.")
+    model: str = asked("paceline-small", "Embedded model, folder or hub name, or stretch:MODEL,times=N: the target.")
     data: Path | None = asked(None, "Folder of workloads that do not come along.", "DIR")
     tasks: str = asked("sql", "sql, e2e, gsm8k, dialogsum, or any workload's name.", "NAME,..")
     prompts: int = asked(4, "Prompts of each task.", "N")
@@ -175,6 +176,7 @@ class Study:
         for name, item in items.items():
             quick = self.quick | item.quick if given.get("quick") else {}
             options = self.options(**{**item.defaults, **quick, **given})
+            parse_model(options.model)
             try:
                 _require(item, name, options)
                 made = item.make(options)
@@ -207,6 +209,10 @@ class Study:
         """Measure, show and write. Returns whether ids equal plain decoding's."""
         table = table_of(made, measure(made, options, options.out / name)) if isinstance(made, Grid) else next(made)
         assert table is not None
+        spec = parse_model(options.model)
+        if spec.stretch > 1:  # a table shows no more of a model than its title says
+            values = {**table.values, "target": spec.label, "stretched": spec.stretch}
+            table = replace(table, title=f"{table.title} ({spec.label})", values=values)
         table.show()
         for file in table.write(options.out, name, options.command):
             print(file, flush=True)

@@ -19,6 +19,7 @@ import torch
 
 from .. import zoo
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from ..llm import LLM
 from ..target.loader import resolve_folder
 from .config import BenchConfig, Watcher
@@ -256,7 +257,7 @@ class Trials:
 
 def draft_folder(config: BenchConfig) -> Path | None:
     """The draft model for peers: the embedded target's own, or the one that a method of ours names."""
-    entry = next((e for e in zoo.available() if e.name == config.model), None)
+    entry = next((e for e in zoo.available() if e.name == parse_model(config.model).name), None)
     names = [entry.draft if entry is not None else None]
     names += [getattr(drafter_config(method), "model", None) for method in config.methods if method.own]
     name = next(filter(None, names), None)

@@ -25,6 +25,7 @@ from ..bench.report import load_report, write_text
 from ..bench.report.terminal import figures_table
 from ..bench.workloads import available
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from ..engine.costs import CostTable
 from ..llm import LLM
@@ -85,7 +86,8 @@ def calibrate(
 ) -> None:
     """Measure the cost of passes, for the draft budget "auto", and store it beside the model."""
     _positive("--repeats", repeats)
-    if model.startswith("random:"):
+    spec = parse_model(model)
+    if spec.random:
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
     chosen = drafter if drafter is not None else zoo.default_drafter(model)
     config = calibration.CalibrateConfig(repeats=repeats)
@@ -93,7 +95,7 @@ def calibrate(
     with counting("timing passes", calibration.rounds(config, chosen)) as progress:
         made, file = calibration.calibrate(llm, chosen, config, progress)
     console = stdout()
-    console.print(_cost_table({model: made.table, **made.drafts}))
+    console.print(_cost_table({spec.label: made.table, **made.drafts}))
     console.print(f"written to {file}", markup=False)
 
 
@@ -142,16 +144,15 @@ def _step_passes(
         with counting("timing passes", repeats + 2) as progress:
             costs = stepping.measure(llm.decoder, rows, contexts, repeats, progress)
     facts, dtype = machine.describe(options["device"]), str(llm.decoder.dtype)
-    console = stdout()
-    console.print(
-        f"{model}, {dtype.removeprefix('torch.')}, kernels: {llm.kernels}" + (", exact" if options["exact"] else "")
-    )
+    console, label = stdout(), parse_model(model).label
+    exact = ", exact" if options["exact"] else ""
+    console.print(f"{label}, {dtype.removeprefix('torch.')}, kernels: {llm.kernels}{exact}")
     console.print(facts.line())
     console.print(f"measured read bandwidth {bandwidth / 1e9:.1f} GB/s; share: weights and K/V read, of it")
     console.print(_step_table(costs, bandwidth))
     figures = {
         "command": "bench step",
-        "model": model,
+        "model": label,
         "dtype": dtype,
         "exact": options["exact"],
         "kernels": llm.kernels,
@@ -185,7 +186,7 @@ def _step_parts(
     batches = _numbers("--batch", batch)
     _check_out(out)
     params = SamplingParams(temperature=temperature, max_tokens=PARTS_TOKENS, seed=0, ignore_eos=True)
-    console, found = stdout(), []
+    console, found, label = stdout(), [], parse_model(model).label
     console.print(machine.describe(options["device"]).line())
     for drafter in drafters:
         watch = stopwatch.Stopwatch()
@@ -202,11 +203,11 @@ def _step_parts(
             mixed = [asked[i % len(asked)][i // len(asked)] for i in range(max(size, PARTS_REQUESTS))]
             groups = [mixed[i : i + size] for i in range(0, len(mixed) - size + 1, size)]
             made.append(stopwatch.measure(llm, watch, groups, params))
-        console.print(f"{model}, {llm.kernels}, drafter {drafter}", markup=False, highlight=False)
+        console.print(f"{label}, {llm.kernels}, drafter {drafter}", markup=False, highlight=False)
         console.print(_parts_table(made))
         found += [{"drafter": drafter, **asdict(one)} for one in made]
     facts = machine.describe(options["device"]).as_dict()
-    asked_for = {"model": model, "budget": budget, "temperature": temperature, **options}
+    asked_for = {"model": label, "budget": budget, "temperature": temperature, **options}
     _write(out, {"command": "bench step --parts", **asked_for, "machine": facts, "steps": found})
 
 
@@ -253,6 +254,9 @@ def decode(
     for name, value in (("--prompt-tokens", prompt_tokens), ("--new-tokens", new_tokens), ("--repeats", repeats)):
         _positive(name, value)
     _check_out(out)
+    label = parse_model(model).label
+    if transformers and label != model:
+        raise ConfigError(f"--model {model}", "transformers cannot stretch a model", "add --no-transformers")
     with materialised(model) as folder:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads}
         options["max_sequences"] = max(*batches, 1) if len(batches) > 1 else batches[0]
@@ -272,13 +276,13 @@ def decode(
     facts = machine.describe(device)
     console = stdout()
     console.print(
-        f"{model}, {dtype}: {prompt_tokens} prompt tokens, {new_tokens} new tokens, {repeats} repeats in turns"
+        f"{label}, {dtype}: {prompt_tokens} prompt tokens, {new_tokens} new tokens, {repeats} repeats in turns"
     )
     console.print(facts.line())
     console.print(_decode_table(rates, ratios, batches[0]))
     figures = {
         "command": "bench decode",
-        "model": model,
+        "model": label,
         "dtype": dtype,
         "machine": facts.as_dict(),
         "prompt_tokens": prompt_tokens,

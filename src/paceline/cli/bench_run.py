@@ -21,11 +21,15 @@ from ..bench.records import Method
 from ..bench.report.terminal import render
 from ..bench.run import Run
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from .console import stderr, stdout
 from .options import takes
 from .session import DEFAULT_MODEL
 
-MODEL_HELP = "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama)."
+MODEL_HELP = (
+    "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama). "
+    "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
+)
 DTYPE_HELP = "auto (the checkpoint's), bfloat16, float32, float64 or int8."
 THREADS_HELP = "CPU threads; default: torch's choice."
 Many = list[str] | None
@@ -161,7 +165,7 @@ def _run(config: BenchConfig, out: Path | None, resume: bool, overwrite: bool) -
 def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
     if given is None:
         return {}
-    if not model.startswith("random:"):
+    if not parse_model(model).random:
         raise ConfigError(
             f"--prompt-tokens {given}", "only a random model's prompts have a length of choice", "use --context"
         )

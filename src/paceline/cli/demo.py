@@ -17,6 +17,7 @@ from rich.text import Text
 from .. import zoo
 from ..config import LLMConfig
 from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
@@ -104,6 +105,9 @@ def demo(
         for prompt in chosen[1:]:
             done.append(_compare(plain, speculative, prompt, repeats))
             progress(len(done))
+    spec = parse_model(llm["model"])
+    if spec.stretch > 1:
+        console.print(spec.label, markup=False, highlight=False)
     console.print(_table(done))
     if not _verdict(console, done):
         raise typer.Exit(1)

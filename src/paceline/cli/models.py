@@ -22,7 +22,8 @@ def models(
     """List the embedded models and the sets trained for them.
 
     In the place of such a name every --model also takes the folder of a Hugging Face model, or the
-    name of one on the hub; --application and --drafter streams:NAME take trained sets.
+    name of one on the hub; --application and --drafter streams:NAME take trained sets. stretch:NAME,times=8
+    is a model with the same tokens whose layers cost eight times as much.
     """
     entries = zoo.available()
     if as_json:

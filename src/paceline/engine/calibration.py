@@ -27,7 +27,7 @@ from ..target.packing import RowPacker
 from .costs import CostTable
 
 FILE = "paceline-costs.json"
-SCHEMA = 1
+SCHEMA = 2
 QUICK_ROWS = (1, 2, 4, 8, 16, 32)  # of one sequence, in the quick estimate
 QUICK_BATCHES = (8,)  # sequences of one row each, beside the single one
 QUICK_CONTEXT = 64
@@ -48,6 +48,7 @@ class Fingerprint:
     exact: bool
     quant: str | None
     kernels: str
+    stretch: int  # layers of a pass for each of the model's own
 
     def differs(self, other: Fingerprint) -> list[str]:
         """In words, where two of them differ."""
@@ -67,6 +68,7 @@ def fingerprint(decoder: Decoder, kernels: str) -> Fingerprint:
         exact=decoder.exact,
         quant=decoder.quant,
         kernels=kernels,
+        stretch=decoder.config.stretch,
     )
 
 

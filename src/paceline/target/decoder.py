@@ -30,6 +30,10 @@ _SERIAL_ELEMENTS = 32768
 class Decoder(nn.Module):
     """A decoder-only transformer whose layers can be run in any ranges.
 
+    A stretched one (`DecoderConfig.stretch` above 1) has layers of its own, which count and have numbers, and behind
+    each of them others that are computed as well, with weights and K/V of their own, and add zero: they are run with
+    the layer that they follow, so that whatever names layers means the same ones as without them.
+
     The parameters hold NaN until they are loaded. `finish` then checks that none is left and turns the
     weights into the fastest form for their device; after it the module is for inference only.
 
@@ -67,12 +71,36 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, dtype, self.device, exact) for i in range(config.num_layers))
         self.norm = Norm(config, dtype, self.device)
         self.head = None if config.tied else Dense(config.d_model, config.vocab_size, False, dtype, self.device)
+        # Behind each layer, with -1 for a number: adapters have nothing for them.
+        places = [i for i in range(config.num_layers) for _ in range(config.stretch - 1)]
+        self.added = nn.ModuleList(Layer(config, i, dtype, self.device, exact, -1) for i in places)
         self.windows = frozenset(config.windows)
         self._rope = RopeTable(config.rope, config.max_position, dtype, self.device) if config.rope else None
-        self._run: list[Layer] = list(self.layers)  # type: ignore[arg-type]  # an nn.ModuleList is slow to index
+        self._run = self.in_order()
         self._head: LinearOp | None = None
         self._native = native
         self._stack: Stack | None = None
+
+    def in_order(self) -> list[Layer]:
+        """Every layer of a pass; a list, since an nn.ModuleList is slow to index."""
+        more = self.config.stretch - 1
+        found: list[Any] = []
+        for index, layer in enumerate(self.layers):
+            found += [layer, *self.added[index * more : (index + 1) * more]]
+        return found
+
+    def _fill_added(self) -> None:
+        """Added layers compute with copies of the weights of the layer that they follow, and add zero."""
+        own: dict[str, nn.Parameter] = {}
+        for layer in self._run:
+            if layer.index >= 0:
+                own = dict(layer.named_parameters())
+                continue
+            for name, parameter in layer.named_parameters():
+                if name.startswith(("out.", "down.")):
+                    parameter.data.zero_()
+                else:
+                    parameter.data.copy_(own[name].data)
 
     def assert_loaded(self) -> None:
         """Raises ConfigError where a parameter still holds NaN."""
@@ -91,6 +119,7 @@ class Decoder(nn.Module):
         Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table,
         which the look-up needs as it is: vocab_size * d_model elements are then held twice.
         """
+        self._fill_added()
         self.assert_loaded()
         if self._native:
             self._stack = Stack(self)
@@ -110,7 +139,7 @@ class Decoder(nn.Module):
         """Bytes of weights that one forward pass reads: the linear layers and the head."""
         c, element = self.config, 1 if self.quant else self.dtype.itemsize
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
-        return element * (c.num_layers * layer + c.vocab_size * c.d_model)
+        return element * (c.depth * layer + c.vocab_size * c.d_model)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -164,19 +193,20 @@ class Decoder(nn.Module):
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None
     ) -> ForwardState:
-        """Run layers start .. stop - 1 in place on ``state``; K and V of every row go to its slot.
+        """Run layers start .. stop - 1 in place on ``state``, and those that were added behind each of them; K and V of
+        every row go to its slot.
 
         A tap is the tensor that the next layer reads. Layers never write to their input, so it is not changed.
         """
         if self._stack is not None:
             return self._run_native(self._stack, state, start, stop, cache, taps)
-        hidden, attention = state.hidden, self.attention
+        hidden, attention, stretch = state.hidden, self.attention, self.config.stretch
         rotation = self._rotation(state)
-        for index in range(start, stop):
+        for index in range(start * stretch, stop * stretch):
             layer = self._run[index]
             hidden = layer.run(hidden, state, rotation, cache.k[index], cache.v[index], attention)
-            if taps is not None:
-                self._tap(taps, index, hidden)
+            if taps is not None and layer.index >= 0:
+                self._tap(taps, layer.index, hidden)
         state.hidden = hidden
         return state
 
@@ -272,11 +302,17 @@ class Layer(nn.Module):
     down: LinearOp
 
     def __init__(
-        self, config: DecoderConfig, index: int, dtype: torch.dtype, device: torch.device, exact: bool
+        self,
+        config: DecoderConfig,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool,
+        number: int | None = None,  # by which it is known; None: its index
     ) -> None:
         super().__init__()
         c = config
-        self.index = index
+        self.index = index if number is None else number
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
         self.window, self.scale = c.windows[index], c.head_dim**-0.5
         self.rotated_dim = c.rope.dim if c.rope else 0

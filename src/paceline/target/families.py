@@ -54,6 +54,12 @@ class DecoderConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None  # "bfloat16", "float32", ...
+    stretch: int = 1  # each layer is followed by so many less one that add zero; see `decoder.Decoder`
+
+    @property
+    def depth(self) -> int:
+        """Layers that a pass goes through."""
+        return self.num_layers * self.stretch
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..attention.base import AttentionBackend
 from ..core.errors import CapabilityError, ConfigError
+from ..core.model_spec import STRETCH
 from ..core.options import shown
 from .decoder import Decoder
-from .families import DecoderConfig, decoder_config, token_ids
+from .families import DecoderConfig, decoder_config, linear_shapes, token_ids
 from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .linear import Quant
 from .weights import Piece, weight_map
@@ -43,6 +44,7 @@ def load_model(
     device: str | torch.device = "cpu",
     exact: bool = False,
     native: bool = False,
+    stretch: int = 1,
 ) -> Decoder:
     """Load the checkpoint in a local folder.
 
@@ -56,6 +58,7 @@ def load_model(
             "auto" for what the checkpoint is stored in.
         device: "cpu", "cuda" or "cuda:1".
         exact, native: see `Decoder`.
+        stretch: of `DecoderConfig`.
 
     Raises:
         ConfigError: files that are missing, broken or do not fit the configuration, or weights for which there is
@@ -63,7 +66,7 @@ def load_model(
         CapabilityError: a dtype, device or model option that is not available.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config = replace(read_config(folder), stretch=stretch)
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
     layout = read_layout(folder, config)
@@ -79,6 +82,7 @@ def _memory_for(
 ) -> Iterator[None]:
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
     count = sum(piece.numel for piece, _ in layout.pieces)
+    count += (config.depth - config.num_layers) * sum(i * o for i, o in linear_shapes(config).values())
     # One tensor more: weights are converted and packed one at a time.
     wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
         config, dtype, device
@@ -325,6 +329,8 @@ def _read_json(file: Path) -> Any:
 def resolve_folder(name_or_path: str | Path, revision: str | None = None, offline: bool = False) -> Path:
     """The folder of a model: an embedded model's name, a local folder, or a hub name (which is downloaded).
 
+    A stretched model has none (`core.model_spec`): who can load one asks for the folder of what it is made of.
+
     Args:
         name_or_path: ``paceline-small``, ``./my-model``, ``org/name``.
         revision: branch, tag or commit on the hub.
@@ -338,6 +344,9 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or "\0" in str(name_or_path):
         raise ConfigError(f"model {shown(name_or_path)}", "not a model's name", "name an embedded model or a folder")
     name = str(name_or_path)
+    if name.startswith(STRETCH):
+        wrong = "a stretched model is no folder: it is made as it is loaded, to be a target"
+        raise ConfigError(f"model {shown(name)}", wrong, "name the model itself here")
     found = zoo.find(name) or _local(name)
     if found is None:
         return _from_hub(name, revision, offline or _env_offline())

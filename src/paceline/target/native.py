@@ -138,15 +138,16 @@ class NativeAdapters:
     Args:
         adapter: what to pack; parameters that change later are not seen.
         bases: the base's products of all layers, in the order of `LINEARS`.
+        stretch: layers that a pass goes through for each of these; see `Decoder`.
 
     Raises:
         ConfigError: a pair of another shape or layer than the base has, or one that holds NaN.
     """
 
-    def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
+    def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear], stretch: int = 1) -> None:
         self.rank = adapter.config.rank
         layers = len(bases) // len(LINEARS)
-        self.table = (native.LowRank * (layers * len(_PAIRS)))()
+        self.table = (native.LowRank * (layers * stretch * len(_PAIRS)))()
         self._arena = Arena()
         self._held: list[NativeLinear] = []
         for layer, linear in adapter.names():
@@ -159,7 +160,7 @@ class NativeAdapters:
             # What stands in place of the MLP has the inputs of its first product and the outputs of its last.
             ends = ("up", "down") if linear == MLP else (linear, linear)
             first, last = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in ends)
-            made = self.table[layer * len(_PAIRS) + _PAIRS.index(linear)]
+            made = self.table[layer * stretch * len(_PAIRS) + _PAIRS.index(linear)]
             self._fill(made, what, pair, adapter.scale, first, last, linear != MLP)
 
     def _fill(
@@ -213,9 +214,10 @@ class Stack:
             raise CapabilityError("native=True", why or f"{c.family} has no rotary embedding", "use native=False")
         self._rope = RopeTable(c.rope, c.max_position, torch.float32, decoder.device)
         self._half = c.rope.dim // 2
-        layers = (native.Layer * c.num_layers)()
         self._arena = Arena()  # in the order in which a pass reads
-        for made, layer in zip(layers, decoder.layers, strict=True):
+        self.stretch = c.stretch
+        layers = (native.Layer * c.depth)()
+        for made, layer in zip(layers, decoder.in_order(), strict=True):
             self._fill(made, layer, quant, groups_of(c))
         weight = decoder.embedding if decoder.head is None else decoder.head.weight
         self.head = NativeLinear(weight.data, None, quant, decoder.exact, arena=self._arena)
@@ -248,7 +250,7 @@ class Stack:
         self._roll, self._grow = library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
-        self._num_layers, self._embedding = c.num_layers, decoder.embedding.data
+        self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self._embedding_at = self._embedding.data_ptr()
 
     def _fill(self, made: native.Layer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
@@ -263,6 +265,12 @@ class Stack:
         made.mlp_norm = self._floats(layer.mlp_norm.weight)
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
         made.window = layer.window or 0
+
+    def _own_linears(self) -> list[NativeLinear]:
+        """Of the layers that have numbers."""
+        step = len(LINEARS)
+        firsts = range(0, len(self.linears), step * self.stretch)
+        return [linear for first in firsts for linear in self.linears[first : first + step]]
 
     def _floats(self, parameter: Tensor | None) -> int | None:
         if parameter is None:
@@ -294,7 +302,7 @@ class Stack:
         return NativePlan(segments, table, held)
 
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
-        """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
+        """[rows, d_model] after layers start .. stop - 1 and those added to them; ``state.hidden`` is left as it is.
 
         Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
         `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
@@ -305,6 +313,7 @@ class Stack:
                 of adapters that overlap, are out of order or beyond the rows.
         """
         hidden, plan = self._states(state.hidden), state.attn
+        start, stop = start * self.stretch, stop * self.stretch
         out = torch.empty_like(hidden)
         k, v, stride = self._addresses(cache)
         held: list[Tensor] = []
@@ -453,7 +462,7 @@ class Stack:
             with self._packing:  # a second one would replace the first while another thread's pass reads that
                 found = self._adapters.get(adapter)
                 if found is None:
-                    found = self._adapters[adapter] = NativeAdapters(adapter, self.linears)
+                    found = self._adapters[adapter] = NativeAdapters(adapter, self._own_linears(), self.stretch)
         return found
 
     def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:

@@ -78,7 +78,7 @@ class NativeStreams:
             raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
         self.gamma = config.gamma
         self._embeddings = streams.embeddings.detach().to("cpu", stack.dtype).contiguous()
-        self.struct = native.StreamSet(config.gamma, config.insertion, self._embeddings.data_ptr())
+        self.struct = native.StreamSet(config.gamma, config.insertion * stack.stretch, self._embeddings.data_ptr())
         if streams.adapters is not None:
             self._adapters = stack.adapters(streams.adapters)
             self.struct.adapter, self.struct.rank = ctypes.addressof(self._adapters.table), self._adapters.rank

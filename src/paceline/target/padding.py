@@ -13,7 +13,7 @@ STEP = 16  # of the compiled layers
 def cache_shape(config: DecoderConfig, compiled: bool) -> tuple[int, int, int]:
     """Layers, K/V heads and a head's width of a network's cache; compiled layers keep heads padded."""
     width = padded(config.head_dim) if compiled else config.head_dim
-    return config.num_layers, config.num_kv_heads, width
+    return config.depth, config.num_kv_heads, width
 
 
 def padded(width: int) -> int:

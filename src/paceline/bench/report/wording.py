@@ -281,6 +281,8 @@ def headline(summary: Summary) -> str:
     if row is None or row.speedup is None:
         return "No speculative method was compared with plain decoding."
     where = "over " + count_of(row.workloads, "workload") if row.workloads > 1 else "on the one workload that was run"
+    stretched = summary.report.model.get("stretched")
+    where += f", on a target stretched {stretched}x" if stretched else ""
     first = f"Best method: {method_name(row.method)}, {times(row.speedup.value)} plain decoding {where}"
     broken = " Its ids differ from plain decoding's." if row.exact and not row.exact.passed else ""
     return f"{first} ({bracket(row.speedup)}; {row.section.label()}).{broken}"
