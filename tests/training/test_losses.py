@@ -348,7 +348,7 @@ def test_of_the_likeliest_tokens_kl_is_a_bound_that_grows_with_them() -> None:
     found = [kl(case.hidden, case.head, top(case.logits.logits, count)).item() for count in range(1, VOCAB)]
     assert found == sorted(found)
     assert found[0] < 0.9 * found[-1]
-    assert found[-1] == pytest.approx(float(kl(case.hidden, case.head, case.logits)), rel=1e-9)
+    assert found[-1] == pytest.approx(kl(case.hidden, case.head, case.logits).item(), rel=1e-9)
 
 
 def test_of_the_likeliest_tokens_kl_pulls_at_no_single_other_token() -> None:
@@ -368,6 +368,9 @@ def test_parts_of_a_distilled_loss_are_its_own() -> None:
     for target in (case.soft, case.top):
         loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
         wanted = kl.eager(case.hidden, case.head, target, case.weights)
+        if target is case.top:
+            case.tokens = torch.where(case.weights > 0, case.top.ids[:, 1], case.tokens)  # none of the others
+            loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
         means = (parts * case.weights).sum(1) / case.weights.sum()
         torch.testing.assert_close(means[0], wanted.detach(), rtol=1e-12, atol=0)
         torch.testing.assert_close(0.8 * means[0] + 0.2 * means[1], loss.detach(), rtol=1e-12, atol=0)
@@ -558,3 +561,19 @@ def test_every_loss_of_the_module_is_compared_with_its_reference() -> None:
     compared = {name.removesuffix("_top") for name in LOSSES}
     assert {name for name in losses.__all__ if not name.startswith("Target")} == compared
     assert all("``" in (loss.__doc__ or "") for loss, _ in LOSSES.values())  # each says its formula
+
+
+def test_text_of_the_targets_own_teaches_the_whole_distribution() -> None:
+    """The mean over y ~ p of the slope by its likeliest tokens and the text is the slope of the whole KL."""
+    case = Case(rows=4)
+    whole = torch.autograd.grad(kl(case.hidden, case.head, case.logits), case.hidden)[0]
+    p = case.logits.logits.softmax(-1)  # [4, V]
+    found = torch.zeros_like(whole)
+    for token in range(VOCAB):
+        for row in range(4):  # of the row alone, weighted by the token's probability
+            said = torch.full((4,), token)
+            weights = torch.zeros(4, dtype=torch.float64)
+            weights[row] = p[row, token]
+            loss, _ = distilled(case.hidden, case.head, case.top, said, weights, share=1.0, denominator=4.0)
+            found += torch.autograd.grad(loss, case.hidden)[0]
+    torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)

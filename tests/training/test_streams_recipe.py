@@ -236,6 +236,7 @@ def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[st
     log_p, log_q = (network.logits(x).log_softmax(-1) for x in (main, streams))
     losses: list[list[Tensor]] = [[] for _ in range(GAMMA)]
     entropies: list[list[Tensor]] = [[] for _ in range(GAMMA)]
+    others: list[list[Tensor]] = [[] for _ in range(GAMMA)]  # -log q(y | others)
     for row, flat in enumerate(choose_carriers(batch).index.tolist()):
         for j in range(1, GAMMA + 1):
             b, at = flat // 32, flat % 32 + j + 1
@@ -244,10 +245,13 @@ def test_distillation_is_the_divergence_from_the_main_row_ahead(options: dict[st
                 entropies[j - 1].append(-q[batch.tokens[b, at]])
                 if "top" in options:
                     ids = p.topk(options["top"]).indices
-                    p, q = (torch.cat((x[ids], (1 - x[ids].exp().sum()).log()[None])) for x in (p, q))
+                    own, p, q = -q, *(torch.cat((x[ids], (1 - x[ids].exp().sum()).log()[None])) for x in (p, q))
+                    among = own[batch.tokens[b, at]] + q[-1] if batch.tokens[b, at] not in ids else q.new_zeros(())
+                    others[j - 1].append(among)
                 losses[j - 1].append((p.exp() * (p - q)).sum())
     means, hard = ([torch.stack(part).mean() for part in each] for each in (losses, entropies))
-    wanted = options["distill"] * sum(means) + (1 - options["distill"]) * sum(hard)
+    among = sum(torch.stack(part).mean() for part in others) if "top" in options else 0.0
+    wanted = options["distill"] * (sum(means) + among) + (1 - options["distill"]) * sum(hard)
     close = {"rtol": 1e-3, "atol": 0.0} if "top" in options else {"rtol": 1e-7, "atol": 0.0}
     torch.testing.assert_close(loss, wanted, **close)
     assert figures["kl"] == pytest.approx(torch.stack(means).mean().item(), rel=1e-3)

@@ -98,10 +98,15 @@ def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
     if o.top:
         p, ids = recipe.target.logits(said.hidden).softmax(-1).topk(o.top)
         said = formulas.TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
-    distance = getattr(formulas, o.distance).eager
     hidden = recipe.module(batch)[rows]
-    soft = distance(hidden, head, said, weights, temperature=o.temperature)
+    if o.top:
+        return formulas.eager_distilled(hidden, head, said, batch.targets[rows], weights, distance_of(o), o.distill)
+    soft = distance_of(o).eager(hidden, head, said, weights, temperature=o.temperature)
     return o.distill * soft + (1 - o.distill) * formulas.eager_cross_entropy(hidden, head, batch.targets[rows], weights)
+
+
+def distance_of(options: DraftModelOptions) -> Any:
+    return getattr(formulas, options.distance)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class DraftModelRecipe:
             temperature=o.temperature,
             check=False,
         )
-        distance, entropy = ((parts @ weights) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
+        distance, entropy = ((parts * weights).sum(1) / weights.sum().clamp_min(torch.finfo().tiny)).tolist()
         return loss, {o.distance: distance, "ce": entropy}
 
     def evaluate(self, step: int) -> dict[str, float]:

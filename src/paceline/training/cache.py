@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ class TopCache:
         products: Callable[[], AbstractContextManager[Any]],
         say: Callable[[str], None],
     ) -> None:
-        done, total = 0, sum(len(wish.tokens) for wish in wishes)
+        done, total, began = 0, sum(len(wish.tokens) for wish in wishes), perf_counter()
         for group in _groups(wishes):
             before, done = done, done + sum(len(wish.tokens) for wish in group)
             for wish, records in zip(group, self._records(target, group, products), strict=True):
@@ -170,7 +171,7 @@ class TopCache:
                 own = [wish for wish in group if wish.part == index]
                 part.confirm([wish.number for wish in own], [len(wish.tokens) for wish in own])
             if done * REPORTS // total > before * REPORTS // total:
-                say(f"cache: {done:,} of {total:,} tokens")
+                say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
     def _records(
         self, target: Network, group: Sequence[Wish], products: Callable[[], AbstractContextManager[Any]]

@@ -13,7 +13,7 @@ train, call them outside of autocast, which rounds products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -35,6 +35,7 @@ from .chunked import (
     same_shape,
     wide,
 )
+from .outcomes import SoftRows, outcome_rows, text_rows
 
 __all__ = [
     "TargetHidden",
@@ -48,8 +49,6 @@ __all__ = [
     "ngram",
     "reverse_kl",
 ]
-# (log p, log q, whether a slope is wanted) -> losses [chunk], and their slope [chunk, V]
-SoftRows: TypeAlias = "Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]"
 
 
 # -- cross-entropy with tokens
@@ -151,7 +150,7 @@ class SoftLoss:
         _check_temperature(temperature, target)
         closed = self.rows(temperature**2, **factors)
         if isinstance(target, TargetTop):
-            return _top_rows(target, closed, dtype)
+            return outcome_rows(target, closed, dtype)
         read = target.reader(dtype)
 
         def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
@@ -267,51 +266,7 @@ reverse_kl = SoftLoss(_reverse_kl, _reverse_kl_rows)
 mixed = SoftLoss(_mixed, _mixed_rows)
 
 
-# -- the target's likeliest tokens, and the text beside the target
-
-
-def _top_rows(
-    target: TargetTop, closed: SoftRows, dtype: torch.dtype, mix: tuple[Tensor, float, list[Tensor]] | None = None
-) -> RowLoss:
-    """A loss between p and q over k + 1 outcomes: the target's k likeliest tokens, and the others together.
-
-    The slope by the logits of the others is that of their outcome, shared out as q is: log sum_y e^l_y has the slope
-    q_x / q_rest by l_x.
-
-    Args:
-        target: the k likeliest tokens and their p.
-        closed: the loss of any distributions, in closed form.
-        dtype: of the logits.
-        mix: tokens y, the share w of the loss, and a list; then it is w loss + (1 - w) (-log q(y)), whose slope is
-            added in the same pass, and the list is given (loss, -log q(y)) [2, chunk] of every chunk.
-    """
-    tiny = torch.finfo(dtype).tiny
-
-    def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
-        ids, log_p = target.of(rows, dtype)
-        peak, wanted = logits.amax(-1, keepdim=True), None if mix is None else mix[0][rows][:, None]
-        top, said = logits.gather(1, ids), None if wanted is None else logits.gather(1, wanted)
-        q = logits.softmax(-1)  # [chunk, V]
-        log_sum = peak - q.amax(-1, keepdim=True).log()
-        held = q.gather(1, ids)  # [chunk, k]
-        rest = (
-            q.scatter_(1, ids, 0.0).sum(-1, keepdim=True).clamp_min_(tiny)
-        )  # [chunk, 1], not 1 - sum: it may be small
-        loss, slope = closed(log_p, torch.cat((top - log_sum, rest.log()), -1), derive)
-        share = 1.0
-        if mix is not None and said is not None:
-            share, entropy = mix[1], (log_sum - said)[:, 0]
-            mix[2].append(torch.stack((loss, entropy)))
-            loss = share * loss + (1 - share) * entropy
-        if slope is None:
-            return loss, None
-        slope.mul_(share)
-        q.mul_(slope[:, -1:] / rest + (1 - share)).scatter_(1, ids, slope[:, :-1] + (1 - share) * held)
-        if wanted is not None:
-            q.scatter_add_(1, wanted, torch.full_like(peak, share - 1))
-        return loss, q
-
-    return rows_loss
+# -- the target and the text
 
 
 def distilled(
@@ -329,6 +284,10 @@ def distilled(
     """Distillation beside the text: ``w D(p, q) + (1 - w) (-log q(y))`` in one walk, so that the head is applied once.
 
     (Hinton et al. 2015, section 2; D: `kl`, `reverse_kl` or `mixed`.)
+
+    Of a `TargetTop` the text stands in for what is not known of p: where y is none of its tokens, -log q(y | others) is
+    added to D. With text that the target drew itself the mean of its slope is the whole KL's, by the chain rule
+    KL(p || q) = KL of the outcomes + p_rest KL(p(. | others) || q(. | others)).
 
     Args:
         hidden, head, weights, options: as `cross_entropy`.
@@ -351,7 +310,7 @@ def distilled(
     dtype, parts = wide(hidden, head), [hidden.new_zeros(2, 0, dtype=wide(hidden, head))]
     if isinstance(target, TargetTop):
         _check_temperature(temperature, target)
-        rows_loss = _top_rows(target, distance.rows(1.0), dtype, (tokens, share, parts))
+        rows_loss = text_rows(target, distance.rows(1.0), dtype, tokens, share, parts)
     else:
         rows_loss = _both(distance.row_loss(target, dtype, temperature), _token_rows(tokens), share, parts)
     loss, _ = chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)
@@ -375,6 +334,13 @@ def _both(soft: RowLoss, hard: RowLoss, share: float, parts: list[Tensor]) -> Ro
     return rows_loss
 
 
+def _among_others(log_q: Tensor, ids: Tensor, tokens: Tensor) -> Tensor:
+    """[rows] -log q(y | others) where y is none of ``ids`` [rows, k], else 0."""
+    wanted = tokens.clamp(0, log_q.shape[1] - 1)[:, None]
+    lost = _folded(log_q, ids)[:, -1] - log_q.gather(1, wanted)[:, 0]
+    return torch.where((ids != wanted).all(-1), lost, 0.0)
+
+
 def eager_distilled(
     hidden: Tensor,
     head: Tensor,
@@ -387,6 +353,8 @@ def eager_distilled(
 ) -> Tensor:
     """``w D(p, q) + (1 - w) (-log q(y))``. Reference of `distilled`."""
     soft = distance.eager(hidden, head, target, weights, temperature)
+    if isinstance(target, TargetTop):
+        soft = soft + _mean(_among_others(F.log_softmax(_dense(hidden, head), dim=-1), target.ids, tokens), weights)
     return share * soft + (1 - share) * eager_cross_entropy(hidden, head, tokens, weights)
 
 
