@@ -35,9 +35,12 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.streams import StreamsConfig
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, similarity
+from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM
-from paceline.target.adapters import linear_shapes
+from paceline.target.adapters import MLP, linear_shapes
 from paceline.target.loader import resolve_folder
+from paceline.target.native_calls import RowSpan
+from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.streams import StreamConfig, StreamSet, read_config
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.network import Network
@@ -68,6 +71,8 @@ class Asked(Options):
     sets: dict[str, str] = asked({}, "Sets with streams through so many layers.", "LAYERS=FOLDER")
     streams: dict[str, str] = asked({}, "Shared set with streams for a task (sql, e2e, ..).", "TASK=FOLDER")
     adapter: dict[str, str] = asked({}, "Adapter without streams for the same task.", "TASK=FOLDER")
+    rotated: str | None = asked(None, "Trained as --set is, with rotated values in place of embeddings.", "FOLDER")
+    own_mlp: str | None = asked(None, "Trained as --set is, with an adapter in place of the MLP.", "FOLDER")
     tasks: str = asked("sql,e2e", "sql, e2e, gsm8k, dialogsum, or any workload's name.", "NAME,..")
     k: int = asked(3, "Children of a node, of figure_13's tree.", "N")
     nodes: int | None = asked(None, "Most nodes of figure_13's tree, best first; the full tree if not given.", "N")
@@ -327,6 +332,41 @@ def figure_11(ask: Asked) -> Grid:
     sets = read_sets(ask.sets)
     entries = [e for s in sets for e in s.chain_and_cut(f", {s.config.msa_layers} layers", s.config.msa_layers)]
     return grid_of(sets, "Layers that streams go through", entries, x_label="MSA layers (Ns)")
+
+
+def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> Grid:
+    """Another set beside ``--set``, each as a chain and as a small tree; no other part of the two may differ.
+
+    Args:
+        other: its folder.
+        label: what it is called.
+        settings: of the engine.
+    """
+    usual, changed = TrainedSet.read(str(ask.set)), TrainedSet.read(other)
+    shapes = [(s.config.mode, s.config.gamma, s.config.msa_layers) for s in (usual, changed)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"set {other}", f"it is {changed.line}, {ask.set} is {usual.line}", "train both alike")
+    entries = [*usual.chain_and_cut(", as usual", "as usual"), *changed.chain_and_cut(f", {label}", label)]
+    entries = [replace(e, method=replace(e.method, settings={**e.method.settings, **settings})) for e in entries]
+    return grid_of([usual, changed], title, entries, x_label="streams")
+
+
+@study.figure(needs=("set", "rotated"))
+def figure_12a(ask: Asked) -> Grid:
+    """Value rotation in place of stream embeddings; on torch, since the compiled layers rotate no values."""
+    config = TrainedSet.read(str(ask.rotated)).config
+    if config.value_rotation is None:
+        raise ConfigError(f"set {ask.rotated}", "it has stream embeddings", "train it with identity='rotation'")
+    return beside(ask, str(ask.rotated), "values rotated", "Value rotation", kernels="torch")
+
+
+@study.figure(needs=("set", "own_mlp"))
+def appendix_h2(ask: Asked) -> Grid:
+    """Streams that go through an adapter in place of the MLP."""
+    adapter = TrainedSet.read(str(ask.own_mlp)).config.adapter
+    if adapter is None or MLP not in adapter.linears:
+        raise ConfigError(f"set {ask.own_mlp}", "its streams have the target's MLP", f"train it with {MLP} in linears")
+    return beside(ask, str(ask.own_mlp), "MLP replaced", "An adapter in place of the MLP")
 
 
 @study.figure(needs=("set",))
@@ -605,15 +645,97 @@ def figure_5(ask: Asked) -> Iterator[Table | None]:
     )
 
 
+# -- attention over few keys (appendix H.1)
+
+CONTEXTS = (256, 1024, 1900)
+STEPS = 40  # of each kind
+QUICK_STEPS = 2
+FEW = 64  # keys that a stream attends to (appendix H.1)
+DRAFTS = (8, 32)  # nodes
+
+
+@study.table(needs=("set",), repeats=STEPS, quick={"repeats": QUICK_STEPS})
+def appendix_h1(ask: Asked) -> Iterator[Table | None]:
+    """Time of a fused step, streams on every node, that attend to all keys or to those with the highest weights."""
+    trained = TrainedSet.read(str(ask.set))
+    if trained.application:
+        raise CapabilityError(f"set {ask.set}", "main rows of a shared set see streams", "name a lossless set")
+    method = f"streams:{trained.folder},at=nodes,k={max(DRAFTS)},nodes={max(DRAFTS)}"
+    llm = LLM(
+        ask.model, **ask.llm | {"drafter": method, "max_sequences": 1, "budget": max(DRAFTS), "kernels": "native"}
+    )
+    yield None
+    streams = StreamSet.load(resolve_folder(trained.folder), dtype=llm.decoder.dtype)
+    fit = [n for n in CONTEXTS if n + max(DRAFTS) < llm.decoder.config.max_position]
+    found = [few_keys_cost(llm, streams, n, d, ask.repeats) for n in fit for d in DRAFTS]
+    shown = ("all_ms", "few_ms", "saved_ms", "ratio")
+    yield Table(
+        title=f"A fused step whose streams attend to {FEW} keys of their main row, or to all",
+        head=("context", "nodes", "stream rows", "all keys, ms", f"{FEW} keys, ms", "saved, ms", "ratio"),
+        parts={
+            "": [[*(str(c[n]) for n in ("context", "nodes", "rows")), *(f"{c[n]:.2f}" for n in shown)] for c in found]
+        },
+        values={"machine": machine.describe(ask.device).as_dict(), "costs": found},
+        how=[
+            [
+                trained.line,
+                f"the fastest of {ask.repeats} steps of each kind in turns",
+                machine.describe(ask.device).line(),
+            ]
+        ],
+    )
+
+
+def few_keys_cost(llm: LLM, streams: StreamSet, context: int, drafted: int, repeats: int) -> dict[str, Any]:
+    """Lowest ms of the compiled call with and without the limit, in turns; K and V are random numbers.
+
+    Args:
+        context: keys before the root.
+        drafted: nodes of the draft, a tree of two children a node.
+    """
+    pool, rows = llm.engine.pool, streams.config.gamma * (drafted + 1)
+    for part in (*pool.k, *pool.v):
+        part.normal_()
+    cache = pool.open()
+    cache.reserve(context + drafted + 1)
+    carriers = [CarrierRows(0, 0, streams.config.gamma, drafted, (), range(drafted + 1))]
+    ways = {most: Riding(streams, carriers, 3, pool.scratch(rows), most=most) for most in (None, FEW)}
+    times: dict[int | None, list[float]] = {most: [] for most in ways}
+    for _ in range(repeats):
+        for most, riding in ways.items():
+            began = perf_counter()
+            fused_pass(llm, cache, context, drafted, riding)
+            times[most].append(1e3 * (perf_counter() - began))
+    cache.release()
+    every, few = min(times[None]), min(times[FEW])
+    saved = {"all_ms": every, "few_ms": few, "saved_ms": every - few, "ratio": few / every}
+    return {"context": context, "nodes": drafted, "rows": rows, **saved}
+
+
+def fused_pass(llm: LLM, cache: SequenceCache, context: int, drafted: int, riding: Riding) -> None:
+    """One compiled call that verifies a tree behind ``context`` keys and reads its streams."""
+    rows, stack = drafted + 1, llm.decoder.stack
+    assert stack is not None
+    parents, depths = [(n - 1) // 2 for n in range(1, rows)], [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    slots, span = (cache.slots(first, context + rows) for first in (context, 0))
+    listed = slots if isinstance(slots, slice) else slots.tolist()
+    spans, every = [RowSpan(0, rows, context, span, parents)], range(rows)
+    places = [context + depth for depth in depths]
+    stack.decide_streams([8 + n for n in every], places, listed, spans, every, (), llm.engine.pool, riding)
+
+
 # -- segment attention (appendix I)
 
-SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3}
+SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3, "limit": 0}
 QUICK_SEGMENT = {"rows": "1", "length": "128", "prompt": "32", "steps": "1", "segments": "naive+all+32"}
 
 
 def segment_task(given: Mapping[str, str]) -> dict[str, Any]:
     """What is trained on: ``rows`` of ``length`` tokens, of which ``prompt`` carry no streams, in ``steps`` timed ones,
-    after one of a single row that is not; ``segments``: carriers of each, all at once, or naive: one dense attention.
+    after one of a single row that is not; ``limit``: keys that a stream attends to, 0 for all; ``segments``: carriers
+    of each, all at once, or naive: one dense attention.
 
     Raises:
         ConfigError: an unknown setting, or a value that leaves nothing to measure.
@@ -663,7 +785,8 @@ def segment_cost(way: str, folder: str, task: Mapping[str, Any], device: str, th
     torch.set_num_threads(threads or torch.get_num_threads())
     network = Network.load(Path(folder), device, frozen=True)
     shape = {name: task[name] for name in ("mode", "gamma", "layers", "rank")}
-    options = StreamOptions(**shape, segment=int(way) if way.isdecimal() else None)
+    segment, few = int(way) if way.isdecimal() else None, task["limit"] or None
+    options = StreamOptions(**shape, attention_limit=few, segment=segment)
     shapes = linear_shapes(network.config)
     trained = StreamSet.fresh(options.config(network), shapes, torch.Generator().manual_seed(0))
     recipe = StreamRecipe(network, trained.to(device), options)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import speculative_streaming as made
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from native_kit import needs_kernels
 from speculative_streaming import FRONTIER, STREAMS, Asked, TrainedSet, study
-from stream_sets import MODEL, save_all
+from stream_sets import MODEL, save_all, save_set
 
 from paceline.bench.grid import ALL
+from paceline.bench.models import materialised
 from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig
 from paceline.bench.study import Grid, Line
@@ -235,6 +237,43 @@ def test_sets_of_an_application_are_what_they_are_taken_for(sets: dict[str, str]
             made.application_grid("sql", {"adapter": sets[adapter], STREAMS: sets[streams]})
 
 
+# -- other ways to tell streams apart, and through what they go
+
+
+def test_sets_of_other_kinds_stand_beside_the_usual_one(sets: dict[str, str], tmp_path: Path) -> None:
+    rotated = save_set(tmp_path / "rotated", value_rotation=0.001)
+    own_mlp = save_set(tmp_path / "own_mlp", linears=("qkv", "mlp"))
+    turned = grid("figure_12a", set=sets["lossless"], rotated=rotated)
+    assert {entry.x for entry in turned.entries} == {"as usual", "values rotated"}
+    assert all(entry.method.settings["kernels"] == "torch" for entry in turned.entries)
+    small(turned)
+    replaced = grid("appendix_h2", set=sets["lossless"], own_mlp=own_mlp)
+    assert {entry.x for entry in replaced.entries} == {"as usual", "MLP replaced"}
+    assert not any("kernels" in entry.method.settings for entry in replaced.entries)
+    with pytest.raises(ConfigError, match="has stream embeddings"):
+        grid("figure_12a", set=sets["lossless"], rotated=own_mlp)
+    with pytest.raises(ConfigError, match="have the target's MLP"):
+        grid("appendix_h2", set=sets["lossless"], own_mlp=rotated)
+    with pytest.raises(ConfigError, match="Train both alike"):
+        grid("figure_12a", set=sets["deeper"], rotated=rotated)
+
+
+# -- attention over few keys
+
+
+@needs_kernels
+def test_a_step_whose_streams_see_few_keys(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(made, "CONTEXTS", (70, 10**6))
+    assert run("appendix_h1", "--model", MODEL, "--set", sets["lossless"], "--repeats", 2, "--out", tmp_path) == 0
+    costs = json.loads((tmp_path / "appendix_h1.json").read_text("utf-8"))["costs"]
+    assert [(c["context"], c["nodes"], c["rows"]) for c in costs] == [(70, 8, 2 * 9), (70, 32, 2 * 33)]
+    assert all(c["few_ms"] > 0 and c["ratio"] == pytest.approx(c["few_ms"] / c["all_ms"]) for c in costs)
+    assert run("appendix_h1", "--model", MODEL, "--set", sets["shared"], "--out", tmp_path / "shared") == 2
+    assert "Name a lossless set" in capsys.readouterr().err
+
+
 # -- segment attention
 
 
@@ -251,6 +290,16 @@ def test_segments_need_less_memory_and_have_the_same_loss(tmp_path: Path) -> Non
     assert naive["loss"] == pytest.approx(cut["loss"], rel=0.01)
     assert cut["peak_mib"] < 0.7 * naive["peak_mib"]
     assert cut["tokens_per_s"] > 0
+
+
+def test_segments_of_streams_that_see_few_keys() -> None:
+    small = {"rows": "1", "length": "96", "prompt": "8", "gamma": "2", "layers": "1", "steps": "1"}
+    every, few = made.segment_task(small), made.segment_task({**small, "limit": "3"})
+    with materialised(SHAPE) as folder:
+        ways = (("naive", few), ("16", few), ("16", every))
+        naive, cut, free = (made.segment_cost(way, folder, task, "cpu", 1)["loss"] for way, task in ways)
+    assert naive == pytest.approx(cut, rel=1e-3)
+    assert cut != pytest.approx(free, rel=1e-6)
 
 
 def test_segments_of_a_shared_set(tmp_path: Path) -> None:

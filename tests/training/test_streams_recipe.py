@@ -87,6 +87,8 @@ FORMS: list[dict[str, Any]] = [
     {"mode": "lossless", "start_rank": 2, "linears": ("qkv", "down")},
     {"mode": "lossless", "identity": "rotation", "rotation_step": 0.3},
     {"mode": "lossless", "linears": ("qkv", "out", "mlp")},
+    {"mode": "lossless", "attention_limit": 5},
+    {"mode": "shared", "attention_limit": 5},
     {"mode": "shared"},
     {"mode": "shared", "identity": "rotation", "rotation_step": 0.3},
 ]
@@ -123,17 +125,23 @@ def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
     recipe, batch = make_recipe(make_network(), **form), make_batch()
     network, trained = recipe.network, recipe.module
     carriers = choose_carriers(batch)
-    main, streams = eager_streams(network, trained, batch, carriers)
+    most = form.get("attention_limit")
+    main, streams = eager_streams(network, trained, batch, carriers, most)
     if form["mode"] == "lossless":
         found = main_pass(network, batch, 2)
-        final, own = found.final, lossless_streams(network, trained, found, carriers)[0]
+        final, own = found.final, lossless_streams(network, trained, found, carriers, most)[0]
     else:
-        run = shared_pass(network, trained, batch, carriers)
+        run = shared_pass(network, trained, batch, carriers, None, most)
         final, own = run.final, run.streams
     real = (batch.documents >= 0).flatten()
     torch.testing.assert_close(final[real], main[real], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(own, streams, rtol=1e-10, atol=1e-10)
     assert streams.std(1).mean() > 0.05  # streams differ from each other
+    if most is not None:
+        assert not torch.allclose(streams, eager_streams(network, trained, batch, carriers)[1])
+        assert torch.allclose(
+            eager_streams(network, trained, batch, carriers, 99)[1], eager_streams(network, trained, batch, carriers)[1]
+        )
 
 
 @pytest.mark.parametrize("segment", [1, 4, 7, 1000])
@@ -170,7 +178,7 @@ def test_loss_and_gradients_equal_autograd_through_the_dense_reference(form: dic
 def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
     network, trained = recipe.network, recipe.module
     carriers = choose_carriers(batch)
-    main, streams = eager_streams(network, trained, batch, carriers)
+    main, streams = eager_streams(network, trained, batch, carriers, recipe.options.attention_limit)
     width = batch.tokens.shape[1]
     log_q = network.logits(streams).log_softmax(-1)
     log_p = network.logits(main).log_softmax(-1)
@@ -313,7 +321,14 @@ def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
     assert facts["parameters"] == recipe.module.parameters_by_part()
 
 
-ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "alpha_j": 0.5, "segment": 64}
+ADAPTERS_ALONE = {
+    "attention_limit": 64,
+    "layers": 2,
+    "identity": "rotation",
+    "prune_rank": 4,
+    "alpha_j": 0.5,
+    "segment": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -326,6 +341,7 @@ ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "alpha_j
         ({"alpha_0": 1.0}, "frozen main stream"),
         ({"segment": 0}, "1 or more"),
         ({"rank": 0}, "1 or more"),
+        ({"attention_limit": 0}, "1 or more"),
         ({"mode": "lossy"}, "lossless or shared"),
         ({"identity": "name"}, "embedding or rotation"),
         ({"alpha_j": -1.0}, "0 or more"),

@@ -29,6 +29,7 @@ from .data import TokenBatch
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and signed sin [B, T, 1, dim]
 KeyValues = tuple[Tensor, Tensor]  # [B, T, kv_heads, head_dim] each
+Projected = tuple[Tensor, Tensor, Tensor]  # queries [B, T, heads, head_dim], keys and values
 # (layer index, linear's name, its input) -> what is added to its output, or None
 Delta = Callable[[int, str, Tensor], Tensor | None]
 
@@ -140,12 +141,12 @@ class Network(nn.Module):
         stop: int,
         batch: TokenBatch,
         delta: Delta | None = None,
-        keep: list[KeyValues] | None = None,
+        keep: list[Projected] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Layers start .. stop - 1, each token attending within its document.
 
         Args:
-            keep: is given the keys and values of every layer run.
+            keep: is given the queries, keys and values of every layer run.
 
         Returns:
             [B, T, d_model], and the inputs of every layer run.
@@ -156,7 +157,7 @@ class Network(nn.Module):
             inputs.append(hidden)
             q, k, v = self.qkv(index, hidden, rotation, delta)
             if keep is not None:
-                keep.append((k, v))
+                keep.append((q, k, v))
             hidden = self.finish_layer(index, hidden, attend(q, k, v, masks[index]), delta)
         return hidden, inputs
 

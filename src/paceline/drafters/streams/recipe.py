@@ -46,7 +46,15 @@ _EVALUATED_LOGITS = 2**21  # elements held at a time
 ALPHA_PER_RANK = 4.0
 _ALPHAS = {"lossless": (0.0, 1.0), "shared": (1.0, 0.1)}  # alpha_0, alpha_j (section 2.4, appendix M)
 Said: TypeAlias = "Callable[[Aims], SoftTarget]"  # the target's distributions in the main rows of some aims
-_OF_STREAMS = ("layers", "identity", "prune_rank", "alpha_j", "segment", "positions")  # of no meaning to adapters alone
+_OF_STREAMS = (
+    "layers",
+    "identity",
+    "prune_rank",
+    "alpha_j",
+    "segment",
+    "positions",
+    "attention_limit",
+)  # of no meaning to adapters alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +78,9 @@ class StreamOptions:
     rotation_step: float | None = setting(
         None, "radians that values of stream j are rotated by, times j; default: pi / (2 (context + gamma))"
     )
+    attention_limit: int | None = setting(
+        None, "keys of its main row that a stream attends to, best first; draft with the same. Default: all"
+    )
     prune_rank: int = setting(8, "of the early exit that prunes trees; 0: none is trained")
     alpha_0: float | None = setting(None, "weight of the next token's loss; default: 0 lossless, 1 shared")
     alpha_j: float | None = setting(None, "weight of each stream's loss; default: 1 lossless, 0.1 shared")
@@ -91,6 +102,7 @@ class StreamOptions:
             ("top", not self.top or self.distill > 0, "nothing is distilled (distill=0)"),
             ("segment", self.segment is None or self.segment >= 1, "it must be 1 or more"),
             ("rank", self.rank >= 1, "it must be 1 or more"),
+            ("attention_limit", self.attention_limit is None or self.attention_limit >= 1, "it must be 1 or more"),
             ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
             ("identity", self.identity in ("embedding", "rotation"), "it is embedding or rotation"),
             ("alpha_0", not self.alpha_0 or shared, "a frozen main stream has no loss to lower"),
@@ -222,7 +234,7 @@ class StreamRecipe:
     def _segment(
         self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims, said: Said | None
     ) -> tuple[Tensor, dict[str, float]]:
-        streams, _ = lossless_streams(self.network, self.module, main, part)  # [R, gamma, d]
+        streams, _ = lossless_streams(self.network, self.module, main, part, self.options.attention_limit)
         own = Aims.of(batch, part, streams.shape[1], aims)
         loss, figures = self._stream_loss(streams, own, said)
         early, exit_figures = self._exit_loss(main.entering, part, own)
@@ -278,7 +290,8 @@ class StreamRecipe:
         """The same loss through one dense attention per row of the batch: the reference for segments."""
         rows = [batch.rows(b, b + 1) for b in range(len(batch.tokens))]
         made = [(row, choose_carriers(row)) for row in rows]
-        outputs = [eager_streams(self.network, self.module, row, carriers) for row, carriers in made]
+        most = self.options.attention_limit
+        outputs = [eager_streams(self.network, self.module, row, carriers, most) for row, carriers in made]
         carriers = choose_carriers(batch)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
         final = torch.cat([main for main, _ in outputs])
@@ -298,7 +311,8 @@ class StreamRecipe:
     def _shared(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
         gamma = self.module.config.gamma
         carriers = choose_carriers(batch)
-        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
+        most = self.options.attention_limit
+        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most)
         main = self._main_loss(run.final, batch)
         figures = {"main": float(main.detach())}
         loss = self.options.factors[0] * main
@@ -346,12 +360,13 @@ class StreamRecipe:
 
     def _outputs(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, Tensor]:
         """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
+        most = self.options.attention_limit
         if self.options.mode == "shared":
-            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
+            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most)
             return run.final, run.streams
         main = main_pass(self.network, batch, self.module.config.insertion)
         parts = carriers.segments(self.options.segment or 512)
-        streams = [lossless_streams(self.network, self.module, main, part)[0] for part in parts]
+        streams = [lossless_streams(self.network, self.module, main, part, most)[0] for part in parts]
         return main.final, torch.cat(streams) if streams else main.final.new_zeros(0, 0, 0)
 
     def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
@@ -366,10 +381,11 @@ class StreamRecipe:
     # -- result
 
     def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`StreamSet.save`, and ``training.json``: the facts and the number of parameters of each part."""
+        """`StreamSet.save`, and ``training.json``: the facts, the number of parameters of each part, and the limit that
+        drafts are best made with."""
         self.module.save(folder)
         counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-        values = {**facts, **counted}
+        values = {**facts, **counted, "attention_limit": self.options.attention_limit}
         (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
 
 
