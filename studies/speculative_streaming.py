@@ -39,6 +39,7 @@ from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM
 from paceline.target.adapters import MLP, linear_shapes
 from paceline.target.loader import resolve_folder
+from paceline.target.native_calls import Asked as Pass
 from paceline.target.native_calls import RowSpan
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.streams import StreamConfig, StreamSet, read_config
@@ -723,7 +724,8 @@ def fused_pass(llm: LLM, cache: SequenceCache, context: int, drafted: int, ridin
     listed = slots if isinstance(slots, slice) else slots.tolist()
     spans, every = [RowSpan(0, rows, context, span, parents)], range(rows)
     places = [context + depth for depth in depths]
-    stack.decide_streams([8 + n for n in every], places, listed, spans, every, (), llm.engine.pool, riding)
+    asked = Pass([8 + n for n in every], places, listed, spans, every)
+    stack.decide_streams(asked, riding, llm.engine.pool)
 
 
 # -- segment attention (appendix I)
