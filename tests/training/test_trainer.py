@@ -109,6 +109,27 @@ def distance_of(options: DraftModelOptions) -> Any:
     return getattr(formulas, options.distance)
 
 
+def test_held_out_figures_are_those_of_chains_that_agree() -> None:
+    """By hand, also after the draft has changed; the target, which does not change, is asked once."""
+    held = {"a": [collate([examples(3)], 96, 0.5)], "b": [collate([examples(2, seed=5)], 96, 0.5)] * 2}
+    recipe = DraftModelRecipe(network(2), network(2, frozen=True), DraftModelOptions(), {}, held)
+    says = {name: recipe.target.logits(recipe.target(batches[0])).argmax(-1) for name, batches in held.items()}
+    with torch.no_grad():
+        first = recipe.evaluate(0)
+        recipe.target.forward = None  # type: ignore[assignment]
+        recipe.module.decoder.embedding.add_(0.01 * torch.randn(VOCAB, 1, generator=torch.Generator().manual_seed(0)))
+        second = recipe.evaluate(1)
+        agree = {name: recipe.module.logits(recipe.module(b[0])).argmax(-1) == says[name] for name, b in held.items()}
+    for name, batches in held.items():
+        rows = batches[0].weights[0] > 0
+        for figures, agrees in ((first, torch.ones_like(rows)), (second, agree[name][0])):
+            good = [bool(x) for x in rows & agrees] + [False] * 4
+            runs = [next((j for j in range(4) if not good[t + j]), 4) for t in rows.nonzero()[:, 0].tolist()]
+            assert figures[f"accepted/{name}"] == pytest.approx(sum(runs) / len(runs))
+    assert first.keys() == {"loss/a", "accepted/a", "loss/b", "accepted/b"}
+    assert 0.1 < second["accepted/a"] < first["accepted/a"]
+
+
 @pytest.mark.parametrize(
     ("schedule", "last"), [("constant", 1.0), ("linear", 0.1 + 0.9 / 90), ("cosine", 0.1 + 0.9 * 2.9e-4)]
 )
