@@ -457,7 +457,7 @@ def test_ids_do_not_depend_on_the_automatic_budget() -> None:
 def _fingerprint(**changes: Any) -> Fingerprint:
     base = Fingerprint(
         processor="p", cores=2, threads=2, torch="2", device="cpu", dtype="bfloat16", exact=False, quant=None,
-        kernels="torch",
+        kernels="torch", stretch=1,
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -472,12 +472,13 @@ def test_a_calibration_is_found_again(tmp_path: Path) -> None:
     assert path == tmp_path / calibration.FILE
     calibration.save(tmp_path, _calibration(9.0, exact=True))
     calibration.save(tmp_path, _calibration(6.0))  # replaces the first
-    for ms, changes in ((6.0, {}), (9.0, {"exact": True})):
+    calibration.save(tmp_path, _calibration(40.0, stretch=8))
+    for ms, changes in ((6.0, {}), (9.0, {"exact": True}), (40.0, {"stretch": 8})):
         found, where = calibration.find(tmp_path, _fingerprint(**changes))
         assert found is not None and where == str(path)
         assert found.table.chain == ((1, ms), (8, ms + 1)) and found.table.context_ms == 0.5
         assert found.drafts["d"].plain == found.table.plain
-    assert len(json.loads(path.read_text())["entries"]) == 2
+    assert len(json.loads(path.read_text())["entries"]) == 3
 
 
 def test_another_machines_calibration_is_ignored_and_the_reason_said(tmp_path: Path) -> None:
