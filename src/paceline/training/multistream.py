@@ -16,7 +16,7 @@ values [B * T, kv_heads, D].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,6 +249,7 @@ def stream_pass(network: Network, trained: StreamSet, carriers: Carriers) -> Str
 class MainPass:
     """What the streams read from the main rows."""
 
+    before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
     entering: Tensor  # [B * T, d] M after layer N - Ns - 1
     keys: tuple[KeyValues, ...]  # of each MSA layer
     final: Tensor  # [B * T, d] after the final norm
@@ -256,14 +257,26 @@ class MainPass:
 
 
 @torch.no_grad()
-def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
-    """Main rows of the frozen base model."""
-    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
+def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collection[int] = ()) -> MainPass:
+    """Main rows of the frozen base model.
+
+    Args:
+        insertion: N - Ns.
+        exits: layers before which states are kept, below that one.
+    """
+    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
     kept: list[KeyValues] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
     keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in kept)
     states = tuple(x.flatten(0, 1) for x in (*inputs[1:], final))
-    return MainPass(hidden.flatten(0, 1), keys, network.final(final).flatten(0, 1), states)
+    entering = hidden.flatten(0, 1)
+    before = _before(below, exits) | dict(enumerate((entering, *states[:-1]), insertion))
+    return MainPass(before, entering, keys, network.final(final).flatten(0, 1), states)
+
+
+def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tensor]:
+    """[B * T, d] inputs of some of the first layers."""
+    return {layer: x.flatten(0, 1) for layer, x in enumerate(inputs) if layer in layers}
 
 
 def lossless_streams(
@@ -290,6 +303,7 @@ def lossless_streams(
 class SharedPass:
     """Outputs of main rows and streams."""
 
+    before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
     entering: Tensor  # [B * T, d] M after layer N - Ns - 1
     final: Tensor  # [B * T, d] main rows, after the final norm
     streams: Tensor  # [R, gamma, d] after the final norm
@@ -298,7 +312,12 @@ class SharedPass:
 
 
 def shared_pass(
-    network: Network, trained: StreamSet, batch: TokenBatch, carriers: Carriers, segment: int | None = None
+    network: Network,
+    trained: StreamSet,
+    batch: TokenBatch,
+    carriers: Carriers,
+    segment: int | None = None,
+    exits: Collection[int] = (),
 ) -> SharedPass:
     """Main rows with adapters on all layers, carriers attending to their streams (eq. 3).
 
@@ -306,16 +325,18 @@ def shared_pass(
         carriers: with streams, all rows of `generated`: others would see what they do not see in decoding.
         segment: carriers whose streams are inside a layer at a time; their activations are then recomputed in the
             backward pass, and only states between layers are kept. None: all at once, and all is kept.
+        exits: as for `main_pass`.
     """
     delta = None if trained.adapters is None else trained.adapters.delta
     config, layers = trained.config, network.config.num_layers
     start = config.insertion if config.gamma else layers
-    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
+    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
     entering = hidden.flatten(0, 1)
+    before = _before(below, exits)
     if not len(carriers) or not config.gamma:
         hidden, _ = network.run(hidden, start, layers, batch, delta)
         final = network.final(hidden).flatten(0, 1)
-        return SharedPass(entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
+        return SharedPass(before, entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
     parts = list(carriers.segments(segment))
     passes = [stream_pass(network, trained, part) for part in parts]
     held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
@@ -334,16 +355,27 @@ def shared_pass(
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
     streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
-    return SharedPass(entering, network.final(states[-1]), network.final(streams[-1]), tuple(states), tuple(streams))
+    before |= dict(enumerate((entering, *states[:-1]), start))
+    finals = network.final(states[-1]), network.final(streams[-1])
+    return SharedPass(before, entering, *finals, tuple(states), tuple(streams))
 
 
 # -- the dense reference
 
 
-def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, Tensor]:
+def eager_streams(
+    network: Network,
+    trained: StreamSet,
+    batch: TokenBatch,
+    carriers: Carriers,
+    before: dict[int, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """One dense attention over main rows and streams of all carriers, T + R gamma rows: naive training.
 
     The reference that `lossless_streams` and `shared_pass` equal, in the mode of ``trained``.
+
+    Args:
+        before: is given the main rows [B * T, d] before every layer.
 
     Returns:
         main rows [B * T, d] and streams [R, gamma, d], after the final norm.
@@ -351,8 +383,9 @@ def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carri
     config, adapters = trained.config, trained.adapters
     shared = config.mode == "shared"
     on_main = adapters.delta if shared and adapters is not None else None
-    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
+    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
     main = hidden.flatten(0, 1)  # [B * T, d]
+    seen_before = _before(below, range(config.insertion))
     count, gamma = len(main), config.gamma
     streams = trained.begin(main[carriers.index]).flatten(0, 1)  # [R * gamma, d]
     run = stream_pass(network, trained, carriers)
@@ -369,12 +402,15 @@ def eager_streams(network: Network, trained: StreamSet, batch: TokenBatch, carri
         return torch.cat((torch.zeros_like(more[:count]), more[count:]))
 
     for index in range(config.insertion, config.num_layers):
+        seen_before[index] = rows[:count]
         q, k, v = network.qkv(index, rows, rotation, delta)
         v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
         window = network.config.windows[index]
         mask = seen if window is None else seen & _near(places, count, window)
         attended = attend(q[None], k[None], v[None], mask[None, None])[0]
         rows = network.finish_layer(index, rows, attended, delta)
+    if before is not None:
+        before |= seen_before
     final = network.final(rows)
     return final[:count], final[count:].unflatten(0, (-1, gamma))
 
