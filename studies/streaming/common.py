@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.bench.methods import show
 from paceline.bench.records import Method
@@ -15,6 +15,7 @@ from paceline.drafters.streams import StreamsConfig
 from paceline.target.loader import resolve_folder
 from paceline.target.streams import StreamConfig, read_config
 
+Value = TypeVar("Value")
 FULL_TREE = 128  # most drafted nodes of a tree that is verified whole
 USUAL = 32  # most nodes, where the engine chooses the budget
 CUT = 16  # nodes of the tree that stands for a usual setting
@@ -39,6 +40,10 @@ class Asked(Options):
     nodes: int | None = asked(None, "Most nodes of figure_13's tree, best first; the full tree if not given.", "N")
     scored: int = asked(200, "Prompts of each task whose answers are scored.", "N")
     segment: dict[str, str] = asked({}, "Of appendix_i: rows=4, length=512, segments=naive+all+128, ..", "KEY=VALUE")
+
+    def few(self, values: Sequence[Value]) -> Sequence[Value]:
+        """What is swept; the first two where it is to be quick."""
+        return values[:2] if self.quick else values
 
 
 study = Study(

@@ -27,10 +27,10 @@ def figure_13(ask: Asked) -> Grid:
     tree: dict[str, Any] = dict(trained.tree(ask.k)) if ask.nodes is None else {"k": ask.k, "nodes": ask.nodes}
     gamma = tree.get("gamma", trained.config.gamma)
     size = StreamsConfig(**tree).num_nodes(gamma)
-    counts = [count for count in COUNTS if count < size]
+    counts = ask.few([count for count in COUNTS if count < size])
     shapes: list[tuple[str, str, dict[str, Any]]] = [("chain", "chain", {"chain": True}), ("tree", "tree", tree)]
     if trained.config.prune_rank:
-        shapes += [("pruned", f"threshold {t:g}", {**tree, "prune_threshold": t}) for t in THRESHOLDS]
+        shapes += [("pruned", f"threshold {t:g}", {**tree, "prune_threshold": t}) for t in ask.few(THRESHOLDS)]
         shapes += [("pruned", f"count {count}", {**tree, "prune_count": count}) for count in counts]
     shapes += [("cut", f"best {count}", {"k": ask.k, "nodes": count}) for count in counts]
     entries = [

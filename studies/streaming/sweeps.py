@@ -39,7 +39,7 @@ def figure_10(ask: Asked) -> Grid:
     }
     entries = [
         Entry(trained.method(f"{series}, k {k}", k=k, gamma=gamma, at="nodes", **options), series, k)
-        for k in range(1, 7)
+        for k in ask.few(range(1, 7))
         for series, options in shapes.items()
         if (trained.config.prune_rank or "prune_threshold" not in options) and (k > 1 or "nodes" not in options)
     ]
@@ -59,7 +59,7 @@ def figure_11(ask: Asked) -> Grid:
 @study.figure(needs=("set",))
 def figure_12b(ask: Asked) -> Grid:
     """Sampling at temperature 1 from the likeliest tokens."""
-    trained, cells = TrainedSet.read(str(ask.set)), {"temperatures": (1.0,), "top_ks": SWEPT_TOP_KS}
+    trained, cells = TrainedSet.read(str(ask.set)), {"temperatures": (1.0,), "top_ks": ask.few(SWEPT_TOP_KS)}
     label, entries = "likeliest tokens sampled from (top-k)", trained.chain_and_cut()
     return grid_of([trained], "Sampling at temperature 1", entries, x_label=label, cell="top_k", cells=cells)
 
@@ -80,8 +80,9 @@ def figure_18(ask: Asked) -> Grid:
             Entry(trained.method("as in the paper", best_path_batch=2, **pruned), "as in the paper"),
             Entry(always, "pruned tree at any size"),
         ]
-    shape = {"x_label": "batch size", "cell": "batch", "cells": {"batches": SWEPT_BATCHES}, "log_x": True}
-    return grid_of([trained], "Requests at once", entries, prompts=max(SWEPT_BATCHES), **shape)
+    batches = ask.few(SWEPT_BATCHES)
+    shape = {"x_label": "batch size", "cell": "batch", "cells": {"batches": batches}, "log_x": True}
+    return grid_of([trained], "Requests at once", entries, prompts=max(batches), **shape)
 
 
 @study.figure(needs=("set",))
@@ -113,7 +114,7 @@ def appendix_g1(ask: Asked) -> Grid:
     entries = [
         Entry(trained.method(f"threshold {t:g} ({at})", at=at, prune_threshold=t, **tree), label, t)
         for at, label in series.items()
-        for t in SWEPT_THRESHOLDS
+        for t in ask.few(SWEPT_THRESHOLDS)
     ]
     title = f"Pruning threshold, tree of k=3, gamma={tree['gamma']}"
     return grid_of([trained], title, entries, x_label="threshold", log_x=True, plots=PRUNING, choose=CHOOSE)
@@ -125,8 +126,7 @@ def section_2_3(ask: Asked) -> Grid:
     trained = TrainedSet.read(str(ask.set))
     tree, layers = trained.tree(3), trained.config.num_layers
     exits = sorted({trained.config.insertion, *trained.config.exits}) if trained.config.prune_rank else []
-    most = 3 if ask.quick else SWEPT_LAYERS
-    swept = sorted({*range(1, layers, -(-layers // most)), *exits})
+    swept = sorted({*ask.few(range(1, layers, -(-layers // SWEPT_LAYERS))), *exits})
     pruned = {"at": "nodes", "prune_count": CUT, **tree}
     entries = [Entry(trained.method("whole tree", at="nodes", **tree), "whole tree", layers)]
     for layer in swept:

@@ -40,7 +40,7 @@ def two_models(draft: str, depth: int) -> Method:
 def table_5(ask: Asked) -> Iterator[Table | None]:
     """Streams beside a draft model and look-ups: target calls, draft calls and latency of an answer, score."""
     trained = TrainedSet.read(str(ask.set))
-    entries = [Entry(two_models(ask.draft, depth), TWO_MODELS) for depth in DEPTHS]
+    entries = [Entry(two_models(ask.draft, depth), TWO_MODELS) for depth in ask.few(DEPTHS)]
     entries += [Entry(Method(name="n-gram", drafter="ngram"), LOOK_UPS)]
     entries += [Entry(trained.method("streams, chain", chain=True), ONE_MODEL)]
     entries += [Entry(trained.method(f"streams, best {n}", k=3, nodes=n), ONE_MODEL) for n in (8, CUT)]
@@ -56,11 +56,12 @@ def table_5(ask: Asked) -> Iterator[Table | None]:
     rows, values = [], []
     for workload, task in tasks.items():
         for name in (PLAIN, *(entry.method.name for entry in entries)):
-            answer = per_answer(trials[workload, name], name.startswith("draft model"))
-            line = found.get((workload, name))
+            line, own = found.get((workload, name)), trials.get((workload, name), [])
+            answer = per_answer(own, name.startswith("draft model")) if own else dict.fromkeys(ANSWER)
             values.append({"task": task, "method": name, **answer, "speedup": line.speedup if line else None})
             rows.append([task, name, *_cells(line), *(say.number(value) for value in answer.values())])
-            rows[-1] += [scored(scores[workload]) or say.NOTHING, line.exact if line else say.NOTHING]
+            exact = "failed" if line and line.error else line.exact if line else say.NOTHING
+            rows[-1] += [scored(scores[workload]) or say.NOTHING, exact]
     yield Table(
         title="Streams beside a draft model of its own, an answer each",
         head=("task", "method", "chosen", "speed-up", "tokens a pass", *ANSWER.values(), "score", "ids exact"),

@@ -99,6 +99,14 @@ def test_every_sweep_makes_methods_that_the_bench_takes(sets: dict[str, str]) ->
     assert {m.dtype for m in small(grids["table_4"]).methods} == {"auto", "int8"}
 
 
+def test_quick_sweeps_have_two_values(sets: dict[str, str]) -> None:
+    for name in ("figure_10", "figure_13", "appendix_g1", "section_2_3"):
+        whole, few = (len(grid(name, set=sets["lossless"], quick=quick).entries) for quick in (False, True))
+        assert few < whole or name == "section_2_3"
+    assert small(grid("figure_18", set=sets["lossless"], quick=True)).batches == sweeps.SWEPT_BATCHES[:2]
+    assert small(grid("figure_12b", set=sets["lossless"], quick=True)).top_ks == sweeps.SWEPT_TOP_KS[:2]
+
+
 def test_a_dtype_is_that_of_all_methods_but_those_that_name_one(sets: dict[str, str]) -> None:
     found = grid("table_4", set=sets["lossless"])
     config = found.config(Asked(model=MODEL, tasks="sql", dtype="float32"))
