@@ -12,10 +12,19 @@ Source: Speculative Streaming: Efficient and Scalable Speculative Decoding with 
 
 from __future__ import annotations
 
-from streaming import acceptance, applications, components, segments, states, sweeps, two_models
+from streaming import acceptance, applications, components, few_keys, segments, states, sweeps, two_models
 from streaming.common import study
 
-PARTS = (components, sweeps, two_models, acceptance, applications, states, segments)  # imported: each adds its figures
+PARTS = (
+    components,
+    sweeps,
+    two_models,
+    acceptance,
+    applications,
+    states,
+    few_keys,
+    segments,
+)  # imported: each adds its figures
 
 if __name__ == "__main__":
     study.main()

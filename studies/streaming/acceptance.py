@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench import workloads
-from paceline.bench.grid import Line, how, lines_of
+from paceline.bench.grid import ALL, Line, how, lines_of
 from paceline.bench.records import Method
 from paceline.bench.report import wording as say
 from paceline.bench.scores import encoded_prompts, workload_of
@@ -27,7 +27,7 @@ DRAWS = 2048  # of the rule, on every tree
 REST = 0  # stands for all tokens that are not in the tree
 REMARKS = (
     "distance to p: total variation between the next token's distribution under the rule, given text and draft, and "
-    "the target's own; over all tasks, a mean over tokens that came out of checked drafts",
+    "the target's own; a mean over tokens that came out of checked drafts",
     f"estimated from {DRAWS} draws of the rule on every tree that it met; what an exact rule shows there is noise",
     "a rule of eq. 9 draws anew for every draft, so its ids differ from plain decoding's; on drawn chains it is exact "
     "by proof (Chen et al. 2023) and tested in tests/lossless/test_distribution.py",
@@ -53,14 +53,17 @@ def equation_9(ask: Asked) -> Iterator[Table | None]:
     grid.config(ask)
     yield None
     report = measure(grid, ask, ask.out / "equation_9")
-    found = {method.name: distance_of(ask, trained, method) for method in lossy}
+    found = {method.name: distances_of(ask, trained, method) for method in lossy}
     yield Table(
         title="The lossy rule of eq. 9 beside exact sampling, temperature 1",
         head=("task", "rule", "speed-up", "tokens a pass", "distance to p", "of an exact rule", "ids equal plain"),
         parts={"": [[line.task, line.method, *_cells(line, found)] for line in lines_of(grid, report)]},
         values={
             "lines": [asdict(line) for line in lines_of(grid, report)],
-            "distance": {name: {"lossy": asdict(d.lossy), "exact": asdict(d.exact)} for name, d in found.items()},
+            "distance": {
+                name: {task: {"lossy": asdict(d.lossy), "exact": asdict(d.exact)} for task, d in of_tasks.items()}
+                for name, of_tasks in found.items()
+            },
         },
         remarks=REMARKS,
         how=how(report, grid.facts),
@@ -68,8 +71,8 @@ def equation_9(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def _cells(line: Line, found: dict[str, Distance]) -> list[str]:
-    distance = found.get(line.method)
+def _cells(line: Line, found: Mapping[str, Mapping[str, Distance]]) -> list[str]:
+    distance = found.get(line.method, {}).get(line.task)
     told = [say.NOTHING] * 2 if distance is None else [f"{distance.lossy.value:.3f}", f"{distance.exact.value:.3f}"]
     if line.series == "exact":
         told = ["0", say.NOTHING]
@@ -90,6 +93,9 @@ class Mean:
     def value(self) -> float:
         """0 where there is no token."""
         return self.total / self.tokens if self.tokens else 0.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.tokens + other.tokens)
 
 
 @dataclass(slots=True)
@@ -164,9 +170,9 @@ def variation(tokens: Sequence[int], parents: Sequence[int], p: Tensor, outcome:
     return weight / len(at), total / weight
 
 
-def distance_of(ask: Asked, trained: TrainedSet, method: Method) -> Distance:
-    """What a lossy method does on the prompts of all tasks: its verdicts are watched as it answers."""
-    found = Distance()
+def distances_of(ask: Asked, trained: TrainedSet, method: Method) -> dict[str, Distance]:
+    """What a lossy method does on the prompts of every task, and on `ALL`: its verdicts are watched as it answers."""
+    found: dict[str, Distance] = {}
     applications = {trained.application: trained.folder} if trained.application else {}
     llm = LLM(ask.model, drafter=method.drafter, applications=applications, **method.settings, **ask.llm)
     guard = llm.engine.round.guard  # type: ignore[attr-defined]
@@ -178,14 +184,17 @@ def distance_of(ask: Asked, trained: TrainedSet, method: Method) -> Distance:
         for b, (sequence, count) in enumerate(zip(sequences, lists.counts, strict=True)):
             if count > 1 and lists.scores is not None:
                 p = sequence.sampler.probs(logits[start : start + count], paths[b, :count])
-                found.add(lists.tokens[b][:count], lists.parents[b][:count], lists.scores[b][:count], p)
+                found[task].add(lists.tokens[b][:count], lists.parents[b][:count], lists.scores[b][:count], p)
             start += count
         return verify(sequences, tree, logits)
 
     guard.verifier = replace(guard.verifier, verify=watched)
     params = SamplingParams(temperature=1.0, seed=ask.seed, max_tokens=ask.max_new_tokens or 64)
-    for task in ask.names:
-        workload = workloads.load(workload_of(task), folder=ask.data, limit=ask.prompts, seed=ask.seed)
+    for task in map(workload_of, ask.names):
+        found[task] = Distance()
+        workload = workloads.load(task, folder=ask.data, limit=ask.prompts, seed=ask.seed)
         given = [{"prompt_token_ids": ids} for ids in encoded_prompts(llm, workload, params.max_tokens)[0]]
         llm.generate(given, params, application=trained.application)
-    return found
+    parts = found.values()
+    whole = (sum((getattr(part, name) for part in parts), start=Mean()) for name in ("lossy", "exact"))
+    return {**found, ALL: Distance(DRAWS, torch.Generator(), *whole)}

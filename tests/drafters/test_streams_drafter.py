@@ -499,8 +499,6 @@ def test_a_lossy_verifier_is_never_exact(folder: Path) -> None:
 
 
 def test_refusals_come_before_the_first_request(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CapabilityError, match="kernels='torch'"):
-        LLM("paceline-small", drafter=f"streams:{folder},at=nodes,attention_limit=64", max_model_len=64)
     made = StreamSet.load(folder)
     made.config = replace(made.config, fingerprint="other")
     made.save(tmp_path)

@@ -161,7 +161,6 @@ class Guest:
 
     make: Callable[[World, Known], Any]
     verifiers: tuple[str, ...] = ()
-    torch_only: bool = False  # asks for what the compiled layers do not give
     fails: bool = False
     streams: bool = False
 
@@ -189,14 +188,9 @@ def _context(world: World, noise: float) -> DrafterContext:
     )
 
 
-def _streams(verifiers: tuple[str, ...] = (), torch_only: bool = False, layers: int = 1, **options: Any) -> Guest:
+def _streams(verifiers: tuple[str, ...] = (), layers: int = 1, **options: Any) -> Guest:
     config = StreamsConfig(**options)
-    return Guest(
-        lambda world, known: StreamsDrafter(config, lossless_streams(world, layers)),
-        verifiers,
-        torch_only,
-        streams=True,
-    )
+    return Guest(lambda world, known: StreamsDrafter(config, lossless_streams(world, layers)), verifiers, streams=True)
 
 
 def _adversary(rule: Rule) -> Guest:
@@ -227,7 +221,7 @@ GUESTS: dict[str, Guest] = {
     "streams_early": _streams(k=12, nodes=24, prune_count=9, prune_layer=1, prune_exit="head"),
     "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
-    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes", torch_only=True),
+    "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},

@@ -29,6 +29,7 @@ from tiny import (
     streams,
     tiny_config,
     tiny_decoder,
+    tiny_streams,
 )
 from torch import Tensor
 
@@ -41,11 +42,13 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
+from paceline.target.adapters import AdapterConfig
 from paceline.target.base import TargetInfo
 from paceline.target.decoder import Decoder
 
 EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
 CONFIG = tiny_config(eos_ids=EOS_IDS)
+OWN_MLP = AdapterConfig(rank=4, layers=(CONFIG.num_layers - 1,), linears=("qkv", "mlp"))  # streams have no other
 VOCAB = CONFIG.vocab_size
 TOKENS = 20  # of an answer, unless an option says otherwise
 BEYOND = 24  # tokens that the oracle goes on for after the end, for drafters that know the answer
@@ -436,6 +439,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_early": _streams(k=12, nodes=24, prune_count=9, prune_layer=1, prune_exit="head"),
     "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
+    "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),

@@ -146,6 +146,40 @@ def test_streams_on_every_node(kind: str) -> None:
     assert found[True].layers == found[False].layers
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [1, 6, 400])
+def test_streams_that_see_few_keys(kind: str, most: int) -> None:
+    """One call says what the parts say; with room for all keys, what streams without a limit say, bit for bit."""
+    decoder = decoder_of(kind)
+    found = {}
+    for name, limit, compiled in (("one", most, True), ("parts", most, False), ("free", None, True)):
+        drafter = streams(trained=trained(kind), k=K, nodes=7, at="nodes", attention_limit=limit)
+        engine = assemble(drafter, decoder=decoder, max_model_len=200)
+        found[name] = play(engine, drafter, [(p, GREEDY) for p in PROMPTS], compiled)
+    same(found["one"], found["parts"], K)
+    assert [ids for ids, *_ in found["one"].answers] == [ids for ids, *_ in found["free"].answers]
+    assert (found["one"].said == found["free"].said) == (most == 400)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ride", ["none", "likely", "all"])
+def test_streams_that_go_through_an_adapter_in_place_of_the_mlp(
+    kind: str, ride: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = decoder_of(kind)
+    assert decoder.stack is not None
+    first, each, decoder.stack.free_rows = RIDES[ride]
+    monkeypatch.setattr(riders, "FIRST", first)
+    monkeypatch.setattr(riders, "EACH", each)
+    own = AdapterConfig(rank=4, layers=(2, 3), linears=("qkv", "out", "mlp"))
+    found = {}
+    for compiled in (True, False):
+        drafter = streams(trained=trained(kind, adapter=own), k=K, nodes=12)
+        engine = assemble(drafter, decoder=decoder, max_model_len=200)
+        found[compiled] = play(engine, drafter, [(p, GREEDY) for p in PROMPTS], compiled)
+    same(found[True], found[False], K)
+
+
 SAMPLED: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 0.9},
     "top-k": {"temperature": 1.3, "top_k": 12},
@@ -244,7 +278,14 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ValueError):
             call(carriers)
-    for changes in ({"k": 0}, {"k": 97}, {"scratch": slice(10**6, 10**6 + 9)}, {"scratch": slice(0, 2)}):
+    for changes in (
+        {"most": 4},
+        {"most": -1},
+        {"k": 0},
+        {"k": 97},
+        {"scratch": slice(10**6, 10**6 + 9)},
+        {"scratch": slice(0, 2)},
+    ):
         with pytest.raises(ValueError):
             call([(0, 0, 3, 9, (), ())], **changes)
     with pytest.raises(ValueError, match="through a map"):

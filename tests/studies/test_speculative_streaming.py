@@ -11,14 +11,16 @@ import pytest
 import speculative_streaming  # noqa: F401  (all its figures are known from then on)
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from native_kit import needs_kernels
 from reports import World
 from stream_sets import MODEL, save_all, save_set
-from streaming import acceptance, applications, components, states, sweeps, two_models
+from streaming import acceptance, applications, components, few_keys, segments, states, sweeps, two_models
 from streaming.applications import STREAMS
 from streaming.common import CUT, Asked, TrainedSet, read_sets, study
 from streaming.components import FRONTIER
 
 from paceline.bench.grid import ALL
+from paceline.bench.models import materialised
 from paceline.bench.records import Cell, Method, Trial
 from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig
@@ -354,7 +356,8 @@ def test_the_lossy_rule_is_watched_on_real_prompts(sets: dict[str, str], tmp_pat
     lines = {line["method"]: line for line in values["lines"]}
     assert [line["exact"] for line in lines.values()] == ["yes", "yes", "–", "–", "–"]
     lossy = {name: value for name, value in values["distance"].items() if lines[name]["series"] == "lossy"}
-    assert len(lossy) == 2 and all(v["lossy"]["tokens"] > v["exact"]["tokens"] > 0 for v in lossy.values())
+    assert len(lossy) == 2 and all({*v} == {"wikisql", ALL} and v[ALL] == v["wikisql"] for v in lossy.values())
+    assert all(v[ALL]["lossy"]["tokens"] > v[ALL]["exact"]["tokens"] > 0 for v in lossy.values())
 
 
 def test_two_models_and_streams_answer_the_same_prompts(sets: dict[str, str], tmp_path: Path) -> None:
@@ -388,10 +391,26 @@ def test_sets_of_an_application_are_what_they_are_taken_for(sets: dict[str, str]
             applications.application_grid("sql", {"adapter": sets[adapter], STREAMS: sets[streams]}, MODEL)
 
 
+# -- attention over few keys
+
+
+@needs_kernels
+def test_a_step_whose_streams_see_few_keys(
+    sets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(few_keys, "CONTEXTS", (70, 10**6))
+    assert run("appendix_h1", "--model", MODEL, "--set", sets["lossless"], "--repeats", 2, "--out", tmp_path) == 0
+    costs = json.loads((tmp_path / "appendix_h1.json").read_text("utf-8"))["costs"]
+    assert [(c["context"], c["nodes"], c["rows"]) for c in costs] == [(70, 8, 2 * 9), (70, 32, 2 * 33)]
+    assert all(c["few_ms"] > 0 and c["ratio"] == pytest.approx(c["few_ms"] / c["all_ms"]) for c in costs)
+    assert run("appendix_h1", "--model", MODEL, "--set", sets["shared"], "--out", tmp_path / "shared") == 2
+    assert "Name a lossless set" in capsys.readouterr().err
+
+
 # -- segment attention
 
 
-def segments(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
+def segment_costs(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
     given = [part for name, value in settings.items() for part in ("--segment", f"{name}={value}")]
     assert run("appendix_i", "--model", SHAPE, "--threads", 1, *given, "--out", tmp_path) == 0
     return json.loads((tmp_path / "appendix_i.json").read_text("utf-8"))["costs"]
@@ -399,16 +418,28 @@ def segments(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
 
 def test_segments_need_less_memory_and_have_the_same_loss(tmp_path: Path) -> None:
     """Scores of 768 x 768 rows are kept for the dense attention's backward pass; of segments, those of 16 carriers."""
-    naive, cut = segments(tmp_path, segments="naive+16", gamma=4, layers=1, rows=4, length=256, prompt=128, steps=1)
+    naive, cut = segment_costs(
+        tmp_path, segments="naive+16", gamma=4, layers=1, rows=4, length=256, prompt=128, steps=1
+    )
     assert (naive["way"], cut["way"]) == ("naive", "16")
     assert naive["loss"] == pytest.approx(cut["loss"], rel=0.01)
     assert cut["peak_mib"] < 0.7 * naive["peak_mib"]
     assert cut["tokens_per_s"] > 0
 
 
+def test_segments_of_streams_that_see_few_keys() -> None:
+    small = {"rows": "1", "length": "96", "prompt": "8", "gamma": "2", "layers": "1", "steps": "1"}
+    every, few = segments.segment_task(small), segments.segment_task({**small, "limit": "3"})
+    with materialised(SHAPE) as folder:
+        ways = (("naive", few), ("16", few), ("16", every))
+        naive, cut, free = (segments.segment_cost(way, folder, task, "cpu", 1)["loss"] for way, task in ways)
+    assert naive == pytest.approx(cut, rel=1e-3)
+    assert cut != pytest.approx(free, rel=1e-6)
+
+
 def test_segments_of_a_shared_set(tmp_path: Path) -> None:
     small = {"rows": 1, "length": 32, "prompt": 8, "gamma": 2, "layers": 1, "steps": 1}
-    assert [cost["way"] for cost in segments(tmp_path, segments="all", mode="shared", **small)] == ["all"]
+    assert [cost["way"] for cost in segment_costs(tmp_path, segments="all", mode="shared", **small)] == ["all"]
     assert "shared" in (tmp_path / "appendix_i.md").read_text()
 
 

@@ -22,6 +22,7 @@ from paceline.target.streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, Str
 
 SHAPE = tiny_config()
 SHAPES = linear_shapes(SHAPE)
+OWN_MLP = AdapterConfig(rank=4, layers=(2,), linears=("qkv", "mlp"))
 BASE: dict[str, Any] = {"gamma": 3, "msa_layers": 2, "num_layers": 4, "d_model": 32, "vocab_size": 96}
 
 
@@ -68,6 +69,7 @@ def test_preparing_what_was_not_loaded_is_refused() -> None:
         ({"layers": (-1, 1)}, "ascending"),
         ({"linears": ("qkv", "head")}, "some of qkv"),
         ({"linears": ()}, "some of qkv"),
+        ({"linears": ("mlp", "down")}, "up or down beside mlp"),
     ],
 )
 def test_adapters_that_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -93,6 +95,16 @@ def test_parameters_follow_the_paper(d: int, extra: int) -> None:
     parts = made.parameters_by_part()
     assert parts == {"embeddings": 4 * d, "start": 0, "prune": 16 * d, "exits": 0, "adapters": 0}
     assert sum(parts.values()) == sum(p.numel() for p in made.parameters()) == extra
+
+
+def test_an_adapter_in_place_of_the_mlp_goes_from_its_input_to_its_output() -> None:
+    adapters = tiny_streams(adapter=OWN_MLP).adapters
+    assert adapters is not None
+    assert {name: tuple(t.shape) for name, t in adapters.tensors().items() if "mlp" in name} == {
+        "2.mlp.down": (4, 32),
+        "2.mlp.up": (32, 4),
+    }
+    assert adapters.replaces_mlp(2) and not adapters.replaces_mlp(1)
 
 
 def test_adapters_and_start_map_are_counted_apart() -> None:
@@ -149,7 +161,15 @@ def test_the_first_streams_of_a_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"value_rotation": 0.02}, {"start_rank": 2}, {"adapter": None, "prune_rank": 0}, {"exits": (1,)}]
+    "options",
+    [
+        {},
+        {"value_rotation": 0.02},
+        {"start_rank": 2},
+        {"adapter": None, "prune_rank": 0},
+        {"adapter": OWN_MLP},
+        {"exits": (1,)},
+    ],
 )
 def test_what_was_saved_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     made = tiny_streams(**options)
@@ -188,6 +208,8 @@ def test_nothing_unloaded_is_saved(tmp_path: Path) -> None:
         ({"adapter": AdapterConfig(layers=(1, 2))}, "must lie in layers 2 to 3"),
         ({"mode": "shared", "adapter": AdapterConfig(layers=(1, 4))}, "must lie in layers 0 to 3"),
         ({"mode": "shared", "gamma": 0, "msa_layers": 0}, "adapter is missing"),
+        ({"adapter": AdapterConfig(layers=(3,), linears=("mlp",))}, "mlp in lossless mode alone, .* in every layer"),
+        ({"mode": "shared", "adapter": AdapterConfig(layers=(2, 3), linears=("mlp",))}, "mlp in lossless mode alone"),
     ],
 )
 def test_sets_that_cannot_be(options: dict[str, Any], message: str) -> None:

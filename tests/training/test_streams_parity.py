@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import StepFeatures
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
+from paceline.target.adapters import AdapterConfig
 from paceline.target.rope import RopeTable
 from paceline.target.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
@@ -39,10 +40,12 @@ def network() -> Network:
     return made
 
 
-def told_by_engine(trained: StreamSet, shared: bool) -> tuple[list[list[int]], dict[tuple[int, int], Tensor]]:
+def told_by_engine(
+    trained: StreamSet, shared: bool, **options: Any
+) -> tuple[list[list[int]], dict[tuple[int, int], Tensor]]:
     """Answers to `PROMPTS`, and stream logits [gamma, V] by (request, position of the main row)."""
     decoder = tiny_decoder(tiny_config())
-    drafter: Any = streams(trained=None if shared else trained, k=10, nodes=14)
+    drafter: Any = streams(trained=None if shared else trained, k=10, nodes=14, **options)
     found: dict[tuple[int, int], Tensor] = {}
     requests: dict[tuple[int, ...], int] = {tuple(p): i for i, p in enumerate(PROMPTS)}
     observe = drafter.observe
@@ -69,14 +72,23 @@ def packed(texts: list[list[int]]) -> TokenBatch:
     return collate([examples], sum(map(len, texts)) + 3)
 
 
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
-@pytest.mark.parametrize("name", SETS)
-def test_training_computes_what_decoding_computes(name: str, mode: Any) -> None:
+OWN_MLP = AdapterConfig(rank=4, layers=(1, 2), linears=("qkv", "mlp"))
+CASES = [(name, mode) for name in SETS for mode in ("lossless", "shared")] + [("own mlp", "lossless")]
+SETS["own mlp"] = {"layers": 2, "adapter": OWN_MLP}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "limit"), [*((*case, None) for case in CASES), ("plain", "lossless", 5), ("plain", "shared", 5)]
+)
+def test_training_computes_what_decoding_computes(name: str, mode: Any, limit: int | None) -> None:
     trained = tiny_streams(mode=mode, **SETS[name])
-    texts, found = told_by_engine(trained, mode == "shared")
+    limited: dict[str, Any] = {"attention_limit": limit, "at": "nodes"} if limit else {}
+    texts, found = told_by_engine(trained, mode == "shared", **limited)
     batch = packed(texts)
     gamma = trained.config.gamma
-    recipe = StreamRecipe(network(), trained, StreamOptions(mode=mode, gamma=gamma, layers=SETS[name]["layers"]))
+    recipe = StreamRecipe(
+        network(), trained, StreamOptions(mode=mode, gamma=gamma, layers=SETS[name]["layers"], attention_limit=limit)
+    )
     carriers = choose_carriers(batch)
     final, rows = recipe._outputs(batch, carriers)
     starts = np.cumsum([0, *map(len, texts[:-1])]).tolist()

@@ -86,6 +86,9 @@ FORMS: list[dict[str, Any]] = [
     {"mode": "lossless"},
     {"mode": "lossless", "start_rank": 2, "linears": ("qkv", "down")},
     {"mode": "lossless", "identity": "rotation", "rotation_step": 0.3},
+    {"mode": "lossless", "linears": ("qkv", "out", "mlp")},
+    {"mode": "lossless", "attention_limit": 5},
+    {"mode": "shared", "attention_limit": 5},
     {"mode": "shared"},
     {"mode": "shared", "identity": "rotation", "rotation_step": 0.3},
     {"mode": "lossless", "exits": (1, 3)},
@@ -124,17 +127,23 @@ def test_streams_equal_the_dense_reference(form: dict[str, Any]) -> None:
     recipe, batch = make_recipe(make_network(), **form), make_batch()
     network, trained = recipe.network, recipe.module
     carriers = choose_carriers(batch)
-    main, streams = eager_streams(network, trained, batch, carriers)
+    most = form.get("attention_limit")
+    main, streams = eager_streams(network, trained, batch, carriers, most)
     if form["mode"] == "lossless":
         found = main_pass(network, batch, 2)
-        final, own = found.final, lossless_streams(network, trained, found, carriers)[0]
+        final, own = found.final, lossless_streams(network, trained, found, carriers, most)[0]
     else:
-        run = shared_pass(network, trained, batch, carriers)
+        run = shared_pass(network, trained, batch, carriers, None, most)
         final, own = run.final, run.streams
     real = (batch.documents >= 0).flatten()
     torch.testing.assert_close(final[real], main[real], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(own, streams, rtol=1e-10, atol=1e-10)
     assert streams.std(1).mean() > 0.05  # streams differ from each other
+    if most is not None:
+        assert not torch.allclose(streams, eager_streams(network, trained, batch, carriers)[1])
+        assert torch.allclose(
+            eager_streams(network, trained, batch, carriers, 99)[1], eager_streams(network, trained, batch, carriers)[1]
+        )
 
 
 @pytest.mark.parametrize("segment", [1, 4, 7, 1000])
@@ -170,7 +179,7 @@ def dense_loss(recipe: StreamRecipe, batch: TokenBatch) -> Tensor:
     network, trained = recipe.network, recipe.module
     carriers = choose_carriers(batch)
     before: dict[int, Tensor] = {}
-    main, streams = eager_streams(network, trained, batch, carriers, before)
+    main, streams = eager_streams(network, trained, batch, carriers, recipe.options.attention_limit, before)
     width = batch.tokens.shape[1]
     log_q = network.logits(streams).log_softmax(-1)
     log_p = network.logits(main).log_softmax(-1)
@@ -302,7 +311,15 @@ def test_an_exported_set_is_the_one_that_was_trained(tmp_path: Path) -> None:
     assert facts["parameters"] == recipe.module.parameters_by_part()
 
 
-ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "exits": (1,), "alpha_j": 0.5, "segment": 64}
+ADAPTERS_ALONE = {
+    "attention_limit": 64,
+    "layers": 2,
+    "identity": "rotation",
+    "prune_rank": 4,
+    "exits": (1,),
+    "alpha_j": 0.5,
+    "segment": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -314,10 +331,12 @@ ADAPTERS_ALONE = {"layers": 2, "identity": "rotation", "prune_rank": 4, "exits":
         ({"alpha_0": 1.0}, "frozen main stream"),
         ({"segment": 0}, "1 or more"),
         ({"rank": 0}, "1 or more"),
+        ({"attention_limit": 0}, "1 or more"),
         ({"mode": "lossy"}, "lossless or shared"),
         ({"identity": "name"}, "embedding or rotation"),
         ({"alpha_j": -1.0}, "0 or more"),
         ({"gamma": 0, "mode": "shared", "start_rank": 2}, "no streams to start"),
+        ({"mode": "shared", "linears": ("mlp",)}, "main rows, which share the adapters, keep their MLP"),
         ({"rotation_step": 0.1}, "trained embeddings"),
         ({"application": "sql"}, "a lossless set is for no application. Leave it out"),
         *(
@@ -468,6 +487,9 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="its gamma is 2, this run's 3"):
         wider = StreamOptions(gamma=3, layers=1, rank=4)
         StreamsKind().build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
+    with pytest.raises(ConfigError, match="its adapter is"):
+        own_mlp = StreamOptions(gamma=2, layers=1, rank=4, linears=("qkv", "out", "mlp"))
+        StreamsKind().build(own_mlp, build_context(tmp_path / "toy", network, tmp_path / "set"))
     for chosen in (options, StreamOptions(mode="shared", alpha_0=0.0, gamma=2, layers=1, rank=4)):
         weighed = replace(build_context(tmp_path / "toy", network), prompt_weight=0.5)
         with pytest.raises(ConfigError, match=r"prompt_weight=0.5.*main rows have no loss.*Leave prompt_weight out"):
@@ -484,6 +506,6 @@ def test_recipe_files_describe_sets(file: str) -> None:
     assert recipe.kind == StreamsKind.name
     options = fill(StreamOptions, dict(recipe.options), recipe.where)
     config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
-    assert config.mode == ("lossless" if "general" in file else "shared")
+    assert config.mode == ("shared" if "sql" in file or "e2e" in file else "lossless")
     assert (config.gamma == 0) == file.startswith("adapter")
     assert recipe.sources and recipe.held_out

@@ -112,6 +112,10 @@ class StreamSet(ctypes.Structure):
     ]
 
 
+class Limit(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("row", "start", "stop", "keys", "most")]
+
+
 class Pass(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
@@ -129,6 +133,8 @@ class Pass(ctypes.Structure):
         ("layers", ctypes.c_int64),
         ("adapters", ctypes.c_void_p),
         ("num_adapters", ctypes.c_int64),
+        ("limits", ctypes.c_void_p),
+        ("num_limits", ctypes.c_int64),
     ]
 
 

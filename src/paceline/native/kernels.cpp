@@ -278,15 +278,22 @@ struct LowRank {  // beside a Linear: y += up (down x); the factor alpha / rank 
 struct AdapterRange {      // rows with adapters; ranges are in order and disjoint
   int64_t start, stop;
   int64_t rank;
-  const LowRank* adapter;  // [layers][qkv, out, up, down]
+  const LowRank* adapter;  // [layers][qkv, out, up, down, mlp]; mlp: rows go through it in place of the MLP
 };
 
 struct StreamSet {         // lossless streams that start as f(M) + P_j, f the identity; see target/streams.py
   int64_t gamma;
   int64_t insertion;         // the first layer that they go through
   const void* embeddings;    // P [gamma, d_model]
-  const LowRank* adapter;    // [layers][qkv, out, up, down] of stream rows, or null
+  const LowRank* adapter;    // [layers][qkv, out, up, down, mlp] of stream rows, or null
   int64_t rank;
+};
+
+struct Limit {           // streams of one main row that attend to few of the keys that it sees; see target/stream_rows.py
+  int64_t row;           // the main row
+  int64_t start, stop;   // rows of its streams; their segment begins with the keys of the main row's
+  int64_t keys;          // so many of those may be chosen: all but streams'
+  int64_t most;          // that are, the main row's own among them
 };
 
 struct Pass {
@@ -308,6 +315,8 @@ struct Pass {
   int64_t layers;            // of the whole model
   const AdapterRange* adapters;
   int64_t num_adapters;
+  const Limit* limits;       // by their streams' rows, ascending; a segment of such rows holds no others
+  int64_t num_limits;
 };
 
 struct Rules;
@@ -386,13 +395,37 @@ Refusal check_adapters(const Pass& p) {
   return DONE;
 }
 
+// The segment of a row that is there, of segments that cover all rows.
+inline const Segment& segment_of(const Pass& p, int64_t row) {
+  return *(std::upper_bound(p.segments, p.segments + p.num_segments, row, [](int64_t r, const Segment& s) { return r < s.start; }) - 1);
+}
+
+Refusal check_limits(const Pass& p) {
+  int64_t end = 0;  // of the streams before, where they end within a segment
+  for (int64_t i = 0; i < p.num_limits; i++) {
+    const Limit& l = p.limits[i];
+    if (l.row < 0 || l.row >= l.start || l.start >= l.stop || l.stop > p.rows || l.most < 1 || l.start < end) return BAD_COUNT;
+    const Segment &main = segment_of(p, l.row), &s = segment_of(p, l.start);
+    if (main.stop > s.start || l.stop > s.stop || l.keys < main.stop - main.start || l.keys > std::min(main.num_keys, s.num_keys)) return BAD_SEGMENT;
+    if (s.prefix > l.keys) return BAD_SEGMENT;
+    const bool first = i == 0 || segment_of(p, p.limits[i - 1].start).start != s.start, last = i + 1 == p.num_limits || p.limits[i + 1].start >= s.stop;
+    if (l.start != (first ? s.start : end) || (last && l.stop != s.stop)) return BAD_SEGMENT;  // all rows of the segment
+    end = l.stop;
+  }
+  for (int64_t i = 0; i < p.num_limits; i++)  // a main row has all its keys
+    for (int64_t j = 0; j < p.num_limits; j++)
+      if (p.limits[i].row >= p.limits[j].start && p.limits[i].row < p.limits[j].stop) return BAD_SEGMENT;
+  return DONE;
+}
+
 Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
   const int64_t slots = cache_slots(m, p);
   if (p.rows < 0 || p.threads < 1 || start < 0 || stop > p.layers) return BAD_COUNT;
   if (!all_within(p.positions, p.rows, 0, m.rotated ? p.num_positions : INT64_MAX)) return BAD_POSITION;
   if (p.slots ? !all_within(p.slots, p.rows, -1, slots) : !within(p.slot_base, p.rows, slots)) return BAD_SLOT;
-  const Refusal found = check_segments(m, p);
-  return found != DONE ? found : check_adapters(p);
+  Refusal found = check_segments(m, p);
+  if (found == DONE) found = check_adapters(p);
+  return found == DONE ? check_limits(p) : found;
 }
 
 Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
@@ -1178,10 +1211,27 @@ inline View look(const Segment& s, int64_t window, const int64_t* positions, int
   return v;
 }
 
+// Where a row's weights go, for streams that choose their keys by them: those of the first `keys`, and -1 for what the
+// row does not see.
+struct Kept {
+  float* to = nullptr;
+  int64_t keys = 0;
+};
+
+template <class W> void keep_weights(const Kept& kept, const W* w, float total, const View& v, int i, const std::vector<int32_t>& tail) {
+  if (!kept.to) return;
+  const float scale = 1.0f / total;
+  const int64_t common = std::min(v.common, kept.keys);
+  for (int64_t j = 0; j < common; j++) kept.to[j] = wide(w[j]) * scale;
+  std::fill(kept.to + common, kept.to + kept.keys, -1.0f);
+  for (int64_t x = v.tail_begin[i]; x < v.tail_begin[i + 1]; x++)
+    if (tail[x] < kept.keys) kept.to[tail[x]] = wide(w[v.common + x - v.tail_begin[i]]) * scale;
+}
+
 // Attention of up to VECTORS rows of a segment under one query head.
 template <class A>
 void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
-            const A* query, int64_t query_stride, const A* keys, const A* values, A* out, int64_t out_stride) {
+            const A* query, int64_t query_stride, const A* keys, const A* values, A* out, int64_t out_stride, const Kept* kept) {
   Scratch& t = t_scratch;
   const int64_t d = m.head_dim, room = up(s.num_keys, 16);
   grow(t.scores, VECTORS * room);
@@ -1215,6 +1265,7 @@ void attend(const Model& m, const Segment& s, int64_t window, const int64_t* pos
       std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
     }
     total[i] = soften(score[i], view.common + owned);
+    if (kept) keep_weights(kept[i], score[i], total[i], view, i, t.tail);
     std::memset(sum[i], 0, d * sizeof(float));
   }
   accumulate_any<A>(count, sum, score, view.common, d, value_at);
@@ -1379,7 +1430,8 @@ inline float soften(float* s, int64_t n, bf16* w) {
 
 // Attention of up to TILE_ROWS rows of a segment under one query head. head_dim is a multiple of 32, at most MOST_DIMS.
 void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
-                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
+                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride,
+                  const Kept* kept) {
   Scratch& t = t_scratch;
   const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS);
   grow(t.scores, count * room);
@@ -1426,6 +1478,7 @@ void attend_pairs(const Model& m, const Segment& s, int64_t window, const int64_
     }
     bf16* w = t.weights.data() + i * room;
     total[i] = soften(score[i], seen, w);
+    if (kept) keep_weights(kept[i], w, total[i], view, i, t.tail);
     weight[i] = w, sum[i] = t.out.data() + i * d;
     std::memset(sum[i], 0, d * sizeof(float));
   }
@@ -1596,7 +1649,8 @@ bool join(const View& view, int64_t shared, int count, Scratch& t) {
 }
 
 void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
-                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride) {
+                  const bf16* query, int64_t query_stride, const bf16* keys, const bf16* values, bf16* out, int64_t out_stride,
+                  const Kept* kept) {
   Scratch& t = t_scratch;
   const int64_t d = m.head_dim, room = up(s.num_keys, TILE_KEYS) + TILE_KEYS;
   grow(t.scores, TILE_ROWS * room);
@@ -1653,6 +1707,7 @@ void attend_tiles(const Model& m, const Segment& s, int64_t window, const int64_
   float total[TILE_ROWS];
   for (int i = 0; i < count; i++) {
     total[i] = soften(score[i], seen[i]);
+    if (kept) keep_weights(kept[i], score[i], total[i], view, i, t.tail);
     bf16* w = t.weights.data() + i * room;
     const int64_t end = up(seen[i], TILE_KEYS);
     for (int64_t j = up(seen[i], 16); j < end; j++) score[i][j] = 0.0f;
@@ -1693,12 +1748,12 @@ template <class A> inline bool on_tiles(const Model& m) { return g_isa == AMX_BF
 
 constexpr int64_t WORTH = 1 << 17;  // weights of a layer, times rows / 4, that a further thread is worth
 
-enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, LINEARS = 4 };  // of a layer's linear layers
+enum Which { QKV = 0, OUT = 1, UP = 2, DOWN = 3, MLP = 4, PAIRS = 5 };  // of a layer's adapters
 
 // The part of a range that lies in one chunk of ROWS rows.
 struct Piece {
   int64_t begin, end;
-  const LowRank* adapter;  // [layers][LINEARS]
+  const LowRank* adapter;  // [layers][PAIRS]
   bool same;               // the piece before it has the same chunk and the same adapter
 };
 struct Pieces {
@@ -1727,6 +1782,85 @@ inline void cut(const Pass& p, Pieces& pieces) {
   pieces.first.push_back((int64_t)pieces.all.size());
 }
 
+// ------------------------------------------------------------------------------------- streams that see few keys
+
+// Of weights [n] the `most` largest that are not below 0, of equal ones the first; their places, ascending, go to `chosen`.
+void choose_largest(const float* weights, int64_t n, int64_t most, std::vector<int32_t>& chosen) {
+  typedef int32_t __attribute__((may_alias)) bits;
+  const bits* x = (const bits*)weights;  // floats from 0 on have the order of their bits
+  auto above = [&](int32_t least) {
+    int32_t count = 0;
+    for (int64_t j = 0; j < n; j++) count += x[j] >= least;
+    return (int64_t)count;
+  };
+  int32_t low = 0, high = INT32_MAX;  // the last one that is chosen is at least `low`, below `high`
+  if (above(0) > most)
+    while (high - low > 1) {
+      const int32_t middle = low + (high - low) / 2;
+      (above(middle) >= most ? low : high) = middle;
+    }
+  int64_t equal = most - above(low + 1);
+  chosen.clear();
+  for (int64_t j = 0; j < n; j++)
+    if (x[j] > low || (x[j] == low && equal-- > 0)) chosen.push_back((int32_t)j);
+}
+
+// The streams of one main row in one layer: what they attend to is a segment of its own.
+struct Few {
+  const Limit* limit;
+  const Segment* streams;  // where all that they may see is listed
+  int64_t own;             // place of the main row's own key
+  Segment segment;
+  std::vector<int32_t> chosen, siblings;  // keys of `streams`
+  std::vector<int64_t> keys;
+  std::vector<uint8_t> visible;
+
+  int64_t rows() const { return limit->stop - limit->start; }
+  int64_t slot(int64_t j) const { return streams->base >= 0 ? streams->base + j : streams->keys[j]; }
+  int64_t position(int64_t j) const {
+    return j < streams->prefix || !streams->block_positions ? j : streams->block_positions[j - streams->prefix];
+  }
+  bool sees(int64_t row, int64_t j) const {  // a key behind those that are chosen from
+    const int64_t block = streams->num_keys - streams->prefix, r = limit->start - streams->start + row;
+    if (!streams->visible) return j <= streams->num_keys - (streams->stop - streams->start) + r;
+    return streams->visible[r * block + j - streams->prefix];
+  }
+
+  // `weights`: of the main row, summed over heads.
+  void choose(float* weights, int64_t window, const int64_t* positions) {
+    weights[own] = INFINITY;
+    choose_largest(weights, limit->keys, limit->most, chosen);
+    siblings.clear();
+    for (int64_t j = limit->keys; j < streams->num_keys; j++)
+      if (sees(rows() - 1, j)) siblings.push_back((int32_t)j);
+    keys.clear();
+    for (int32_t j : chosen) keys.push_back(slot(j));
+    for (int32_t j : siblings) keys.push_back(slot(j));
+    const int64_t few = (int64_t)chosen.size(), all = (int64_t)keys.size();
+    const bool cut = window > 0 && streams->num_keys > window;  // a stream's window ends before its main row's does
+    segment = {limit->start, limit->stop, few, all, -1, keys.data(), nullptr, nullptr};
+    bool chain = all - few == rows();
+    for (int64_t r = 0; chain && r + 1 < rows(); r++) chain = sees(r, siblings[r]) && !sees(r, siblings[r + 1]);
+    if (chain && !cut) return;
+    visible.assign(rows() * all, 0);
+    for (int64_t r = 0; r < rows(); r++) {
+      const int64_t least = cut ? positions[limit->start + r] - window : -1;
+      for (int64_t j = 0; j < few; j++) visible[r * all + j] = position(chosen[j]) > least;
+      for (int64_t j = few; j < all; j++) visible[r * all + j] = sees(r, siblings[j - few]);
+    }
+    segment.prefix = 0, segment.visible = visible.data();
+  }
+};
+
+struct Limited {  // of one pass
+  std::vector<Few> all;
+  std::vector<int32_t> of_row;     // [rows] -1: no streams see few keys of this one's
+  std::vector<uint8_t> segments;   // whether its rows are such streams
+  std::vector<float> weights;      // [limits, heads, room]
+  int64_t room = 0;
+};
+thread_local Limited t_limited;
+
 // ------------------------------------------------------------------------------------------------ the pass
 
 struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to whole tiles
@@ -1749,7 +1883,7 @@ struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to
 thread_local Buffers t_buffers;
 
 template <class A> struct Runner final : Job {
-  enum Kind { NORM, PROJECT, ATTEND, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
+  enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
 
   const Model& m;
   const Pass& p;
@@ -1764,6 +1898,9 @@ template <class A> struct Runner final : Job {
   // tiles each has one of its own. A row's bits are the same either way.
   const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
   int64_t low_width = 0;  // of a row of down(x)
+  Limited& limited = t_limited;
+  Kind order[9];  // a layer's stages: of the norms only where `alone` is false, of few keys only where some streams see few
+  int64_t per_layer = 0;
 
   Runner(const Model& model, const Pass& pass, int begin, int end) : m(model), p(pass), start(begin), stop(end) {
     rows = p.rows, padded_rows = up(rows, ROWS);
@@ -1783,6 +1920,26 @@ template <class A> struct Runner final : Job {
     inner = b.take<A>(sizes[4]);
     cut(p, pieces);
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
+    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN}) {
+      const bool norm = kind == NORM || kind == NORM_AGAIN, few = kind == CHOOSE || kind == ATTEND_FEW;
+      if (!(norm && alone) && !(few && !p.num_limits)) order[per_layer++] = kind;
+    }
+    if (p.num_limits) limit();
+  }
+
+  void limit() {
+    limited.all.resize(p.num_limits), limited.of_row.assign(rows, -1), limited.segments.assign(p.num_segments, 0);
+    int64_t keys = 0;
+    for (int64_t i = 0; i < p.num_limits; i++) {
+      const Limit& l = p.limits[i];
+      const Segment &main = segment_of(p, l.row), &s = segment_of(p, l.start);
+      Few& few = limited.all[i];
+      few.limit = &l, few.streams = &s, few.own = l.keys - (main.stop - l.row);
+      limited.of_row[l.row] = (int32_t)i, limited.segments[&s - p.segments] = 1;
+      keys = std::max(keys, l.keys);
+    }
+    limited.room = up(keys, 16);
+    grow(limited.weights, p.num_limits * m.heads * limited.room);
   }
 
   // Threads that pay for meeting five times a layer: a small network is faster with few of them.
@@ -1795,22 +1952,19 @@ template <class A> struct Runner final : Job {
 
   int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
 
-  // -- the job: a layer's stages, those of the norms only where `alone` is false
+  // -- the job
 
-  int64_t per_layer() const { return alone ? 5 : 7; }
-  int64_t stages() const override { return (stop - start) * per_layer(); }
-  int layer_of(int64_t stage) const { return start + (int)(stage / per_layer()); }
-  Kind kind_of(int64_t stage) const {
-    constexpr Kind few[] = {PROJECT, ATTEND, ADD, GATE, ADD_AGAIN};
-    const int64_t i = stage % per_layer();
-    return alone ? few[i] : (Kind)i;
-  }
+  int64_t stages() const override { return (stop - start) * per_layer; }
+  int layer_of(int64_t stage) const { return start + (int)(stage / per_layer); }
+  Kind kind_of(int64_t stage) const { return order[stage % per_layer]; }
 
   int64_t units(int64_t stage) const override {
     switch (kind_of(stage)) {
       case NORM: case NORM_AGAIN: return rows;
       case PROJECT: return m.heads + 2 * m.kv_heads;
       case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
+      case CHOOSE: return p.num_limits;
+      case ATTEND_FEW: return p.num_limits * m.heads;
       case GATE: return m.d_ff / LANES;
       default: return up(m.d_model, LANES) / LANES;
     }
@@ -1826,15 +1980,20 @@ template <class A> struct Runner final : Job {
     const Layer& l = m.layers[index];
     const A* in = (const A*)(index == start ? p.hidden_in : p.hidden_out);
     const Kind kind = kind_of(stage);
-    if (fresh && kind != NORM && kind != NORM_AGAIN && kind != ATTEND) set_tiles(rows);
+    const bool multiplies = kind == PROJECT || kind == ADD || kind == GATE || kind == ADD_AGAIN;
+    if (fresh && multiplies) set_tiles(rows);
     switch (kind) {
       case NORM: return norm(in, l.attention_norm, begin, end);
       case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), begin, end, fresh);
       case ATTEND: return attention(l, index, begin, end);
-      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, begin, end, fresh);
+      case CHOOSE: return choose_keys(l, begin, end);
+      case ATTEND_FEW: return few_attention(index, begin, end);
+      case ADD: return add(l.out, index, OUT, attended, attended_width, in, middle, rows, begin, end, fresh);
       case NORM_AGAIN: return norm(middle, l.mlp_norm, begin, end);
-      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), begin, end, fresh);
-      case ADD_AGAIN: return add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, begin, end, fresh);
+      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), mlp_rows(index), begin, end, fresh);
+      case ADD_AGAIN:
+        add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, mlp_rows(index), begin, end, fresh);
+        return replace_mlp(index, l, middle, (A*)p.hidden_out, begin, end, fresh);
     }
   }
 
@@ -1853,23 +2012,32 @@ template <class A> struct Runner final : Job {
     return y;
   }
 
+  bool replaces_mlp(int index, const LowRank* adapter) const { return adapter[index * PAIRS + MLP].down.weight; }
+
+  // The first rows, up to where all others have an adapter in place of the MLP.
+  int64_t mlp_rows(int index) const {
+    int64_t end = rows;
+    for (int64_t i = p.num_adapters; i-- && p.adapters[i].stop == end && replaces_mlp(index, p.adapters[i].adapter);) end = p.adapters[i].start;
+    return end;
+  }
+
   // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
   // is a block or two of outputs more, which costs less than a stage.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
-    grow(t_scratch.low, padded_rows * low_width);
+    grow(t_scratch.low, 2 * padded_rows * low_width);
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
       for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
         const Piece& piece = pieces.all[i];
-        const Linear& l = piece.adapter[index * LINEARS + which].down;
+        const Linear& l = piece.adapter[index * PAIRS + which].down;
         if (!l.weight || (piece.same && in_tiles)) continue;
-        if (in_tiles) lower_rows(l, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
-        else lower_rows(l, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
+        if (in_tiles) lower_rows(l, which, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
+        else lower_rows(l, which, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
       }
   }
 
   // Rows r0 .. end - 1 of down(x), of which those from `begin` on are kept, with zeros up to a multiple of K_STEP.
-  void lower_rows(const Linear& l, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
+  void lower_rows(const Linear& l, Which which, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
     alignas(64) float c[ROWS * BLOCKS * LANES];
     const int64_t total = up(l.n, LANES) / LANES, width = up(l.n, K_STEP);
     for (int64_t b = 0; b < total; b += BLOCKS) {
@@ -1878,14 +2046,15 @@ template <class A> struct Runner final : Job {
       product(l, block, blocks, in, (int)(end - r0), c);
       for (int64_t r = begin; r < end; r++) {
         const float* sum = c + (r - r0) * BLOCKS * LANES;
-        for (int64_t i = 0; i < blocks * LANES; i++) put(low(r) + b * LANES + i, sum[i]);
+        for (int64_t i = 0; i < blocks * LANES; i++) put(low(which, r) + b * LANES + i, sum[i]);
       }
     }
     for (int64_t r = begin; r < end; r++)
-      for (int64_t i = total * LANES; i < width; i++) put(low(r) + i, 0.0f);
+      for (int64_t i = total * LANES; i < width; i++) put(low(which, r) + i, 0.0f);
   }
 
-  A* low(int64_t row) { return (A*)t_scratch.low.data() + row * low_width; }
+  // A stage may need two of them: that in place of the MLP lies apart.
+  A* low(Which which, int64_t row) { return (A*)t_scratch.low.data() + ((which == MLP ? padded_rows : 0) + row) * low_width; }
 
   // c += up(down(x)) for the rows r0 .. r0 + n - 1 that have adapters; c as `product` left it.
   void adapt(int index, Which which, const int64_t block[], int blocks, int64_t r0, int n, float* c) {
@@ -1893,11 +2062,11 @@ template <class A> struct Runner final : Job {
     alignas(64) float delta[ROWS * BLOCKS * LANES];
     for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
       const Piece& piece = pieces.all[i];
-      const Linear& l = piece.adapter[index * LINEARS + which].up;
+      const Linear& l = piece.adapter[index * PAIRS + which].up;
       if (!l.weight) continue;
       const int64_t first = piece.begin - r0, size = BLOCKS * LANES;
-      if (!in_tiles) product(l, block, blocks, Input<A>{low(piece.begin), low_width}, (int)(piece.end - piece.begin), delta + first * size);
-      else if (!piece.same) product(l, block, blocks, Input<A>{low(r0), low_width}, n, delta);
+      if (!in_tiles) product(l, block, blocks, Input<A>{low(which, piece.begin), low_width}, (int)(piece.end - piece.begin), delta + first * size);
+      else if (!piece.same) product(l, block, blocks, Input<A>{low(which, r0), low_width}, n, delta);
       for (int64_t r = first; r < piece.end - r0; r++)
         for (int64_t j = 0; j < blocks * LANES; j++) c[r * size + j] += delta[r * size + j];
     }
@@ -1953,53 +2122,108 @@ template <class A> struct Runner final : Job {
   int64_t task_rows(const Layer& l, const Segment& s) const {
     return l.window > 0 && s.num_keys > l.window ? 1 : on_pairs<A>(m) ? TILE_ROWS : VECTORS;
   }
-  int64_t segment_tasks(const Layer& l, const Segment& s) const {
-    const int64_t wide_as = task_rows(l, s);
-    return (s.stop - s.start + wide_as - 1) / wide_as * m.heads;
+  int64_t segment_tasks(const Layer& l, int64_t s) const {
+    if (p.num_limits && limited.segments[s]) return 0;
+    const int64_t wide_as = task_rows(l, p.segments[s]);
+    return (p.segments[s].stop - p.segments[s].start + wide_as - 1) / wide_as * m.heads;
   }
   int64_t attention_tasks(const Layer& l) const {
     int64_t all = 0;
-    for (int64_t s = 0; s < p.num_segments; s++) all += segment_tasks(l, p.segments[s]);
+    for (int64_t s = 0; s < p.num_segments; s++) all += segment_tasks(l, s);
     return all;
   }
 
   void attention(const Layer& l, int index, int64_t begin, int64_t end) {
-    const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads;
-    const bool paired = on_pairs<A>(m);
     int64_t task = begin, first = 0;
     for (int64_t s = 0; s < p.num_segments && task < end; s++) {
       const Segment& seg = p.segments[s];
-      const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, seg);
+      const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, s);
       for (; task < std::min(last, end); task++) {
         const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
-        const int count = (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0);
-        const int64_t row = seg.start + r0, cache = h / groups * p.head_stride;
-        attend_one(paired, seg, l.window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
-                   (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd);
+        attend_rows(seg, l.window, index, h, r0, (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0), p.num_limits > 0);
       }
       first = last;
     }
   }
 
-  void attend_one(bool paired, const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out) {
-    if constexpr (std::is_same_v<A, bf16>) {
-#if PL_AMX
-      if (paired && g_isa == AMX_BF16)
-        return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
-#endif
-#if PL_DOT_BF16
-      if (paired) return attend_pairs(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
-#endif
+  // Which keys the streams of some main rows see, by these rows' weights: the mean over heads (appendix H.1).
+  void choose_keys(const Layer& l, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      float* sum = kept_of(i, 0).to;
+      for (int64_t h = 1; h < m.heads; h++) {
+        const float* more = kept_of(i, h).to;
+        for (int64_t j = 0; j < limited.all[i].limit->keys; j++) sum[j] += more[j];
+      }
+      limited.all[i].choose(sum, l.window, p.positions);
     }
-    (void)paired;
-    attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width);
   }
 
-  // out = residual + x W^T, rounded once.
-  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
+  void few_attention(int index, int64_t begin, int64_t end) {
+    const int64_t wide_as = on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+    for (int64_t task = begin; task < end; task++) {
+      const Few& few = limited.all[task / m.heads];
+      for (int64_t r0 = 0; r0 < few.rows(); r0 += wide_as)
+        attend_rows(few.segment, 0, index, task % m.heads, r0, (int)std::min(wide_as, few.rows() - r0), false);
+    }
+  }
+
+  Kept kept_of(int64_t limit, int64_t h) const {
+    return {limited.weights.data() + (limit * m.heads + h) * limited.room, limited.all[limit].limit->keys};
+  }
+
+  // Rows r0 .. r0 + count - 1 of a segment under query head h; `keep`: the weights of main rows whose streams see few keys.
+  void attend_rows(const Segment& s, int64_t window, int index, int64_t h, int64_t r0, int count, bool keep) {
+    const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads, row = s.start + r0, cache = h / groups * p.head_stride;
+    Kept kept[TILE_ROWS];
+    for (int i = 0; keep && i < count; i++)
+      if (limited.of_row[row + i] >= 0) kept[i] = kept_of(limited.of_row[row + i], h);
+    attend_one(s, window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache, (const A*)p.v_cache[index] + cache,
+               attended + row * attended_width + h * hd, keep ? kept : nullptr);
+  }
+
+  void attend_one(const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out, const Kept* kept) {
+    if constexpr (std::is_same_v<A, bf16>) {
+#if PL_AMX
+      if (on_tiles<A>(m))
+        return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width, kept);
+#endif
+#if PL_DOT_BF16
+      if (on_pairs<A>(m)) return attend_pairs(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width, kept);
+#endif
+    }
+    attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width, kept);
+  }
+
+  // out = residual + up(down(x)) for the rows that have an adapter in place of the MLP (Speculative Streaming, appendix H.2).
+  void replace_mlp(int index, const Layer& layer, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
     const int64_t outs = m.d_model;
+    bool any = false;
+    for (int64_t i = 0; i < p.num_adapters; i++) any = any || replaces_mlp(index, p.adapters[i].adapter);
+    if (!any) return;
+    const A* x = normed_rows(residual, layer.mlp_norm, fresh);
+    if (fresh) lower(index, MLP, x, d);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    for (int64_t b = begin; b < end; b += BLOCKS) {
+      const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
+      const int64_t first = b * LANES, outputs = std::min<int64_t>(blocks * LANES, outs - first), block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      for (const Piece& piece : pieces.all) {
+        if (!replaces_mlp(index, piece.adapter)) continue;
+        const int64_t chunk = piece.begin / ROWS * ROWS;  // a tile takes rows of a whole one
+        const int64_t r0 = in_tiles ? chunk : piece.begin, stop = in_tiles ? std::min(chunk + ROWS, rows) : piece.end;
+        product(piece.adapter[index * PAIRS + MLP].up, block, blocks, Input<A>{low(MLP, r0), low_width}, (int)(stop - r0), c);
+        for (int64_t r = piece.begin; r < piece.end; r++)
+          for (int64_t i = 0; i < outputs; i++)
+            put(out + r * outs + first + i, wide(residual[r * outs + first + i]) + c[(r - r0) * BLOCKS * LANES + i]);
+      }
+    }
+  }
+
+  // out = residual + x W^T for the first `count` rows, rounded once.
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out, int64_t count, int64_t begin, int64_t end, bool fresh) {
+    const int64_t outs = m.d_model;
+    if (count == 0) return;
     if (fresh) lower(index, which, x, stride);
-    sweep(l, begin, end, input_of(l, x, stride, rows, fresh), rows, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+    sweep(l, begin, end, input_of(l, x, stride, count, fresh), count, [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
       const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
       for (int r = 0; r < n; r++)
@@ -2010,24 +2234,25 @@ template <class A> struct Runner final : Job {
     });
   }
 
-  // silu(gate) * up, two blocks of each at a time.
-  void mlp(const Linear& l, int index, const A* x, int64_t begin, int64_t end, bool fresh) {
+  // silu(gate) * up of the first `count` rows, two blocks of each at a time.
+  void mlp(const Linear& l, int index, const A* x, int64_t count, int64_t begin, int64_t end, bool fresh) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
+    if (count == 0) return;
     if (fresh) lower(index, UP, x, d);
-    const Input<A> in = input_of(l, x, d, rows, fresh);
+    const Input<A> in = input_of(l, x, d, count, fresh);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     if (begin == 0 && ff != m.d_ff)
-      for (int64_t r = 0; r < rows; r++)
+      for (int64_t r = 0; r < count; r++)
         for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
     for (int64_t b = begin; b < end; b += half) {
       const int n = (int)std::min<int64_t>(half, end - b);
       int64_t block[BLOCKS] = {};
       for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
-      for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
-        const int count = (int)std::min<int64_t>(ROWS, rows - r0);
-        product(l, block, 2 * n, in.from(r0), count, c);
-        adapt(index, UP, block, 2 * n, r0, count, c);
-        for (int r = 0; r < count; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
+      for (int64_t r0 = 0; r0 < count; r0 += ROWS) {
+        const int chunk = (int)std::min<int64_t>(ROWS, count - r0);
+        product(l, block, 2 * n, in.from(r0), chunk, c);
+        adapt(index, UP, block, 2 * n, r0, chunk, c);
+        for (int r = 0; r < chunk; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
   }
@@ -2601,6 +2826,7 @@ struct Fused {
 
   int64_t k = 0, scratch = 0, room = 0;  // slots of the streams' K and V: the first one, and how many
   bool noisy = false;  // whether drafts are drawn with the noise of the target's own choices
+  int64_t most = 0;    // keys of its main row that a stream attends to; 0: all
   const Rules* rules = nullptr;  // by segment
   std::vector<Carrier> carriers;
   std::vector<Rider> riders;
@@ -2608,17 +2834,19 @@ struct Fused {
   std::vector<uint8_t> masks;
   std::vector<Segment> segments;
   std::vector<AdapterRange> adapters;
+  std::vector<Limit> limits;
   std::vector<char> tap, begun;  // main rows before the streams' first layer; streams that run afterwards
 
   // Behind `Asked`'s numbers:
-  //     carriers, k, first scratch slot, scratch slots, 1 where drafts are drawn with the target's noise
+  //     carriers, k, first scratch slot, scratch slots, 1 where drafts are drawn with the target's noise, keys of its main row
+  //         that a stream attends to (0: all; else every node carries streams)
   //     for each carrier: segment, root row, streams, most, ends, riders; the tokens of the ends; the riders, ascending
   Refusal read(const Model& m, const Asked& a, const StreamSet& set) {
     const int64_t* at = a.end;
     const int64_t count = at[0];
-    k = at[1], scratch = at[2], room = at[3], noisy = at[4] != 0, at += 5;
+    k = at[1], scratch = at[2], room = at[3], noisy = at[4] != 0, most = at[5], at += 6;
     carriers.clear(), riders.clear();
-    if (count < 0 || k < 1 || k > m.vocab || set.gamma < 1 || set.insertion < 1 || set.insertion >= a.pass.layers) return BAD_COUNT;
+    if (count < 0 || k < 1 || k > m.vocab || most < 0 || set.gamma < 1 || set.insertion < 1 || set.insertion >= a.pass.layers) return BAD_COUNT;
     int64_t rows = 0, later = 0, last = -1;
     for (int64_t i = 0; i < count; i++) {
       const int64_t streams = at[2], num_ends = at[4], num_riders = at[5];
@@ -2630,6 +2858,7 @@ struct Fused {
       if (c.root < s.start || c.root >= s.stop || (drafted >= 0 && c.root != s.stop - 1 - drafted)) return BAD_COUNT;
       if (!std::binary_search(a.wanted, a.wanted + a.num_wanted, c.root)) return BAD_COUNT;
       if (place_of(a, c.root) + s.stop - c.root > a.num_wanted || a.wanted[place_of(a, c.root) + s.stop - c.root - 1] != s.stop - 1) return BAD_COUNT;
+      if (most && num_riders != s.stop - c.root) return BAD_COUNT;  // weights that choose are those of the pass
       at += 6 + num_ends;
       for (int64_t r = 0, before = -1; r < num_riders; r++, at++, rows += streams) {
         if (*at <= before || *at >= s.stop - c.root) return BAD_COUNT;
@@ -2735,7 +2964,7 @@ struct Fused {
       num_keys += s.num_keys + streams, num_places += s.stop - s.start + streams, bytes += streams * (s.stop - s.start + streams);
     }
     keys.resize(num_keys), places.resize(num_places), masks.assign(bytes, 0);  // so that addresses in them stay
-    segments = a.segments;
+    segments = a.segments, limits.clear();
     int64_t *next_key = keys.data(), *next_place = places.data();
     uint8_t* mask = masks.data();
     for (const Carrier& c : carriers) {
@@ -2749,6 +2978,7 @@ struct Fused {
       for (int64_t r = c.riders; r < c.riders + c.num_riders; r++) {
         const Rider& rider = riders[r];
         const int64_t carried = c.root + rider.node, seen = carried - s.start;  // its row, and in the segment
+        if (most) limits.push_back({carried, rider.row, rider.row + c.streams, s.num_keys, most});
         start(m, set, (const A*)tap.data() + carried * d, c.streams, (A*)a.states.data() + rider.row * d);
         for (int64_t j = 0; j < c.streams; j++, mask += block) {
           if (s.visible) std::memcpy(mask, s.visible + seen * width, width);
@@ -2765,6 +2995,7 @@ struct Fused {
     p.rows = main + rode, p.positions = positions.data(), p.slots = slots.data(), p.hidden_in = p.hidden_out = a.states.data();
     p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
     p.adapters = adapters.data(), p.num_adapters = (int64_t)adapters.size();
+    p.limits = limits.data(), p.num_limits = (int64_t)limits.size();
     run_layers(m, p, (int)set.insertion, (int)p.layers);
   }
 

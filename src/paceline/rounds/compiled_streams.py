@@ -101,7 +101,7 @@ def _riding(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVP
         ends = work.sequence.state.checker.enders
         rows.append(CarrierRows(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
-    return Riding(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy)
+    return Riding(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy, rules.attention_limit)
 
 
 def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, room: int) -> Sequence[int]:

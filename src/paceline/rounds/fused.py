@@ -60,11 +60,8 @@ class FusedRound:
         self.emitter = Emitter(target.num_layers, drafter.spec)
         if target.stack is not None and self.rules.rotates:
             raise _needs_torch("streams that rotate values", "they rotate no values")
-        if target.stack is not None and self.rules.attention_limit is not None:
-            raise _needs_torch(f"attention_limit={self.rules.attention_limit}", "they do not show attention weights")
-        # Whether a pass that prunes nothing may be one compiled call: the default verdict, and attention without limit.
-        limited = self.rules.attention_limit is not None or self.rules.k == 0
-        self.compiled = self.guard.verifier.verify is match and not limited
+        # Whether a pass that prunes nothing may be one compiled call: the default verdict, no drafts that are drawn.
+        self.compiled = self.guard.verifier.verify is match and self.rules.k > 0
         self._make_room(self.rules.gamma)
 
     @property

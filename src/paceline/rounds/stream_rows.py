@@ -190,7 +190,9 @@ class StreamInsertion:
                 c.limit = replace(c.limit, rows=rows, streams=slice(start, c.segment.stop))
             start = c.segment.stop
             streams.append(c.segment)
-        state.attn = self.target.plan([*main, *streams], state.positions)
+        # Torch's attention leaves streams out that attend to few keys: see `StreamRows.attend`.
+        few = self.rules.attention_limit is not None and self.target.stack is None
+        state.attn = self.target.plan(main if few else [*main, *streams], state.positions)
         state.adapters = (*main_adapters(p), *stream_adapters(self.inserted, streams))
         state.rope.clear()
         rotation = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend, Segment
 from ..core.errors import ConfigError
+from .adapters import MLP, AdapterRange
 from .base import Batch, ForwardState, KVCache, Taps, TargetInfo
 from .families import DecoderConfig, linear_biases, linear_shapes
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
@@ -329,9 +330,8 @@ class Layer(nn.Module):
         if state.special is not None:
             values = state.special.rotated(values)
         store(v_cache, state.slots, values)
-        attended = attention.attend(state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
-        if state.special is not None:
-            state.special.limit(attended, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window)
+        given = state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window
+        attended = attention.attend(*given) if state.special is None else state.special.attend(attention, *given)
         if state.adapters:
             return self._adapted_rest(hidden, attended, state)
         hidden = self.out.add(attended, hidden)
@@ -342,6 +342,23 @@ class Layer(nn.Module):
         hidden = self.out.add(attended, hidden)
         self._adapt(state, "out", attended, hidden)
         normed = self.mlp_norm(hidden)
+        own = [part for part in state.adapters if part.adapter.replaces_mlp(self.index)]
+        if not own:
+            return self._adapted_mlp(hidden, normed, state)
+        # Stream rows are the last ones: what lies before the first of them that has an MLP of its own needs this one.
+        rows = _before(len(hidden), own)
+        result = hidden.clone()
+        if rows:
+            result[:rows] = self._adapted_mlp(hidden[:rows], normed[:rows], state)
+        for part in own:
+            inside = slice(part.start, part.stop)
+            delta = part.adapter.delta(self.index, MLP, normed[inside])
+            assert delta is not None
+            result[inside] = hidden[inside] + delta
+        return result
+
+    def _adapted_mlp(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
+        """The MLP with adapters, added to ``hidden``: [rows, d_model], of the pass's first rows."""
         up = self.up(normed)
         self._adapt(state, "up", normed, up)
         inner = self._inner(up)
@@ -383,6 +400,15 @@ class Layer(nn.Module):
         apart = not x.is_contiguous() or x.shape[1] % 64 == 0
         block = max(1, (_SERIAL_ELEMENTS - 1) // x.shape[1]) if apart else 1
         return activate(x) if x.shape[0] <= block else torch.cat([activate(part) for part in x.split(block)])
+
+
+def _before(rows: int, ranges: Sequence[AdapterRange]) -> int:
+    """How many of ``rows`` are left without the ranges that they end in."""
+    for part in reversed(ranges):
+        if part.stop != rows:
+            break
+        rows = part.start
+    return rows
 
 
 def store(cache: Tensor, slots: Tensor | slice, values: Tensor) -> None:

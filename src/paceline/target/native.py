@@ -21,12 +21,12 @@ from torch import Tensor
 from .. import native
 from ..attention.base import Segment
 from ..core.errors import CapabilityError, ConfigError
-from .adapters import LINEARS, AdapterRange, LowRank, not_loaded
+from .adapters import LINEARS, MLP, AdapterRange, LowRank, not_loaded
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .native_calls import Chain, Chains, Grown, RowSpan, Seed, Seeds, hold, numbers_of
-from .native_streams import NativeStreams, Riding, Told, told
+from .native_streams import NativeStreams, Riding, Told, limits_of, told
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .streams import StreamSet
 
 HEAD_STEP = 16  # a head's width is a multiple of it
+_PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
 _BAD_POSITION = 1
 _REFUSALS = {
@@ -104,7 +105,8 @@ class NativeAdapters:
     """The pairs of one `LowRank`, packed for a stack's products.
 
     Weights are of the model's dtype, bf16 beside int8. The factor alpha / rank is folded into ``up`` before it
-    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product.
+    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product, unless it
+    stands in place of the MLP.
 
     Args:
         adapter: what to pack; parameters that change later are not seen.
@@ -116,20 +118,26 @@ class NativeAdapters:
 
     def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear]) -> None:
         self.rank = adapter.config.rank
-        self.table = (native.LowRank * len(bases))()
+        layers = len(bases) // len(LINEARS)
+        self.table = (native.LowRank * (layers * len(_PAIRS)))()
         self._held: list[NativeLinear] = []
         for layer, linear in adapter.names():
-            place = layer * len(LINEARS) + LINEARS.index(linear)
             pair = adapter.pair(layer, linear)
             if pair is None:
                 continue
             what = f"the adapter of layer {layer}, {linear}"
-            if place >= len(bases):
-                raise ConfigError(what, f"the model has {len(bases) // len(LINEARS)} layers", "use its own adapters")
-            self._fill(self.table[place], what, *pair, adapter.scale, bases[place])
+            if layer >= layers:
+                raise ConfigError(what, f"the model has {layers} layers", "use its own adapters")
+            # What stands in place of the MLP has the inputs of its first product and the outputs of its last.
+            first, last = ("up", "down") if linear == MLP else (linear, linear)
+            base, end = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in (first, last))
+            made = self.table[layer * len(_PAIRS) + _PAIRS.index(linear)]
+            self._fill(made, what, *pair, adapter.scale, base.struct.k, end, linear != MLP)
 
-    def _fill(self, made: Any, what: str, down: Tensor, up: Tensor, scale: float, base: NativeLinear) -> None:
-        n, k = base.struct.n, base.struct.k
+    def _fill(
+        self, made: Any, what: str, down: Tensor, up: Tensor, scale: float, k: int, base: NativeLinear, beside: bool
+    ) -> None:
+        n = base.struct.n
         if down.shape != (self.rank, k) or up.shape != (n, self.rank):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
             wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
@@ -137,7 +145,7 @@ class NativeAdapters:
         if down.isnan().any() or up.isnan().any():
             raise not_loaded(what)
         wide = up.detach().float() * scale  # [out, rank]
-        if base.scale is not None:
+        if beside and base.scale is not None:
             wide = wide / base.scale[:, None]
         for name, weight in (("down", down.detach()), ("up", wide)):
             packed = NativeLinear(weight.to("cpu", base.dtype), None, quant=False)
@@ -250,8 +258,8 @@ class Stack:
     def run(self, state: ForwardState, start: int, stop: int, cache: KVCache) -> Tensor:
         """[rows, d_model] after layers start .. stop - 1; ``state.hidden`` is left as it is.
 
-        Rows in ``state.adapters`` get those adapters' deltas. A `LowRank` is packed when it first comes, for as
-        long as it lives: its parameters must not change afterwards.
+        Rows in ``state.adapters`` get those adapters' deltas; the limits in ``state.special`` hold for its streams. A
+        `LowRank` is packed when it first comes, for as long as it lives: its parameters must not change afterwards.
 
         Raises:
             ConfigError: adapters that are not for this model; see `NativeAdapters`.
@@ -283,6 +291,9 @@ class Stack:
         if state.adapters:
             table = self._ranges(state.adapters, run.rows)
             run.adapters, run.num_adapters = ctypes.addressof(table), len(table)
+        if state.special is not None and state.special.limits:
+            limits = limits_of(state.special.limits)
+            run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.now)
         refused = self._run_layers(self._reference, run, start, stop)
         if refused == _BAD_POSITION:
@@ -367,6 +378,7 @@ class Stack:
         numbers = numbers_of(tokens, positions, slots, spans, wanted, held)
         scratch = riding.scratch
         numbers += (len(riding.carriers), riding.k, scratch.start, scratch.stop - scratch.start, int(riding.noisy))
+        numbers.append(riding.most or 0)
         for span, root, wanted_streams, most, ends, riders in riding.carriers:
             numbers += (span, root, wanted_streams, most, len(ends), len(riders), *ends, *riders)
         streams = self.streams(riding.streams)

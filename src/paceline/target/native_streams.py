@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import native
 
 if TYPE_CHECKING:
     from .native import Stack
+    from .stream_rows import StreamLimit
     from .streams import StreamSet
 
 
@@ -32,6 +33,7 @@ class Riding(NamedTuple):
     k: int  # tokens wanted of each stream
     scratch: slice  # slots for K and V of streams: of all riders, and of a row's for every carrier
     noisy: bool = False  # whether a sequence that samples has its drafts drawn with the noise of its own choices
+    most: int | None = None  # keys of its main row that a stream attends to; then every node is a rider. None: all
 
     @property
     def rows(self) -> int:
@@ -66,6 +68,18 @@ class NativeStreams:
             self._adapters = stack.adapters(streams.adapters)
             self.struct.adapter, self.struct.rank = ctypes.addressof(self._adapters.table), self._adapters.rank
         self.reference = ctypes.byref(self.struct)
+
+
+def limits_of(parts: Sequence[StreamLimit]) -> Any:
+    """Limits of attention as the compiled layers read them, a main row each: an array of `native.Limit`."""
+    table = []
+    for part in parts:
+        rows = part.rows.tolist()
+        gamma = (part.streams.stop - part.streams.start) // len(rows)
+        for i, row in enumerate(rows):
+            start = part.streams.start + i * gamma
+            table.append(native.Limit(row, start, start + gamma, len(part.keys), part.most))
+    return (native.Limit * len(table))(*table)
 
 
 def told(out: list[int], log_q: list[float], carriers: int, block: int, k: int) -> list[Told | None]:

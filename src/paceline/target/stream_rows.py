@@ -6,11 +6,13 @@ Source: Speculative Streaming, appendices E.4 and H.1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention.streams import stream_sees
+from ..attention.base import AttentionBackend
+from ..attention.streams import main_sees, stream_sees
 
 
 def value_rotation(
@@ -72,39 +74,45 @@ class StreamLimit:
         Keys are chosen by the main row's attention weights, averaged over heads. Streams keep the keys that are inside
         their own sliding window, which lies up to gamma behind the main row's.
         """
-        groups = query.shape[1] // k_cache.shape[0]
-        k, v = (c[:, self.keys].repeat_interleave(groups, dim=0) for c in (k_cache, v_cache))  # [heads, keys, dim]
-        own_k, own_v = (
-            c[:, self.scratch].unflatten(1, (len(self.rows), -1)).repeat_interleave(groups, dim=0)
-            for c in (k_cache, v_cache)
-        )  # [heads, G, gamma, dim]
+        chosen, found = self._best(query[self.rows], k_cache, scale, window)  # [G, most]
+        kv_heads, carriers = k_cache.shape[0], len(self.rows)
+        own_k, own_v = (c[:, self.scratch].unflatten(1, (carriers, -1)) for c in (k_cache, v_cache))
         gamma = own_k.shape[2]
-        chosen = self._best(query[self.rows], k, own_k, scale, window)  # [G, keys]
-        q = query[self.streams].unflatten(0, (len(self.rows), gamma))  # [G, gamma, heads, dim]
+        near_k, near_v = (c[:, self.keys[chosen]] for c in (k_cache, v_cache))  # [kv_heads, G, most, head_dim]
+        q = query[self.streams].unflatten(0, (carriers, gamma)).unflatten(2, (kv_heads, -1))
         step = torch.arange(1, gamma + 1, device=q.device)
-        near = chosen[:, None].expand(-1, gamma, -1)
+        near = found[:, None].expand(-1, gamma, -1)  # [G, gamma, most]
         if window is not None:
-            near = near & (self.key_positions > (self.positions[:, None] + step - window)[..., None])
-        far = torch.einsum("gjhd,hkd->hgjk", q, k).mul(scale).masked_fill(~near, -torch.inf)
+            near = near & (self.key_positions[chosen][:, None] > (self.positions[:, None] + step - window)[..., None])
         hidden = ~stream_sees(step * 0, step, step * 0, step)  # one carrier's streams: all have the same owner
-        close = torch.einsum("gjhd,hgid->hgji", q, own_k).mul(scale).masked_fill(hidden, -torch.inf)
+        far = torch.einsum("gjkrd,kgmd->gkrjm", q, near_k).mul(scale).masked_fill(~near[:, None, None], -torch.inf)
+        close = torch.einsum("gjkrd,kgid->gkrji", q, own_k).mul(scale).masked_fill(hidden, -torch.inf)
         weights = torch.cat((far, close), -1).softmax(-1)
-        mixed = torch.einsum("hgjk,hkd->gjhd", weights[..., : len(self.keys)], v)
-        mixed = mixed + torch.einsum("hgji,hgid->gjhd", weights[..., len(self.keys) :], own_v)
+        mixed = torch.einsum("gkrjm,kgmd->gjkrd", weights[..., : chosen.shape[1]], near_v)
+        mixed = mixed + torch.einsum("gkrji,kgid->gjkrd", weights[..., chosen.shape[1] :], own_v)
         return mixed.flatten(0, 1).flatten(1)
 
-    def _best(self, query: Tensor, k: Tensor, own_k: Tensor, scale: float, window: int | None) -> Tensor:
-        """[G, keys] bool: the keys with the highest weights of the main row, the row itself always among them."""
+    def _best(self, query: Tensor, k_cache: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        """[G, most] the keys with the highest weights of the main row, the row itself among them, and whether it sees
+        them: where it sees fewer, others stand in their place. Of equal weights the earlier key's counts more.
+        """
         seen = self.visible
         if window is not None:
             seen = seen & (self.key_positions > self.positions[:, None] - window)
-        scores = torch.einsum("ghd,hkd->hgk", query, k).mul(scale).masked_fill(~seen, -torch.inf)
+        slots = self.keys
+        if self.shared:  # main rows attend to their streams, which cannot be chosen
+            slots = torch.cat((slots, self.scratch))
+        q = query.unflatten(1, (k_cache.shape[0], -1))  # [G, kv_heads, groups, head_dim]
+        scores = torch.einsum("gkrd,ksd->gkrs", q, k_cache[:, slots]).mul(scale).flatten(1, 2)  # [G, heads, keys]
+        seen_all = seen
         if self.shared:
-            scores = torch.cat((scores, torch.einsum("ghd,hgid->hgi", query, own_k).mul(scale)), -1)
-        weights = scores.softmax(-1)[..., : len(self.keys)].mean(0)
-        weights = weights.scatter(1, self.own[:, None], torch.inf)
-        best = weights.topk(min(self.most, weights.shape[1]), dim=1).indices
-        return torch.zeros_like(seen).scatter(1, best, True) & seen
+            rows = torch.arange(len(query), device=seen.device)
+            gamma = len(self.scratch) // len(query)
+            seen_all = torch.cat((seen, main_sees(rows, rows.repeat_interleave(gamma))), 1)
+        weights = scores.masked_fill(~seen_all[:, None], -torch.inf).softmax(-1)[..., : len(self.keys)].mean(1)
+        weights = weights.masked_fill(~seen, -1.0).scatter(1, self.own[:, None], torch.inf)
+        best = weights.sort(dim=1, descending=True, stable=True).indices[:, : self.most].sort(dim=1).values
+        return best, seen.gather(1, best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class StreamRows:
 
     start: int  # first stream row of the pass; they are its last ones
     rotation: tuple[Tensor, Tensor] | None = None  # of the streams' values; see `value_rotation`
-    limits: tuple[StreamLimit, ...] = ()
+    limits: tuple[StreamLimit, ...] = ()  # of all streams, in the order of their rows, or of none
 
     def rotated(self, values: Tensor) -> Tensor:
         """V of all rows [rows, kv_heads, head_dim], that of stream rows rotated."""
@@ -121,9 +129,18 @@ class StreamRows:
             return values
         return torch.cat((values[: self.start], rotate_values(values[self.start :], self.rotation)))
 
-    def limit(
-        self, attended: Tensor, query: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None
-    ) -> None:
-        """Overwrite the limited rows of ``attended`` [rows, heads * head_dim]."""
-        for part in self.limits:
-            attended[part.streams] = part.attend(query, k_cache, v_cache, scale, window)
+    def attend(
+        self,
+        backend: AttentionBackend,
+        plan: Any,
+        query: Tensor,  # [rows, heads, head_dim]
+        k_cache: Tensor,  # [kv_heads, slots, head_dim]
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:  # [rows, heads * head_dim]
+        """Attention of all rows: where streams attend to few keys, the plan is that of the other rows."""
+        if not self.limits:
+            return backend.attend(plan, query, k_cache, v_cache, scale, window)
+        main = backend.attend(plan, query[: self.start], k_cache, v_cache, scale, window)
+        return torch.cat((main, *(part.attend(query, k_cache, v_cache, scale, window) for part in self.limits)))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, shown
-from .adapters import AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
+from .adapters import MLP, AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
 from .families import MAX_LAYERS
 from .files import fingerprint as fingerprint
 from .files import free_bytes, is_file, read_json
@@ -81,6 +81,10 @@ class StreamConfig:
         inside = not layers or (layers[0] >= low and layers[-1] < self.num_layers)
         self._require("adapter", inside, f"must lie in layers {low} to {self.num_layers - 1}")
         self._require("adapter", bool(layers or self.gamma), "is missing: a set without streams is its adapter")
+        if self.adapter is not None and MLP in self.adapter.linears:
+            private = self.mode == "lossless" and len(layers) == self.msa_layers
+            rule = f"can have {MLP} in lossless mode alone, and then in every layer of the streams"
+            self._require("adapter", private, rule)
 
     def _require_exits(self) -> None:
         whole = isinstance(self.exits, tuple) and all(type(layer) is int for layer in self.exits)

@@ -29,7 +29,7 @@ from ..attention.streams import main_sees, stream_sees
 from ..target.stream_rows import rotate_values, value_rotation
 from ..target.streams import StreamSet
 from .data import TokenBatch
-from .network import Delta, KeyValues, Network, Rotation, attend
+from .network import Delta, KeyValues, Network, Projected, Rotation, attend
 
 # -- carriers: which main rows have streams
 
@@ -163,6 +163,71 @@ def group_attention(
     return torch.cat(outputs, 1).permute(1, 2, 0, 3).flatten(2)
 
 
+# -- attention over few keys (appendix H.1)
+
+
+@torch.no_grad()
+def best_keys(
+    q: Tensor,  # [R, H, D] of the carriers
+    k: Tensor,  # flat main keys
+    own_k: Tensor | None,  # [R, gamma, kv_heads, D] of their streams, where carriers attend to them
+    carriers: Carriers,
+    window: int | None,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """The main keys that each carrier's streams may attend to: those with the highest attention weights of the carrier,
+    averaged over heads, its own always among them.
+
+    Returns:
+        [R, most] flat indices; and whether they are keys: of a carrier that sees fewer, the others are not.
+    """
+    chosen = carriers.index.new_zeros(len(carriers), most)
+    found = torch.zeros_like(chosen, dtype=torch.bool)
+    queries, keys = _heads(q, q.shape[1]), _heads(k, q.shape[1])  # [H, R, D], [H, B * T, D]
+    own = None if own_k is None else _heads(own_k, q.shape[1])  # [H, R, gamma, D]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for block in carriers.blocks:
+        rows, places = block.rows, carriers.positions[block.rows, None]
+        scores = (queries[:, rows] @ keys[:, block.keys].mT).to(wide)  # [H, P, K]
+        count = scores.shape[2]
+        unseen = _unseen(places[:, 0], places.new_zeros(1), count, window)[:, 0]  # [P, K]
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if own is not None:
+            scores = torch.cat((scores, (own[:, rows] @ queries[:, rows, :, None])[..., 0].to(wide)), -1)
+        weights = scores.mul_(q.shape[2] ** -0.5).softmax(-1)[..., :count].mean(0).masked_fill(unseen, -1.0)
+        best = weights.scatter(1, places, torch.inf).topk(min(most, count), dim=1)
+        chosen[rows, : best.indices.shape[1]] = best.indices + block.keys.start
+        found[rows, : best.indices.shape[1]] = best.values >= 0
+    return chosen, found
+
+
+def few_attention(
+    q: Tensor,  # [R, gamma, H, D]
+    main: KeyValues,
+    own: KeyValues,  # [R, gamma, kv_heads, D]
+    carriers: Carriers,
+    chosen: tuple[Tensor, Tensor],  # [R, most], see `best_keys`
+    window: int | None,
+) -> Tensor:  # [R, gamma, H * D]
+    """Streams over the main keys that were chosen for their carriers, and their own streams."""
+    (index, found), (own_k, own_v) = chosen, own
+    step = torch.arange(1, q.shape[1] + 1, device=q.device)
+    near = found[:, None].expand(-1, len(step), -1)  # [R, gamma, most]
+    if window is not None:  # a stream's lies up to gamma behind its carrier's
+        behind = carriers.index[:, None] - index
+        near = near & (behind[:, None] + step[:, None] < window)
+    hidden = ~_sees_streams(step * 0, step, step * 0, step)
+    k, v = (part[index] for part in main)  # [R, most, kv_heads, D]
+    grouped = q.unflatten(2, (k.shape[2], -1))  # [R, gamma, kv_heads, groups, D]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    far = torch.einsum("pjkrd,pmkd->pkrjm", grouped, k).to(wide).masked_fill(~near[:, None, None], -torch.inf)
+    close = torch.einsum("pjkrd,pikd->pkrji", grouped, own_k).to(wide).masked_fill(hidden, -torch.inf)
+    weights = (torch.cat((far, close), -1) * q.shape[3] ** -0.5).softmax(-1).to(v.dtype)
+    far, close = weights.split([index.shape[1], len(step)], -1)
+    mixed = torch.einsum("pkrjm,pmkd->pjkrd", far, v) + torch.einsum("pkrji,pikd->pjkrd", close, own_v)
+    return mixed.flatten(2)
+
+
 def _sees_streams(owner: Tensor, step: Tensor, key_owner: Tensor, key_stream: Tensor) -> Tensor:
     """[queries, keys] bool: streams by eq. 2; carriers, which have step 0, by eq. 3."""
     streams = stream_sees(owner, step, key_owner, key_stream)
@@ -197,6 +262,7 @@ class StreamPass:
     carriers: Carriers
     rotation: Rotation  # of the stream rows' queries and keys [R, gamma, 1, dim]
     of_values: tuple[Tensor, Tensor] | None  # their `value_rotation` [gamma, 1, 1]
+    most: int | None = None  # main keys that a stream attends to; None: all that its carrier sees
 
     @property
     def delta(self) -> Delta | None:
@@ -215,31 +281,37 @@ class StreamPass:
         Args:
             hidden: [R, gamma, d].
             k, v: flat main keys and values.
-            q_main: [R, H, D] queries of the carriers, where they attend to their streams (shared mode).
+            q_main: [R, H, D] queries of the carriers, where they attend to their streams (shared mode) or choose keys.
 
         Returns:
-            [R, gamma, d]; and the carriers' attention [R, H * D] (of no rows without ``q_main``).
+            [R, gamma, d]; and the carriers' attention [R, H * D] (of no rows in lossless mode).
         """
         net = self.network
         q, own_k, own_v = net.qkv(index, hidden, self.rotation, self.delta)  # [R, gamma, heads, D]
         own_v = self.rotated(own_v)
-        extra = 0 if q_main is None else 1
-        if q_main is not None:
-            q = torch.cat((q_main[:, None], q), 1)
+        window, shared = net.config.windows[index], self.trained.config.mode == "shared"
+        extra = 1 if shared else 0
         steps = torch.arange(1 - extra, hidden.shape[1] + 1, device=hidden.device)
-        window = net.config.windows[index]
-        attended = group_attention(q, (k, v), (own_k, own_v), self.carriers, steps, window)
+        given = (k, v), (own_k, own_v), self.carriers
+        if self.most is not None and q_main is not None:
+            chosen = best_keys(q_main, k, own_k if shared else None, self.carriers, window, self.most)
+            attended = few_attention(q, *given, chosen, window)
+            if shared:
+                attended = torch.cat((group_attention(q_main[:, None], *given, steps[:1], window), attended), 1)
+        else:
+            q = q if q_main is None else torch.cat((q_main[:, None], q), 1)
+            attended = group_attention(q, *given, steps, window)
         # A linear layer multiplies rows one matrix a carrier where they lie apart, so they are brought together first.
         rows = attended[:, extra:].contiguous()
         return net.finish_layer(index, hidden, rows, self.delta), attended[:, :extra].flatten(1)
 
 
-def stream_pass(network: Network, trained: StreamSet, carriers: Carriers) -> StreamPass:
+def stream_pass(network: Network, trained: StreamSet, carriers: Carriers, most: int | None = None) -> StreamPass:
     """Rotations of the streams of ``carriers``: stream j of a row at t is at position t + j."""
     gamma, angle = trained.config.gamma, trained.config.value_rotation
     steps = torch.arange(1, gamma + 1, device=carriers.index.device)
     values = None if angle is None else value_rotation(steps, angle, network.head_weight.dtype)
-    return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), values)
+    return StreamPass(network, trained, carriers, network.rotation(carriers.positions[:, None] + steps), values, most)
 
 
 # -- lossless mode: main rows once, without gradients; then segments of streams
@@ -254,6 +326,7 @@ class MainPass:
     keys: tuple[KeyValues, ...]  # of each MSA layer
     final: Tensor  # [B * T, d] after the final norm
     states: tuple[Tensor, ...] = ()  # [B * T, d] after each MSA layer, before the final norm
+    queries: tuple[Tensor, ...] = ()  # [B * T, H, D] of each MSA layer
 
 
 @torch.no_grad()
@@ -265,13 +338,14 @@ def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collec
         exits: layers before which states are kept, below that one.
     """
     hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
-    kept: list[KeyValues] = []
+    kept: list[Projected] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
-    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for k, v in kept)
+    keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
     states = tuple(x.flatten(0, 1) for x in (*inputs[1:], final))
+    queries = tuple(q.flatten(0, 1) for q, _, _ in kept)
     entering = hidden.flatten(0, 1)
     before = _before(below, exits) | dict(enumerate((entering, *states[:-1]), insertion))
-    return MainPass(before, entering, keys, network.final(final).flatten(0, 1), states)
+    return MainPass(before, entering, keys, network.final(final).flatten(0, 1), states, queries)
 
 
 def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tensor]:
@@ -280,18 +354,22 @@ def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tens
 
 
 def lossless_streams(
-    network: Network, trained: StreamSet, main: MainPass, carriers: Carriers
+    network: Network, trained: StreamSet, main: MainPass, carriers: Carriers, most: int | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Streams of ``carriers`` over the main rows of `main_pass`.
+
+    Args:
+        most: main keys that a stream attends to; see `best_keys`. None: all.
 
     Returns:
         [R, gamma, d] after the final norm; and the states [R, gamma, d] at the start and after each layer.
     """
-    run = stream_pass(network, trained, carriers)
+    run = stream_pass(network, trained, carriers, most)
     hidden = trained.begin(main.entering[carriers.index])
     states = [hidden]
     for offset, (k, v) in enumerate(main.keys):
-        hidden, _ = run.layer(trained.config.insertion + offset, hidden, k, v)
+        q = None if most is None else main.queries[offset][carriers.index]
+        hidden, _ = run.layer(trained.config.insertion + offset, hidden, k, v, q)
         states.append(hidden)
     return network.final(hidden), states
 
@@ -317,6 +395,7 @@ def shared_pass(
     batch: TokenBatch,
     carriers: Carriers,
     segment: int | None = None,
+    most: int | None = None,
     exits: Collection[int] = (),
 ) -> SharedPass:
     """Main rows with adapters on all layers, carriers attending to their streams (eq. 3).
@@ -325,6 +404,7 @@ def shared_pass(
         carriers: with streams, all rows of `generated`: others would see what they do not see in decoding.
         segment: carriers whose streams are inside a layer at a time; their activations are then recomputed in the
             backward pass, and only states between layers are kept. None: all at once, and all is kept.
+        most: main keys that a stream attends to; see `best_keys`. None: all.
         exits: as for `main_pass`.
     """
     delta = None if trained.adapters is None else trained.adapters.delta
@@ -338,7 +418,7 @@ def shared_pass(
         final = network.final(hidden).flatten(0, 1)
         return SharedPass(before, entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
     parts = list(carriers.segments(segment))
-    passes = [stream_pass(network, trained, part) for part in parts]
+    passes = [stream_pass(network, trained, part, most) for part in parts]
     held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
     rotation, masks = network.rotation(batch.positions), network.masks(batch, start)
     states = []
@@ -368,6 +448,7 @@ def eager_streams(
     trained: StreamSet,
     batch: TokenBatch,
     carriers: Carriers,
+    most: int | None = None,
     before: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One dense attention over main rows and streams of all carriers, T + R gamma rows: naive training.
@@ -391,28 +472,24 @@ def eager_streams(
     run = stream_pass(network, trained, carriers)
     steps = torch.arange(1, gamma + 1, device=main.device)
     places = torch.cat((batch.positions.flatten(), (carriers.positions[:, None] + steps).flatten()))
-    rotation = network.rotation(places)
-    rows = torch.cat((main, streams))
+    rotations = network.rotation(places[:count]), network.rotation(places[count:])
+    deltas = on_main, None if adapters is None else adapters.delta
+    rows = [main, streams]
     seen = _dense_mask(batch, carriers, gamma, shared)
-
-    def delta(index: int, linear: str, x: Tensor) -> Tensor | None:
-        more = None if adapters is None else adapters.delta(index, linear, x)
-        if more is None or shared:
-            return more
-        return torch.cat((torch.zeros_like(more[:count]), more[count:]))
-
     for index in range(config.insertion, config.num_layers):
-        seen_before[index] = rows[:count]
-        q, k, v = network.qkv(index, rows, rotation, delta)
+        seen_before[index] = rows[0]
+        parts = [network.qkv(index, *part) for part in zip(rows, rotations, deltas, strict=True)]
+        q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
         v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
         window = network.config.windows[index]
         mask = seen if window is None else seen & _near(places, count, window)
-        attended = attend(q[None], k[None], v[None], mask[None, None])[0]
-        rows = network.finish_layer(index, rows, attended, delta)
+        if most is not None:
+            mask = _few(q, k, mask, carriers, count, most)
+        attended = attend(q[None], k[None], v[None], mask[None, None])[0].split([count, len(streams)])
+        rows = [network.finish_layer(index, *part) for part in zip(rows, attended, deltas, strict=True)]
     if before is not None:
         before |= seen_before
-    final = network.final(rows)
-    return final[:count], final[count:].unflatten(0, (-1, gamma))
+    return network.final(rows[0]), network.final(rows[1]).unflatten(0, (-1, gamma))
 
 
 def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool) -> Tensor:
@@ -427,6 +504,19 @@ def _dense_mask(batch: TokenBatch, carriers: Carriers, gamma: int, shared: bool)
     on_main = (step == 0)[None] & (of[:, None] >= of[None]) & (document[of][:, None] == document[of][None])
     on_streams = _sees_streams(of, step, of, step) & (step > 0)[None]
     return on_main | (on_streams if shared else on_streams & (step > 0)[:, None])
+
+
+def _few(q: Tensor, k: Tensor, mask: Tensor, carriers: Carriers, count: int, most: int) -> Tensor:
+    """[rows, rows] bool: ``mask``, streams without the main keys that their carriers' weights do not choose."""
+    rows, size = carriers.index, len(mask)
+    heads = [x.repeat_interleave(q.shape[1] // x.shape[1], 1).detach() for x in (q, k)]
+    scores = torch.einsum("rhd,khd->hrk", heads[0][rows], heads[1]) * q.shape[2] ** -0.5
+    weights = scores.masked_fill(~mask[rows], -torch.inf).softmax(-1).mean(0)[:, :count]
+    weights = weights.masked_fill(~mask[rows, :count], -1.0).scatter(1, rows[:, None], torch.inf)
+    best = torch.zeros_like(weights, dtype=torch.bool).scatter(1, weights.topk(min(most, count), 1).indices, True)
+    chosen = torch.ones(size, size, dtype=torch.bool, device=q.device)
+    chosen[count:, :count] = best.repeat_interleave((size - count) // max(1, len(rows)), 0)
+    return mask & chosen
 
 
 def _near(places: Tensor, count: int, window: int) -> Tensor:

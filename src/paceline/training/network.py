@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import make_backend
 from ..core.errors import ConfigError
+from ..target.adapters import MLP
 from ..target.decoder import _ACTIVATIONS, Decoder, Layer, Norm
 from ..target.families import DecoderConfig
 from ..target.linear import Dense
@@ -28,6 +29,7 @@ from .data import TokenBatch
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and signed sin [B, T, 1, dim]
 KeyValues = tuple[Tensor, Tensor]  # [B, T, kv_heads, head_dim] each
+Projected = tuple[Tensor, Tensor, Tensor]  # queries [B, T, heads, head_dim], keys and values
 # (layer index, linear's name, its input) -> what is added to its output, or None
 Delta = Callable[[int, str, Tensor], Tensor | None]
 
@@ -113,10 +115,17 @@ class Network(nn.Module):
         return rotate(q, rotation), rotate(k, rotation), v
 
     def finish_layer(self, index: int, hidden: Tensor, attended: Tensor, delta: Delta | None = None) -> Tensor:
-        """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP."""
+        """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP.
+
+        Where ``delta`` has an answer for the MLP as a whole, that takes its place.
+        """
         layer = self.layers[index]
         hidden = hidden + linear(layer, "out", index, attended, delta)
-        inner = linear(layer, "up", index, normed(layer.mlp_norm, hidden), delta)
+        x = normed(layer.mlp_norm, hidden)
+        own = None if delta is None else delta(index, MLP, x)
+        if own is not None:
+            return hidden + own
+        inner = linear(layer, "up", index, x, delta)
         activate = _ACTIVATIONS[self.config.activation]
         if self.config.gated:
             gate, up = inner.chunk(2, dim=-1)
@@ -132,12 +141,12 @@ class Network(nn.Module):
         stop: int,
         batch: TokenBatch,
         delta: Delta | None = None,
-        keep: list[KeyValues] | None = None,
+        keep: list[Projected] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Layers start .. stop - 1, each token attending within its document.
 
         Args:
-            keep: is given the keys and values of every layer run.
+            keep: is given the queries, keys and values of every layer run.
 
         Returns:
             [B, T, d_model], and the inputs of every layer run.
@@ -148,7 +157,7 @@ class Network(nn.Module):
             inputs.append(hidden)
             q, k, v = self.qkv(index, hidden, rotation, delta)
             if keep is not None:
-                keep.append((k, v))
+                keep.append((q, k, v))
             hidden = self.finish_layer(index, hidden, attend(q, k, v, masks[index]), delta)
         return hidden, inputs
 

@@ -74,7 +74,7 @@ class StreamsConfig(DrafterConfig):
         "unless it was likely enough to carry them in the pass",
     )
     attention_limit: int | None = option(
-        None, help="keys of its main row that a stream attends to, best first (torch kernels, at=nodes)", minimum=1
+        None, help="keys of its main row that a stream attends to, best first (at=nodes)", minimum=1
     )
     proposes: Literal["point", "coupled", "sampled"] = option(
         "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: a drawn chain (rejection)"

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
-from ...target.adapters import LINEARS, AdapterConfig, linear_shapes
+from ...target.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...target.files import fingerprint
 from ...target.streams import StreamConfig, StreamSet
 from ...training.data import TokenBatch
@@ -52,6 +52,7 @@ _OF_STREAMS = (
     "alpha_j",
     "segment",
     "positions",
+    "attention_limit",
 )  # of no meaning to adapters alone
 
 
@@ -66,13 +67,18 @@ class StreamOptions:
     layers: int = setting(4, "layers at the top of the target that streams go through")
     rank: int = setting(8, "of the adapters")
     alpha: float | None = setting(None, "adapters' output is scaled by alpha / rank; default: 4 times the rank")
-    linears: tuple[str, ...] = setting(LINEARS, "linear layers with an adapter: qkv, out, up, down")
+    linears: tuple[str, ...] = setting(
+        LINEARS, "linear layers with an adapter: qkv, out, up, down; mlp: one in place of the MLP (lossless, H.2)"
+    )
     start_rank: int = setting(0, "of the map from main state to stream start; 0: the identity")
     identity: Literal["embedding", "rotation"] = setting(
         "embedding", "what tells streams apart: a trained embedding each, or rotated values"
     )
     rotation_step: float | None = setting(
         None, "radians that values of stream j are rotated by, times j; default: pi / (2 (context + gamma))"
+    )
+    attention_limit: int | None = setting(
+        None, "keys of its main row that a stream attends to, best first; draft with the same. Default: all"
     )
     prune_rank: int = setting(8, "of the early exits that prune trees; 0: none is trained")
     exits: tuple[int, ...] = setting((), "layers before which there is one, beside the one where streams begin")
@@ -93,6 +99,8 @@ class StreamOptions:
             ("distill", not self.distill or not shared, "only a frozen target is distilled from"),
             ("segment", self.segment is None or self.segment >= 1, "it must be 1 or more"),
             ("rank", self.rank >= 1, "it must be 1 or more"),
+            ("attention_limit", self.attention_limit is None or self.attention_limit >= 1, "it must be 1 or more"),
+            ("linears", MLP not in self.linears or not shared, "main rows, which share the adapters, keep their MLP"),
             ("identity", self.identity in ("embedding", "rotation"), "it is embedding or rotation"),
             ("alpha_0", not self.alpha_0 or shared, "a frozen main stream has no loss to lower"),
             ("alpha_0", self.alpha_0 is None or 0 <= self.alpha_0 < math.inf, "it must be 0 or more"),
@@ -223,7 +231,7 @@ class StreamRecipe:
     def _segment(
         self, batch: TokenBatch, main: MainPass, part: Carriers, aims: Aims
     ) -> tuple[Tensor, dict[str, float]]:
-        streams, _ = lossless_streams(self.network, self.module, main, part)  # [R, gamma, d]
+        streams, _ = lossless_streams(self.network, self.module, main, part, self.options.attention_limit)
         own = Aims.of(batch, part, streams.shape[1], aims)
         loss, figures = self._stream_loss(streams, own, main.final)
         early, exit_figures = self._exit_loss(main.before, part, own)
@@ -277,8 +285,9 @@ class StreamRecipe:
         rows = [batch.rows(b, b + 1) for b in range(len(batch.tokens))]
         made = [(row, choose_carriers(row)) for row in rows]
         before: list[dict[int, Tensor]] = [{} for _ in made]
+        most = self.options.attention_limit
         outputs = [
-            eager_streams(self.network, self.module, row, carriers, kept)
+            eager_streams(self.network, self.module, row, carriers, most, kept)
             for (row, carriers), kept in zip(made, before, strict=True)
         ]
         carriers = choose_carriers(batch)
@@ -295,8 +304,8 @@ class StreamRecipe:
     def _shared(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
         gamma = self.module.config.gamma
         carriers = choose_carriers(batch)
-        exits = self.module.config.exits
-        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, exits)
+        most, exits = self.options.attention_limit, self.module.config.exits
+        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most, exits)
         main = self._main_loss(run.final, batch)
         figures = {"main": float(main.detach())}
         loss = self.options.factors[0] * main
@@ -344,12 +353,13 @@ class StreamRecipe:
 
     def _outputs(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, Tensor]:
         """Main rows [B * T, d] and streams [R, gamma, d] after the final norm."""
+        most = self.options.attention_limit
         if self.options.mode == "shared":
-            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment)
+            run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most)
             return run.final, run.streams
         main = main_pass(self.network, batch, self.module.config.insertion)
         parts = carriers.segments(self.options.segment or 512)
-        streams = [lossless_streams(self.network, self.module, main, part)[0] for part in parts]
+        streams = [lossless_streams(self.network, self.module, main, part, most)[0] for part in parts]
         return main.final, torch.cat(streams) if streams else main.final.new_zeros(0, 0, 0)
 
     def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
@@ -364,10 +374,11 @@ class StreamRecipe:
     # -- result
 
     def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`StreamSet.save`, and ``training.json``: the facts and the number of parameters of each part."""
+        """`StreamSet.save`, and ``training.json``: the facts, the number of parameters of each part, and the limit that
+        drafts are best made with."""
         self.module.save(folder)
         counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
-        values = {**facts, **counted}
+        values = {**facts, **counted, "attention_limit": self.options.attention_limit}
         (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
 
 
