@@ -506,6 +506,6 @@ def test_recipe_files_describe_sets(file: str) -> None:
     assert recipe.kind == StreamsKind.name
     options = fill(StreamOptions, dict(recipe.options), recipe.where)
     config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
-    assert config.mode == ("shared" if "sql" in file or "e2e" in file else "lossless")
+    assert config.mode == ("shared" if any(task in file for task in ("sql", "e2e", "dialogsum")) else "lossless")
     assert (config.gamma == 0) == file.startswith("adapter")
     assert recipe.sources and recipe.held_out
