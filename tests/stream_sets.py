@@ -7,14 +7,22 @@ from typing import Any
 
 import torch
 
-from paceline.target.adapters import AdapterConfig, linear_shapes
+from paceline.target.adapters import LINEARS, AdapterConfig, linear_shapes
 from paceline.target.loader import read_config, resolve_folder
 from paceline.target.streams import StreamConfig, StreamSet, fingerprint
 
 MODEL = "paceline-small-draft"  # the smaller of the embedded two
 
 
-def save_set(folder: Path, *, mode: str = "lossless", gamma: int = 2, layers: int = 1, **options: Any) -> str:
+def save_set(
+    folder: Path,
+    *,
+    mode: str = "lossless",
+    gamma: int = 2,
+    layers: int = 1,
+    linears: tuple[str, ...] = LINEARS,
+    **options: Any,
+) -> str:
     """A set for `MODEL` that changes little: adapters of a shared one by a hair."""
     place = Path(resolve_folder(MODEL))
     shape = read_config(place)
@@ -28,7 +36,7 @@ def save_set(folder: Path, *, mode: str = "lossless", gamma: int = 2, layers: in
         num_layers=total,
         d_model=shape.d_model,
         vocab_size=shape.vocab_size,
-        adapter=AdapterConfig(rank=2, layers=tuple(range(low, total))),
+        adapter=AdapterConfig(rank=2, layers=tuple(range(low, total)), linears=linears),
         target=MODEL,
         fingerprint=fingerprint(place),
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from paceline.bench.study import Entry, Grid
+from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
+from paceline.target.adapters import MLP
 from streaming.common import (
     CHOOSE,
     CUT,
@@ -54,6 +57,41 @@ def figure_11(ask: Asked) -> Grid:
     sets = read_sets(ask.sets)
     entries = [e for s in sets for e in s.chain_and_cut(f", {s.config.msa_layers} layers", s.config.msa_layers)]
     return grid_of(sets, "Layers that streams go through", entries, x_label="MSA layers (Ns)", choose=CHOOSE)
+
+
+def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> Grid:
+    """Another set beside ``--set``, each as a chain and as a small tree; no other part of the two may differ.
+
+    Args:
+        other: its folder.
+        label: what it is called.
+        settings: of the engine.
+    """
+    usual, changed = TrainedSet.read(str(ask.set)), TrainedSet.read(other)
+    shapes = [(s.config.mode, s.config.gamma, s.config.msa_layers) for s in (usual, changed)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"set {other}", f"it is {changed.line}, {ask.set} is {usual.line}", "train both alike")
+    entries = [*usual.chain_and_cut(", as usual", "as usual"), *changed.chain_and_cut(f", {label}", label)]
+    entries = [replace(e, method=replace(e.method, settings={**e.method.settings, **settings})) for e in entries]
+    return grid_of([usual, changed], title, entries, x_label="streams")
+
+
+@study.figure(needs=("set", "rotated"))
+def figure_12a(ask: Asked) -> Grid:
+    """Value rotation in place of stream embeddings; on torch, since the compiled layers rotate no values."""
+    config = TrainedSet.read(str(ask.rotated)).config
+    if config.value_rotation is None:
+        raise ConfigError(f"set {ask.rotated}", "it has stream embeddings", "train it with identity='rotation'")
+    return beside(ask, str(ask.rotated), "values rotated", "Value rotation", kernels="torch")
+
+
+@study.figure(needs=("set", "own_mlp"))
+def appendix_h2(ask: Asked) -> Grid:
+    """Streams that go through an adapter in place of the MLP."""
+    adapter = TrainedSet.read(str(ask.own_mlp)).config.adapter
+    if adapter is None or MLP not in adapter.linears:
+        raise ConfigError(f"set {ask.own_mlp}", "its streams have the target's MLP", f"train it with {MLP} in linears")
+    return beside(ask, str(ask.own_mlp), "MLP replaced", "An adapter in place of the MLP")
 
 
 @study.figure(needs=("set",))

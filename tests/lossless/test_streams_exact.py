@@ -366,8 +366,11 @@ def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at
         assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
 
 
-@pytest.mark.parametrize(("compiled", "kind"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
-def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "kind", "limit"),
+    [(False, "float32", None), (True, "float32", None), (True, "bfloat16", None), (True, "bfloat16", 6)],
+)
+def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, limit: int | None) -> None:
     """Alone without drafts, or in a batch with drafts, few rows a pass and preemption: the same logits, bit for bit."""
     if compiled and native.unavailable():
         pytest.skip(str(native.unavailable()))
@@ -376,8 +379,10 @@ def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str) 
     app = tiny_application("one", decoder, trained)
 
     def logits(prompts: Sequence[Sequence[int]], budget: int, **options: Any) -> dict[tuple[int, int], Tensor]:
+        few: dict[str, Any] = {"at": "nodes", "attention_limit": limit} if limit else {}
         where = {"prune_layer": 2, "prune_exit": "head"} if budget else {}  # above where its streams begin
-        drafter = streams(target={"config": WIDE, "dtype": KINDS[kind]}, k=8, nodes=12, prune_count=9, **where)
+        target_of = {"config": WIDE, "dtype": KINDS[kind]}
+        drafter = streams(target=target_of, k=8, nodes=12, prune_count=9, **where, **few)
         engine = assemble(
             drafter, decoder=decoder, applications=[app], budget=budget, max_model_len=120, block_size=4, **options
         )
@@ -389,6 +394,40 @@ def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str) 
         found = logits(PROMPTS, 12, **options)
         assert wanted.keys() <= found.keys()
         assert all(torch.equal(wanted[place], found[place]) for place in wanted), options
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+@pytest.mark.parametrize("limit", [None, 6])
+def test_compiled_streams_say_what_torch_s_say(mode: Any, limit: int | None) -> None:
+    if native.unavailable():
+        pytest.skip(str(native.unavailable()))
+    trained = tiny_streams(WIDE, dtype=torch.float32, mode=mode, layers=2)
+    found: list[tuple[list[list[int]], list[Tensor]]] = []
+    for compiled in (True, False):
+        decoder = tiny_decoder(WIDE, dtype=torch.float32, compiled=compiled)
+        drafter: Any = streams(
+            target={"config": WIDE, "dtype": torch.float32},
+            trained=None if mode == "shared" else trained,
+            k=8,
+            nodes=12,
+            at="nodes",
+            attention_limit=limit,
+        )
+        told: list[Tensor] = []
+        observe = drafter.observe
+
+        def listen(step: StepFeatures, observe: Any = observe, told: list[Tensor] = told) -> None:
+            told.extend(x.clone() for x in step.stream_logits if x is not None)
+            observe(step)
+
+        drafter.observe = listen
+        apps = [tiny_application("one", decoder, trained)] if mode == "shared" else []
+        engine = assemble(drafter, decoder=decoder, applications=apps, max_model_len=120)
+        engine.round.compiled = False  # type: ignore[attr-defined]  # the pass in one call shows no logits
+        found.append((answers(engine, GREEDY, "one" if apps else None), told))
+    assert found[0][0] == found[1][0]
+    assert len(found[0][1]) == len(found[1][1]) > 20
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=2e-3) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def test_the_compiled_layers_say_what_they_cannot() -> None:

@@ -265,7 +265,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 5]), draw.choice([0, 1, 8, 17])) for _ in range(3)]
     totals = [sum(size) for size in sizes]
     riding = draw.random() < 0.5
-    most = draw.choice([None, 1, 7, 500])  # keys that streams attend to
+    few = draw.choice([None, 1, 7, 500])  # keys that streams attend to
     spare = 170 if riding else 0  # scratch slots behind all others
     cache, at, start = Cache(decoder, sum(totals) + spare), 0, 0
     order = torch.randperm(sum(totals))
@@ -284,7 +284,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         slots += named[prefix:].tolist()
         spans.append(RowSpan(start, start + rows, prefix, keys, parents))
         if riding and draw.random() < 0.8:
-            nodes = [n for n in range(drafted + 1) if most or draw.random() < 0.5]
+            nodes = [n for n in range(drafted + 1) if few or draw.random() < 0.5]
             streams, most = draw.randint(1, GAMMA), draw.choice([-1, 0, 99])
             carriers.append(CarrierRows(len(spans) - 1, start + pending - 1, streams, most, tokens[:1], nodes))
             wanted += range(start + pending - 1, start + rows)
@@ -309,7 +309,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
             draw.choice([1, vocab]),
             slice(sum(totals), sum(totals) + spare),
             draw.random() < 0.5,
-            most,
+            few,
         )
         given = (*drawn, torch.empty(len(wanted) + rides.rows, vocab)) if draw.random() < 0.5 else ()
         found, told, _ = stack.decide_streams(*asked, rides, *given)

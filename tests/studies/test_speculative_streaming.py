@@ -391,6 +391,27 @@ def test_sets_of_an_application_are_what_they_are_taken_for(sets: dict[str, str]
             applications.application_grid("sql", {"adapter": sets[adapter], STREAMS: sets[streams]}, MODEL)
 
 
+# -- other ways to tell streams apart, and through what they go
+
+
+def test_sets_of_other_kinds_stand_beside_the_usual_one(sets: dict[str, str], tmp_path: Path) -> None:
+    rotated = save_set(tmp_path / "rotated", value_rotation=0.001)
+    own_mlp = save_set(tmp_path / "own_mlp", linears=("qkv", "mlp"))
+    turned = grid("figure_12a", set=sets["lossless"], rotated=rotated)
+    assert {entry.x for entry in turned.entries} == {"as usual", "values rotated"}
+    assert all(entry.method.settings["kernels"] == "torch" for entry in turned.entries)
+    small(turned)
+    replaced = grid("appendix_h2", set=sets["lossless"], own_mlp=own_mlp)
+    assert {entry.x for entry in replaced.entries} == {"as usual", "MLP replaced"}
+    assert not any("kernels" in entry.method.settings for entry in replaced.entries)
+    with pytest.raises(ConfigError, match="has stream embeddings"):
+        grid("figure_12a", set=sets["lossless"], rotated=own_mlp)
+    with pytest.raises(ConfigError, match="have the target's MLP"):
+        grid("appendix_h2", set=sets["lossless"], own_mlp=rotated)
+    with pytest.raises(ConfigError, match="Train both alike"):
+        grid("figure_12a", set=sets["deeper"], rotated=rotated)
+
+
 # -- attention over few keys
 
 

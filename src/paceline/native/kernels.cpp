@@ -1172,7 +1172,7 @@ inline float soften(float* s, int64_t n) {
 }
 
 struct Scratch {  // of one thread, grown on demand
-  std::vector<float> scores, out, low, found;
+  std::vector<float> scores, out, low, own, found;
   std::vector<char> normed;
   std::vector<int32_t> tail, several, place;
   std::vector<bf16> weights;
@@ -2025,7 +2025,7 @@ template <class A> struct Runner final : Job {
   // is a block or two of outputs more, which costs less than a stage.
   void lower(int index, Which which, const A* x, int64_t stride) {
     if (pieces.all.empty()) return;
-    grow(t_scratch.low, 2 * padded_rows * low_width);
+    grow(scratch_of(which), padded_rows * low_width);
     for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
       for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
         const Piece& piece = pieces.all[i];
@@ -2054,7 +2054,8 @@ template <class A> struct Runner final : Job {
   }
 
   // A stage may need two of them: that in place of the MLP lies apart.
-  A* low(Which which, int64_t row) { return (A*)t_scratch.low.data() + ((which == MLP ? padded_rows : 0) + row) * low_width; }
+  std::vector<float>& scratch_of(Which which) { return which == MLP ? t_scratch.own : t_scratch.low; }
+  A* low(Which which, int64_t row) { return (A*)scratch_of(which).data() + row * low_width; }
 
   // c += up(down(x)) for the rows r0 .. r0 + n - 1 that have adapters; c as `product` left it.
   void adapt(int index, Which which, const int64_t block[], int blocks, int64_t r0, int n, float* c) {
