@@ -281,8 +281,8 @@ def test_speed_ups_may_be_over_another_method() -> None:
 
 
 def test_a_grid_has_the_last_word_on_its_table() -> None:
-    def finish(table: Table, lines: Sequence[Line]) -> Table:
-        return replace(table, remarks=[f"{len(lines)} lines"])
+    def finish(table: Table, lines: Sequence[Line], choosing: Sequence[Line]) -> Table:
+        return replace(table, remarks=[f"{len(lines)} lines", *choosing])
 
     made = table_of(*chain_grid(finish=finish, facts=["a fact"]))
     page = made.markdown(["python", "x y"])

@@ -111,6 +111,9 @@ def test_equal_scores_keep_a_tree() -> None:
         ("streams,prune_threshold=1.0", "above 0 and below 1"),
         ("streams,prune_threshold=nan", "above 0 and below 1"),
         ("streams,prune_count=0", "1 or more"),
+        ("streams,prune_layer=1", "means nothing without"),
+        ("streams,prune_exit=head", "means nothing without"),
+        ("streams,prune_exit=tail,prune_count=2", "prune_exit"),
         ("streams,gamma=0", "1 or more"),
         ("streams,k=0", "1 or more"),
         ("streams,proposes=sampled,prune_count=4", "must not depend on the draw"),
@@ -174,14 +177,42 @@ def test_a_shared_set_is_an_application() -> None:
 
 def test_a_set_that_cannot_prune() -> None:
     bare = tiny_streams(prune_rank=0)
-    with pytest.raises(CapabilityError, match="no early-exit map"):
+    with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
         streams(trained=bare, prune_count=3)
     from paceline.target.applications import make_application
 
     decoder = tiny_decoder()
     app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")
-    with pytest.raises(CapabilityError, match="no early-exit map"):
+    with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
         assemble(streams(prune_count=3), decoder=decoder, applications=[app])
+    assemble(streams(trained=bare, prune_count=3, prune_exit="head"), decoder=decoder, applications=[app])
+
+
+def test_trees_are_pruned_where_there_is_an_exit() -> None:
+    """At any layer of the target, by the exit that was trained for it or by none."""
+    trained = tiny_streams(exits=(1,))
+    decoder = tiny_decoder()
+    for layer in (None, 1, 2):
+        assemble(streams(trained=trained, prune_count=3, prune_layer=layer), decoder=decoder)
+    with pytest.raises(CapabilityError, match="no early exit before layer 1, but before 2"):
+        streams(prune_count=3, prune_layer=1)
+    app = tiny_application("one", decoder, tiny_streams(mode="shared"))
+    with pytest.raises(CapabilityError, match="of an application: the set has no early exit before layer 1"):
+        assemble(streams(trained=trained, prune_count=3, prune_layer=1), decoder=decoder, applications=[app])
+    with pytest.raises(ConfigError, match="prune_layer must be below the 3 layers"):
+        assemble(streams(prune_count=3, prune_layer=3, prune_exit="head"), decoder=decoder)
+
+
+def test_in_batches_nothing_is_pruned() -> None:
+    """Appendix L: the best path alone; before that, and where one sequence drafts, trees that are pruned."""
+    pruned = []
+    for count, batch in ((1, 2), (3, 2), (3, 8)):
+        engine = assemble(streams(k=8, nodes=12, prune_count=3, at="nodes", best_path_batch=batch))
+        outputs = run(engine, [(PROMPT[i:], GREEDY) for i in range(count)])
+        pruned.append([o.stats.pruned for o in outputs])
+    assert all(pruned[0] + pruned[2]) and not all(pruned[1])
+    together = assemble(streams(k=8, nodes=12, prune_count=3, at="nodes", best_path_batch=1))
+    assert not run(together, [(PROMPT, GREEDY)])[0].stats.pruned
 
 
 def test_more_streams_than_an_application_has() -> None:

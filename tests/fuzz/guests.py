@@ -188,9 +188,9 @@ def _context(world: World, noise: float) -> DrafterContext:
     )
 
 
-def _streams(verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
+def _streams(verifiers: tuple[str, ...] = (), layers: int = 1, **options: Any) -> Guest:
     config = StreamsConfig(**options)
-    return Guest(lambda world, known: StreamsDrafter(config, lossless_streams(world)), verifiers, streams=True)
+    return Guest(lambda world, known: StreamsDrafter(config, lossless_streams(world, layers)), verifiers, streams=True)
 
 
 def _adversary(rule: Rule) -> Guest:
@@ -218,6 +218,8 @@ GUESTS: dict[str, Guest] = {
     "streams_drawn": _streams(proposes="sampled", verifiers=("rejection",)),
     "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
+    "streams_early": _streams(k=12, nodes=24, prune_count=9, prune_layer=1, prune_exit="head"),
+    "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),

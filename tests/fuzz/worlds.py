@@ -109,9 +109,9 @@ def draft(world: World, noise: float) -> Any:
 
 
 @cache
-def lossless_streams(world: World) -> Any:
-    """A random set of streams for the base model."""
-    return tiny_streams(world.config, dtype=world.dtype)
+def lossless_streams(world: World, layers: int = 1) -> Any:
+    """A random set of streams for the base model, through so many layers at the top."""
+    return tiny_streams(world.config, dtype=world.dtype, layers=layers)
 
 
 # -- applications

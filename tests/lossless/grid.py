@@ -406,8 +406,8 @@ def _hybrid(parts: str, **options: Any) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: hybrid(parts, target={"config": CONFIG}, **options)
 
 
-def _streams(**options: Any) -> Callable[[Sequence[Case]], Any]:
-    return lambda cases: streams(target={"config": CONFIG}, **options)
+def _streams(layers: int = 1, **options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: streams(target={"config": CONFIG, "layers": layers}, **options)
 
 
 def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
@@ -436,6 +436,8 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_drawn": _streams(proposes="sampled"),
     "streams_threshold": _streams(k=12, nodes=24, prune_threshold=0.003, at="nodes"),
     "streams_count": _streams(k=12, nodes=24, prune_count=9),
+    "streams_early": _streams(k=12, nodes=24, prune_count=9, prune_layer=1, prune_exit="head"),
+    "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),

@@ -22,7 +22,9 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.drafters.base import StepFeatures
 from paceline.engine.engine import Engine
+from paceline.rounds import fused
 from paceline.rounds.passes import Pass
+from paceline.rounds.pruning import surviving
 from paceline.target.adapters import AdapterConfig, AdapterRange
 from paceline.target.base import Batch, ForwardState
 from paceline.target.decoder import Decoder
@@ -137,6 +139,14 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
+PRUNING: list[dict[str, Any]] = [  # nowhere, where streams begin, and before each layer: below it and above
+    {},
+    {"prune_count": 6},
+    {"prune_count": 6, "prune_layer": 1, "prune_exit": "head"},
+    {"prune_threshold": 0.004, "prune_layer": 2, "prune_exit": "head"},
+]
+
+
 @pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("name", SETS)
 def test_a_shared_set_answers_as_its_reference(name: str, hot: bool) -> None:
@@ -146,7 +156,7 @@ def test_a_shared_set_answers_as_its_reference(name: str, hot: bool) -> None:
     met = {"preempted": 0, "found": 0, "accepted": 0}
     for number, (condition, options) in enumerate(CONDITIONS.items()):
         app = tiny_application("one", target(), shared(name))
-        pruning = {"prune_count": 6} if number % 2 else {}
+        pruning = PRUNING[number % len(PRUNING)]
         drafter = streams(k=10, nodes=14, target={"config": target().config}, **pruning)
         engine = assemble(drafter, decoder=target(), applications=[app], budget=14 * (number != 1), **options)
         outputs = run(engine, [(p, HOT if hot else GREEDY) for p in PROMPTS * 2], ["one"] * len(PROMPTS) * 2)
@@ -179,11 +189,13 @@ def test_the_reference_differs_from_the_adapters_alone() -> None:
     assert answers(engine, GREEDY, "one") != [reference("plain", i, False) for i in range(len(PROMPTS))]
 
 
-def test_sets_of_several_depths_in_one_pass() -> None:
-    """Two applications and the base model, whose streams begin at different layers, with pruning."""
+@pytest.mark.parametrize("layer", [None, 1, 2])
+def test_sets_of_several_depths_in_one_pass(layer: int | None) -> None:
+    """Two applications and the base model, whose streams begin at different layers, with pruning at any."""
     apps = [tiny_application(n, target(), shared(n)) for n in ("plain", "deep")]
+    where = {} if layer is None else {"prune_layer": layer, "prune_exit": "head"}
     for at in ("nodes", "frontier"):
-        drafter = streams(k=10, nodes=14, at=at, prune_threshold=0.004)
+        drafter = streams(k=10, nodes=14, at=at, prune_threshold=0.004, **where)
         engine = assemble(drafter, decoder=target(), applications=apps)
         names = ["plain", "deep", None, "deep"]
         outputs = run(engine, [(p, GREEDY) for p in PROMPTS], names)
@@ -214,7 +226,7 @@ def heard(drafter: Any, params: SamplingParams = GREEDY, **options: Any) -> tupl
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("pruning", [{}, {"prune_threshold": 0.003}, {"prune_count": 5}])
+@pytest.mark.parametrize("pruning", [*PRUNING, {"prune_threshold": 0.003}])
 def test_streams_say_the_same_on_nodes_and_on_the_frontier(name: str, pruning: dict[str, Any]) -> None:
     """Main rows of a lossless set never see streams, so those of one node depend on no other's."""
     trained = tiny_streams(**SETS[name])
@@ -244,24 +256,65 @@ def test_every_part_of_a_set_is_read(options: dict[str, Any]) -> None:
     assert not torch.allclose(told[0][0], told[1][0])
 
 
+@pytest.mark.parametrize("exit_", ["trained", "head"])
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(
+    layers: int, layer: int, exit_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below where streams begin, there and above: every node's score is recomputed from its own text alone."""
+    insertion = target().num_layers - layers
+    trained = tiny_streams(layers=layers, exits=(layer,) if layer != insertion else ())
+    cuts: list[tuple[list[int], list[int], list[int], list[int]]] = []  # text, and the tree with what is kept of it
+    prune = fused.prune
+
+    def watched(p: Pass, *given: Any) -> bool:
+        assert p.tree is not None
+        lists = p.tree.lists()
+        done = prune(p, *given)
+        cuts.append(([*p.works[0].sequence.view.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
+        return done
+
+    monkeypatch.setattr(fused, "prune", watched)
+    options = {"prune_layer": layer, "prune_exit": exit_, "prune_count": 4, "prune_threshold": 1e-4}
+    engine = assemble(streams(trained=trained, k=6, nodes=9, at="nodes", **options), decoder=target())
+    assert run(engine, [(PROMPTS[1], GREEDY)])[0].stats.pruned
+    assert len(cuts) > 5
+    to_exit = trained.exit_maps()[layer] if exit_ == "trained" else None
+    for text, tokens, parents, kept in cuts:
+        scores = [0.0] + [transition(text, tokens, parents, node, layer, to_exit) for node in range(1, len(tokens))]
+        wanted = surviving(parents, scores, 1e-4, 4)
+        assert kept == wanted or (not kept and len(wanted) == len(tokens))
+
+
+@torch.inference_mode()
+def transition(
+    text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], node: int, layer: int, to_exit: Any
+) -> float:
+    """log p of a node given its parent, from a dense pass over the parent's text up to ``layer``."""
+    path = []
+    above = parents[node]
+    while above > 0:
+        path.append(tokens[above])
+        above = parents[above]
+    said = [*text, *reversed(path)]
+    decoder, count = target(), len(said)
+    shape = (decoder.config.num_kv_heads, count, decoder.config.head_dim)
+    pool = SimpleNamespace(
+        **{n: [torch.zeros(shape, dtype=decoder.dtype) for _ in range(decoder.num_layers)] for n in "kv"}
+    )
+    state = lay_out(decoder, range(count), torch.ones(count, count, dtype=torch.bool).tril())
+    batch = Batch(torch.tensor(said), state.positions, state.sequence, state.node, state.slots, state.attn)
+    hidden = decoder.run_layers(decoder.embed(batch), 0, layer, pool).hidden[-1:]
+    return float(decoder.read(hidden if to_exit is None else to_exit(hidden)).log_softmax(-1)[0, tokens[node]])
+
+
 def test_no_streams_where_nobody_drafts() -> None:
     """Off is free: with a budget of 0 no row of a lossless set carries a stream once the prompt is through."""
     engine = assemble(streams(k=3), decoder=target(), budget=0)
     outputs = run(engine, [(p, GREEDY) for p in PROMPTS])
     assert all(o.stats.upper_row_layers == 0 for o in outputs)
     assert all(o.stats.row_layers == o.stats.passes * target().num_layers for o in outputs)
-
-
-def test_row_layers_by_hand() -> None:
-    """A chain of gamma = 3 over one layer of three, on nodes: what each pass takes."""
-    engine = assemble(streams(chain=True, at="nodes"), decoder=target())
-    stats = run(engine, [(PROMPTS[1], GREEDY)])[0].stats
-    rows = stats.passes + stats.drafted  # roots and nodes, each through three layers
-    in_streams = stats.row_layers - 3 * rows
-    carriers = in_streams // 3
-    assert in_streams == 3 * carriers
-    assert rows - 4 <= carriers <= rows  # a last pass without drafts has no next draft to prepare
-    assert stats.upper_row_layers == carriers + in_streams
 
 
 # ---- the bits of main rows
@@ -305,11 +358,12 @@ def test_main_rows_have_the_bits_of_plain_decoding(compiled: bool, kind: str, at
     layers = (shape.num_layers - 1,)
     trained = tiny_streams(shape, dtype=KINDS[kind], adapter=AdapterConfig(rank=4, layers=layers))
     plain = logits_by_place(assemble(decoder=decoder, max_model_len=120), prompts)
-    drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9)
-    engine = assemble(drafter, decoder=decoder, max_model_len=120)
-    in_streams = logits_by_place(engine, prompts)
-    assert plain.keys() <= in_streams.keys()
-    assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
+    for where in ({}, {"prune_layer": 1, "prune_exit": "head"}):
+        drafter = streams(trained=trained, k=8, nodes=12, at=at, prune_count=9, **where)
+        engine = assemble(drafter, decoder=decoder, max_model_len=120)
+        in_streams = logits_by_place(engine, prompts)
+        assert plain.keys() <= in_streams.keys()
+        assert all(torch.equal(plain[place], in_streams[place]) for place in plain)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +380,9 @@ def test_rows_of_a_shared_set_have_bits_of_their_own(compiled: bool, kind: str, 
 
     def logits(prompts: Sequence[Sequence[int]], budget: int, **options: Any) -> dict[tuple[int, int], Tensor]:
         few: dict[str, Any] = {"at": "nodes", "attention_limit": limit} if limit else {}
-        drafter = streams(target={"config": WIDE, "dtype": KINDS[kind]}, k=8, nodes=12, prune_count=9, **few)
+        where = {"prune_layer": 2, "prune_exit": "head"} if budget else {}  # above where its streams begin
+        target_of = {"config": WIDE, "dtype": KINDS[kind]}
+        drafter = streams(target=target_of, k=8, nodes=12, prune_count=9, **where, **few)
         engine = assemble(
             drafter, decoder=decoder, applications=[app], budget=budget, max_model_len=120, block_size=4, **options
         )

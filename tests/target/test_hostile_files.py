@@ -484,7 +484,7 @@ def trained(tmp_path: Path) -> Path:
 
 STREAM_FIELDS = [
     *("format", "mode", "gamma", "msa_layers", "num_layers", "d_model", "vocab_size", "start_rank", "prune_rank"),
-    *("value_rotation", "adapter", "target", "fingerprint"),
+    *("value_rotation", "adapter", "target", "fingerprint", "exits"),
 ]
 adapters = st.dictionaries(st.sampled_from(["rank", "alpha", "layers", "linears"]), nasty, max_size=2)
 

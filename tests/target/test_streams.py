@@ -93,7 +93,7 @@ def test_parameters_follow_the_paper(d: int, extra: int) -> None:
     config = StreamConfig(gamma=4, msa_layers=2, num_layers=4, d_model=d, vocab_size=96, prune_rank=8)
     made = StreamSet(config, {})
     parts = made.parameters_by_part()
-    assert parts == {"embeddings": 4 * d, "start": 0, "prune": 16 * d, "adapters": 0}
+    assert parts == {"embeddings": 4 * d, "start": 0, "prune": 16 * d, "exits": 0, "adapters": 0}
     assert sum(parts.values()) == sum(p.numel() for p in made.parameters()) == extra
 
 
@@ -111,6 +111,18 @@ def test_adapters_and_start_map_are_counted_apart() -> None:
     parts = tiny_streams(start_rank=3).parameters_by_part()
     assert parts["start"] == 2 * 3 * 32
     assert parts["adapters"] == sum(4 * (inputs + outputs) for inputs, outputs in SHAPES.values())
+
+
+def test_exits_lie_where_they_are_wanted() -> None:
+    made = tiny_streams(exits=(1,))
+    assert made.parameters_by_part()["exits"] == made.parameters_by_part()["prune"] == 2 * 8 * 32
+    maps = made.exit_maps()
+    assert {*maps} == {1, 2} and maps[2] is made.prune_map
+    x = torch.randn(3, 32, dtype=torch.float64)
+    assert not torch.equal(maps[1](x), maps[2](x)) and torch.equal(made.first(1).exit_maps()[1](x), maps[1](x))
+    fresh = StreamSet.fresh(StreamConfig(**BASE, exits=(1, 3)), SHAPES, seeded())
+    assert all(torch.equal(part(x.float()), x.float()) for part in fresh.exit_maps().values())
+    assert not tiny_streams(prune_rank=0).exit_maps()
 
 
 def test_a_fresh_set_changes_nothing_yet() -> None:
@@ -150,7 +162,14 @@ def test_the_first_streams_of_a_set() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"value_rotation": 0.02}, {"start_rank": 2}, {"adapter": None, "prune_rank": 0}, {"adapter": OWN_MLP}],
+    [
+        {},
+        {"value_rotation": 0.02},
+        {"start_rank": 2},
+        {"adapter": None, "prune_rank": 0},
+        {"adapter": OWN_MLP},
+        {"exits": (1,)},
+    ],
 )
 def test_what_was_saved_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     made = tiny_streams(**options)
@@ -178,6 +197,12 @@ def test_nothing_unloaded_is_saved(tmp_path: Path) -> None:
         ({"msa_layers": 0}, "msa_layers must be 1 to 3"),
         ({"start_rank": -1}, "start_rank must be 0"),
         ({"prune_rank": 33}, "prune_rank must be 0 to d_model"),
+        ({"exits": (0,)}, "exits must lie in layers 1 to 3"),
+        ({"exits": (1, 4)}, "exits must lie in layers 1 to 3"),
+        ({"exits": (2,)}, "not where streams begin"),
+        ({"exits": (3, 1)}, "exits must ascend"),
+        ({"exits": (1, 1)}, "exits must ascend"),
+        ({"exits": (1,), "prune_rank": 0}, "exits need streams and a prune_rank"),
         ({"value_rotation": 0.0}, "above 0"),
         ({"value_rotation": float("nan")}, "above 0"),
         ({"adapter": AdapterConfig(layers=(1, 2))}, "must lie in layers 2 to 3"),
@@ -238,6 +263,8 @@ def _nan(values: dict[str, torch.Tensor]) -> None:
         (_config(gamma=9), "embeddings is .3, 32., wanted .9, 32."),
         (_config(start_rank=2), "start.down is missing"),
         (_config(prune_rank=0), "prune.down has no place"),
+        (_config(exits=[1]), "exits.1.down is missing"),
+        (_config(exits="12"), "exits must be a list of layers"),
         (_config(adapter=3), "not a stream set's configuration"),
         (_tensors(lambda v: v.pop("adapters.2.qkv.up")), "adapters.2.qkv.up is missing|no shape is given"),
         (_tensors(_nan), "prune.up: holds NaN"),

@@ -23,6 +23,7 @@ from ..core.errors import ConfigError
 from . import figures
 from .config import Lines
 from .figures import Panel, Series
+from .halves import SEED, conversations, halves
 from .journal import NAME as JOURNAL_NAME
 from .methods import with_plain
 from .records import Method, Report
@@ -64,12 +65,16 @@ class Grid:
     cell: str = ""  # the field of a cell that is swept, where methods are not
     cells: Mapping[str, Any] = field(default_factory=dict)  # fields of `BenchConfig` in place of the options'
     prompts: int = 0  # at least so many are needed
+    choose: str = (
+        ""  # a field of `Line`: half of the prompts chooses settings by it, the other half reports; see `halves`
+    )
     over: str | None = None  # the method that speed-ups are over; None: each one's own plain decoding
     plots: Sequence[str] = ("call_reduction", "speedup")  # fields of `Line`
     log_x: bool = False
     facts: Sequence[str] = ()  # lines on what was measured
     values: Mapping[str, Any] = field(default_factory=dict)  # the same for JSON
-    finish: Callable[[Table, list[Line]], Table] = lambda table, lines: table  # the last word on what it becomes
+    # The last word on what it becomes, from the lines that are reported and those of the prompts that choose.
+    finish: Callable[[Table, list[Line], list[Line]], Table] = lambda table, lines, choosing: table
 
     def config(self, options: Options) -> BenchConfig:
         """The run of this grid. Methods that name no dtype get that of the options."""
@@ -82,7 +87,7 @@ class Grid:
             "max_new_tokens": (options.max_new_tokens,),
             **{name: getattr(options, name) for name in kept},
             **self.cells,
-            "prompts": max(options.prompts, self.prompts),
+            "prompts": max(options.prompts, self.prompts, 2 * bool(self.choose and options.prompts)),
         }
         methods = with_plain(methods, self.applications)
         return BenchConfig(methods=tuple(methods), applications=self.applications, **values)
@@ -134,6 +139,7 @@ class Line:
     x: float | str | None  # what was swept
     call_reduction: float | None
     accepted_length: float | None
+    drafted: float | None  # nodes checked a pass
     row_layers: float | None  # a pass
     upper_row_layers: float | None  # a pass
     pruned: float | None  # nodes a pass
@@ -144,6 +150,7 @@ class Line:
     pairs: int  # of trials behind the speed-up
     exact: str  # yes, NO, or nothing where ids were not compared
     error: str | None
+    chosen: bool = False  # of its task and series the best one on the prompts that choose
 
     def metric(self, name: str) -> float:
         """The figure of this name; NaN where there is none."""
@@ -176,13 +183,14 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
     if grid.over is not None:
         cells = [r.cell for r in parts if r.cell is not None]
         ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
-    counts = ("call_reduction", "accepted_length", "row_layers", "upper_row_layers")
+    names = ("call_reduction", "accepted_length", "drafted", "row_layers", "upper_row_layers")
+    counts: dict[str, Any] = {name: _mean([getattr(part.figures, name) for part in parts]) for name in names}
     return Line(
         task=ALL if row.workload is None else row.workload,
         method=row.method.name,
         series=entry.series,
         x=_swept(getattr(row.section, grid.cell), grid.cell) if grid.cell else entry.x,
-        **{name: _mean([getattr(part.figures, name) for part in parts]) for name in counts},
+        **counts,
         pruned=row.figures.pruned,
         tokens_per_s=row.speed,
         speedup=ratio.value if ratio else None,
@@ -192,6 +200,26 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
         exact=say.exact_mark(row.exact),
         error=row.figures.error,
     )
+
+
+def with_choice(lines: Iterable[Line], choosing: Sequence[Line], metric: str) -> list[Line]:
+    """Lines with a mark on those that are the best by a metric on other prompts, one of each task and series."""
+    best = {id(line): best_by(_alike(line, choosing), metric) for line in lines}
+    return [replace(line, chosen=_same(line, best[id(line)])) for line in lines]
+
+
+def best_by(lines: Iterable[Line], metric: str) -> Line | None:
+    """The line that is highest in a metric, of equals the first; None where none has it."""
+    known = [line for line in lines if getattr(line, metric) is not None]
+    return max(known, key=lambda line: line.metric(metric), default=None)
+
+
+def _alike(line: Line, lines: Iterable[Line]) -> list[Line]:
+    return [other for other in lines if (other.task, other.series) == (line.task, line.series)]
+
+
+def _same(line: Line, other: Line | None) -> bool:
+    return other is not None and (line.method, line.x) == (other.method, other.x)
 
 
 def _swept(value: Any, cell: str) -> float | str:
@@ -260,6 +288,8 @@ class Table:
 
 
 COLUMNS: Mapping[str, Callable[[Line], str]] = {
+    "chosen": lambda line: "yes" if line.chosen else "",
+    "nodes a pass": lambda line: say.number(line.drafted),
     "call reduction": lambda line: say.length(line.call_reduction),
     "row-layers a pass": lambda line: say.number(line.row_layers),
     "upper ones": lambda line: say.number(line.upper_row_layers),
@@ -280,32 +310,49 @@ ONE = ("call_reduction", "speedup", "accepted_length")  # metrics of which plain
 
 
 def table_of(grid: Grid, report: Report) -> Table:
-    """A part for all tasks and one for each, and a plot of what was swept."""
-    lines = lines_of(grid, report)
+    """A part for all tasks and one for each, and a plot of what was swept.
+
+    Where a setting is chosen, all that is shown is of the prompts that chose nothing.
+    """
+    lines, choosing, said = split_lines(grid, report)
+    columns = {name: show for name, show in COLUMNS.items() if grid.choose or name != "chosen"}
     parts = {}
     for task in dict.fromkeys(line.task for line in (*whole(lines), *lines)):
         title = "All tasks (geometric means)" if task == ALL else say.workload_title(report, task)
-        parts[title] = [_row(grid, line) for line in lines if line.task == task]
+        parts[title] = [_row(grid, line, columns) for line in lines if line.task == task]
     panels = [panel_of(grid, lines, metric) for metric in grid.plots]
     made = Table(
         title=grid.title,
-        head=["setting", *([grid.x_label] if grid.x_label else []), *COLUMNS],
+        head=["setting", *([grid.x_label] if grid.x_label else []), *columns],
         parts=parts,
         values={
             **{name: getattr(report, name) for name in ("commit", "machine", "settings")},
             **grid.values,
             "lines": [asdict(line) for line in lines],
+            **({"chosen_on": [asdict(line) for line in choosing]} if grid.choose else {}),
         },
-        how=how(report, grid.facts),
+        how=how(report, [*grid.facts, *said]),
         plots={".svg": lambda path: figures.lines(panels, path)} if grid.x_label else {},
         same=all(found.passed for found in report.exactness),
     )
-    return grid.finish(made, lines)
+    return grid.finish(made, lines, choosing)
 
 
-def _row(grid: Grid, line: Line) -> list[str]:
+def split_lines(grid: Grid, report: Report) -> tuple[list[Line], list[Line], list[str]]:
+    """Lines to report, with those that were chosen marked; those of the prompts that choose; and how, in a sentence."""
+    if not grid.choose:
+        return lines_of(grid, report), [], []
+    first, second = halves(report)
+    choosing, lines = lines_of(grid, first), lines_of(grid, second)
+    asked, told = (", ".join(f"{n} of {w}" for w, n in conversations(part.trials).items()) for part in (first, second))
+    name = METRIC_NAMES[grid.choose]
+    said = f"chosen by {name} on {asked or 'no prompt'} (split seed {SEED}); all figures are of the others: {told}"
+    return with_choice(lines, choosing, grid.choose), choosing, [said]
+
+
+def _row(grid: Grid, line: Line, columns: Mapping[str, Callable[[Line], str]]) -> list[str]:
     x = f"{line.x:g}" if isinstance(line.x, int | float) else str(line.x)
-    return [*((line.series, x) if grid.x_label else (line.method,)), *(show(line) for show in COLUMNS.values())]
+    return [*((line.series, x) if grid.x_label else (line.method,)), *(show(line) for show in columns.values())]
 
 
 def how(report: Report, facts: Sequence[str] = ()) -> list[list[str]]:

@@ -163,6 +163,8 @@ def why_unchecked(method: Method, cell: Cell) -> str | None:
     kind = VERIFIERS.get(verifier)
     if kind is not None and kind.needs_q:
         return f"verifier {verifier!r} gives plain decoding's distribution, not its ids"
+    if kind is not None and kind.lossy:
+        return f"verifier {verifier!r} is lossy: what it gives is not the target's"
     return None
 
 

@@ -94,6 +94,7 @@ class Figures:
     speed: Spread | None
     accepted_length: float | None  # 1 + accepted / passes
     call_reduction: float | None  # passes of plain decoding for the same tokens, over those taken
+    drafted: float | None  # nodes that a pass checked; None where none was
     row_layers: float | None  # a pass: rows times the layers that each went through
     upper_row_layers: float | None  # a pass: those in the layers that streams go through; None where none does
     pruned: float | None  # proposed nodes a pass that were pruned in mid-pass; None where none was
@@ -434,6 +435,7 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
         speed=_spread(speeds(good).values()),
         accepted_length=1 + total("accepted") / passes if passes else None,
         call_reduction=tokens / passes if passes else None,
+        drafted=a_pass("drafted"),
         row_layers=a_pass("row_layers"),
         upper_row_layers=a_pass("upper_row_layers"),
         pruned=a_pass("pruned"),

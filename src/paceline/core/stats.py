@@ -6,8 +6,8 @@ Definitions, once for the whole project:
 - *Drafted* tokens were checked by a pass; *accepted* ones are those of them that were emitted, after the stop rules'
   cut; *emitted* tokens are all tokens of the output.
 - *Row-layers* are rows times the layers that each went through, of roots, drafted nodes and streams alike
-  (rows of a prompt before its last are left out); the *upper* ones are those of the layers above the one
-  before which trees are pruned and streams begin.
+  (rows of a prompt before its last are left out); the *upper* ones are those of the layers that streams go
+  through, in passes with streams or behind which some ran.
 - The mean accepted length is ``1 + accepted / passes``: tokens a pass if no stop rule cut any.
 """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..core.sampling import SequenceSampler
     from ..target.applications import Application
     from ..target.base import TargetInfo
-    from ..target.streams import StreamSet
+    from ..target.streams import StreamConfig, StreamSet
 
 
 RIDING_ROWS = 32  # of streams, that a pass has room for where they are not on every node
@@ -48,6 +48,9 @@ class StreamRules:
     at: Literal["nodes", "frontier"] = "nodes"  # rows that carry them: every kept node, or the last accepted one
     prune_threshold: float | None = None  # nodes with a transition probability below it are pruned
     prune_count: int | None = None  # drafted nodes that pruning keeps
+    prune_layer: int | None = None  # before which trees are pruned; None: where streams begin
+    prune_exit: Literal["trained", "head"] = "trained"  # by the set's map there, or by the head on the state as it is
+    best_path_batch: int = 8  # so many drafts at once are chains, and none is pruned
     attention_limit: int | None = None  # keys of its main row that a stream attends to; None: all
     rotates: bool = False  # whether a set rotates values, which the torch layers alone can do
 
@@ -55,6 +58,10 @@ class StreamRules:
     def prunes(self) -> bool:
         """Whether any tree may be pruned."""
         return self.prune_threshold is not None or self.prune_count is not None
+
+    def prunes_before(self, streams: StreamConfig) -> int:
+        """The layer before which the trees of a set are pruned."""
+        return streams.insertion if self.prune_layer is None else self.prune_layer
 
     def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
         """K/V slots that the streams of the widest pass need.

@@ -124,6 +124,7 @@ def count_told(p: Pass, said: StreamsTold, num_layers: int) -> None:
         late = told is not None and not told.rode
         streams = rows.streams * (len(rows.riders) + late)
         stats.row_layers += streams * upper
-        stats.upper_row_layers += (p.spans[c.work].nodes + streams) * upper
+        if streams:
+            stats.upper_row_layers += (p.spans[c.work].nodes + streams) * upper
         stats.stream_drafts += told is not None
         stats.rode += told is not None and told.rode

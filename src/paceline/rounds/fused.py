@@ -16,7 +16,7 @@ from ..core.inference import inference
 from ..drafters.base import Drafter, DraftRule, StreamingDrafter
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
-from ..target.streams import StreamSet
+from ..target.streams import StreamSet, check_exit
 from .base import RunningSequence, StepResult, Work
 from .compiled_streams import StreamsTold, count_told, decide_streams_compiled
 from .drafting import GuardedDrafter
@@ -60,8 +60,8 @@ class FusedRound:
         self.emitter = Emitter(target.num_layers, drafter.spec)
         if target.stack is not None and self.rules.rotates:
             raise _needs_torch("streams that rotate values", "they rotate no values")
-        # Whether a pass may be one compiled call; its verdict is the default one, and it neither prunes nor draws.
-        self.compiled = self.guard.verifier.verify is match and not self.rules.prunes and self.rules.k > 0
+        # Whether a pass that prunes nothing may be one compiled call: the default verdict, no drafts that are drawn.
+        self.compiled = self.guard.verifier.verify is match and self.rules.k > 0
         self._make_room(self.rules.gamma)
 
     @property
@@ -73,8 +73,8 @@ class FusedRound:
         """Check that an application's set fits the drafter's rules.
 
         Raises:
-            CapabilityError: it has fewer streams than are wanted, cannot be pruned, or rotates values in layers that
-                cannot.
+            CapabilityError: it has fewer streams than are wanted, no early exit where trees are pruned, or rotates
+                values in layers that cannot.
         """
         wanted, trained = self.rules.wanted, streams.config.gamma
         if wanted is not None and trained < wanted:
@@ -83,12 +83,8 @@ class FusedRound:
                 f"it is more than the {trained} streams that were trained",
                 f"leave gamma out, give {trained} or less, or train the application with gamma={wanted}",
             )
-        if self.rules.prunes and streams.prune_map is None:
-            raise CapabilityError(
-                "pruning with a set that has no early-exit map",
-                "it was trained with prune_rank=0",
-                "leave prune_threshold and prune_count out, or train it with prune_rank=8",
-            )
+        if self.rules.prunes and self.rules.prune_exit == "trained":
+            check_exit("pruning with the streams of an application", streams, self.rules.prune_layer)
         if streams.config.value_rotation is not None and self.target.stack is not None:
             raise _needs_torch("a set that rotates values", "they rotate no values")
         self._make_room(trained)
@@ -118,11 +114,12 @@ class FusedRound:
 
     def _decide(self, p: Pass, carriers: list[Carriers]) -> StreamsTold | None:
         """Pass and verdict; what the streams said, where that came with it."""
-        if self.compiled:
+        prunes = self._prunes(p)
+        if self.compiled and not prunes:
             said = decide_streams_compiled(p, carriers, self.rules, self.target, self.pool)
             if said is not None:
                 return said
-        self._run(p, carriers)
+        self._run(p, carriers, prunes)
         read_logits(p, self.target)
         decide(p, self.guard.verifier.verify)
         return None
@@ -144,27 +141,33 @@ class FusedRound:
         """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)
 
-    def _run(self, p: Pass, carriers: Sequence[Carriers]) -> None:
+    def _prunes(self, p: Pass) -> bool:
+        """Whether the trees of this pass are pruned: in batches there are neither trees nor pruning (appendix L)."""
+        return self.rules.prunes and 0 < sum(s.nodes > 1 for s in p.spans) < self.rules.best_path_batch
+
+    def _run(self, p: Pass, carriers: Sequence[Carriers], prunes: bool) -> None:
         """All layers, with pruning and insertion where each set wants them."""
         p.state = self.target.embed(pack(p, self.target))
         p.state.adapters = main_adapters(p)
         insertion = StreamInsertion(p, self.target, self.pool, self.rules)
+        pruned_at = [self.rules.prunes_before(c.streams.config) if prunes else -1 for c in carriers]
         done = 0
-        for layer in sorted({c.insertion for c in carriers}):
+        for layer in sorted({c.insertion for c in carriers} | {at for at in pruned_at if at >= 0}):
             self.target.run_layers(p.state, done, layer, self.pool)
             done = layer
-            self._insert(p, insertion, [c for c in carriers if c.insertion == layer])
+            cut = [c for c, at in zip(carriers, pruned_at, strict=True) if at == layer]
+            self._insert(p, insertion, cut, [c for c in carriers if c.insertion == layer])
         self.target.run_layers(p.state, done, self.target.num_layers, self.pool)
 
-    def _insert(self, p: Pass, insertion: StreamInsertion, carriers: Sequence[Carriers]) -> None:
-        """Prune the trees, then add the streams' rows, or keep what the streams will start from."""
-        pruned = self.rules.prunes and prune(p, carriers, insertion.segments, self.target, self.rules)
-        now = [c for c in carriers if c.shared or self.rules.at == "nodes"]
+    def _insert(self, p: Pass, insertion: StreamInsertion, cut: Sequence[Carriers], begun: Sequence[Carriers]) -> None:
+        """Prune the trees of some, then add the streams' rows of others, or keep what their streams will start from."""
+        pruned = bool(cut) and prune(p, cut, insertion, self.target, self.rules)
+        now = [c for c in begun if c.shared or self.rules.at == "nodes"]
         if now:
             insertion.append(now)
         if now or pruned:
             insertion.plan()
-        for c in carriers:
+        for c in begun:
             if c.segment is None:
                 span = p.spans[c.work]
                 c.hidden = p.state.hidden[span.root : span.stop]

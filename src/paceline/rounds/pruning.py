@@ -1,6 +1,7 @@
-"""Pruning token trees in mid-pass, by the early exit before the streams' first layer.
+"""Pruning token trees in mid-pass by an early exit: before the streams' first layer, or at any other depth.
 
 Nodes that are pruned keep the K/V that the lower layers wrote until the sequence's region is committed (lazy trimming).
+Above the streams' first layer, streams of pruned nodes that are in the pass go with them.
 
 Source: Speculative Streaming, section 2.3 (threshold) and appendix G.1 (fixed size, lazy trimming).
 """
@@ -19,16 +20,18 @@ from ..attention.base import Segment, slot_indices
 from ..drafters.base import StreamRules
 from ..target.decoder import Decoder
 from .passes import Pass, Span
-from .stream_rows import Carriers
+from .stream_rows import Carriers, StreamInsertion
 
 
-def prune(p: Pass, carriers: Sequence[Carriers], segments: list[Segment], target: Decoder, rules: StreamRules) -> bool:
+def prune(
+    p: Pass, carriers: Sequence[Carriers], insertion: StreamInsertion, target: Decoder, rules: StreamRules
+) -> bool:
     """Drop unlikely nodes from tree and rows by the early exit's transition probabilities.
 
     Args:
         p: the pass; its tree, spans and state become those of the nodes that are kept, listed in `Pass.kept`.
         carriers: whose trees may be pruned now: each is pruned once.
-        segments: of the main rows, one a work; changed in place.
+        insertion: the pass's segments, and the streams that are in it; to be planned anew where nodes went.
         target, rules: the model, and what is pruned.
 
     Returns:
@@ -38,18 +41,20 @@ def prune(p: Pass, carriers: Sequence[Carriers], segments: list[Segment], target
     if p.tree is None or not treed:
         return False
     parents, remaining = p.tree.parents.tolist(), p.tree.real()
-    for c, transitions in zip(treed, _transitions(p, treed, target), strict=True):
+    cut = set()
+    for c, transitions in zip(treed, _transitions(p, treed, target, rules), strict=True):
         b = p.spans[c.work].tree_index
         kept = surviving(parents[b], transitions, rules.prune_threshold, rules.prune_count)
-        c.pruned = len(transitions) - len(kept)
+        c.pruned, c.pruned_at = len(transitions) - len(kept), rules.prunes_before(c.streams.config)
         if c.pruned:
             remaining[b] = False
             remaining[b, kept] = True
             p.kept[c.work] = kept
-    cut = {c.work for c in treed if c.pruned}
+            cut.add(c.work)
+            c.hidden = None if c.hidden is None else c.hidden[kept]
     if cut:
         p.tree = p.tree.prune(remaining)
-        _drop_rows(p, segments, cut, target.device)
+        _drop_rows(p, insertion, cut, target.device)
     return bool(cut)
 
 
@@ -83,10 +88,11 @@ def surviving(
     return [0, *alive]
 
 
-def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder) -> list[list[float]]:
+def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder, rules: StreamRules) -> list[list[float]]:
     """log p of every node given its parent, by the early exit; 0 for the root.
 
-    Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the streams' first layer.
+    Source: Speculative Streaming, section 2.3: z = H(o_theta(M)), with M before the pruning layer. An untrained exit
+    has the identity in place of o_theta.
     """
     assert p.tree is not None
     tokens, parents = p.tree.tokens.tolist(), p.tree.parents.tolist()
@@ -98,8 +104,10 @@ def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder) -> list
         inner = sorted({*above})
         place = {node: base + i for i, node in enumerate(inner)}
         base += len(inner)
-        assert c.streams.prune_map is not None
-        mapped.append(c.streams.prune_map(p.state.hidden[[span.root + node for node in inner]]))
+        hidden = p.state.hidden[[span.root + node for node in inner]]
+        if rules.prune_exit == "trained":
+            hidden = c.streams.exit_maps()[rules.prunes_before(c.streams.config)](hidden)
+        mapped.append(hidden)
         rows += [place[parent] for parent in above]
         columns += tokens[b][1 : span.nodes]
     z = target.read(torch.cat(mapped))
@@ -108,21 +116,24 @@ def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder) -> list
     return [[0.0, *values[begin:end]] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _drop_rows(p: Pass, segments: list[Segment], cut: set[int], device: torch.device) -> None:
-    """Take pruned nodes out of the rows; the others keep their slots."""
+def _drop_rows(p: Pass, insertion: StreamInsertion, cut: set[int], device: torch.device) -> None:
+    """Take pruned nodes and their streams out of the rows; the others keep their slots."""
+    segments = insertion.main
     rows: list[int] = []
     spans = []
+    kept = {}
     for i, span in enumerate(p.spans):
         before = span.root - span.start  # rows of the segment that stay whatever goes
         nodes: Sequence[int] = p.kept[i] if i in cut else range(span.nodes)
         left = [*range(before), *(before + n for n in nodes)]
         if i in cut:
             segments[i] = _thinned(segments[i], left, device)
+            kept[i] = left
         start = len(rows)
         rows += [span.start + row for row in left]
         spans.append(Span(start, len(rows), start + before, span.tree_index))
         segments[i] = replace(segments[i], start=start, stop=len(rows))
-    rows += range(p.main_rows, p.state.hidden.shape[0])  # streams that are in the pass already
+    rows += insertion.drop(kept)
     p.state = p.state.keep(torch.tensor(rows, device=device), None)
     p.spans = spans
 

@@ -103,8 +103,10 @@ def count_streams(p: Pass, carriers: Sequence[Carriers], num_layers: int) -> Non
         streams = c.gamma * (nodes if rode else useful)
         upper = num_layers - c.insertion
         stats = work.sequence.state.stats
-        stats.row_layers += c.pruned * c.insertion + streams * upper
-        stats.upper_row_layers += (nodes + streams) * upper
+        above = c.pruned * max(0, c.pruned_at - c.insertion)  # of pruned nodes, in the streams' layers
+        stats.row_layers += c.pruned * c.pruned_at + streams * upper + c.gamma * above * rode
+        if streams:
+            stats.upper_row_layers += (nodes + streams) * upper + above * (1 + c.gamma * rode)
         stats.pruned += c.pruned
         stats.stream_drafts += useful
         stats.rode += useful and rode

@@ -8,7 +8,7 @@ Source: Speculative Streaming, sections 2.1 and 2.2, appendices E.4 and H.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -37,10 +37,13 @@ class Carriers:
     streams: StreamSet
     first: int  # of the sequence's main rows, the first that carries streams; all later ones do
     shared: bool  # main rows attend to their streams (eq. 3)
-    segment: Segment | None = None  # of the streams' rows, once they are in the pass
+    scratch: Tensor | None = None  # [streams] int64 slots of the streams' own keys, once they are in the pass
+    places: Tensor | None = None  # [streams] int64 their positions
+    segment: Segment | None = None  # of the streams' rows, once they are planned
     limit: StreamLimit | None = None  # where their attention is limited
     hidden: Tensor | None = None  # [nodes, d_model] at the insertion layer, if the streams run after verification
     pruned: int = 0  # nodes that went
+    pruned_at: int = 0  # the layers that those went through
 
     @property
     def gamma(self) -> int:
@@ -94,22 +97,23 @@ class StreamInsertion:
 
     def __init__(self, p: Pass, target: Decoder, pool: KVPool, rules: StreamRules) -> None:
         self.p, self.target, self.pool, self.rules = p, target, pool, rules
-        self.segments: list[Segment] = list(p.state.attn.segments)  # of the main rows, one a work
+        self.main: list[Segment] = list(p.state.attn.segments)  # of the main rows alone, one a work
         self.inserted: list[Carriers] = []  # in the order of their streams' rows
+        self.used = 0  # scratch slots
 
     def append(self, carriers: Sequence[Carriers]) -> None:
         """Append the streams of every row that carries them to the rows of the pass, with their initial states (eq.
         4)."""
-        p, state, device = self.p, self.p.state, self.target.device
+        state, device = self.p.state, self.target.device
         if state.stream is None:
             state.stream = torch.zeros(len(state.hidden), dtype=torch.int64, device=device)
-        used = len(state.hidden) - p.main_rows
         parts = [self._start(c) for c in carriers]
-        scratch = slot_indices(self.pool.scratch(used + sum(len(part[0]) for part in parts)), device)
-        state.slots = torch.cat((slot_indices(state.slots, device), scratch[used:]))
+        scratch = slot_indices(self.pool.scratch(self.used + sum(len(part[0]) for part in parts)), device)
+        state.slots = torch.cat((slot_indices(state.slots, device), scratch[self.used :]))
         for c, part in zip(carriers, parts, strict=True):
-            self._connect(c, scratch[used : used + len(part[0])], part[1])
-            used += len(part[0])
+            c.scratch, c.places = scratch[self.used : self.used + len(part[0])], part[1]
+            self.used += len(part[0])
+            self.inserted.append(c)
         old = (state.hidden, state.positions, state.sequence, state.node, state.stream)
         joint = [torch.cat(column) for column in zip(old, *parts, strict=True)]
         state.hidden, state.positions, state.sequence, state.node, state.stream = joint
@@ -127,9 +131,35 @@ class StreamInsertion:
             numbers.flatten(),
         )
 
-    def _connect(self, c: Carriers, scratch: Tensor, positions: Tensor) -> None:
-        """Segments of the streams and, where they are shared, of their main rows."""
-        main = self.segments[c.work]
+    def drop(self, kept: Mapping[int, Sequence[int]]) -> list[int]:
+        """Forget the streams of main rows that are pruned; those of the pass have still to go.
+
+        Args:
+            kept: work -> rows of its segment that are kept, ascending.
+
+        Returns:
+            The stream rows of the pass that stay, ascending.
+        """
+        rows: list[int] = []
+        start = self.p.main_rows
+        for c in self.inserted:
+            assert c.scratch is not None and c.places is not None
+            stop = start + len(c.scratch)
+            if c.work in kept:
+                carriers = [row - c.first for row in kept[c.work] if row >= c.first]
+                own = [n * c.gamma + j for n in carriers for j in range(c.gamma)]
+                index = torch.tensor(own, dtype=torch.int64, device=c.scratch.device)
+                c.scratch, c.places = c.scratch[index], c.places[index]
+                rows += [start + n for n in own]
+            else:
+                rows += range(start, stop)
+            start = stop
+        return rows
+
+    def _connect(self, c: Carriers) -> Segment:
+        """Sets the segment of the streams; returns that of their main rows, which sees them where they are shared."""
+        main, scratch, positions = self.main[c.work], c.scratch, c.places
+        assert scratch is not None and positions is not None
         gamma, width = c.gamma, main.stop - main.start
         device = scratch.device
         seen = block_visibility(main, device)  # [width, block]
@@ -141,21 +171,20 @@ class StreamInsertion:
         c.segment = Segment(0, len(scratch), keys, count, main.prefix, visible, where)
         if self.rules.attention_limit is not None:
             c.limit = _limit(main, c, seen, scratch, self.rules.attention_limit)
-        self.inserted.append(c)
-        if c.shared:
-            own = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
-            own[c.first :] = _kept(owned, width - c.first, gamma, device)
-            self.segments[c.work] = replace(
-                main, keys=keys, num_keys=count, visible=torch.cat((seen, own), 1), positions=where
-            )
+        if not c.shared:
+            return main
+        own = torch.zeros(width, len(scratch), dtype=torch.bool, device=device)
+        own[c.first :] = _kept(owned, width - c.first, gamma, device)
+        return replace(main, keys=keys, num_keys=count, visible=torch.cat((seen, own), 1), positions=where)
 
     def plan(self) -> None:
         """Plan, adapters and stream rules of the rows as they are now."""
         p, state, start = self.p, self.p.state, self.p.main_rows
-        streams = []
+        main, streams = [*self.main], []
         for c in self.inserted:
+            main[c.work] = self._connect(c)
             assert c.segment is not None
-            c.segment = replace(c.segment, start=start, stop=start + c.segment.stop - c.segment.start)
+            c.segment = replace(c.segment, start=start, stop=start + c.segment.stop)
             if c.limit is not None:
                 rows = torch.arange(p.spans[c.work].start + c.first, p.spans[c.work].stop, device=self.target.device)
                 c.limit = replace(c.limit, rows=rows, streams=slice(start, c.segment.stop))
@@ -163,7 +192,7 @@ class StreamInsertion:
             streams.append(c.segment)
         # Torch's attention leaves streams out that attend to few keys: see `StreamRows.attend`.
         few = self.rules.attention_limit is not None and self.target.stack is None
-        state.attn = self.target.plan(self.segments if few else [*self.segments, *streams], state.positions)
+        state.attn = self.target.plan(main if few else [*main, *streams], state.positions)
         state.adapters = (*main_adapters(p), *stream_adapters(self.inserted, streams))
         state.rope.clear()
         rotation = None

@@ -47,7 +47,8 @@ class StreamConfig:
     d_model: int
     vocab_size: int
     start_rank: int = 0  # eta of the map f (eq. 4); 0: the identity
-    prune_rank: int = 8  # of the early-exit map before the pruning; 0: the set cannot prune
+    prune_rank: int = 8  # of the early-exit maps before the pruning; 0: there is none
+    exits: tuple[int, ...] = ()  # layers before which there is one, beside the one where streams begin; ascending
     value_rotation: float | None = None  # epsilon in radians (E.4), in place of stream embeddings; None: embeddings
     adapter: AdapterConfig | None = None
     target: str = ""  # name of the target, for messages
@@ -69,6 +70,7 @@ class StreamConfig:
         angle = self.value_rotation
         self._require("value_rotation", angle is None or 0 < angle < 3.15, "must be above 0 and at most pi")
         self._require_adapter()
+        self._require_exits()
         _check_types("streams", self)  # last: a number out of bounds has words of its own
 
     def _require_adapter(self) -> None:
@@ -84,13 +86,23 @@ class StreamConfig:
             rule = f"can have {MLP} in lossless mode alone, and then in every layer of the streams"
             self._require("adapter", private, rule)
 
+    def _require_exits(self) -> None:
+        whole = isinstance(self.exits, tuple) and all(type(layer) is int for layer in self.exits)
+        self._require("exits", whole, "must be a list of layers")
+        able = self.gamma > 0 and self.prune_rank > 0
+        self._require("exits", able or not self.exits, "need streams and a prune_rank above 0")
+        inside = all(1 <= layer < self.num_layers and layer != self.insertion for layer in self.exits)
+        rule = f"must lie in layers 1 to {self.num_layers - 1}, and not where streams begin: there is one anyway"
+        self._require("exits", inside, rule)
+        self._require("exits", [*self.exits] == sorted({*self.exits}), "must ascend")
+
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ConfigError(f"streams with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
 
     @property
     def insertion(self) -> int:
-        """N - Ns: the first layer that stream rows go through, and the one before which trees are pruned."""
+        """N - Ns: the first layer that stream rows go through, and by default the one before which trees are pruned."""
         return self.num_layers - self.msa_layers
 
     def to_json(self) -> dict[str, Any]:
@@ -118,6 +130,8 @@ class StreamConfig:
                 adapter: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in given["adapter"].items()}
                 given["adapter"] = AdapterConfig(**adapter)
                 _check_types("adapters", given["adapter"])
+            if isinstance(given.get("exits"), list):
+                given["exits"] = tuple(given["exits"])
             return StreamConfig(**given)
         except (TypeError, AttributeError) as error:
             raise ConfigError(where, f"not a stream set's configuration ({error})", "restore the file") from error
@@ -171,6 +185,7 @@ class StreamSet(nn.Module):
         self.embeddings = nan_parameter((c.gamma, d), dtype, device, True) if embedded else None  # P [gamma, d]
         self.start_map = LowRankMap(c.start_rank, d, dtype, device) if c.gamma and c.start_rank else None
         self.prune_map = LowRankMap(c.prune_rank, d, dtype, device) if c.gamma and c.prune_rank else None
+        self.exits = nn.ModuleDict({str(layer): LowRankMap(c.prune_rank, d, dtype, device) for layer in c.exits})
         self.adapters = LowRank(c.adapter, shapes, dtype=dtype, device=device) if c.adapter else None
 
     @staticmethod
@@ -180,8 +195,8 @@ class StreamSet(nn.Module):
         made = StreamSet(config, shapes)
         if made.embeddings is not None:
             fill_normal(made.embeddings, EMBEDDING_DEVIATION, generator)
-        for part in (made.start_map, made.prune_map):
-            if part is not None:
+        for part in (made.start_map, made.prune_map, *made.exits.values()):
+            if isinstance(part, LowRankMap):
                 part.start(generator)
         if made.adapters is not None:
             made.adapters.start(generator)
@@ -205,21 +220,31 @@ class StreamSet(nn.Module):
             return first[..., None, :].expand(*first.shape[:-1], count, first.shape[-1])
         return first[..., None, :] + self.embeddings[:count]
 
+    def exit_maps(self) -> dict[int, LowRankMap]:
+        """The early exits by the layer before which they lie."""
+        found = {} if self.prune_map is None else {self.config.insertion: self.prune_map}
+        for layer, part in self.exits.items():
+            assert isinstance(part, LowRankMap)
+            found[int(layer)] = part
+        return found
+
     def tensors(self) -> dict[str, Tensor]:
         """Parameters under their names in the file."""
         found: dict[str, Tensor] = {}
         if self.embeddings is not None:
             found["embeddings"] = self.embeddings
-        for name, part in (("start", self.start_map), ("prune", self.prune_map)):
-            if part is not None:
+        exits = ((f"exits.{layer}", part) for layer, part in self.exits.items())
+        for name, part in (("start", self.start_map), ("prune", self.prune_map), *exits):
+            if isinstance(part, LowRankMap):
                 found[f"{name}.down"], found[f"{name}.up"] = part.down, part.up
         if self.adapters is not None:
             found |= {f"adapters.{name}": value for name, value in self.adapters.tensors().items()}
         return found
 
     def parameters_by_part(self) -> dict[str, int]:
-        """Number of parameters of each part: embeddings gamma*d, prune 2*r*d, start 2*eta*d, adapters."""
-        counts = {"embeddings": 0, "start": 0, "prune": 0, "adapters": 0}
+        """Number of parameters of each part: embeddings gamma*d, prune and every further exit 2*r*d, start 2*eta*d,
+        adapters."""
+        counts = {"embeddings": 0, "start": 0, "prune": 0, "exits": 0, "adapters": 0}
         for name, value in self.tensors().items():
             counts[name.partition(".")[0]] += value.numel()
         return counts
@@ -274,6 +299,7 @@ class StreamSet(nn.Module):
         nn.Module.__init__(made)
         made.config = replace(self.config, gamma=gamma)
         made.start_map, made.prune_map, made.adapters = self.start_map, self.prune_map, self.adapters
+        made.exits = self.exits
         made.embeddings = None if self.embeddings is None else nn.Parameter(self.embeddings.data[:gamma])
         return made
 
@@ -317,6 +343,28 @@ def check_target(asked: str, config: StreamConfig, name: str, shape: Any = None,
             )
     if config.fingerprint and mark is not None and config.fingerprint != mark:
         raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
+
+
+def check_exit(asked: str, streams: StreamSet, layer: int | None) -> None:
+    """Refuse to prune where a set has no early exit.
+
+    Args:
+        asked: how the message begins.
+        layer: before which trees are pruned; None: where streams begin.
+
+    Raises:
+        CapabilityError: there is none.
+    """
+    exits = streams.exit_maps()
+    if (streams.config.insertion if layer is None else layer) in exits:
+        return
+    where = "" if layer is None else f" before layer {layer}"
+    known = f", but before {', '.join(map(str, sorted(exits)))}" if exits else ": it was trained with prune_rank=0"
+    raise CapabilityError(
+        asked,
+        f"the set has no early exit{where}{known}",
+        "give prune_exit=head for an untrained one, leave pruning out, or train the set with prune_rank=8 and exits",
+    )
 
 
 def _read_tensors(place: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ values [B * T, kv_heads, D].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,6 +321,7 @@ def stream_pass(network: Network, trained: StreamSet, carriers: Carriers, most: 
 class MainPass:
     """What the streams read from the main rows."""
 
+    before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
     entering: Tensor  # [B * T, d] M after layer N - Ns - 1
     keys: tuple[KeyValues, ...]  # of each MSA layer
     final: Tensor  # [B * T, d] after the final norm
@@ -329,15 +330,27 @@ class MainPass:
 
 
 @torch.no_grad()
-def main_pass(network: Network, batch: TokenBatch, insertion: int) -> MainPass:
-    """Main rows of the frozen base model."""
-    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
+def main_pass(network: Network, batch: TokenBatch, insertion: int, exits: Collection[int] = ()) -> MainPass:
+    """Main rows of the frozen base model.
+
+    Args:
+        insertion: N - Ns.
+        exits: layers before which states are kept, below that one.
+    """
+    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, insertion, batch)
     kept: list[Projected] = []
     final, inputs = network.run(hidden, insertion, network.config.num_layers, batch, keep=kept)
     keys = tuple((k.flatten(0, 1), v.flatten(0, 1)) for _, k, v in kept)
     states = tuple(x.flatten(0, 1) for x in (*inputs[1:], final))
     queries = tuple(q.flatten(0, 1) for q, _, _ in kept)
-    return MainPass(hidden.flatten(0, 1), keys, network.final(final).flatten(0, 1), states, queries)
+    entering = hidden.flatten(0, 1)
+    before = _before(below, exits) | dict(enumerate((entering, *states[:-1]), insertion))
+    return MainPass(before, entering, keys, network.final(final).flatten(0, 1), states, queries)
+
+
+def _before(inputs: Sequence[Tensor], layers: Collection[int]) -> dict[int, Tensor]:
+    """[B * T, d] inputs of some of the first layers."""
+    return {layer: x.flatten(0, 1) for layer, x in enumerate(inputs) if layer in layers}
 
 
 def lossless_streams(
@@ -368,6 +381,7 @@ def lossless_streams(
 class SharedPass:
     """Outputs of main rows and streams."""
 
+    before: dict[int, Tensor]  # [B * T, d] M before layer N - Ns and each later one, and those below that were named
     entering: Tensor  # [B * T, d] M after layer N - Ns - 1
     final: Tensor  # [B * T, d] main rows, after the final norm
     streams: Tensor  # [R, gamma, d] after the final norm
@@ -382,6 +396,7 @@ def shared_pass(
     carriers: Carriers,
     segment: int | None = None,
     most: int | None = None,
+    exits: Collection[int] = (),
 ) -> SharedPass:
     """Main rows with adapters on all layers, carriers attending to their streams (eq. 3).
 
@@ -390,16 +405,18 @@ def shared_pass(
         segment: carriers whose streams are inside a layer at a time; their activations are then recomputed in the
             backward pass, and only states between layers are kept. None: all at once, and all is kept.
         most: main keys that a stream attends to; see `best_keys`. None: all.
+        exits: as for `main_pass`.
     """
     delta = None if trained.adapters is None else trained.adapters.delta
     config, layers = trained.config, network.config.num_layers
     start = config.insertion if config.gamma else layers
-    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
+    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, start, batch, delta)
     entering = hidden.flatten(0, 1)
+    before = _before(below, exits)
     if not len(carriers) or not config.gamma:
         hidden, _ = network.run(hidden, start, layers, batch, delta)
         final = network.final(hidden).flatten(0, 1)
-        return SharedPass(entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
+        return SharedPass(before, entering, final, final.new_zeros(0, config.gamma, final.shape[1]), (), ())
     parts = list(carriers.segments(segment))
     passes = [stream_pass(network, trained, part, most) for part in parts]
     held = [[trained.begin(entering[part.index])] for part in parts]  # states of each part
@@ -418,18 +435,28 @@ def shared_pass(
         hidden = network.finish_layer(index, hidden, attended.view(*hidden.shape[:2], -1), delta)
         states.append(hidden.flatten(0, 1))
     streams = [torch.cat(of_layer) for of_layer in zip(*held, strict=True)]
-    return SharedPass(entering, network.final(states[-1]), network.final(streams[-1]), tuple(states), tuple(streams))
+    before |= dict(enumerate((entering, *states[:-1]), start))
+    finals = network.final(states[-1]), network.final(streams[-1])
+    return SharedPass(before, entering, *finals, tuple(states), tuple(streams))
 
 
 # -- the dense reference
 
 
 def eager_streams(
-    network: Network, trained: StreamSet, batch: TokenBatch, carriers: Carriers, most: int | None = None
+    network: Network,
+    trained: StreamSet,
+    batch: TokenBatch,
+    carriers: Carriers,
+    most: int | None = None,
+    before: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One dense attention over main rows and streams of all carriers, T + R gamma rows: naive training.
 
     The reference that `lossless_streams` and `shared_pass` equal, in the mode of ``trained``.
+
+    Args:
+        before: is given the main rows [B * T, d] before every layer.
 
     Returns:
         main rows [B * T, d] and streams [R, gamma, d], after the final norm.
@@ -437,8 +464,9 @@ def eager_streams(
     config, adapters = trained.config, trained.adapters
     shared = config.mode == "shared"
     on_main = adapters.delta if shared and adapters is not None else None
-    hidden, _ = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
+    hidden, below = network.run(network.embed(batch.tokens, batch.positions), 0, config.insertion, batch, on_main)
     main = hidden.flatten(0, 1)  # [B * T, d]
+    seen_before = _before(below, range(config.insertion))
     count, gamma = len(main), config.gamma
     streams = trained.begin(main[carriers.index]).flatten(0, 1)  # [R * gamma, d]
     run = stream_pass(network, trained, carriers)
@@ -449,6 +477,7 @@ def eager_streams(
     rows = [main, streams]
     seen = _dense_mask(batch, carriers, gamma, shared)
     for index in range(config.insertion, config.num_layers):
+        seen_before[index] = rows[0]
         parts = [network.qkv(index, *part) for part in zip(rows, rotations, deltas, strict=True)]
         q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
         v = torch.cat((v[:count], run.rotated(v[count:].unflatten(0, (-1, gamma))).flatten(0, 1)))
@@ -458,6 +487,8 @@ def eager_streams(
             mask = _few(q, k, mask, carriers, count, most)
         attended = attend(q[None], k[None], v[None], mask[None, None])[0].split([count, len(streams)])
         rows = [network.finish_layer(index, *part) for part in zip(rows, attended, deltas, strict=True)]
+    if before is not None:
+        before |= seen_before
     return network.final(rows[0]), network.final(rows[1]).unflatten(0, (-1, gamma))
 
 

@@ -158,7 +158,7 @@ def _foot(summary: Summary) -> RenderableType:
     ]
     if any(row.figures.upper_row_layers for row in summary.rows):
         lines.append(
-            "calls ÷: call reduction, tokens a pass; rows×layers: row-layers a pass; upper: those above the pruning"
+            "calls ÷: call reduction, tokens a pass; rows×layers: row-layers a pass; upper: of them in streams' layers"
         )
     if any(row.exact and row.exact.explained for row in summary.rows):
         lines.append("yes*: first differences are near ties within the stated tolerance")

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...core.errors import CapabilityError, ConfigError
+from ...core.errors import ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...core.tree_lists import PADDING, TreeLists
 from ...target.files import fingerprint
 from ...target.native import top
-from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_target, read_config
+from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, check_target, read_config
 from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -59,7 +59,15 @@ class StreamsConfig(DrafterConfig):
         None, help="prune nodes whose early-exit probability given their parent is below this (0 to 1)"
     )
     prune_count: int | None = option(None, help="prune to so many nodes by early-exit probability", minimum=1)
-    best_path_batch: int = option(8, help="from so many drafting sequences on, the best path alone", minimum=1)
+    prune_layer: int | None = option(
+        None, help="layer before which trees are pruned, at any depth; default: the one where streams begin", minimum=1
+    )
+    prune_exit: Literal["trained", "head"] = option(
+        "trained", help="early exit there: the set's own, or the target's head on the state as it is, untrained"
+    )
+    best_path_batch: int = option(
+        8, help="from so many drafting sequences on, the best path alone, and no pruning (the paper: 2)", minimum=1
+    )
     at: Literal["nodes", "frontier"] = option(
         "frontier",
         help="rows that carry streams: every kept node in the same pass, or the last accepted one, after verification "
@@ -76,6 +84,9 @@ class StreamsConfig(DrafterConfig):
         """Refuse options that contradict each other."""
         threshold = self.prune_threshold
         self.require("prune_threshold", threshold is None or 0 < threshold < 1, "must be above 0 and below 1")
+        for name, unset in (("prune_layer", None), ("prune_exit", "trained")):
+            given = getattr(self, name) != unset
+            self.require(name, self.prunes or not given, "means nothing without prune_threshold or prune_count")
         self.require(
             "proposes",
             self.proposes != "sampled" or not self.prunes,
@@ -146,6 +157,9 @@ class StreamsDrafter:
                 at=config.at,
                 prune_threshold=config.prune_threshold,
                 prune_count=config.prune_count,
+                prune_layer=config.prune_layer,
+                prune_exit=config.prune_exit,
+                best_path_batch=config.best_path_batch,
                 attention_limit=config.attention_limit,
                 rotates=rotation is not None,
             ),
@@ -155,7 +169,10 @@ class StreamsDrafter:
     # -- the contract
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Check the set's shape against the target's."""
+        """Check the pruning and the set's shape against the target's."""
+        layer = self.config.prune_layer
+        rule = f"must be below the {target.num_layers} layers of {target.name}"
+        self.config.require("prune_layer", layer is None or layer < target.num_layers, rule)
         if self.streams is None:
             return
         config = self.streams.config
@@ -330,12 +347,8 @@ def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
     trained = streams.config.gamma
     if streams.config.mode != "lossless":
         raise _shared_set(f"drafter={config.kind}:{config.path}")
-    if config.prunes and streams.prune_map is None:
-        raise CapabilityError(
-            f"pruning with the streams of {config.path or 'this set'}",
-            "the set has no early-exit map: it was trained with prune_rank=0",
-            "leave prune_threshold and prune_count out, or train it with prune_rank=8",
-        )
+    if config.prunes and config.prune_exit == "trained":
+        check_exit(f"pruning with the streams of {config.path or 'this set'}", streams, config.prune_layer)
     if config.gamma is None or config.gamma == trained:
         return streams
     config.require("gamma", config.gamma <= trained, f"is more than the {trained} streams that were trained")

@@ -50,6 +50,7 @@ _OF_STREAMS = (
     "layers",
     "identity",
     "prune_rank",
+    "exits",
     "alpha_j",
     "segment",
     "positions",
@@ -81,7 +82,8 @@ class StreamOptions:
     attention_limit: int | None = setting(
         None, "keys of its main row that a stream attends to, best first; draft with the same. Default: all"
     )
-    prune_rank: int = setting(8, "of the early exit that prunes trees; 0: none is trained")
+    prune_rank: int = setting(8, "of the early exits that prune trees; 0: none is trained")
+    exits: tuple[int, ...] = setting((), "layers before which there is one, beside the one where streams begin")
     alpha_0: float | None = setting(None, "weight of the next token's loss; default: 0 lossless, 1 shared")
     alpha_j: float | None = setting(None, "weight of each stream's loss; default: 1 lossless, 0.1 shared")
     distill: float = setting(0.0, "share of distillation from the target in the streams' loss, 0 to 1 (lossless)")
@@ -158,6 +160,7 @@ class StreamOptions:
             vocab_size=c.vocab_size,
             start_rank=self.start_rank,
             prune_rank=self.prune_rank if self.gamma else 0,
+            exits=tuple(self.exits),
             value_rotation=angle if self.gamma and self.identity == "rotation" else None,
             adapter=AdapterConfig(rank=self.rank, alpha=alpha, layers=tuple(adapted), linears=tuple(self.linears)),
             target=target,
@@ -201,7 +204,7 @@ class StreamRecipe:
         """alpha_0 CE(main) + sum_j alpha_j CE(stream j) + CE(early exit), each a mean over its rows (nats).
 
         Returns:
-            The loss, and the mean loss of each part: ``main``, ``stream_1`` ..., ``exit``.
+            The loss, and the mean loss of each part: ``main``, ``stream_1`` ..., ``exit``, ``exit_LAYER`` of others.
         """
         if self.options.mode == "shared":
             return self._shared(batch)
@@ -212,7 +215,7 @@ class StreamRecipe:
 
     def _lossless(self, batch: TokenBatch, carriers: Carriers) -> tuple[Tensor, dict[str, float]]:
         """Each segment forward and backward on its own; the returned loss passes on the gradients computed so far."""
-        main = main_pass(self.network, batch, self.module.config.insertion)
+        main = main_pass(self.network, batch, self.module.config.insertion, self.module.config.exits)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
         said = self._said(main.final, aims)
         total: Tensor | None = None
@@ -237,7 +240,7 @@ class StreamRecipe:
         streams, _ = lossless_streams(self.network, self.module, main, part, self.options.attention_limit)
         own = Aims.of(batch, part, streams.shape[1], aims)
         loss, figures = self._stream_loss(streams, own, said)
-        early, exit_figures = self._exit_loss(main.entering, part, own)
+        early, exit_figures = self._exit_loss(main.before, part, own)
         return loss + early, figures | exit_figures
 
     def _said(self, final: Tensor, aims: Aims) -> Said | None:
@@ -277,21 +280,33 @@ class StreamRecipe:
         figures = _by_stream(torch.where(aims.exists.any(0), hard, torch.nan)) if share < 1 else {}
         return loss, figures | {"kl": float(soft.sum()) / gamma}
 
-    def _exit_loss(self, entering: Tensor, part: Carriers, aims: Aims) -> tuple[Tensor, dict[str, float]]:
-        """CE of head(norm(M + up down M)) with the next token; M is detached, so that it trains nothing else."""
-        exit_map = self.module.prune_map
-        if exit_map is None:
-            return entering.new_zeros(()), {}
-        hidden = self.network.final(exit_map(entering.detach()[part.index]))
-        loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows, check=False)
-        return loss, {"exit": float(loss.detach())}
+    def _exit_loss(self, before: Mapping[int, Tensor], part: Carriers, aims: Aims) -> tuple[Tensor, dict[str, float]]:
+        """Sum over exits of CE of head(norm(M + up down M)) with the next token.
+
+        M is detached, so that it trains nothing else.
+
+        Args:
+            before: [B * T, d] main rows before each layer with an exit.
+        """
+        total, figures = self.network.head_weight.new_zeros(()), {}
+        for layer, exit_map in self.module.exit_maps().items():
+            hidden = self.network.final(exit_map(before[layer].detach()[part.index]))
+            loss = cross_entropy(hidden, self.network.head_weight, aims.following, denominator=aims.rows, check=False)
+            total = total + loss
+            name = "exit" if layer == self.module.config.insertion else f"exit_{layer}"
+            figures[name] = float(loss.detach())
+        return total, figures
 
     def eager_loss(self, batch: TokenBatch) -> Tensor:
         """The same loss through one dense attention per row of the batch: the reference for segments."""
         rows = [batch.rows(b, b + 1) for b in range(len(batch.tokens))]
         made = [(row, choose_carriers(row)) for row in rows]
+        before: list[dict[int, Tensor]] = [{} for _ in made]
         most = self.options.attention_limit
-        outputs = [eager_streams(self.network, self.module, row, carriers, most) for row, carriers in made]
+        outputs = [
+            eager_streams(self.network, self.module, row, carriers, most, kept)
+            for (row, carriers), kept in zip(made, before, strict=True)
+        ]
         carriers = choose_carriers(batch)
         aims = Aims.of(batch, carriers, self.module.config.gamma)
         final = torch.cat([main for main, _ in outputs])
@@ -300,26 +315,23 @@ class StreamRecipe:
         )
         if self.options.factors[0]:
             loss = loss + self.options.factors[0] * self._main_loss(final, batch)
-        delta = self.module.adapters.delta if self.options.mode == "shared" and self.module.adapters else None
-        with torch.no_grad():
-            start = self.network.embed(batch.tokens, batch.positions)
-            entering, _ = self.network.run(start, 0, self.module.config.insertion, batch, delta)
-        return loss + self._exit_loss(entering.flatten(0, 1), carriers, aims)[0]
+        joint = {layer: torch.cat([kept[layer] for kept in before]) for layer in before[0]}
+        return loss + self._exit_loss(joint, carriers, aims)[0]
 
     # -- shared mode
 
     def _shared(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
         gamma = self.module.config.gamma
         carriers = choose_carriers(batch)
-        most = self.options.attention_limit
-        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most)
+        most, exits = self.options.attention_limit, self.module.config.exits
+        run = shared_pass(self.network, self.module, batch, carriers, self.options.segment, most, exits)
         main = self._main_loss(run.final, batch)
         figures = {"main": float(main.detach())}
         loss = self.options.factors[0] * main
         if gamma and len(carriers):
             aims = Aims.of(batch, carriers, gamma)
             ahead, more = self._stream_loss(run.streams, aims, None)
-            early, exit_figures = self._exit_loss(run.entering, carriers, aims)
+            early, exit_figures = self._exit_loss(run.before, carriers, aims)
             loss, figures = loss + ahead + early, figures | more | exit_figures
         return loss, figures
 

@@ -1,0 +1,178 @@
+"""One setting after the other: streams, children a node, layers, thresholds, batches, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from paceline.bench.study import Entry, Grid
+from paceline.core.errors import ConfigError
+from paceline.drafters.streams import StreamsConfig
+from paceline.target.adapters import MLP
+from streaming.common import (
+    CHOOSE,
+    CUT,
+    PRUNED_AT,
+    PRUNING,
+    USUAL,
+    Asked,
+    TrainedSet,
+    grid_of,
+    read_sets,
+    study,
+)
+
+SWEPT_THRESHOLDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+SWEPT_TOP_KS = (1, 5, 10, 20, 50, 0)
+SWEPT_BATCHES = (1, 2, 4, 8, 16)
+SWEPT_LAYERS = 12  # most layers before which trees are pruned in turn
+ANY_BATCH = 10**6  # sequences from which on a draft is the best path alone: never
+
+
+@study.figure(needs=("set",))
+def figure_10(ask: Asked) -> Grid:
+    """Children a node (k): whole trees, which grow with k, pruned ones, and as many nodes of each as k=2 has."""
+    trained = TrainedSet.read(str(ask.set))
+    gamma = min(3, trained.config.gamma)
+    equal = StreamsConfig(k=2).num_nodes(gamma)
+    shapes: dict[str, dict[str, Any]] = {
+        "whole tree": {},
+        f"pruned below {PRUNED_AT:g}": {"prune_threshold": PRUNED_AT},
+        f"best {equal} nodes": {"nodes": equal},
+    }
+    entries = [
+        Entry(trained.method(f"{series}, k {k}", k=k, gamma=gamma, at="nodes", **options), series, k)
+        for k in ask.few(range(1, 7))
+        for series, options in shapes.items()
+        if (trained.config.prune_rank or "prune_threshold" not in options) and (k > 1 or "nodes" not in options)
+    ]
+    label = "tokens taken from each stream (k)"
+    title = f"Children a node, gamma={gamma}, streams on every node"
+    return grid_of([trained], title, entries, x_label=label, choose=CHOOSE)
+
+
+@study.figure(needs=("sets",))
+def figure_11(ask: Asked) -> Grid:
+    """Layers that streams go through (Ns): a set trained for each."""
+    sets = read_sets(ask.sets)
+    entries = [e for s in sets for e in s.chain_and_cut(f", {s.config.msa_layers} layers", s.config.msa_layers)]
+    return grid_of(sets, "Layers that streams go through", entries, x_label="MSA layers (Ns)", choose=CHOOSE)
+
+
+def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> Grid:
+    """Another set beside ``--set``, each as a chain and as a small tree; no other part of the two may differ.
+
+    Args:
+        other: its folder.
+        label: what it is called.
+        settings: of the engine.
+    """
+    usual, changed = TrainedSet.read(str(ask.set)), TrainedSet.read(other)
+    shapes = [(s.config.mode, s.config.gamma, s.config.msa_layers) for s in (usual, changed)]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(f"set {other}", f"it is {changed.line}, {ask.set} is {usual.line}", "train both alike")
+    entries = [*usual.chain_and_cut(", as usual", "as usual"), *changed.chain_and_cut(f", {label}", label)]
+    entries = [replace(e, method=replace(e.method, settings={**e.method.settings, **settings})) for e in entries]
+    return grid_of([usual, changed], title, entries, x_label="streams")
+
+
+@study.figure(needs=("set", "rotated"))
+def figure_12a(ask: Asked) -> Grid:
+    """Value rotation in place of stream embeddings; on torch, since the compiled layers rotate no values."""
+    config = TrainedSet.read(str(ask.rotated)).config
+    if config.value_rotation is None:
+        raise ConfigError(f"set {ask.rotated}", "it has stream embeddings", "train it with identity='rotation'")
+    return beside(ask, str(ask.rotated), "values rotated", "Value rotation", kernels="torch")
+
+
+@study.figure(needs=("set", "own_mlp"))
+def appendix_h2(ask: Asked) -> Grid:
+    """Streams that go through an adapter in place of the MLP."""
+    adapter = TrainedSet.read(str(ask.own_mlp)).config.adapter
+    if adapter is None or MLP not in adapter.linears:
+        raise ConfigError(f"set {ask.own_mlp}", "its streams have the target's MLP", f"train it with {MLP} in linears")
+    return beside(ask, str(ask.own_mlp), "MLP replaced", "An adapter in place of the MLP")
+
+
+@study.figure(needs=("set",))
+def figure_12b(ask: Asked) -> Grid:
+    """Sampling at temperature 1 from the likeliest tokens."""
+    trained, cells = TrainedSet.read(str(ask.set)), {"temperatures": (1.0,), "top_ks": ask.few(SWEPT_TOP_KS)}
+    label, entries = "likeliest tokens sampled from (top-k)", trained.chain_and_cut()
+    return grid_of([trained], "Sampling at temperature 1", entries, x_label=label, cell="top_k", cells=cells)
+
+
+@study.figure(needs=("set",))
+def figure_18(ask: Asked) -> Grid:
+    """Requests at once: the paper's rule (appendix L), the best path, trees at any size, and the engine's budget."""
+    trained = TrainedSet.read(str(ask.set))
+    pruned = {"at": "nodes", "prune_threshold": PRUNED_AT, **trained.tree(3)} if trained.config.prune_rank else {}
+    entries = [
+        Entry(trained.method("best path", chain=True), "best path"),
+        Entry(trained.method("tree", k=3, nodes=CUT, best_path_batch=ANY_BATCH), f"best {CUT} nodes"),
+        Entry(trained.method("auto", k=3, nodes=USUAL, budget="auto"), "auto budget"),
+    ]
+    if pruned:  # in batches the paper switches tree and pruning off
+        always = trained.method("pruned tree", best_path_batch=ANY_BATCH, **pruned)
+        entries += [
+            Entry(trained.method("as in the paper", best_path_batch=2, **pruned), "as in the paper"),
+            Entry(always, "pruned tree at any size"),
+        ]
+    batches = ask.few(SWEPT_BATCHES)
+    shape = {"x_label": "batch size", "cell": "batch", "cells": {"batches": batches}, "log_x": True}
+    return grid_of([trained], "Requests at once", entries, prompts=max(batches), **shape)
+
+
+@study.figure(needs=("set",))
+def table_4(ask: Asked) -> Grid:
+    """The target as it is stored and in int8, each over its own plain decoding."""
+    trained = TrainedSet.read(str(ask.set))
+    dtypes = {"as stored": "auto", "int8": "int8"}
+    entries = [e for shown, dtype in dtypes.items() for e in trained.chain_and_cut(f", {shown}", shown, dtype=dtype)]
+    metrics = ("call_reduction", "speedup", "tokens_per_s")
+    return grid_of([trained], "Target in int8", entries, x_label="weights of the target", plots=metrics)
+
+
+@study.figure(needs=("set",))
+def appendix_e1(ask: Asked) -> Grid:
+    """Streams that draft (gamma), from one to all that were trained."""
+    trained = TrainedSet.read(str(ask.set))
+    counts = range(1, trained.config.gamma + 1)
+    entries = [entry for gamma in counts for entry in trained.chain_and_cut(f", gamma {gamma}", gamma, gamma=gamma)]
+    return grid_of([trained], "Streams that draft", entries, x_label="streams (gamma)", choose=CHOOSE)
+
+
+@study.figure(needs=("set",))
+def appendix_g1(ask: Asked) -> Grid:
+    """The threshold of the pruning in mid-pass, streams on every node and at the frontier."""
+    trained = TrainedSet.read(str(ask.set))
+    trained.require_pruning()
+    tree = trained.tree(3)
+    series = {at: f"streams on {at}" if len(trained.places) > 1 else "pruned" for at in trained.places}
+    entries = [
+        Entry(trained.method(f"threshold {t:g} ({at})", at=at, prune_threshold=t, **tree), label, t)
+        for at, label in series.items()
+        for t in ask.few(SWEPT_THRESHOLDS)
+    ]
+    title = f"Pruning threshold, tree of k=3, gamma={tree['gamma']}"
+    return grid_of([trained], title, entries, x_label="threshold", log_x=True, plots=PRUNING, choose=CHOOSE)
+
+
+@study.figure(needs=("set",))
+def section_2_3(ask: Asked) -> Grid:
+    """The layer before which trees are pruned, at any depth: by exits that were trained, and by the head alone."""
+    trained = TrainedSet.read(str(ask.set))
+    tree, layers = trained.tree(3), trained.config.num_layers
+    exits = sorted({trained.config.insertion, *trained.config.exits}) if trained.config.prune_rank else []
+    swept = sorted({*ask.few(range(1, layers, -(-layers // SWEPT_LAYERS))), *exits})
+    pruned = {"at": "nodes", "prune_count": CUT, **tree}
+    entries = [Entry(trained.method("whole tree", at="nodes", **tree), "whole tree", layers)]
+    for layer in swept:
+        for series, exit_ in (("trained exit", "trained"), ("untrained exit (head)", "head")):
+            if exit_ == "trained" and layer not in exits:
+                continue
+            name = f"{series}, layer {layer}"
+            entries.append(Entry(trained.method(name, prune_layer=layer, prune_exit=exit_, **pruned), series, layer))
+    title = f"Layer before which trees are pruned to {CUT} nodes; streams begin at layer {trained.config.insertion}"
+    plots = ("call_reduction", "speedup", "row_layers")
+    return grid_of([trained], title, entries, x_label="layers passed before the pruning", plots=plots, choose=CHOOSE)
