@@ -250,6 +250,36 @@ def test_a_wide_attention_limit_is_none() -> None:
         assert torch.allclose(free[0], told[0], rtol=0, atol=1e-9) == same
 
 
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_limit_chooses_the_same_keys_whatever_is_pruned(layer: int) -> None:
+    """Streams say what they say where nothing is pruned, at every length of the text where both are read."""
+    trained = tiny_streams(layers=2)
+
+    def said(**pruning: Any) -> tuple[list[list[int]], dict[tuple[int, int], Tensor], int]:
+        """Answers, stream logits by request and length of its text, and nodes that were pruned."""
+        found: dict[tuple[int, int], Tensor] = {}
+        drafter = streams(trained=trained, k=10, nodes=16, at="nodes", attention_limit=6, **pruning)
+        observe = drafter.observe
+
+        def listen(step: StepFeatures) -> None:
+            for view, logits in zip(step.sequences, step.stream_logits, strict=True):
+                if logits is not None:
+                    found[view.key, len(view.tokens)] = logits.clone()
+            observe(step)
+
+        drafter.observe = listen  # type: ignore[method-assign]
+        outputs = run(assemble(drafter, decoder=target()), [(p, GREEDY) for p in PROMPTS])
+        first = min(key for key, _ in found)
+        placed = {(key - first, length): logits for (key, length), logits in found.items()}
+        return [o.outputs[0].token_ids for o in outputs], placed, sum(o.stats.pruned for o in outputs)
+
+    free, cut = said(), said(prune_threshold=0.003, prune_layer=layer, prune_exit="head")
+    assert free[0] == cut[0] and not free[2] and cut[2] > 100
+    both = free[1].keys() & cut[1].keys()
+    assert len(both) > 40
+    assert all(torch.allclose(free[1][place], cut[1][place], rtol=0, atol=1e-9) for place in both)
+
+
 @pytest.mark.parametrize("options", [{"value_rotation": 0.05}, {"start_rank": 3}, {"seed": 9}])
 def test_every_part_of_a_set_is_read(options: dict[str, Any]) -> None:
     told = [heard(streams(trained=tiny_streams(**o), chain=True))[1] for o in ({}, options)]

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pruned first": {**TREE, "at": "nodes", "prune_count": 5, "prune_layer": 1, **HEAD},
     "pruned first at frontier": {**TREE, "prune_count": 5, "prune_layer": 1, **HEAD},
     "pruned last": {**TREE, "at": "nodes", "prune_count": 5, "prune_layer": 4, **HEAD},
+    "pruned last, limited": {**TREE, "at": "nodes", "prune_count": 5, "prune_layer": 4, "attention_limit": 6, **HEAD},
     "pruned last at frontier": {**TREE, "prune_count": 5, "prune_layer": 4, **HEAD},
 }
 
