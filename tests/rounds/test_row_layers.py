@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,10 @@ from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.rounds import riders
 from paceline.target.adapters import AdapterConfig
+from paceline.target.base import KVCache
 from paceline.target.decoder import Decoder
+from paceline.target.native_calls import Asked
+from paceline.target.native_streams import Riding
 from paceline.target.streams import StreamSet
 
 SHAPE = tiny_config(num_layers=5, windows=(None, 24, None, None, None))
@@ -126,9 +128,8 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
     counts = Counter[str]()
     with_streams, without = decoder.stack.decide_streams, decoder.stack.decide
 
-    def watched(tokens: Sequence[int], *given: Any) -> Any:
-        wanted, riding = given[3], given[6]
-        done = with_streams(tokens, *given)
+    def watched(asked: Asked, riding: Riding, cache: KVCache) -> Any:
+        wanted, done = asked.wanted, with_streams(asked, riding, cache)
         late = sum(
             carrier.streams for carrier, told in zip(riding.carriers, done[1], strict=True) if told and not told.rode
         )
@@ -137,9 +138,9 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
         counts["upper"] += LAYERS * (len(wanted) + rows) * bool(rows)
         return done
 
-    def plain(tokens: Sequence[int], *given: Any) -> Any:
-        counts["row_layers"] += 5 * len(given[3])
-        return without(tokens, *given)
+    def plain(asked: Asked, cache: KVCache) -> Any:
+        counts["row_layers"] += 5 * len(asked.wanted)
+        return without(asked, cache)
 
     monkeypatch.setattr(decoder.stack, "decide_streams", watched)
     monkeypatch.setattr(decoder.stack, "decide", plain)
