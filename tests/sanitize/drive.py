@@ -1,6 +1,6 @@
 """Drives the compiled layers over odd shapes, in a process that `sanitizers.py` has put under sanitizers.
 
-Every cache layer, state, mask, list of keys and product is an allocation of its own, and each pass runs in a
+Every weight, cache layer, state, mask, list of keys and product is an allocation of its own, and each pass runs in a
 thread of its own, whose scratch memory starts empty: whatever is read or written beyond an end is beyond an
 allocation. What the sanitizers cannot see is looked for here: slots that no key names hold NaN, which shows
 in whatever is computed from them and is gone where something was written.
@@ -28,6 +28,7 @@ from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
+from paceline.target.memory import Arena
 from paceline.target.native import NativeLinear, top
 from paceline.target.native_calls import Asked, Chain, RowSpan, Seed
 from paceline.target.native_streams import CarrierRows, Riding
@@ -418,6 +419,7 @@ def main() -> None:
     assert why is None, why
     assert hasattr(ctypes.CDLL(None), "__asan_init"), "start this by sanitizers.py"
     torch.manual_seed(0)
+    Arena.empty = lambda arena, numel, dtype: torch.empty(numel, dtype=dtype)  # type: ignore[method-assign]
     if chosen.plant:
         plant(chosen.plant)
         return
