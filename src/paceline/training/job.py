@@ -12,8 +12,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
@@ -89,6 +91,7 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
         init=job.init,
+        occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
     )
     facts = _facts(job, options)
     if made.imitates(options):
@@ -119,7 +122,7 @@ def _check(job: Job, made: RecipeKind, options: Any) -> None:
         (
             job.cache and not made.top(options),
             "it learns from no likeliest tokens, which are what a cache holds",
-            "leave --cache out, or give a draft_model top=32",
+            "leave --cache out, or give a kind that has it top=32",
         ),
         (not job.sources, "there is no data", "give --data FILE"),
     )
@@ -155,6 +158,15 @@ def _cache(
     batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
     cache.complete(context.target, batches, partial(products, job.config.precision, context.device), say)
     return cache
+
+
+def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:
+    """[vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
+    total = torch.zeros(vocab, dtype=torch.float64)
+    for spec, own in zip(sources, examples, strict=True):
+        tokens = torch.from_numpy(np.concatenate([e.tokens for e in own])).long()
+        total += spec.weight * torch.bincount(tokens, minlength=vocab)[:vocab] / len(tokens)
+    return total / total.sum()
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
