@@ -115,7 +115,7 @@ class AutoBudget:
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
         self._first: set[int] = set()  # sequences that asking the first source for pays
-        self._batch = self._context = self._levels = 0
+        self._batch = self._context = self._passes = 0
         self._plain_ms = table.step_ms(1, 0)
         self._rate = 0.0  # tokens a ms, over the batch
         self._rises: list[float] = []  # see `_rise`
@@ -137,7 +137,7 @@ class AutoBudget:
             cap=spec.default_budget,
             sources=spec.sources or (spec.name,),
             draft_costs=[
-                DraftCosts.of_network(table, own) if part.cache is not None else DraftCosts() for part in parts
+                DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
             ],
             prepares=spec.streams is not None,
             blind=spec.proposes == "sampled",
@@ -385,22 +385,23 @@ class AutoBudget:
             return self.row_chance
         return self.row_chance + self._rate * costs.level_ms(count) / max(1, count)
 
-    def told(self, source: int, levels: int, ms: float) -> None:
+    def told(self, source: int, passes: int, ms: float) -> None:
         """What the ask of one of several sources took."""
         self._asked[source].ms = ms
-        self._learn_costs(source, levels, ms)
+        self._learn_costs(source, passes, ms)
 
-    def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
+    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
         """The nodes that pay for their rows; None where none does.
 
         Args:
             views: the sequences whose budget was not 0.
             tree: one proposal for each.
+            passes: of the drafter's network that they took; None: as many as the deepest one has levels.
         """
         lists = tree.lists()
         if len(self.sources) == 1:
             self._note(0, {view.key: 1.0 for view in views})
-        self._levels = 0
+        self._passes = passes or 0
         if max(lists.counts) == 1:
             self._choice = Choice(self._batch)
             self._learn_worths(views, [])
@@ -418,7 +419,8 @@ class AutoBudget:
         kept: list[list[int]] = [[0] for _ in views]
         for _, b, i in ranked[:count]:
             kept[b].append(i)
-        self._levels = max(offer.levels for offer in offers)
+        if passes is None:
+            self._passes = max(offer.levels for offer in offers)
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
         self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
         if count == len(ranked):
@@ -511,13 +513,13 @@ class AutoBudget:
             earned = sum(step.accepted) + batch
             self._heard[bucket(batch)] = self._heard.get(bucket(batch), 0) + 1
             self._earned[bucket(batch)] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
-        if asked:
-            self._learn_costs(0, self._levels, step.draft_ms - sum([source.ms for source in self._asked[1:]]))
+        if asked and len(self.sources) == 1:  # of several, each was told of
+            self._learn_costs(0, self._passes, step.ask_ms)
 
-    def _learn_costs(self, source: int, levels: int, ms: float) -> None:
+    def _learn_costs(self, source: int, passes: int, ms: float) -> None:
         asked = self._asked[source]
         if asked.opens:
-            self.draft_costs[source].observe(len(asked.opens), levels, asked.unseen, ms)
+            self.draft_costs[source].observe(len(asked.opens), passes, asked.unseen, ms)
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""
