@@ -275,6 +275,22 @@ def hybrid(
     return HybridConfig(parts=parts, **options).build(context)
 
 
+def hybrid_with_streams(
+    parts: str = LOOKUP, *, k: int = 12, noise: float = 0.03, target: dict[str, Any] | None = None, **options: Any
+) -> Hybrid:
+    """A `Hybrid` of other drafters and, last, a `StreamsDrafter` over `tiny_streams`.
+
+    Args:
+        parts: the other drafters.
+        k: tokens of each stream.
+        noise, target: as for `hybrid`.
+        options: of `HybridConfig`.
+    """
+    others = hybrid(parts, noise=noise, target=target)
+    config = HybridConfig(parts=f"{parts}+streams;k={k};nodes=24", **options)
+    return Hybrid(config, [*others.parts, streams(target=target, k=k, nodes=24)])
+
+
 def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """[tokens, V]: the whole text in one causal pass over fresh K/V."""
     count = len(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from toolkit import examples, largest_file, losses, network, write_target
 
 from paceline.core.errors import ConfigError
+from paceline.drafters.distillation import DraftModelKind
 from paceline.training import cache as caching
-from paceline.training.cache import RECORDS, SCORED, record
+from paceline.training.cache import RECORDS, SCORED, STATES, record
 from paceline.training.data import SourceSpec, collate
-from paceline.training.features import OnlineFeatures, likeliest
+from paceline.training.features import OnlineFeatures, likeliest, needed_states
 from paceline.training.job import Job, prepare
 from paceline.training.losses import TargetHidden, TargetTop
 from paceline.training.trainer import Phase, TrainConfig
@@ -111,8 +113,8 @@ def test_what_is_said_is_what_is_needed(data: Path, target: Path, tmp_path: Path
     cache = run.recipe.features  # type: ignore[attr-defined]
     batches = list(run._batches())
     seen = {int(i) for batch in batches for i in batch.places[batch.weights > 0].tolist()}
-    scored = {int(a) + i for p in cache.parts for a, n in zip(p.starts, p.scored, strict=False) for i in range(n)}
-    ends = {int(a) + int(n) - 1 for p in cache.parts for a, n in zip(p.starts, p.scored, strict=False) if n}
+    scored = {int(a) + i for p in cache.parts for a, n in zip(p.starts, p.known(), strict=False) for i in range(n)}
+    ends = {int(a) + int(n) - 1 for p in cache.parts for a, n in zip(p.starts, p.known(), strict=False) if n}
     assert ends <= seen <= scored
     assert len(scored) < sum(len(e.tokens) for source in cache.examples for e in source)
     size = len(scored) * record(8, 300).itemsize
@@ -122,6 +124,46 @@ def test_what_is_said_is_what_is_needed(data: Path, target: Path, tmp_path: Path
         found, wanted = cache.said(batch), online.said(batch)
         assert torch.equal(found.ids, wanted.ids)  # type: ignore[union-attr]
         torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=2**-10, atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_states_are_kept_where_a_recipe_reads_them(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache without them is completed, and what it held stays as it was."""
+    made = job(data, target, tmp_path / "out", cache=tmp_path / "cache", config={"steps": 2})
+    prepare(made)
+    before = contents(tmp_path / "cache")
+    monkeypatch.setattr(DraftModelKind, "states", lambda self, options: True)
+    said: list[str] = []
+    run = prepare(made, (), said.append)
+    assert len(said) > 1
+    assert all(contents(tmp_path / "cache")[name] == held for name, held in before.items())
+    cache, network = run.recipe.features, run.recipe.target  # type: ignore[attr-defined]
+    batches = list(run._batches())
+    for batch in batches:
+        needed = needed_states(batch)
+        found, wanted = cache.states(batch), OnlineFeatures(network).states(batch)
+        torch.testing.assert_close(found[needed], wanted[needed], rtol=2**-8, atol=1e-4)  # bfloat16
+        assert not found[~needed].any()
+    (state_file,) = tmp_path.glob(f"cache/boxes-*/{STATES}")
+    state_file.write_bytes(bytes(state_file.stat().st_size))
+    lost = prepare(made).recipe.features  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="it has lost records"):
+        for batch in batches:
+            lost.states(batch)
+    with pytest.raises(ValueError, match="in no cache"):
+        lost.states(collate([examples(2)], 96))
+
+
+def test_states_are_needed_up_to_the_last_weight_of_a_document() -> None:
+    batch = collate([examples(3), examples(2)], 96)
+    batch.weights[:] = (torch.rand(batch.weights.shape, generator=torch.Generator().manual_seed(1)) < 0.02).float()
+    found = needed_states(batch)
+    assert bool(found.any())
+    for b, t in product(*map(range, found.shape)):
+        document = int(batch.documents[b, t])
+        behind = (batch.documents[b, t:] == document) & (batch.weights[b, t:] > 0)
+        assert bool(found[b, t]) == (document >= 0 and bool(behind.any()))
 
 
 def test_another_run_scores_what_is_missing_alone(data: Path, target: Path, tmp_path: Path) -> None:

@@ -174,6 +174,10 @@ class DraftModelKind:
         """Its option."""
         return options.top
 
+    def states(self, options: DraftModelOptions) -> bool:
+        """False: it reads tokens alone."""
+        return False
+
     def build(self, options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
         """A fresh draft, or one that goes on from ``context.init``.
 

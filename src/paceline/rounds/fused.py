@@ -55,6 +55,12 @@ class FusedRound:
                 "it drafts with streams",
                 "use drafter='streams:FOLDER', or round='serial'",
             )
+        if drafter.spec.taps:
+            raise CapabilityError(
+                f"round={self.name!r} with drafter {drafter.spec.name!r}",
+                "it reads the target's states, and this round shows none",
+                "draft with streams, or with what reads states, in a round of its own",
+            )
         self.target, self.pool, self.rules = target, pool, drafter.spec.streams
         self.drafter: StreamingDrafter = drafter  # type: ignore[assignment]  # its spec says so
         self.emitter = Emitter(target.num_layers, drafter.spec)

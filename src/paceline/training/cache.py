@@ -1,4 +1,6 @@
-"""The target's likeliest tokens after every token of the data, on disk: a run that finds them needs no target.
+"""What the target says after every token of the data, on disk: a run that finds it needs no target.
+
+Kept are its likeliest next tokens, and for drafters that read states its last hidden states, too.
 
 What a target says after a token depends on the token's document alone, not on the row, step or run that takes it. So
 a cache holds documents: a folder for each source, in it one record for each token, at the place that the token has in
@@ -21,15 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..core.errors import ConfigError
 from .data import Example, SourceSpec, TokenBatch, collate, mark
-from .features import likeliest
+from .features import last_states, likeliest, needed_states
 from .files import plain, writing
 from .losses import TargetTop
 from .network import Network
 
 MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
+STATES, STATED = "states.bin", "stated.bin"
 REPORTS = 10  # how often it is said how far the scoring is
 BATCH_TOKENS = 8192  # scored at a time
 
@@ -40,24 +44,46 @@ def record(top: int, vocab: int) -> np.dtype[Any]:
     return np.dtype([("ids", number, (top,)), ("log_probs", "<f2", (top + 1,))])
 
 
+def states_record(width: int) -> np.dtype[Any]:
+    """What is kept of a token's last state: the bits of its ``width`` numbers in bfloat16."""
+    return np.dtype((np.dtype("<u2"), (width,)))
+
+
+@dataclass(slots=True)
+class Shelf:
+    """One kind of record of a source's tokens, and how far each example has them."""
+
+    records: str  # name of its file
+    marks: str  # name of the file that says how far
+    kind: np.dtype[Any]
+    scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
+
+
 @dataclass(slots=True)
 class Part:
     """One source's share of a cache."""
 
     folder: Path
     starts: np.ndarray  # [examples + 1] places of the examples' first tokens in the run's numbering; the end
-    scored: np.ndarray  # [examples] uint32, leading tokens of each that have a record
+    shelves: list[Shelf]  # what is kept of a token
 
-    def score(self, number: int, records: np.ndarray) -> None:
-        """Keep the records of an example's first tokens."""
-        at = (int(self.starts[number]) - int(self.starts[0])) * records.itemsize
-        _write(self.folder / RECORDS, at, records.tobytes())
+    def known(self) -> np.ndarray:
+        """[examples] leading tokens of each of which all is kept."""
+        return np.minimum.reduce([shelf.scored for shelf in self.shelves])
+
+    def keep(self, number: int, records: Sequence[np.ndarray]) -> None:
+        """Write the records of an example's first tokens, of each shelf."""
+        for shelf, own in zip(self.shelves, records, strict=True):
+            at = (int(self.starts[number]) - int(self.starts[0])) * shelf.kind.itemsize
+            _write(self.folder / shelf.records, at, own.tobytes())
 
     def confirm(self, numbers: Sequence[int], needs: Sequence[int]) -> None:
         """The records of these examples are written: now they count."""
         for number, need in zip(numbers, needs, strict=True):
-            self.scored[number] = need
-            _write(self.folder / SCORED, 4 * number, np.array([need], dtype="<u4").tobytes())
+            for shelf in self.shelves:
+                if need > shelf.scored[number]:
+                    shelf.scored[number] = need
+                    _write(self.folder / shelf.marks, 4 * number, np.array([need], dtype="<u4").tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +96,7 @@ class Wish:
 
 
 class TopCache:
-    """Likeliest tokens by document, for the sources of a run.
+    """Likeliest tokens and, where asked for, last states by document, for the sources of a run.
 
     Args:
         folder: of the cache; sources of other runs may lie there, too.
@@ -78,6 +104,7 @@ class TopCache:
         key: what the target's words depend on beside the source: target, precision, longest document.
         top: likeliest tokens kept.
         vocab: tokens of the target.
+        width: of the target's states, where these are kept, too; 0: they are not.
 
     Raises:
         ConfigError: what lies in the folder is no cache, or is damaged.
@@ -90,8 +117,12 @@ class TopCache:
         key: Mapping[str, Any],
         top: int,
         vocab: int,
+        width: int = 0,
     ) -> None:
-        self.folder, self.record = folder, record(top, vocab)
+        self.folder, self.top, self.width = folder, top, width
+        self.kinds = [(RECORDS, SCORED, record(top, vocab))]
+        if width:
+            self.kinds.append((STATES, STATED, states_record(width)))
         self.parts: list[Part] = []
         self.examples: list[list[Example]] = []  # of each source, with their places
         first = 0
@@ -99,9 +130,9 @@ class TopCache:
             starts = first + np.concatenate(([0], np.cumsum([len(e.tokens) for e in examples])))
             self.examples.append([replace(e, place=int(at)) for e, at in zip(examples, starts, strict=False)])
             source = {**key, "top": top, "source": Path(spec.file).name, "sha256": mark(spec.file)}
-            self.parts.append(_open(folder, plain(source), starts, self.record))
+            self.parts.append(_open(folder, plain(source), starts, self.kinds))
             first = int(starts[-1])
-        self._files: list[np.ndarray] = []
+        self._files: dict[int, list[np.ndarray]] = {}  # by shelf, of each part
 
     # -- making
 
@@ -141,14 +172,14 @@ class TopCache:
         wishes = []
         for index, examples in enumerate(self.examples):
             own, needs = needs[: len(examples)], needs[len(examples) :]
-            for number in np.flatnonzero(own > self.parts[index].scored).tolist():
+            for number in np.flatnonzero(own > self.parts[index].known()).tolist():
                 wishes.append(Wish(index, number, examples[number].tokens[: int(own[number])]))
         return sorted(wishes, key=lambda wish: len(wish.tokens))
 
     def _check_space(self, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         there = next(p for p in (self.folder, *self.folder.absolute().parents) if p.is_dir())
         free, tokens = shutil.disk_usage(there).free, sum(len(wish.tokens) for wish in wishes)
-        size = tokens * self.record.itemsize
+        size = tokens * sum(kind.itemsize for *_, kind in self.kinds)
         wanted = f"{size:,} bytes ({size / 1e9:.2f} GB)"
         say(f"cache {self.folder}: {tokens:,} tokens to score, {wanted}; {free / 1e9:.2f} GB are free")
         if size > free:
@@ -166,7 +197,7 @@ class TopCache:
         for group in _groups(wishes):
             before, done = done, done + sum(len(wish.tokens) for wish in group)
             for wish, records in zip(group, self._records(target, group, products), strict=True):
-                self.parts[wish.part].score(wish.number, records)
+                self.parts[wish.part].keep(wish.number, records)
             for index, part in enumerate(self.parts):
                 own = [wish for wish in group if wish.part == index]
                 part.confirm([wish.number for wish in own], [len(wish.tokens) for wish in own])
@@ -175,15 +206,21 @@ class TopCache:
 
     def _records(
         self, target: Network, group: Sequence[Wish], products: Callable[[], AbstractContextManager[Any]]
-    ) -> Iterator[np.ndarray]:
-        """The records of each document of a group."""
+    ) -> Iterator[list[np.ndarray]]:
+        """The records of each document of a group, by shelf."""
         rows = [[Example(wish.tokens)] for wish in group]
         batch = collate(rows, max(len(wish.tokens) for wish in group)).to(target.head_weight.device)
         with products(), torch.no_grad():
-            said = likeliest(target, target(batch)[batch.documents >= 0], self.record["ids"].shape[0])
-        made = np.empty(len(said.ids), dtype=self.record)
+            states = last_states(target, batch)[batch.documents >= 0]
+            said = likeliest(target, target.final(states), self.top)
+        made = np.empty(len(said.ids), dtype=self.kinds[0][-1])
         made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
-        yield from np.split(made, np.cumsum([len(wish.tokens) for wish in group])[:-1])
+        kept = [made]
+        if self.width:
+            kept.append(states.cpu().to(torch.bfloat16).view(torch.uint16).numpy())
+        ends = np.cumsum([len(wish.tokens) for wish in group])[:-1]
+        for pieces in zip(*(np.split(own, ends) for own in kept), strict=True):
+            yield list(pieces)
 
     # -- reading
 
@@ -194,58 +231,80 @@ class TopCache:
             ConfigError: the cache has lost what a token needs.
         """
         places = batch.places[batch.weights > 0].cpu().numpy()
-        found = self._read(places)
+        found = self._read(0, places)
         if not found["log_probs"].any(1).all():  # a hole: probabilities of 1 each
-            raise ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
+            raise self._lost()
         device = batch.tokens.device
         ids = torch.from_numpy(found["ids"].astype(np.int64)).to(device)
         return TargetTop(ids, torch.from_numpy(found["log_probs"].astype(np.float32)).to(device))
 
-    def _read(self, places: np.ndarray) -> np.ndarray:
+    def states(self, batch: TokenBatch) -> Tensor:
+        """As `Features.states`.
+
+        Raises:
+            ConfigError: the cache has lost what a token needs.
+        """
+        needed = needed_states(batch)
+        found = self._read(1, batch.places[needed].cpu().numpy())
+        if not found.any(1).all():  # a hole: a state of zeros
+            raise self._lost()
+        bits = torch.from_numpy(found.view(np.int16)).to(batch.tokens.device)
+        states = torch.zeros(*batch.tokens.shape, self.width, device=batch.tokens.device)
+        states[needed] = bits.view(torch.bfloat16).float()
+        return states
+
+    def _lost(self) -> ConfigError:
+        return ConfigError(f"cache {self.folder}", "it has lost records", "remove the folder: it is made anew")
+
+    def _read(self, shelf: int, places: np.ndarray) -> np.ndarray:
         """[rows] records."""
-        self._files = self._files or [_map(part, self.record) for part in self.parts]
-        found = np.empty(len(places), dtype=self.record)
+        if len(places) and places.min() < 0:
+            raise ValueError("tokens that lie in no cache: of held-out data, run the target")
+        name, _, kind = self.kinds[shelf]
+        files = self._files.setdefault(shelf, [_map(part.folder / name, kind) for part in self.parts])
+        found = np.empty(len(places), dtype=kind)
         owners = np.searchsorted([int(part.starts[0]) for part in self.parts], places, "right") - 1
         for index in np.unique(owners).tolist():
             own = owners == index
-            found[own] = self._files[index][places[own] - int(self.parts[index].starts[0])]
+            found[own] = files[index][places[own] - int(self.parts[index].starts[0])]
         return found
 
 
-def _open(folder: Path, key: Mapping[str, Any], starts: np.ndarray, kind: np.dtype[Any]) -> Part:
+def _open(
+    folder: Path, key: Mapping[str, Any], starts: np.ndarray, kinds: Sequence[tuple[str, str, np.dtype[Any]]]
+) -> Part:
     """A source's part of a cache: named by its key, and made where it is not there."""
     text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     place = folder / f"{str(key['source']).split('.')[0]}-{digest}"
-    count = len(starts) - 1
     if not (place / MADE).is_file():
         with writing(f"--cache {folder}", "name another folder, or train without --cache"):
             place.mkdir(parents=True, exist_ok=True)
             (place / MADE).write_text(text, encoding="utf-8")
     elif (place / MADE).read_text("utf-8") != text:
         raise ConfigError(f"--cache {folder}", f"{place.name} in it is no part of a cache", "name another folder")
-    scored = np.zeros(count, dtype=np.uint32)
-    if (place / SCORED).is_file():
-        known = np.fromfile(place / SCORED, dtype="<u4", count=count)
+    return Part(place, starts, [_shelf(place, starts, *kind) for kind in kinds])
+
+
+def _shelf(place: Path, starts: np.ndarray, records: str, marks: str, kind: np.dtype[Any]) -> Shelf:
+    """What of a kind is there; what counts as scored must be."""
+    scored = np.zeros(len(starts) - 1, dtype=np.uint32)
+    if (place / marks).is_file():
+        known = np.fromfile(place / marks, dtype="<u4", count=len(scored))
         scored[: len(known)] = known
-    _check_whole(place, starts, scored, kind)
-    return Part(place, starts, scored)
-
-
-def _check_whole(place: Path, starts: np.ndarray, scored: np.ndarray, kind: np.dtype[Any]) -> None:
-    """What counts as scored is there."""
     ends = np.where(scored > 0, starts[:-1] - starts[0] + scored, 0)
-    records = place / RECORDS
-    there = records.stat().st_size if records.is_file() else 0
+    there = (place / records).stat().st_size if (place / records).is_file() else 0
     if (scored > np.diff(starts)).any() or int(ends.max(initial=0)) * kind.itemsize > there:
-        wrong = f"{RECORDS} or {SCORED} is cut or of other data"
+        wrong = f"{records} or {marks} is cut or of other data"
         raise ConfigError(f"cache {place}", wrong, "remove the folder: it is made anew")
+    return Shelf(records, marks, kind, scored)
 
 
-def _map(part: Part, kind: np.dtype[Any]) -> np.ndarray:
-    path = part.folder / RECORDS
+def _map(path: Path, kind: np.dtype[Any]) -> np.ndarray:
     count = path.stat().st_size // kind.itemsize if path.is_file() else 0
-    return np.memmap(path, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, dtype=kind)
+    if not count:
+        return np.empty(0, dtype=kind)
+    return np.memmap(path, dtype=kind.base, mode="r", shape=(count, *kind.shape))
 
 
 def _groups(wishes: Sequence[Wish]) -> Iterator[list[Wish]]:

@@ -1,4 +1,5 @@
-"""What the frozen target says after the tokens of a batch: its whole distribution, or its likeliest tokens alone."""
+"""What the frozen target computes from the tokens of a batch: its distributions, or its likeliest tokens alone, and for
+drafters that read states its last hidden states."""
 
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ class Features(Protocol):
         """The target's distributions after the tokens of ``batch`` that carry weight, row by row."""
         ...
 
+    def states(self, batch: TokenBatch) -> Tensor:
+        """[B, T, d_model] float32, the target's last states, before the final norm; only `needed_states` are given."""
+        ...
+
 
 class OnlineFeatures:
     """Runs the frozen target on every batch.
@@ -32,12 +37,36 @@ class OnlineFeatures:
 
     def __init__(self, target: Network, top: int = 0) -> None:
         self.target, self.top = target, top
+        self._last: tuple[TokenBatch, Tensor] | None = None  # one pass a batch serves both questions
 
     @torch.no_grad()
     def said(self, batch: TokenBatch) -> SoftTarget:
         """As `Features.said`."""
-        hidden = self.target(batch)[batch.weights > 0]
+        hidden = self.target.final(self.states(batch)[batch.weights > 0])
         return likeliest(self.target, hidden, self.top) if self.top else TargetHidden(hidden, self.target.head_weight)
+
+    @torch.no_grad()
+    def states(self, batch: TokenBatch) -> Tensor:
+        """As `Features.states`."""
+        if self._last is None or self._last[0] is not batch:
+            self._last = batch, last_states(self.target, batch)
+        return self._last[1]
+
+
+def last_states(target: Network, batch: TokenBatch) -> Tensor:
+    """[B, T, d_model] after the last layer, before the final norm."""
+    return target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)[0]
+
+
+def needed_states(batch: TokenBatch) -> Tensor:
+    """[B, T] bool: a token that carries weight, or has one behind it in its document."""
+    weighted = (batch.weights > 0).flip(1)
+    documents = batch.documents.flip(1)
+    count = weighted.long().cumsum(1)
+    first = torch.ones_like(weighted)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]  # of a document, from the end
+    before = torch.where(first, count - weighted.long(), 0).cummax(1).values
+    return ((count > before) & (documents >= 0)).flip(1)
 
 
 @torch.no_grad()

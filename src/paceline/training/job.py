@@ -95,7 +95,7 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         _name_strangers(job.sources, facts["target"], say)
     if job.cache is not None:
         with state.main_process_first():
-            context.features = cache = _cache(job, made.top(options), facts["target"], context, examples, say)
+            context.features = cache = _cache(job, made, options, facts["target"], context, examples, say)
         examples = cache.examples
     mixture = _mixture(job, examples)
     return Trainer(made.build(options, context), mixture, job.phases, job.config, job.out, facts, watchers)
@@ -137,18 +137,21 @@ def _name_strangers(sources: Sequence[SourceSpec], target: str | None, say: Call
 
 def _cache(
     job: Job,
-    top: int,
+    made: RecipeKind,
+    options: Any,
     target: str | None,
     context: BuildContext,
     examples: Sequence[Sequence[Example]],
     say: Callable[[str], None],
 ) -> TopCache:
-    """The target's likeliest tokens for every batch of the run, from ``job.cache`` or scored now."""
+    """What the target says of every batch of the run, from ``job.cache`` or scored now."""
     assert job.cache is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     key = {"target": target, "precision": job.config.precision, "length": longest}
     sources = list(zip(job.sources, examples, strict=True))
-    cache = TopCache(job.cache, sources, key, top, context.target.config.vocab_size)
+    shape = context.target.config
+    width = shape.d_model if made.states(options) else 0
+    cache = TopCache(job.cache, sources, key, made.top(options), shape.vocab_size, width)
     batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
     cache.complete(context.target, batches, partial(products, job.config.precision, context.device), say)
     return cache

@@ -42,7 +42,7 @@ class BuildContext:
     seed: int = 0
     prompt_weight: float = 0.0  # of prompt tokens in the loss
     init: Path | None = None  # folder whose weights the run starts from
-    features: Features | None = None  # what the target says, from a cache; None: it is run on each batch
+    features: Features | None = None  # of the target, from a cache; None: it is run on each batch
 
 
 class RecipeKind(Protocol):
@@ -59,6 +59,10 @@ class RecipeKind(Protocol):
 
     def top(self, options: Any) -> int:
         """How many of the target's likeliest tokens it learns from, which a cache can hold; 0: it reads no cache."""
+        ...
+
+    def states(self, options: Any) -> bool:
+        """Whether it reads the target's last states, which a cache then holds, too: `Features.states`."""
         ...
 
     def build(self, options: Any, context: BuildContext) -> Recipe:

@@ -179,6 +179,10 @@ class TargetKind:
         """0: it learns from no target."""
         return 0
 
+    def states(self, options: TargetOptions) -> bool:
+        """There is no target."""
+        return False
+
     def build(self, options: TargetOptions, context: BuildContext) -> TargetRecipe:
         """A network from random weights, from the checkpoint ``context.init``, or grown from it.
 

@@ -573,6 +573,10 @@ class StreamsKind:
         """0: streams attend in the target's own layers, so that it is run in any case."""
         return 0
 
+    def states(self, options: StreamOptions) -> bool:
+        """False, for the same reason."""
+        return False
+
     def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
         """A fresh set over the context's target, or the one in ``context.init``.
 
