@@ -88,6 +88,14 @@ def tiny_decoder(
     decoder = Decoder(
         config or tiny_config(), backend, dtype=dtype, device=device, exact=exact, quant=quant, native=compiled
     )
+    tiny_weights(decoder, seed, noise)
+    if merged is not None:
+        _merge(merged, decoder)
+    return decoder.finish()
+
+
+def tiny_weights(decoder: Decoder, seed: int = 0, noise: float = 0.0) -> dict[str, torch.nn.Parameter]:
+    """Random weights for a decoder that is not finished; see `tiny_decoder`. Returns its parameters."""
     generator = torch.Generator().manual_seed(seed)
     noises = torch.Generator().manual_seed(seed + 1_000_003)
     for name, parameter in decoder.named_parameters():
@@ -95,9 +103,7 @@ def tiny_decoder(
         if noise:
             value += noise * value.std() * torch.randn(value.shape, generator=noises, dtype=value.dtype)
         parameter.data.copy_(value)
-    if merged is not None:
-        _merge(merged, decoder)
-    return decoder.finish()
+    return dict(decoder.named_parameters())
 
 
 def _merge(adapter: LowRank, decoder: Decoder) -> None:
@@ -267,6 +273,22 @@ def hybrid(
         load_model=lambda name, dtype: loaded, dtype=decoder.dtype, device=decoder.device, offline=True, revision=None
     )
     return HybridConfig(parts=parts, **options).build(context)
+
+
+def hybrid_with_streams(
+    parts: str = LOOKUP, *, k: int = 12, noise: float = 0.03, target: dict[str, Any] | None = None, **options: Any
+) -> Hybrid:
+    """A `Hybrid` of other drafters and, last, a `StreamsDrafter` over `tiny_streams`.
+
+    Args:
+        parts: the other drafters.
+        k: tokens of each stream.
+        noise, target: as for `hybrid`.
+        options: of `HybridConfig`.
+    """
+    others = hybrid(parts, noise=noise, target=target)
+    config = HybridConfig(parts=f"{parts}+streams;k={k};nodes=24", **options)
+    return Hybrid(config, [*others.parts, streams(target=target, k=k, nodes=24)])
 
 
 def full_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from draft_kit import paths, paths_of, proposals, text, view, want
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import LOOKUP, MODEL, assemble, hybrid, run, tiny_config, tiny_decoder
+from tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
@@ -94,7 +94,7 @@ def test_parts_that_are_none_are_refused(parts: str, said: str) -> None:
         HybridConfig(parts=parts)
 
 
-@pytest.mark.parametrize("part", ["draft_model:tiny-draft;proposes=sampled", "streams"])
+@pytest.mark.parametrize("part", ["draft_model:tiny-draft;proposes=sampled", "streams+streams;k=2"])
 def test_drafters_that_cannot_be_merged_are_refused(part: str) -> None:
     with pytest.raises(CapabilityError, match="hybrid:"):
         hybrid(f"{LOOKUP}+{part}")
@@ -157,6 +157,33 @@ def test_the_rule_says_who_is_asked_and_hears_what_it_took() -> None:
     rule.asks = [[], []]
     rule.heard.clear()
     assert drafter.propose(request).num_nodes.tolist() == [1, 1] and not rule.heard
+
+
+def test_streams_ride_where_they_are_asked_for() -> None:
+    """Before the first ask, which comes behind a prompt, they always do; a fixed budget always asks."""
+    drafter, sequence, other = hybrid_with_streams(), view(REPEATED), view(REPEATED, key=1)
+    drafter.bind(tiny_decoder().info("tiny"), 4, 2000, torch.device("cpu"))
+    assert drafter.stream_set(sequence) is not None
+    both = want([sequence, other], 9)
+    both.rule = Rule([[0, 1], [1]])  # type: ignore[assignment]
+    drafter.propose(both)
+    assert drafter.stream_set(sequence) is None
+    assert drafter.stream_set(other) is not None
+    drafter.release([sequence.key])
+    assert drafter.stream_set(sequence) is not None
+    drafter.propose(want([sequence], 9))
+    assert drafter.stream_set(sequence) is not None
+
+
+def test_what_streams_said_is_merged_behind_the_look_up() -> None:
+    drafter, sequence = hybrid_with_streams(k=2), view(REPEATED)
+    drafter.bind(tiny_decoder().info("tiny"), 4, 2000, torch.device("cpu"))
+    levels = [[3, 4], [5, 6]], [[-0.1, -2.0], [-0.2, -3.0]]
+    drafter.observe(StepFeatures([sequence], [[sequence.tokens[-1]]], [0], [[]], stream_levels=[levels]))
+    tree = drafter.propose(want([sequence], 24))
+    found = dict(zip(paths_of(tree), tree.lists().sources[0][1:], strict=True))
+    assert {*found.values()} == {0, 1}
+    assert found[3, 5] == 1
 
 
 def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:

@@ -576,7 +576,7 @@ def _check(
     if budget.learns:
         ms = world.step_ms(len(sequences), sum(drafted))
         rows: list[Any] = list(sequences)
-        budget.observe(StepRecord(rows, budgets, drafted, accepted, True, draft_ms, ms))
+        budget.observe(StepRecord(rows, budgets, drafted, accepted, True, draft_ms, draft_ms, ms))
     return drafted
 
 
@@ -624,8 +624,8 @@ def test_a_drafter_that_must_prepare_is_woken_up(steps: int) -> None:
         ask_ms=4.0,
     )
     plain = run(PLAIN, turns, 1, steps).speed
-    woken, asleep = (run(auto(turns, prepares=p), turns, 1, steps) for p in (True, False))
+    woken, asleep = (run(auto(turns, prepares=p), turns, 1, steps) for p in (0, None))
     assert woken.speed > 1.2 * plain
     assert woken.drafted_steps > asleep.drafted_steps + 80
     never = World(STEP_COSTS["linear"], acceptance=lambda step: 0.0, answer=10_000, prepares=True, ask_ms=4.0)
-    assert run(auto(never, prepares=True), never, 1, steps).speed > 0.97 * run(PLAIN, never, 1, steps).speed
+    assert run(auto(never, prepares=0), never, 1, steps).speed > 0.97 * run(PLAIN, never, 1, steps).speed

@@ -25,6 +25,7 @@ from tiny import (
     draft_model,
     full_logits,
     hybrid,
+    hybrid_with_streams,
     run,
     streams,
     tiny_config,
@@ -442,6 +443,8 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
+    "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
+    "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{
         rule.__name__: _adversary(rule)

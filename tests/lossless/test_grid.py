@@ -49,13 +49,14 @@ ACCEPTED = {
     "streams_point": {0, 1, 2},
     "streams_threshold": {0, 1},
     "streams_count": {0, 1},
-    "hybrid_chain": {*range(5)},
-    "hybrid_tree": {*range(5)},
+    "hybrid": {*range(5)},
+    "hybrid_trees": {*range(5)},
     "partly_right": {*range(8)},
     "too_deep": {*range(1, 8)},
     "later_sibling": {*range(3)},
     "duplicates": {*range(4)},
 }
+assert ACCEPTED.keys() <= DRAFTERS.keys()
 EXACTLY = {"none", "empty", "always_wrong"}  # these must have accepted nothing else
 
 ALWAYS = {"a chunk edge", "a prefix hit", "preemption"}
@@ -68,12 +69,13 @@ BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
     | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
     | {
-        "hybrid_tree",
+        "hybrid_trees",
         "over_budget",
         "later_sibling",
         "random_trees",
     }
 )
+assert DRAFTERS.keys() >= BRANCHING
 
 
 def _must_meet(drafter: str) -> set[str]:

@@ -5,6 +5,9 @@ an answer copies from its prompt or from itself; a draft model is accepted more 
 passes. So each is asked only for sequences where what it adds to the drafts on hand pays for its time: the rule of
 `engine.auto` says where, and which of the merged nodes are checked. With a fixed budget there are no prices; then a
 drafter is asked unless those before it are nearly sure of the next token.
+
+Streams are asked a step ahead: the rows of a sequence that they are asked for carry streams in the coming pass, and
+what these say is merged in the step after it, with what the others say then.
 """
 
 from __future__ import annotations
@@ -21,12 +24,21 @@ import torch
 from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
 from ..core.tree_lists import depths_below
-from .base import Drafter, DrafterSpec, DraftRequest, RememberingDrafter, SequenceView, StepFeatures
+from .base import (
+    Drafter,
+    DrafterSpec,
+    DraftRequest,
+    RememberingDrafter,
+    SequenceView,
+    StepFeatures,
+    StreamingDrafter,
+)
 from .proposal import PathDrafter, Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
+    from ..target.streams import StreamSet
 
 LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
 MODEL = "draft_model:{},depth=8"
@@ -43,8 +55,8 @@ class HybridConfig(DrafterConfig):
     subject: ClassVar[str] = "parts"
 
     parts: str = option(
-        help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2. "
-        "A model's name alone: a suffix look-up beside it"
+        help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2, "
+        "or suffix+streams:NAME. A model's name alone: a suffix look-up beside it"
     )
     nodes: int = option(24, help="most nodes of a merged draft", minimum=1, maximum=1024)
     dtype: str = option("auto", help="of draft models that name none: auto (the target's), bfloat16, float32, int8 ..")
@@ -102,10 +114,21 @@ class Hybrid:
             _check(config, part.spec)
         self.config, self.parts = config, [*parts]
         specs = [part.spec for part in parts]
+        streaming = [source for source, spec in enumerate(specs) if spec.streams is not None]
+        if len(streaming) > 1:
+            raise CapabilityError(f"hybrid:{config.parts}", "a row carries one set of streams", "name one set")
+        self._streaming = streaming[0] if streaming else -1  # the source that drafts with streams
+        self._carries: dict[int, bool] = {}  # by sequence: whether streams were asked for it last time
         self.spec = DrafterSpec(
             name=config.kind,
-            cache=next((spec.cache for spec in specs if spec.cache is not None), None),
+            taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+            past=_furthest([spec.past for spec in specs]),
+            network=any(spec.network for spec in specs),
+            cached=any(spec.cached for spec in specs),
+            level_logits=all(spec.level_logits for spec in specs),
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
+            rounds=frozenset({"fused" if streaming else "serial"}),
+            streams=specs[streaming[0]].streams if streaming else None,
             default_budget=config.nodes,
             tree=True,
             sources=tuple(_distinct([spec.name for spec in specs])),
@@ -127,6 +150,8 @@ class Hybrid:
         """Drop the state of ended or preempted sequences."""
         for part in self.parts:
             part.release(keys)
+        for key in keys:
+            self._carries.pop(key, None)
 
     def forget(self) -> None:
         """Forget what is kept from one request to the next."""
@@ -134,17 +159,28 @@ class Hybrid:
             if isinstance(part, RememberingDrafter):
                 part.forget()
 
+    def stream_set(self, sequence: SequenceView) -> StreamSet | None:
+        """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none
+        was asked yet."""
+        if not self._carries.get(sequence.key, True):
+            return None
+        part: StreamingDrafter = self.parts[self._streaming]  # type: ignore[assignment]  # its spec says so
+        return part.stream_set(sequence)
+
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence; nodes are marked by the drafter that proposed them first."""
         drafts = [_Draft(view) for view in want.sequences]
         for source, part in enumerate(self.parts):
             began = perf_counter()
             asked = self._asked(source, want, drafts)
+            if source == self._streaming:
+                ahead = {*asked}
+                self._carries.update((view.key, i in ahead) for i, view in enumerate(want.sequences))
             if not asked:
                 continue
-            levels = self._add(source, part, want, [(i, drafts[i]) for i in asked])
+            passes = self._add(source, part, want, [(i, drafts[i]) for i in asked])
             if want.rule is not None:
-                want.rule.told(source, levels, (perf_counter() - began) * 1e3)
+                want.rule.told(source, passes, (perf_counter() - began) * 1e3)
         for draft, budget in zip(drafts, want.budgets, strict=True):
             draft.cut(min(budget, self.config.nodes))
         roots = [view.tokens[-1] for view in want.sequences]
@@ -153,10 +189,12 @@ class Hybrid:
     def _asked(self, source: int, want: DraftRequest, drafts: Sequence[_Draft]) -> list[int]:
         if want.rule is not None:
             return want.rule.ask(source, want.sequences, [draft.first for draft in drafts])
+        if source == self._streaming:  # of the next step nothing is known
+            return [*range(len(drafts))]
         return [i for i, draft in enumerate(drafts) if draft.first < SURE]
 
     def _add(self, source: int, part: Drafter, want: DraftRequest, asked: Sequence[tuple[int, _Draft]]) -> int:
-        """Ask one drafter, and merge what it proposes. Returns the levels of its deepest proposal."""
+        """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
         most = part.spec.default_budget
         request = DraftRequest(
             sequences=[draft.view for _, draft in asked],
@@ -168,7 +206,7 @@ class Hybrid:
         for (_, draft), found in zip(asked, _proposals(part, request), strict=True):
             draft.add(source, found, want)
             levels = max(levels, len(found) if found.is_chain else max(depths_below(found.parents)))
-        return levels
+        return levels if request.passes is None else request.passes
 
 
 def _proposals(part: Drafter, request: DraftRequest) -> list[Proposal]:
@@ -215,12 +253,16 @@ class _Draft:
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:
     """Refuse a drafter whose drafts cannot be merged with others'."""
     asked, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
-    if "serial" not in spec.rounds or spec.taps or spec.streams is not None:
-        raise CapabilityError(asked, f"{spec.name} drafts in the target's own pass, or reads its states", remedy)
     if spec.proposes == "sampled":
         raise CapabilityError(asked, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
     if spec.default_budget == 0:
         raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
+
+
+def _furthest(pasts: Sequence[int | None]) -> int | None:
+    """What of a text's past all of them need; None: all of it."""
+    known = [past for past in pasts if past is not None]
+    return max(known, default=0) if len(known) == len(pasts) else None
 
 
 def _distinct(given: Sequence[str]) -> list[str]:

@@ -72,8 +72,8 @@ class AutoBudget:
         cap: most nodes of a sequence (the drafter's own size).
         sources: names of the drafters behind the drafter, cheapest first; one where it is a single one.
         draft_costs: of each source; None: they look things up.
-        prepares: the drafter proposes only what the step before has prepared, and a step without a budget prepares
-            nothing.
+        prepares: the source that proposes only what the step before has prepared, in the target's pass and behind it;
+            a step that does not ask it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
         config: what is spent on learning.
 
@@ -90,7 +90,7 @@ class AutoBudget:
         cap: int,
         sources: Sequence[str] = ("drafter",),
         draft_costs: Sequence[DraftCosts] | None = None,
-        prepares: bool = False,
+        prepares: int | None = None,
         blind: bool = False,
         config: AutoBudgetConfig | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class AutoBudget:
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
         self._first: set[int] = set()  # sequences that asking the first source for pays
-        self._batch = self._context = self._levels = 0
+        self._batch = self._context = 0
         self._plain_ms = table.step_ms(1, 0)
         self._rate = 0.0  # tokens a ms, over the batch
         self._rises: list[float] = []  # see `_rise`
@@ -137,9 +137,9 @@ class AutoBudget:
             cap=spec.default_budget,
             sources=spec.sources or (spec.name,),
             draft_costs=[
-                DraftCosts.of_network(table, own) if part.cache is not None else DraftCosts() for part in parts
+                DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
             ],
-            prepares=spec.streams is not None,
+            prepares=next((k for k, part in enumerate(parts) if part.streams is not None), None),
             blind=spec.proposes == "sampled",
         )
 
@@ -221,7 +221,7 @@ class AutoBudget:
         """The sequences to draft for."""
         self._trials.clear()
         for asked in self._asked:
-            asked.opens, asked.ms = {}, 0.0
+            asked.opens, asked.ms, asked.passes = {}, 0.0, 0
         if self._wants_plain(self._batch):
             return set()
         paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
@@ -385,22 +385,23 @@ class AutoBudget:
             return self.row_chance
         return self.row_chance + self._rate * costs.level_ms(count) / max(1, count)
 
-    def told(self, source: int, levels: int, ms: float) -> None:
+    def told(self, source: int, passes: int, ms: float) -> None:
         """What the ask of one of several sources took."""
-        self._asked[source].ms = ms
-        self._learn_costs(source, levels, ms)
+        self._asked[source].ms, self._asked[source].passes = ms, passes
+        if source != self._late:
+            self._learn_costs(source, passes, ms)
 
-    def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
+    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
         """The nodes that pay for their rows; None where none does.
 
         Args:
             views: the sequences whose budget was not 0.
             tree: one proposal for each.
+            passes: of the drafter's network that they took; None: as many as the deepest one has levels.
         """
         lists = tree.lists()
         if len(self.sources) == 1:
             self._note(0, {view.key: 1.0 for view in views})
-        self._levels = 0
         if max(lists.counts) == 1:
             self._choice = Choice(self._batch)
             self._learn_worths(views, [])
@@ -418,7 +419,8 @@ class AutoBudget:
         kept: list[list[int]] = [[0] for _ in views]
         for _, b, i in ranked[:count]:
             kept[b].append(i)
-        self._levels = max(offer.levels for offer in offers)
+        if len(self.sources) == 1:
+            self._asked[0].passes = max(offer.levels for offer in offers) if passes is None else passes
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
         self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
         if count == len(ranked):
@@ -476,7 +478,8 @@ class AutoBudget:
                 book = self._books[view.key]
                 worth = book.worths[source]
                 # A prompt's last pass prepares the first step.
-                worth.begun = self._prepares and worth.asked_at != self._steps - 1 and book.born != self._steps
+                fresh = worth.asked_at != self._steps - 1 and book.born != self._steps
+                worth.begun = fresh and source == self._prepares
                 worth.asked_at, worth.seen = self._steps, len(view.tokens)
                 if worth.begun:  # nothing was prepared: no news
                     continue
@@ -503,7 +506,7 @@ class AutoBudget:
         self._save(total_ms)
         if step.pure:
             context = sum(len(s.view.tokens) for s in step.sequences)
-            if drafted or not (asked and self._prepares):
+            if drafted or not (asked and self._rides()):
                 self.costs.observe(batch, drafted, context, step.rest_ms)
                 self._plain_at = self._plain_at if drafted else self._steps
             weight = self.config.rate
@@ -512,12 +515,22 @@ class AutoBudget:
             self._heard[bucket(batch)] = self._heard.get(bucket(batch), 0) + 1
             self._earned[bucket(batch)] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
         if asked:
-            self._learn_costs(0, self._levels, step.draft_ms - sum([source.ms for source in self._asked[1:]]))
+            others = sum([source.ms for k, source in enumerate(self._asked) if k != self._late])
+            self._learn_costs(self._late, self._asked[self._late].passes, step.ask_ms - others)
 
-    def _learn_costs(self, source: int, levels: int, ms: float) -> None:
+    @property
+    def _late(self) -> int:
+        """The source whose time is what others did not take: streams are read behind the pass."""
+        return 0 if self._prepares is None else self._prepares
+
+    def _rides(self) -> bool:
+        """Whether streams took part in the step."""
+        return self._prepares is not None and (len(self.sources) == 1 or bool(self._asked[self._prepares].opens))
+
+    def _learn_costs(self, source: int, passes: int, ms: float) -> None:
         asked = self._asked[source]
         if asked.opens:
-            self.draft_costs[source].observe(len(asked.opens), levels, asked.unseen, ms)
+            self.draft_costs[source].observe(len(asked.opens), passes, asked.unseen, ms)
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""

@@ -69,7 +69,8 @@ class Asked:
 
     opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
     unseen: int = 0  # tokens that it had to process first
-    ms: float = 0.0  # where it measured them itself
+    ms: float = 0.0  # that it took, where it was told
+    passes: int = 0  # of its network; as many as its deepest proposal has levels, where it does not say
 
 
 @dataclass(slots=True)

@@ -163,7 +163,7 @@ def make_verifier(name: str, spec: DrafterSpec | None) -> VerifierKind:
             "it needs drafts that were drawn from a known distribution",
             f"use draft_model with proposes=sampled, or verifier={DEFAULT_VERIFIER!r}",
         )
-    if kind.reads_streams and (spec is None or spec.streams is None or spec.proposes != "point"):
+    if kind.reads_streams and (spec is None or spec.streams is None or spec.parts or spec.proposes != "point"):
         drafter = "no drafter" if spec is None else f"drafter {spec.name!r}, which proposes {spec.proposes} drafts"
         raise CapabilityError(
             f"verifier={name!r} with {drafter}",

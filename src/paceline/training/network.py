@@ -217,7 +217,7 @@ def finish(
     return hidden + linear(layer, "down", index, inner, delta)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     """A layer's norm with gradients, in float32 inside; of a layer that has none, ``x``."""
     if not isinstance(norm, Norm):
         return x

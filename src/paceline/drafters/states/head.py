@@ -10,6 +10,7 @@ Sources: Lyanna, section 4.1; EAGLE (Li et al. 2024), section 4.1, whose publish
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,12 +92,11 @@ class StateHead(nn.Module):
         if c.num_layers != 1:
             wrong = f"it has {c.num_layers} layers, and a state head has one"
             raise ConfigError("a state head's config", wrong, "use a head with num_hidden_layers = 1")
+        c = replace(c, first_norm=input_norm)
         self.config, self.fusion, self.dtype = c, fusion, dtype
         self.fc = Dense(c.d_model * (2 if fusion == "concat" else 1), c.d_model, bias, dtype, place)
         self.blank = nan_parameter((c.d_model,), dtype, place) if blank else None
         self.layer = Layer(c, 0, dtype, place, exact=False)
-        if not input_norm:
-            self.layer.attention_norm = nn.Identity()  # type: ignore[assignment]
         self.rope = RopeTable(c.rope, c.max_position, dtype, place) if c.rope else None
 
     # -- parameters
