@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from state_kit import algorithm_1
 from torch import Tensor
 
 from paceline.drafters.lyanna.trees import Chain, Drafted, beam_sampling, left_over, token_info_sampling
@@ -21,22 +22,6 @@ def draw(seed: int, levels: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = [2 * torch.randn(n, V, generator=generator, dtype=torch.float64) for n in (levels, V)]
     return made[0], made[1]
-
-
-def by_hand(logits: Tensor, table: Tensor, root: int, branches: int) -> dict[tuple[int, ...], float]:
-    """Algorithm 1 as it is printed: path -> joint probability."""
-    tree: dict[tuple[int, ...], float] = {}
-    queue: list[tuple[int, ...]] = [()]
-    for level in logits:
-        following = []
-        for path in queue:
-            parent = path[-1] if path else root
-            q = (level + table[parent]).softmax(-1)
-            for token in q.topk(branches).indices.tolist():
-                tree[(*path, token)] = tree.get(path, 1.0) * float(q[token])
-                following.append((*path, token))
-        queue = sorted(following, key=lambda path: -tree[path])[:branches]
-    return tree
 
 
 def paths(tree: Proposal) -> dict[tuple[int, ...], float]:
@@ -61,10 +46,10 @@ def test_token_info_sampling_is_algorithm_1(seed: int, levels: int, branches: in
     chains = [Chain(i + 2, logits) for i, (logits, _) in enumerate(drawn)]
     token_info_sampling(chains, lambda tokens: table[list(tokens)], branches)
     for chain, (logits, _) in zip(chains, drawn, strict=True):
-        assert_same(paths(chain.tree), by_hand(logits, table, chain.root, branches))
+        assert_same(paths(chain.tree), algorithm_1(logits, table, chain.root, branches))
     plain = Chain(2, drawn[0][0])
     token_info_sampling([plain], lambda tokens: None, branches)
-    assert_same(paths(plain.tree), by_hand(drawn[0][0], torch.zeros(V, V), 2, branches))
+    assert_same(paths(plain.tree), algorithm_1(drawn[0][0], torch.zeros(V, V), 2, branches))
 
 
 @pytest.mark.parametrize(("seed", "levels", "branches"), CASES)

@@ -33,6 +33,8 @@ _BUILTIN = {
     "draft_model": "paceline.drafters.draft_model:DraftModelConfig",
     "hybrid": "paceline.drafters.hybrid:HybridConfig",
     "streams": "paceline.drafters.streams:StreamsConfig",
+    "lyanna": "paceline.drafters.lyanna:LyannaConfig",
+    "eagle": "paceline.drafters.eagle:EagleConfig",
     "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 
