@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from state_kit import eagle, lyanna
 from tiny import (
     EOS,
     LOOKUP,
@@ -39,6 +40,7 @@ from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome
 from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
+from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
@@ -411,6 +413,21 @@ def _streams(layers: int = 1, **options: Any) -> Callable[[Sequence[Case]], Any]
     return lambda cases: streams(target={"config": CONFIG, "layers": layers}, **options)
 
 
+def _lyanna(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: lyanna(
+        config=CONFIG, **{"past": 8} | options
+    )  # else a prefix hit would never be short of states
+
+
+def _eagle(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: eagle(config=CONFIG, **{"past": 8} | options)
+
+
+def _beside_a_lookup(part: Callable[[Sequence[Case]], Any]) -> Callable[[Sequence[Case]], Any]:
+    config = HybridConfig(parts=f"{LOOKUP}+a drafter of states", nodes=20)
+    return lambda cases: Hybrid(config, [*hybrid(LOOKUP, target={"config": CONFIG}).parts, part(cases)])
+
+
 def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: Adversary(rule, cases)
 
@@ -442,6 +459,14 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
+    "lyanna": _lyanna(resample="off"),
+    "lyanna_fused": _lyanna(nodes=8, extra=24),
+    "lyanna_equal": _lyanna(nodes=32, extra=24, resample="equal", proposes="point"),
+    "lyanna_alone": _lyanna(nodes=24, extra=24, resample="alone"),
+    "eagle": _eagle(depth=3, nodes=24),
+    "eagle_chain": _eagle(depth=4, topk=1, nodes=4, proposes="point"),
+    "hybrid_lyanna": _beside_a_lookup(_lyanna(nodes=14, extra=6)),
+    "hybrid_eagle": _beside_a_lookup(_eagle(depth=3, nodes=14)),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
     "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),
@@ -497,6 +522,8 @@ class Witness:
                 path = [n for n in outcome.path[b].tolist() if n >= 0]
                 paths[view.key] = path
                 self._saw_path(path, tree.parents[b].tolist())
+                if any(tree.source[b, path].tolist()):
+                    self.marks.add("a node of a second source")
             return outcome
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
