@@ -315,6 +315,57 @@ def test_answers_are_those_of_plain_decoding(name: str, kernels: str) -> None:
     assert sum(o.stats.preemptions for o in outs) > 0
 
 
+SHAPES: dict[str, Any] = {
+    **{
+        name: lambda shape=shape: lyanna(model=lyanna_model(**shape), nodes=9, extra=5)
+        for name, shape in MODELS.items()
+    },
+    "hot": lambda: lyanna(model=lyanna_model(hot=HOT), nodes=9, resample="equal", extra=4),
+    "alone": lambda: lyanna(width=3, nodes=9, resample="alone"),
+    "point": lambda: lyanna(width=4, nodes=12, proposes="point"),
+    "deep": lambda: lyanna(width=2, nodes=30, depth=6, extra=9, threshold=1),
+    "eagle": lambda: eagle(topk=4, nodes=12, depth=4),
+    "eagle chain": lambda: eagle(topk=1, nodes=5, depth=5),
+    "eagle point": lambda: eagle(topk=3, nodes=7, depth=3, proposes="point"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_compiled_call_grows_the_same_trees(name: str, dtype: torch.dtype) -> None:
+    """Node for node what the parts do one by one: fresh and re-sampled, drawn and likeliest, of texts that rest."""
+    decoder = tiny_decoder(dtype=dtype, compiled=True)
+    whole, parts = Stage(SHAPES[name](), decoder), Stage(SHAPES[name](), decoder)
+    assert whole.drafter.body.fuse is not None
+    parts.drafter.body.fuse = None  # the long way, over the same layers
+    draw, met, marks = random.Random(9), 0, set()
+    rules = [{}, {"temperature": 0.8}, {"temperature": 0.7, "top_p": 0.9}]
+    views = [[view(text(n, n), key=n, **own) for n, own in zip((2, 19, 40), rules, strict=True)] for _ in range(2)]
+    for step in range(10):
+        present = [i for i in range(3) if step % 3 or draw.random() < 0.7] or [0]
+        trees = []
+        budgets, depths = [draw.choice([0, 3, 64, 64]) for _ in present], [draw.choice([1, 9, 9]) for _ in present]
+        for stage, own in zip((whole, parts), views, strict=True):
+            stage.show([own[i] for i in present])
+            request = want([own[i] for i in present], budgets, depths)
+            trees.append((stage.drafter.propose(request), request.passes))
+        (found, passes), (wanted, others) = trees
+        assert passes == others
+        assert found.lists().tokens == wanted.lists().tokens and found.lists().parents == wanted.lists().parents
+        assert found.lists().sources == wanted.lists().sources
+        torch.testing.assert_close(found.log_score, wanted.log_score, rtol=1e-4, atol=1e-4)
+        met += max(found.lists().counts) > 3
+        marks |= {mark for row in found.lists().sources for mark in row}
+        for i in present:
+            tokens = draw.choices(range(VOCAB), k=draw.choice([1, 1, 1, 2, 4]))
+            for own in views:
+                grow(own[i], tokens)
+        whole.drafter.body.pool.check_integrity()
+    assert met > 2 and (1 in marks) == (whole.drafter.spec.name == "lyanna")
+
+
+@needs_kernels
 def test_compiled_layers_draft_what_torchs_do() -> None:
     found = []
     for compiled in (False, True):

@@ -165,12 +165,11 @@ def _paths(growth: Growth, device: torch.device) -> Tensor | None:
     return torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=device)
 
 
-def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache, start: int = 0) -> None:
+def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> None:
     """The rows of the frontier's nodes, behind the K/V of the text and of the nodes before them.
 
     Args:
-        cache: of the sequence; the tree's nodes lie in its speculative region.
-        start: position of the cache's first row.
+        cache: of the sequence, from its first row on; the tree's nodes lie in its speculative region.
     """
     base, count, first = cache.committed, len(growth.draft), growth.frontier[0]
     if growth.frontier == [*range(first, count + 1)] and first == growth.forwarded + 1:
@@ -179,7 +178,7 @@ def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache, start
         growth.compact()
         first = growth.forwarded - len(growth.frontier) + 1
     stop = base + growth.forwarded
-    before = start + base - 1  # position of the root's row
+    before = base - 1  # position of the root's row
     chain = len(growth.frontier) == 1 and growth.depth(growth.frontier[0]) == growth.forwarded
     packer.add(
         [growth.draft.tokens[node - 1] for node in growth.frontier],

@@ -22,9 +22,10 @@ from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import fingerprint
+from ...target.native_calls import Seed
 from ..base import DrafterSpec, DraftRequest, StepFeatures
 from ..growth import Grower, Growth, pack_frontier
-from ..proposal import to_tree
+from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 from ..states.body import LAST, Size, StateBody
 from ..states.head import check_fit
@@ -149,10 +150,14 @@ class EagleDrafter:
     def _grow(self, growths: Sequence[_Growth], floor: float) -> int:
         """Grow all trees; returns the passes that it took."""
         grower = replace(self._grower, floor=math.log(min(floor, 1.0)) if floor > 0 else -math.inf)
+        for growth in growths:
+            growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
+        samplers, coupled = [growth.sequence.sampler for growth in growths], self.config.proposes == "coupled"
+        if self.body.fuse is not None and all(s.plain or (s.draws and coupled) for s in samplers):
+            return self._sprout(growths, grower)
         states = self.body.catch_up([growth.sequence for growth in growths])
         for growth, state in zip(growths, states, strict=True):
-            growth.states, growth.max_depth = {0: state}, min(growth.max_depth, self.depth)
-            growth.budget = min(growth.budget, self.config.nodes)
+            growth.states = {0: state}
         found: Tensor | None = states
         level = 0
         while found is not None:
@@ -161,13 +166,38 @@ class EagleDrafter:
             found = self._forward(growths)
         return level
 
+    def _sprout(self, growths: Sequence[_Growth], grower: Grower) -> int:
+        """The same in one compiled call."""
+        body, stack = self.body, self.body.decoder.stack
+        assert stack is not None and body.fuse is not None
+        views = [growth.sequence for growth in growths]
+        for view in views:
+            body.shorten(view)
+        texts = [body.texts[view.key] for view in views]
+        firsts = [text.cache.committed for text in texts]
+        pending, states = body.take(views)
+        seeds = []
+        for growth, text, first, tokens in zip(growths, texts, firsts, pending, strict=True):
+            levels, sampler = growth.max_depth, growth.sequence.sampler
+            room = grower.beam * (levels - 1) if grower.topk > 1 else levels - 1
+            most = grower.topk * (1 + grower.beam * (levels - 1)) if grower.topk > 1 else levels
+            keys = text.cache.slots(0, first + len(tokens) + room)
+            rules = None if sampler.plain else sampler.rules
+            seeds.append(Seed(tokens, first, room, keys, growth.budget, levels, most, rules, text.start + 1))
+        shape = grower.factors, grower.topk, grower.beam, grower.floor
+        vocab = body.decoder.config.vocab_size
+        grown = stack.grow(seeds, *shape, body.pool, vocab, body.fuse, states)
+        body.settle(views, [*map(len, pending)])
+        for growth, tree in zip(growths, grown, strict=True):
+            growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
+        return max(tree.passes for tree in grown)
+
     def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""
         packer, fed = self.body.packer(), []
         for growth in growths:
             if growth.frontier:
-                text = self.body.texts[growth.sequence.key]
-                pack_frontier(packer, growth, text.cache, text.start)
+                pack_frontier(packer, growth, self.body.texts[growth.sequence.key].cache)
                 assert growth.states is not None
                 fed += [growth.states[growth.draft.parents[node - 1]] for node in growth.frontier]
         if not fed:

@@ -21,12 +21,15 @@ from torch import Tensor
 from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import fingerprint
+from ...target.native import NativeLinear
+from ...target.native_states import NativeTokenInfo, Sprout
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 from ..states.body import LAST, Size, StateBody
 from ..states.head import check_fit
 from .model import LyannaModel, read_shape, tokenizer_mark
+from .token_info import EPS
 from .trees import Bias, Chain, Drafted, Rule, beam_sampling, left_over, token_info_sampling
 
 if TYPE_CHECKING:
@@ -124,6 +127,7 @@ class LyannaDrafter:
         )
         self._body: StateBody | None = None
         self._bias: Bias = lambda tokens: None
+        self._info: NativeTokenInfo | None = None  # the same for compiled code
         self._drafted: dict[int, Drafted] = {}  # by sequence: logits that were not used again so far
 
     # -- the contract
@@ -139,6 +143,7 @@ class LyannaDrafter:
         size = Size(self.depth, self.config.past, max_sequences, pool_tokens)
         self._body = StateBody(self.model.head, target, size, device, self.model.reads_tokens)
         self._bias = _bias(self.model, self._body, device)
+        self._info = None if self._body.fuse is None else _compiled_info(self.model)
 
     @inference
     def observe(self, step: StepFeatures) -> None:
@@ -166,6 +171,18 @@ class LyannaDrafter:
             self._plan(draft)
         fresh = [draft for draft in drafts if draft.steps]
         want.passes = max((draft.steps for draft in fresh), default=0)
+        if self._compiles(drafts):
+            self._sample(drafts)
+        else:
+            self._grow(drafts, fresh)
+        merged = [self._merge(draft) for draft in drafts]
+        roots = [draft.view.tokens[-1] for draft in drafts]
+        return to_tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
+
+    # -- its parts
+
+    def _grow(self, drafts: Sequence[_Draft], fresh: Sequence[_Draft]) -> None:
+        """Both trees of each sequence, part by part."""
         if fresh:
             self._draft_states(fresh)
         chains = [chain for draft in drafts for chain in (draft.fresh, draft.again) if chain is not None]
@@ -174,11 +191,53 @@ class LyannaDrafter:
                 chain.tree = beam_sampling(chain.logits, self.config.width, self.config.nodes)
         else:
             token_info_sampling(chains, self._bias, self.config.width)
-        merged = [self._merge(draft) for draft in drafts]
-        roots = [draft.view.tokens[-1] for draft in drafts]
-        return to_tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
 
-    # -- its parts
+    def _compiles(self, drafts: Sequence[_Draft]) -> bool:
+        """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
+        known = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
+        return self.body.fuse is not None and known and self.config.sampling == "token_info"
+
+    def _sample(self, drafts: Sequence[_Draft]) -> None:
+        """What `_grow` does, in one compiled call."""
+        body, stack = self.body, self.body.decoder.stack
+        assert stack is not None and body.fuse is not None
+        able = [draft for draft in drafts if draft.steps or draft.again is not None]
+        fresh = [draft for draft in able if draft.steps]
+        if not able:
+            return
+        for draft in fresh:
+            body.shorten(draft.view)
+        firsts = {draft.view.key: body.texts[draft.view.key].cache.committed for draft in fresh}
+        none = torch.empty(0, self.model.head.config.d_model, dtype=body.handle.dtype)
+        pending, states = body.take([draft.view for draft in fresh]) if fresh else ([], none)
+        waiting = dict(zip(firsts, pending, strict=True))
+        sprouts = [
+            self._sprout(draft, waiting.get(draft.view.key, []), firsts.get(draft.view.key, 0)) for draft in able
+        ]
+        noisy = self.config.proposes == "coupled"
+        raw, found = stack.sample(sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
+        body.settle([draft.view for draft in fresh], [*map(len, pending)])
+        rows = iter(raw.split([draft.steps for draft in fresh]))
+        for draft, (tree, again) in zip(able, found, strict=True):
+            if tree is not None:
+                self._keep(draft, next(rows)).tree = Proposal(*tree)
+            if again is not None and draft.again is not None:
+                draft.again.tree = Proposal(*again)
+
+    def _sprout(self, draft: _Draft, pending: list[int], first: int) -> Sprout:
+        tokens, sampler = draft.view.tokens, draft.view.sampler
+        keys: slice | Tensor = slice(0, 0)
+        if draft.steps:
+            keys = self.body.texts[draft.view.key].cache.slots(0, first + len(pending) + draft.steps - 1)
+        rules = None if sampler.plain else sampler.rules
+        left = None if draft.again is None else draft.again.logits.contiguous()
+        return Sprout(pending, first, keys, draft.steps, tokens[-1], len(tokens), rules, left)
+
+    def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
+        """The new draft's chain; its logits [steps, V] stay for the next time."""
+        draft.fresh = self._chain(draft.view, logits)
+        self._drafted[draft.view.key] = Drafted(len(draft.view.tokens), logits)
+        return draft.fresh
 
     def _plan(self, draft: _Draft) -> None:
         """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
@@ -231,8 +290,7 @@ class LyannaDrafter:
                 chains[i].append(state)
         logits = body.handle.logits(torch.stack([state for chain in chains for state in chain]), normed=True)
         for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
-            draft.fresh = self._chain(draft.view, own)
-            self._drafted[draft.view.key] = Drafted(len(draft.view.tokens), own)
+            self._keep(draft, own)
 
     def _merge(self, draft: _Draft) -> tuple[Proposal, list[int]]:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
@@ -262,6 +320,21 @@ class _Draft:
     steps: int = 0  # of a new draft; 0: none
     fresh: Chain | None = None
     again: Chain | None = None  # of the states left over
+
+
+def _compiled_info(model: LyannaModel) -> NativeTokenInfo | None:
+    """Token-info as compiled code has it."""
+    info = model.info
+    if info is None:
+        return None
+    up = info.up.data.float()
+    down, table = (
+        NativeLinear(x.float().contiguous(), None, quant=False) for x in (info.down.data.t(), info.table().data)
+    )
+    hot = None
+    if info.hot is not None:
+        hot = torch.zeros(info.vocab, dtype=torch.uint8).index_fill_(0, info.hot.cpu(), 1)
+    return NativeTokenInfo(down, table, up @ up.t() / up.shape[1], hot, EPS)
 
 
 def _bias(model: LyannaModel, body: StateBody, device: torch.device) -> Bias:

@@ -4,13 +4,15 @@ K/V begins at the first state that the drafter was shown and goes on without a g
 found in the cache, states that nobody took for a while), it begins anew behind it. A row at position p is made of the
 target's state there and of the token at p + 1, so that the rows of a text are those of all tokens but the last.
 
+Positions are counted from the first row on: rotary ones count differences alone, and a published head's do.
+
 Rows that are drafted lie behind them and are dropped with the draft: what was accepted is computed again from the
 target's own states, which are better than the drafted ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,8 @@ from ...kv.pool import KVPool, SequenceCache
 from ...target.base import ForwardState
 from ...target.decoder import Decoder
 from ...target.linear import LinearOp, make_linear
-from ...target.native import unsupported
+from ...target.native import NativeLinear, unsupported
+from ...target.native_states import NativeFuse
 from ...target.packing import RowPacker
 from ..base import SequenceView, StepFeatures
 
@@ -40,7 +43,7 @@ class Text:
     """What is known of one running sequence."""
 
     cache: SequenceCache
-    start: int  # position of the first row
+    start: int  # position of the first row in the text
     states: list[Tensor] = field(default_factory=list)  # [rows, d] behind the final norm, that have no K/V yet
     waiting: int = 0  # rows of them
 
@@ -96,8 +99,13 @@ class StateBody:
         for name, value in head.layer.named_parameters():
             parameters[f"layers.0.{name}"].data.copy_(value.data)
         self.decoder.finish()
-        self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device)
-        self._sum, self._blank = head.fusion == "sum", head.blank
+        make = _compiled if native else make_linear
+        self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
+        self._sum = head.fusion == "sum"
+        self.fuse: NativeFuse | None = None  # the same for compiled code; None: it does not run here
+        if isinstance(self._fuse_all, NativeLinear) and isinstance(self._fuse_state, NativeLinear):
+            parts = self._fuse_all, self._fuse_state, self._constant
+            self.fuse = NativeFuse(*parts, self._sum, reads_tokens)
         tokens = size.pool_tokens + size.max_sequences * (size.room + 32)
         self.pool = KVPool(*self.decoder.cache_shape, tokens, handle.dtype, device)
         self.texts: dict[int, Text] = {}
@@ -158,9 +166,32 @@ class StateBody:
     def catch_up(self, views: Sequence[SequenceView]) -> Tensor:
         """[B, d] what the head makes of the last state and the root of each text; `ready` was asked for it."""
         for view in views:
-            while self.texts[view.key].waiting > CATCH_UP_ROWS:
-                self._forward_waiting([view], CATCH_UP_ROWS)
+            self.shorten(view)
         return self._forward_waiting(views, CATCH_UP_ROWS)
+
+    def shorten(self, view: SequenceView) -> None:
+        """Leave at most `CATCH_UP_ROWS` states waiting."""
+        while self.texts[view.key].waiting > CATCH_UP_ROWS:
+            self._forward_waiting([view], CATCH_UP_ROWS)
+
+    def take(self, views: Sequence[SequenceView]) -> tuple[list[list[int]], Tensor]:
+        """All waiting states of some texts [rows of all, d], for a compiled call, and the tokens behind them; see
+        `settle`."""
+        tokens, states = [], []
+        for view in views:
+            text = self.texts[view.key]
+            first, count = text.start + text.cache.committed, text.waiting
+            tokens.append(view.tokens[first + 1 : first + count + 1])
+            states.append(text.take(count))
+        return tokens, torch.cat(states)
+
+    def settle(self, views: Sequence[SequenceView], counts: Sequence[int]) -> None:
+        """So many reserved rows of each are part of its text now; what is left stays reserved."""
+        caches = [self.texts[view.key].cache for view in views]
+        room = [cache.reserved for cache in caches]
+        self.pool.commit([(cache, range(count)) for cache, count in zip(caches, counts, strict=True)])
+        for cache, reserved, count in zip(caches, room, counts, strict=True):
+            cache.reserve(reserved - count)
 
     def _forward_waiting(self, views: Sequence[SequenceView], most: int) -> Tensor:
         """One pass over the first waiting states of each; [B, d] its last rows."""
@@ -173,7 +204,7 @@ class StateBody:
             stop = done + count
             packer.add(
                 view.tokens[first + 1 : first + count + 1],
-                range(first, first + count),
+                range(done, stop),
                 [-1] * count,
                 slots=text.cache.slots(done, stop),
                 keys=text.cache.slots(0, stop),
@@ -182,11 +213,7 @@ class StateBody:
             )
             ends.append(packer.rows - 1)
         found = self.run(packer, torch.cat(states), self._reads_tokens)
-        for view, rows in zip(views, states, strict=True):
-            cache = self.texts[view.key].cache
-            room = cache.reserved
-            self.pool.commit([(cache, range(len(rows)))])
-            cache.reserve(room - len(rows))
+        self.settle(views, [*map(len, states)])
         return found if len(ends) == len(found) else found[ends]
 
     def packer(self) -> RowPacker:
@@ -222,12 +249,18 @@ class StateBody:
             text = self.texts[view.key]
             cache, at = text.cache, text.cache.committed + step - 1
             packer.add(
-                [0], [text.start + at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
+                [0], [at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
             )  # fmt: skip
         return self.run(packer, states, tokens=False)
 
 
-def _fusing(head: StateHead, dtype: torch.dtype, device: torch.device) -> tuple[LinearOp, LinearOp, Tensor]:
+def _compiled(weight: Tensor, bias: Tensor | None) -> LinearOp:
+    return NativeLinear(weight, bias, quant=False)
+
+
+def _fusing(
+    head: StateHead, dtype: torch.dtype, device: torch.device, make: Callable[[Tensor, Tensor | None], LinearOp]
+) -> tuple[LinearOp, LinearOp, Tensor]:
     """The map of states with tokens, the map of states without, and what the latter always adds, [1, d]."""
     weight = head.fc.weight.data.to(device, dtype)
     bias = None if head.fc.bias is None else head.fc.bias.data.to(device, dtype)
@@ -237,4 +270,4 @@ def _fusing(head: StateHead, dtype: torch.dtype, device: torch.device) -> tuple[
     constant = (head.fc.weight.data[:, :width].double() @ blank.double()).to(device)
     if bias is not None:
         constant = constant + bias.double()
-    return make_linear(weight, bias), make_linear(of_state, None), constant.to(dtype)[None]
+    return make(weight, bias), make(of_state, None), constant.to(dtype)[None]
