@@ -88,6 +88,14 @@ def tiny_decoder(
     decoder = Decoder(
         config or tiny_config(), backend, dtype=dtype, device=device, exact=exact, quant=quant, native=compiled
     )
+    tiny_weights(decoder, seed, noise)
+    if merged is not None:
+        _merge(merged, decoder)
+    return decoder.finish()
+
+
+def tiny_weights(decoder: Decoder, seed: int = 0, noise: float = 0.0) -> dict[str, torch.nn.Parameter]:
+    """Random weights for a decoder that is not finished; see `tiny_decoder`. Returns its parameters."""
     generator = torch.Generator().manual_seed(seed)
     noises = torch.Generator().manual_seed(seed + 1_000_003)
     for name, parameter in decoder.named_parameters():
@@ -95,9 +103,7 @@ def tiny_decoder(
         if noise:
             value += noise * value.std() * torch.randn(value.shape, generator=noises, dtype=value.dtype)
         parameter.data.copy_(value)
-    if merged is not None:
-        _merge(merged, decoder)
-    return decoder.finish()
+    return dict(decoder.named_parameters())
 
 
 def _merge(adapter: LowRank, decoder: Decoder) -> None:

@@ -70,6 +70,7 @@ def info(vocab_size: int) -> TargetInfo:
         eos_ids=(),
         bos_id=None,
         tokenizer=None,
+        handle=None,  # type: ignore[arg-type]  # recorded answers need no states
     )
 
 

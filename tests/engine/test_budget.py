@@ -576,7 +576,7 @@ def _check(
     if budget.learns:
         ms = world.step_ms(len(sequences), sum(drafted))
         rows: list[Any] = list(sequences)
-        budget.observe(StepRecord(rows, budgets, drafted, accepted, True, draft_ms, ms))
+        budget.observe(StepRecord(rows, budgets, drafted, accepted, True, draft_ms, draft_ms, ms))
     return drafted
 
 

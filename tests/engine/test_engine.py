@@ -417,24 +417,6 @@ def test_every_sequence_is_released_when_it_ends_or_is_preempted(target: Decoder
     assert len(guest.released) == 6 + preempted and len(set(guest.released)) == 6
 
 
-def test_taps_are_handed_to_the_drafter_row_by_row(target: Decoder):
-    seen: dict[int, int] = {}
-
-    class Tapped(Guest):
-        def observe(self, step: StepFeatures) -> None:
-            assert set(step.hidden) == {0, -1}
-            assert sum(r.stop - r.start for r in step.hidden_rows) == step.hidden[0].shape[0]
-            for view, rows, tokens in zip(step.sequences, step.hidden_rows, step.committed, strict=True):
-                seen[view.key] = seen.get(view.key, 0) + rows.stop - rows.start
-                assert list(tokens) == (view.tokens[-len(tokens) :] if tokens else [])
-
-    engine = assemble(Tapped(taps=(0, -1)), decoder=target, max_batch_rows=16)
-    outputs = run(engine, [(prompt, GREEDY) for prompt in prompts(3)])
-    assert getattr(engine.round, "failure", None) is None
-    # Every token is computed once, but for the last one, which nothing follows.
-    assert list(seen.values()) == [len(o.prompt_token_ids) + 24 - 1 for o in outputs]
-
-
 def test_a_drafter_that_does_not_observe_is_not_asked_to(target: Decoder):
     failures = []
     for observes in (False, True):

@@ -168,7 +168,7 @@ def test_the_cost_of_a_sequence_is_what_it_takes(blocks: int):
     """Sharing cached blocks, sharing held ones, copying, and starting from nothing."""
     prompt = [*range(17)]
     for held in (True, False):
-        for tokens, reuse in ((prompt + [5] * 9, True), (prompt + [5] * 9, False), ([9] * 11, True)):
+        for tokens, reuse in ((prompt + [5] * 9, None), (prompt + [5] * 9, 0), (prompt, 9), ([9] * 11, None)):
             bench = Bench(blocks=blocks)
             bench.add(prompt, max_tokens=9 if held else 1)
             bench.step()

@@ -71,13 +71,15 @@ class PoolModel(RuleBasedStateMachine):
 
     @rule(
         tokens=st.lists(st.integers(1, 2), min_size=1, max_size=14),
-        reuse=st.booleans(),
+        reuse=st.none() | st.integers(0, 14),
         more=st.none() | st.integers(0, 40),
     )
-    def open(self, tokens: list[int], reuse: bool, more: int | None) -> None:
+    def open(self, tokens: list[int], reuse: int | None, more: int | None) -> None:
         found = self.pool.cached_prefix(tokens)
+        if reuse is not None:
+            found = min(found, reuse // SIZE * SIZE)
         cache = self.pool.open(tokens, reuse, None if more is None else len(tokens) + more)
-        assert cache.committed == cache.reused == (found if reuse else 0)
+        assert cache.committed == cache.reused == found
         assert cache.committed < len(tokens)  # one token is always left to compute
         assert cache.committed % SIZE == 0
         if cache.committed:
@@ -171,7 +173,8 @@ def test_finds_exactly_the_longest_published_prefix():
     first.release()
     again = pool.open(tokens)
     assert again.committed == again.reused == 8 and contents(again) == tokens[:8]
-    assert pool.open(tokens, reuse=False).committed == 0
+    assert pool.open(tokens, reuse=0).committed == 0
+    assert [pool.open(tokens, reuse=most).committed for most in (3, 4, 7, 8, 99)] == [0, 4, 4, 8, 8]
 
 
 def test_shared_blocks_are_not_written_by_those_who_share_them():

@@ -69,7 +69,7 @@ def teacher_forced(
     if not output:
         return torch.empty(0, decoder.config.vocab_size, device=decoder.device)
     pool = KVPool(*decoder.cache_shape, len(tokens), decoder.dtype, decoder.device)
-    cache = pool.open(reuse=False)
+    cache = pool.open(reuse=0)
     wanted = len(prompt) - 1  # row of the first logits
     found = []
     for start, stop in [*_ranges(0, wanted, _PASS_ROWS), *_ranges(wanted, len(tokens), rows)]:

@@ -27,17 +27,6 @@ Levels = tuple[list[list[int]], list[list[float]]]  # [depth][k] tokens of each 
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSpec:
-    """A drafter's own K/V: its shape, and which part of the context it keeps."""
-
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None  # keys kept beside the sinks; None: all
-    sinks: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class StreamRules:
     """How streams take part in the target's pass, for drafters that draft with them (the fused round)."""
 
@@ -83,10 +72,11 @@ class DrafterSpec:
 
     name: str
     taps: tuple[int, ...] = ()  # target layers whose outputs it reads; -1 is the last, before the final norm
-    exit_layer: int | None = None
-    cache: CacheSpec | None = None
+    past: int | None = 0  # last tokens of a text whose taps it needs; 0: those of the root and behind it; None: all
+    network: bool = False  # runs a network: its time is no trifle, and it heeds `DraftRequest.floor`
+    cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
+    level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
-    lookahead: int = 0  # its K/V at i depends on tokens up to i + lookahead
     rounds: frozenset[str] = frozenset({"serial"})
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     observes: bool = True  # whether `observe` does anything: it is not called else
@@ -117,8 +107,8 @@ class DraftRule(Protocol):
         """Indices of the sequences to ask a source for, given each one's chance of having the next token already."""
         ...
 
-    def told(self, source: int, levels: int, ms: float) -> None:
-        """The source that was asked last took so long, for proposals of so many levels."""
+    def told(self, source: int, passes: int, ms: float) -> None:
+        """The source that was asked last took so long, for so many passes of its network."""
         ...
 
     def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
@@ -129,8 +119,8 @@ class DraftRule(Protocol):
         """The chance of a path that pays for one more level below it, in a call for ``count`` sequences."""
         ...
 
-    def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
-        """The nodes to check; None: none."""
+    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
+        """The nodes to check, of a proposal that took so many passes (`DraftRequest.passes`); None: none."""
         ...
 
 
@@ -143,6 +133,7 @@ class DraftRequest:
     max_depths: Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
     floor: float = 0.0  # chance of a path below which another level of a network does not pay
     rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
+    passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
     def roots(self) -> Tensor:
         """[B] int64 tokens of the roots."""
@@ -157,8 +148,10 @@ class StepFeatures:
     committed: Sequence[Sequence[int]]  # [B] tokens that this pass newly committed as output (empty in mid-prefill)
     num_accepted: Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
     paths: Sequence[Sequence[int]]  # [B] accepted nodes, root excluded
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]
-    hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, in token order
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
+    hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, of consecutive positions;
+    # none where no draft will follow. Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
+    first: Sequence[int] = ()  # [B] position of the first of them
     stream_logits: Sequence[Tensor | None] = ()  # [B] [gamma, V] of the last accepted node's streams; None: it had none
     stream_levels: Sequence[Levels | None] = ()  # [B] the same in short, in place of logits: `StreamRules.k` of each
 

@@ -33,7 +33,7 @@ from ..target.base import ForwardState
 from ..target.native import Stack
 from ..target.native_calls import Chain, Seed
 from ..target.packing import RowPacker
-from .base import CacheSpec, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .vocabulary import check_vocabulary
@@ -184,10 +184,10 @@ class DraftModel:
         self.decoder: Decoder = loaded.decoder
         self.tokenizer = loaded.tokenizer
         self.name: str = loaded.name
-        layers, heads, width = self.decoder.cache_shape
         self.spec = DrafterSpec(
             name="draft_model",
-            cache=CacheSpec(num_layers=layers, kv_heads=heads, head_dim=width),
+            network=True,
+            cached=True,
             proposes=config.proposes,
             default_budget=config.num_nodes,
             observes=False,

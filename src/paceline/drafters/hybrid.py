@@ -121,7 +121,11 @@ class Hybrid:
         self._carries: dict[int, bool] = {}  # by sequence: whether streams were asked for it last time
         self.spec = DrafterSpec(
             name=config.kind,
-            cache=next((spec.cache for spec in specs if spec.cache is not None), None),
+            taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
+            past=_furthest([spec.past for spec in specs]),
+            network=any(spec.network for spec in specs),
+            cached=any(spec.cached for spec in specs),
+            level_logits=all(spec.level_logits for spec in specs),
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
             rounds=frozenset({"fused" if streaming else "serial"}),
             streams=specs[streaming[0]].streams if streaming else None,
@@ -174,9 +178,9 @@ class Hybrid:
                 self._carries.update((view.key, i in ahead) for i, view in enumerate(want.sequences))
             if not asked:
                 continue
-            levels = self._add(source, part, want, [(i, drafts[i]) for i in asked])
+            passes = self._add(source, part, want, [(i, drafts[i]) for i in asked])
             if want.rule is not None:
-                want.rule.told(source, levels, (perf_counter() - began) * 1e3)
+                want.rule.told(source, passes, (perf_counter() - began) * 1e3)
         for draft, budget in zip(drafts, want.budgets, strict=True):
             draft.cut(min(budget, self.config.nodes))
         roots = [view.tokens[-1] for view in want.sequences]
@@ -190,7 +194,7 @@ class Hybrid:
         return [i for i, draft in enumerate(drafts) if draft.first < SURE]
 
     def _add(self, source: int, part: Drafter, want: DraftRequest, asked: Sequence[tuple[int, _Draft]]) -> int:
-        """Ask one drafter, and merge what it proposes. Returns the levels of its deepest proposal."""
+        """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
         most = part.spec.default_budget
         request = DraftRequest(
             sequences=[draft.view for _, draft in asked],
@@ -202,7 +206,7 @@ class Hybrid:
         for (_, draft), found in zip(asked, _proposals(part, request), strict=True):
             draft.add(source, found, want)
             levels = max(levels, len(found) if found.is_chain else max(depths_below(found.parents)))
-        return levels
+        return levels if request.passes is None else request.passes
 
 
 def _proposals(part: Drafter, request: DraftRequest) -> list[Proposal]:
@@ -249,12 +253,16 @@ class _Draft:
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:
     """Refuse a drafter whose drafts cannot be merged with others'."""
     asked, remedy = f"hybrid:{config.parts}", "leave it out, or run it alone"
-    if spec.taps:
-        raise CapabilityError(asked, f"{spec.name} reads the target's states", remedy)
     if spec.proposes == "sampled":
         raise CapabilityError(asked, f"{spec.name} draws its drafts, which cannot be ranked or left out", remedy)
     if spec.default_budget == 0:
         raise ConfigError(asked, f"{spec.name} drafts nothing", remedy)
+
+
+def _furthest(pasts: Sequence[int | None]) -> int | None:
+    """What of a text's past all of them need; None: all of it."""
+    known = [past for past in pasts if past is not None]
+    return max(known, default=0) if len(known) == len(pasts) else None
 
 
 def _distinct(given: Sequence[str]) -> list[str]:

@@ -137,7 +137,7 @@ class AutoBudget:
             cap=spec.default_budget,
             sources=spec.sources or (spec.name,),
             draft_costs=[
-                DraftCosts.of_network(table, own) if part.cache is not None else DraftCosts() for part in parts
+                DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
             ],
             prepares=next((k for k, part in enumerate(parts) if part.streams is not None), None),
             blind=spec.proposes == "sampled",
@@ -221,7 +221,7 @@ class AutoBudget:
         """The sequences to draft for."""
         self._trials.clear()
         for asked in self._asked:
-            asked.opens, asked.ms, asked.levels = {}, 0.0, 0
+            asked.opens, asked.ms, asked.passes = {}, 0.0, 0
         if self._wants_plain(self._batch):
             return set()
         paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
@@ -385,18 +385,19 @@ class AutoBudget:
             return self.row_chance
         return self.row_chance + self._rate * costs.level_ms(count) / max(1, count)
 
-    def told(self, source: int, levels: int, ms: float) -> None:
+    def told(self, source: int, passes: int, ms: float) -> None:
         """What the ask of one of several sources took."""
-        self._asked[source].ms, self._asked[source].levels = ms, levels
+        self._asked[source].ms, self._asked[source].passes = ms, passes
         if source != self._late:
-            self._learn_costs(source, levels, ms)
+            self._learn_costs(source, passes, ms)
 
-    def select(self, views: Sequence[SequenceView], tree: TokenTree) -> TokenTree | None:
+    def select(self, views: Sequence[SequenceView], tree: TokenTree, passes: int | None = None) -> TokenTree | None:
         """The nodes that pay for their rows; None where none does.
 
         Args:
             views: the sequences whose budget was not 0.
             tree: one proposal for each.
+            passes: of the drafter's network that they took; None: as many as the deepest one has levels.
         """
         lists = tree.lists()
         if len(self.sources) == 1:
@@ -419,7 +420,7 @@ class AutoBudget:
         for _, b, i in ranked[:count]:
             kept[b].append(i)
         if len(self.sources) == 1:
-            self._asked[0].levels = max(offer.levels for offer in offers)
+            self._asked[0].passes = max(offer.levels for offer in offers) if passes is None else passes
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
         self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
         if count == len(ranked):
@@ -515,7 +516,7 @@ class AutoBudget:
             self._earned[bucket(batch)] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
         if asked:
             others = sum([source.ms for k, source in enumerate(self._asked) if k != self._late])
-            self._learn_costs(self._late, self._asked[self._late].levels, step.draft_ms - others)
+            self._learn_costs(self._late, self._asked[self._late].passes, step.ask_ms - others)
 
     @property
     def _late(self) -> int:
@@ -526,10 +527,10 @@ class AutoBudget:
         """Whether streams took part in the step."""
         return self._prepares is not None and (len(self.sources) == 1 or bool(self._asked[self._prepares].opens))
 
-    def _learn_costs(self, source: int, levels: int, ms: float) -> None:
+    def _learn_costs(self, source: int, passes: int, ms: float) -> None:
         asked = self._asked[source]
         if asked.opens:
-            self.draft_costs[source].observe(len(asked.opens), levels, asked.unseen, ms)
+            self.draft_costs[source].observe(len(asked.opens), passes, asked.unseen, ms)
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""

@@ -27,6 +27,7 @@ class StepRecord:
     accepted: Sequence[int]  # [B] drafted tokens that were emitted
     pure: bool  # every row was a root or a drafted node: no prompt was computed beside them
     draft_ms: float
+    ask_ms: float  # of these: what asking the drafter took, which it would not take unasked
     rest_ms: float  # everything else of the step: scheduling, target pass, verification, book-keeping
 
 

@@ -306,16 +306,17 @@ class DraftCosts:
         self._waiting: deque[tuple[int, int, int, float]] = deque(maxlen=8)  # calls that caught up, not learned yet
 
     @classmethod
-    def of_network(cls, target: CostTable, own: CostTable | None = None) -> DraftCosts:
+    def of_network(cls, target: CostTable, own: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
         """A guess for a drafter with a network: a whole draft costs a target pass at most, lest nobody chose it.
 
         Args:
             target: the target's costs.
             own: the calibrated costs of the draft model, if there are any.
+            catches_up: whether it has to compute something for every token that it has not seen.
         """
         level = target.chain_ms(1) / LEVELS
         if own is None:
-            return cls(level / 10, level, target.chain_ms(128) / 128 / 3)
+            return cls(level / 10, level, target.chain_ms(128) / 128 / 3 if catches_up else 0.0)
         return cls(own.step_ms(2, 0) - own.step_ms(1, 0), min(level, own.chain_ms(1)), own.chain_ms(128) / 128)
 
     @property

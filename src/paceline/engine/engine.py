@@ -81,7 +81,7 @@ class Engine:
         self.limits = limits
         self.budget = budget
         self.applications = dict(applications or {})
-        self.scheduler = Scheduler(pool, scheduler, budget)
+        self.scheduler = Scheduler(pool, scheduler, budget, lambda: round_.past)
         self.live: dict[str, LiveRequest] = {}
         self.lock = FairLock()
         self._texts = texts
@@ -445,5 +445,6 @@ def _record(before: Sequence[Counts], pure: bool, result: StepResult, total_ms: 
         accepted=[w.sequence.state.stats.accepted - accepted for w, _, accepted in before],
         pure=pure,
         draft_ms=result.draft_ms,
+        ask_ms=result.ask_ms,
         rest_ms=total_ms - result.draft_ms,
     )

@@ -8,7 +8,7 @@ addition.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError
@@ -40,12 +40,17 @@ class Scheduler:
         pool: where K and V live.
         config: limits.
         budget: how many nodes to draft.
+        past: last tokens of a text that are computed even if their K/V is at hand, since a drafter needs their states;
+            None: all of them.
     """
 
-    def __init__(self, pool: KVPool, config: SchedulerConfig, budget: DraftBudget) -> None:
+    def __init__(
+        self, pool: KVPool, config: SchedulerConfig, budget: DraftBudget, past: Callable[[], int | None] = lambda: 0
+    ) -> None:
         self.pool = pool
         self.config = config
         self.budget = budget
+        self._past = past
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self.preempted: list[RunningSequence] = []  # since the engine last looked
@@ -124,7 +129,7 @@ class Scheduler:
                 later.append(sequence)
                 continue
             tokens = sequence.view.tokens
-            reuse = sequence.params.prompt_logprobs is None
+            reuse = self._reusable(sequence)
             identity, shareable = sequence.identity, sequence.shareable
             wanted, blocks = self.pool.cost(tokens, left, reuse, identity, shareable)
             # A block of headroom for each running sequence, lest the newcomer be preempted at once.
@@ -143,12 +148,20 @@ class Scheduler:
         self.waiting.extendleft(reversed(later))
         return left
 
+    def _reusable(self, sequence: RunningSequence) -> int:
+        """Leading tokens whose K/V may be taken from the cache, where it is there."""
+        known = len(sequence.view.tokens)
+        if sequence.params.prompt_logprobs is not None:
+            return 0
+        past = 0 if self.budget.never_drafts else self._past()
+        return 0 if past is None else max(0, known - max(1, past))
+
     def _sibling_computes(self, sequence: RunningSequence) -> bool:
         """Whether another sample of the same request is still computing prompt blocks that both can share."""
-        if sequence.state.index == 0 or sequence.params.prompt_logprobs is not None:
+        if sequence.state.index == 0:
             return False
         size = self.pool.block_size
-        shared = (sequence.view.prompt_len - 1) // size * size
+        shared = min(self._reusable(sequence), sequence.view.prompt_len - 1) // size * size
         return any(
             other.state.request is sequence.state.request and other.cache is not None and other.cache.committed < shared
             for other in self.running

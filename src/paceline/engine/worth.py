@@ -70,7 +70,7 @@ class Asked:
     opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
     unseen: int = 0  # tokens that it had to process first
     ms: float = 0.0  # that it took, where it was told
-    levels: int = 0  # of its deepest proposal
+    passes: int = 0  # of its network; as many as its deepest proposal has levels, where it does not say
 
 
 @dataclass(slots=True)

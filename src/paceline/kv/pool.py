@@ -97,7 +97,7 @@ class KVPool:
     def open(
         self,
         tokens: Sequence[int] = (),
-        reuse: bool = True,
+        reuse: int | None = None,
         expected: int | None = None,
         identity: str | None = None,
         shareable: int | None = None,
@@ -108,7 +108,8 @@ class KVPool:
 
         Args:
             tokens: what the sequence begins with.
-            reuse: False where every token must be computed (prompt log-probabilities).
+            reuse: leading tokens that may be found at most: the others are to be computed, since more is wanted of
+                them than K/V; None: all.
             expected: tokens that the sequence may come to hold, where that is known: it is placed where that
                 many slots in a row are empty. Nothing is reserved for it.
             identity: only blocks of the same identity are found; see `content_root`.
@@ -117,19 +118,19 @@ class KVPool:
         """
         sequence = SequenceCache(self, expected, self.content_root(identity), shareable)
         self.sequences.add(sequence)
-        if reuse:
-            sequence._adopt(tokens)
+        if reuse is None or reuse > 0:
+            sequence._adopt(tokens, reuse)
         return sequence
 
     def cached_prefix(self, tokens: Sequence[int], identity: str | None = None, shareable: int | None = None) -> int:
         """How many leading ``tokens`` a new sequence would find computed; arguments as for `open`."""
-        return len(self._lookup(tokens, self.content_root(identity), shareable)) * self.block_size
+        return len(self._lookup(tokens, self.content_root(identity), shareable, None)) * self.block_size
 
     def cost(
         self,
         tokens: Sequence[int],
         most: int,
-        reuse: bool = True,
+        reuse: int | None = None,
         identity: str | None = None,
         shareable: int | None = None,
     ) -> tuple[int, int]:
@@ -143,7 +144,7 @@ class KVPool:
             The rows to reserve, and the free blocks that are gone then.
         """
         root = self.content_root(identity)
-        found = [block for block, _ in self._lookup(tokens, root, shareable)] if reuse else []
+        found = [block for block, _ in self._lookup(tokens, root, shareable, reuse)]
         prefix = len(found) * self.block_size
         rows = min(len(tokens) - prefix, most)
         fresh = -(-(prefix + rows) // self.block_size) - len(found)
@@ -161,11 +162,11 @@ class KVPool:
         in_place = all(b == prefix[0] + i for i, b in enumerate(prefix)) and self.allocator.is_empty(prefix[-1] + 1)
         return not in_place and self.allocator.num_empty > COPY_MARGIN * len(prefix)
 
-    def _lookup(self, tokens: Sequence[int], root: int, shareable: int | None) -> list[tuple[int, int]]:
-        """(block, content id) of every published block at the front of ``tokens``."""
+    def _lookup(self, tokens: Sequence[int], root: int, *limits: int | None) -> list[tuple[int, int]]:
+        """(block, content id) of every published block at the front of ``tokens``, up to the least of the limits."""
         found: list[tuple[int, int]] = []
         content = root
-        most = len(tokens) - 1 if shareable is None else min(len(tokens) - 1, shareable)
+        most = min([len(tokens) - 1, *[limit for limit in limits if limit is not None]])
         for start in range(0, most - self.block_size + 1, self.block_size):
             hit = self.allocator.find(content, tokens[start : start + self.block_size])
             if hit is None:
@@ -258,10 +259,10 @@ class SequenceCache:
         """Slots of the blocks that the sequence holds."""
         return len(self.blocks) * self.pool.block_size
 
-    def _adopt(self, tokens: Sequence[int]) -> None:
+    def _adopt(self, tokens: Sequence[int], most: int | None) -> None:
         """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays."""
         pool, allocator = self.pool, self.pool.allocator
-        found = pool._lookup(tokens, self._content, self.shareable)
+        found = pool._lookup(tokens, self._content, self.shareable, most)
         if not found:
             return
         blocks = [block for block, _ in found]

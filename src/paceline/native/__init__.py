@@ -139,6 +139,16 @@ class Pass(ctypes.Structure):
     ]
 
 
+class Taps(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.c_int64),
+        ("after", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("which", "out")),
+        ("ms", ctypes.c_double),
+    ]
+
+
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
@@ -216,6 +226,7 @@ def _declared(found: Any) -> Any:
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
         *[ctypes.c_void_p] * 2,
+        ctypes.POINTER(Taps),
     ]
     found.pl_choose_streams.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_void_p),
@@ -224,6 +235,7 @@ def _declared(found: Any) -> Any:
     ]
     found.pl_draw.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_char_p, *[ctypes.c_void_p] * 2]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
+    found.pl_norm.argtypes = [ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),
         ctypes.c_void_p,

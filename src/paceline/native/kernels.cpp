@@ -245,7 +245,7 @@ struct Linear {        // y = x W^T * scale + bias
 
 struct Layer {
   Linear qkv, out, up, down;  // up holds gate, then up
-  const float* attention_norm;
+  const float* attention_norm;  // or null: none
   const float* mlp_norm;
   const float* q_norm;  // [head_dim] or null
   const float* k_norm;
@@ -260,7 +260,7 @@ struct Model {
   int64_t wide_activations;  // 1: float32 activations and cache, 0: bf16
   float eps, scale;
   Layer* layers;
-  const float* norm;
+  const float* norm;  // or null: states are normed already
   Linear head;
 };
 
@@ -320,6 +320,15 @@ struct Pass {
   int64_t num_adapters;
   const Limit* limits;       // by their streams' rows, ascending; a segment of such rows holds no others
   int64_t num_limits;
+};
+
+struct Taps {            // states that are copied out of a pass
+  int64_t layers;
+  const int64_t* after;  // [layers] so many layers have been run then; ascending
+  int64_t rows;
+  const int64_t* which;  // [rows] of the pass
+  void* out;             // [layers, rows, d_model]
+  double ms;             // out: that copying took
 };
 
 struct Rules;
@@ -1113,8 +1122,14 @@ template <class A, class F> void sweep(const Linear& l, const Claim& claim, Inpu
 
 // -------------------------------------------------------------------------------------------------- norms
 
-// RMS norm (Zhang and Sennrich 2019) of one row, in float32, rounded once; what lies beyond d is zeroed.
+// RMS norm (Zhang and Sennrich 2019) of one row, in float32, rounded once; what lies beyond d is zeroed. Without a weight
+// there is no norm, and the row is copied.
 template <class A> void rms(const A* x, const float* weight, int64_t d, float eps, A* y, int64_t padded) {
+  if (!weight) {
+    std::memcpy((void*)y, x, d * sizeof(A));
+    for (int64_t i = d; i < padded; i++) put(y + i, 0.0f);
+    return;
+  }
   v16 squares = {};
   int64_t i = 0;
   for (; i + 16 <= d; i += 16) { const v16 v = load_wide(x + i); squares = fma16(v, v, squares); }
@@ -2440,11 +2455,7 @@ const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, floa
   const int64_t stride = up(k, K_STEP);
   b.open(Buffers::room<A>(up(rows, ROWS) * stride));
   A* y = b.take<A>(up(rows, ROWS) * stride);
-  for (int64_t r = 0; r < rows; r++) {
-    if (weight) { rms(x + r * k, weight, k, eps, y + r * stride, stride); continue; }
-    std::memcpy((void*)(y + r * stride), x + r * k, k * sizeof(A));
-    for (int64_t i = k; i < stride; i++) put(y + r * stride + i, 0.0f);
-  }
+  for (int64_t r = 0; r < rows; r++) rms(x + r * k, weight, k, eps, y + r * stride, stride);
   return y;
 }
 
@@ -2880,6 +2891,32 @@ struct Asked {
   }
 
   static int64_t row_bytes(const Model& m) { return m.d_model * (m.wide_activations ? 4 : 2); }
+
+  // All layers; states that are wanted of some are copied when they are there.
+  void run(const Model& m, Taps* taps) {
+    int done = 0;
+    for (int64_t t = 0; taps && t < taps->layers; t++) {
+      if (taps->after[t] > done) run_layers(m, pass, done, (int)taps->after[t]);
+      done = (int)taps->after[t];
+      tap(m, *taps, t);
+    }
+    if (done < pass.layers) run_layers(m, pass, done, (int)pass.layers);
+  }
+
+  void tap(const Model& m, Taps& taps, int64_t t) const {
+    const Clock::time_point began = Clock::now();
+    const int64_t bytes = row_bytes(m);
+    char* out = (char*)taps.out + t * taps.rows * bytes;
+    for (int64_t r = 0; r < taps.rows; r++) std::memcpy(out + r * bytes, states.data() + taps.which[r] * bytes, bytes);
+    taps.ms += std::chrono::duration<double, std::milli>(Clock::now() - began).count();
+  }
+
+  Refusal check(const Taps& taps) const {
+    if (taps.layers < 0 || taps.rows < 0 || !all_within(taps.after, taps.layers, 1, pass.layers + 1)) return BAD_COUNT;
+    for (int64_t t = 1; t < taps.layers; t++)
+      if (taps.after[t] <= taps.after[t - 1]) return BAD_COUNT;
+    return all_within(taps.which, taps.rows, 0, pass.rows) ? DONE : BAD_COUNT;
+  }
 
   // What each node sees, and the states that go into the first layer.
   void begin(const Model& m, const void* embedding) {
@@ -3355,15 +3392,16 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
 
 // One whole pass: tokens become states, go through all layers, and after each row that is wanted a token is chosen: by
 // `rules`, which has an entry a segment, with -1 where a choice cannot be made here; else the likeliest. `list` is as `Asked`
-// says; `p` carries the rotation table, caches, threads and adapters; logits [wanted, vocab] is filled unless it is null.
-// Returns a `Refusal`.
+// says; `p` carries the rotation table, caches, threads and adapters; logits [wanted, vocab] is filled unless it is null;
+// `taps` may be null. Returns a `Refusal`.
 int pl_choose(const Model* m, const Pass* p, const void* embedding, const int64_t* list, const Rules* rules, float* logits,
-              int64_t* chosen) {
+              int64_t* chosen, Taps* taps) {
   Asked& a = t_asked;
-  const Refusal found = a.read(*m, *p, list);
+  Refusal found = a.read(*m, *p, list);
+  if (found == DONE && taps) found = a.check(*taps);
   if (found != DONE) return found;
   a.begin(*m, embedding);
-  run_layers(*m, a.pass, 0, (int)p->layers);
+  a.run(*m, taps);
   a.choose(*m, a.head(*m, 0, logits), rules, chosen);
   return DONE;
 }
@@ -3403,6 +3441,16 @@ int pl_draw(const float* logits, int64_t rows, int64_t n, const Rules* rules, co
 int pl_top(const float* logits, int64_t rows, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
   if (rows < 0 || k < 1 || k > n) return BAD_COUNT;
   for (int64_t r = 0; r < rows; r++) top(logits + r * n, n, k, tokens + r * k, log_q + r * k);
+  return DONE;
+}
+
+// The final norm of hidden [rows, d_model]. Returns a `Refusal`.
+int pl_norm(const Model* m, const void* hidden, int64_t rows, void* out) {
+  if (rows < 0) return BAD_COUNT;
+  const int64_t d = m->d_model;
+  for (int64_t r = 0; r < rows; r++)
+    if (m->wide_activations) rms((const float*)hidden + r * d, m->norm, d, m->eps, (float*)out + r * d, d);
+    else rms((const bf16*)hidden + r * d, m->norm, d, m->eps, (bf16*)out + r * d, d);
   return DONE;
 }
 

@@ -106,6 +106,7 @@ class StepResult:
     draft_ms: float
     verify_ms: float
     host_ms: float
+    ask_ms: float  # of draft_ms: what asking the drafter took; the rest is taps and `observe`, asked or not
 
 
 class Round(Protocol):
@@ -116,6 +117,11 @@ class Round(Protocol):
     @property
     def failure(self) -> str | None:
         """Why the drafter was disabled, if it failed."""
+        ...
+
+    @property
+    def past(self) -> int | None:
+        """Last tokens of a text that must be computed while the drafter looks on; see `DrafterSpec.past`."""
         ...
 
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:

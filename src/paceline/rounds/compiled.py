@@ -17,17 +17,21 @@ from ..core.tree import TokenTree
 from ..core.tree_lists import depths_below
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
-from ..target.native_calls import Asked, RowSpan
+from ..target.native_calls import Asked, NativeTaps, RowSpan
 from .base import Work
 from .passes import Pass, Span, main_adapters
+from .taps import Tapped
 from .verification import choose_rows
 
 
-def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
+def decide_compiled(p: Pass, target: Decoder, pool: KVPool, tapped: Tapped | None = None) -> bool:
     """`Pass.tokens` and `Pass.paths` of a whole pass; False: it needs the long way, and nothing was done.
 
     The long way is for layers that are not compiled and for requests that want log-probabilities of their prompt.
     `Pass.logits` and `Pass.rows` are set unless every choice is the likeliest token and nobody wants more.
+
+    Args:
+        tapped: rows whose states are taken in the same call.
     """
     wanted = wants(p)
     if target.stack is None or wanted is None:
@@ -36,8 +40,20 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool) -> bool:
     if wanted == "logits":
         p.logits = torch.empty(len(given.wanted), target.config.vocab_size)
         given = given._replace(rules=rules_of(p), logits=p.logits)
-    settle(p, target.stack.decide(given, pool), wanted == "choices")
+    taps = None if tapped is None else _taps(tapped, target)
+    settle(p, target.stack.decide(given, pool, taps), wanted == "choices")
+    if tapped is not None and taps is not None:
+        tapped.take_apart({name: taps.out[taps.layers.index(name % target.num_layers)] for name in tapped.layers})
+        tapped.ms = taps.ms
     return True
+
+
+def _taps(tapped: Tapped, target: Decoder) -> NativeTaps:
+    """The rows as compiled code is asked for them, with room for their states."""
+    rows = [row for part in tapped.rows for row in part]
+    layers = sorted({name % target.num_layers for name in tapped.layers})
+    out = torch.empty(len(layers), len(rows), target.config.d_model, dtype=target.dtype)
+    return NativeTaps(layers, rows, out)
 
 
 def wants(p: Pass) -> Literal["choices", "logits"] | None:

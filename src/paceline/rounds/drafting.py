@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.tree import TokenTree
 from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
-from ..target.base import Taps
 from .base import RunningSequence, Work
 from .passes import Pass
+from .taps import Shown, Tapped, choose_rows
 from .verification import make_verifier
 
 log = logging.getLogger(__name__)
@@ -43,10 +42,15 @@ class GuardedDrafter:
         self.drafter = drafter
         spec = None if drafter is None else drafter.spec
         # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.
-        self._grows = spec is not None and not spec.parts and (spec.cache is not None or spec.streams is not None)
+        self._grows = spec is not None and not spec.parts and (spec.network or spec.streams is not None)
         self.verifier = make_verifier(verifier, None if drafter is None else drafter.spec)
         self.failure: str | None = None  # why it was disabled
         self._vocab_size = vocab_size
+
+    @property
+    def past(self) -> int | None:
+        """See `Round.past`."""
+        return 0 if self.drafter is None or self.failure is not None else self.drafter.spec.past
 
     def propose(self, drafting: Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
         """The drafter's trees, checked, and of them the nodes that the rule chooses; None if nothing is drafted, or if
@@ -71,13 +75,17 @@ class GuardedDrafter:
                 self._put_aside(error)
             return None
         if rule is not None:
-            return rule.select(want.sequences, tree)
+            return rule.select(want.sequences, tree, want.passes)
         return tree if max(tree.lists().counts) > 1 else None
+
+    def tapped(self, p: Pass) -> Tapped | None:
+        """The rows of a pass whose states the drafter is to be shown; None: none."""
+        return None if self.drafter is None or self.failure is not None else choose_rows(p, self.drafter.spec)
 
     def observe(
         self,
         p: Pass,
-        taps: Taps | None = None,
+        shown: Shown | None = None,
         stream_logits: Sequence[Tensor | None] = (),
         stream_levels: Sequence[Levels | None] = (),
     ) -> None:
@@ -85,21 +93,21 @@ class GuardedDrafter:
 
         Args:
             p: the pass, its tokens emitted.
-            taps: the hidden states that it asked for.
+            shown: the states that it asked for.
             stream_logits: [B] [gamma, V] of the streams of each sequence's last accepted node, where it has streams.
             stream_levels: [B] the same in short, in their place.
         """
         if self.drafter is None or self.failure is not None or not self.drafter.spec.observes:
             return
-        hidden, slices = _hidden_of_kept(p, taps) if taps is not None else ({}, [])
         paths = [p.paths.get(i, []) for i in range(len(p.works))]
         seen = StepFeatures(
             sequences=[w.sequence.view for w in p.works],
             committed=[w.sequence.view.tokens[-n:] if n else [] for w, n in zip(p.works, p.emitted, strict=True)],
             num_accepted=[len(path) for path in paths],
             paths=paths,
-            hidden=hidden,
-            hidden_rows=slices,
+            hidden=shown.hidden if shown else {},
+            hidden_rows=shown.rows if shown else (),
+            first=shown.first if shown else (),
             stream_logits=stream_logits,
             stream_levels=stream_levels,
         )
@@ -152,15 +160,3 @@ def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
     rows = zip(tree.depth_lists(), limits, strict=True)
     kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
     return tree if [*map(len, kept)] == lists.counts else TokenTree.from_lists(lists.kept(kept))
-
-
-def _hidden_of_kept(p: Pass, taps: Taps) -> tuple[dict[int, Tensor], list[slice]]:
-    """Tapped states of pending tokens and accepted nodes, and each sequence's rows among them."""
-    rows: list[int] = []
-    slices: list[slice] = []
-    for i, (work, span) in enumerate(zip(p.works, p.spans, strict=True)):
-        begin = len(rows)
-        rows += [*range(span.start, span.start + work.rows), *(span.root + n for n in p.paths.get(i, ()))]
-        slices.append(slice(begin, len(rows)))
-    index = torch.tensor(rows, device=p.state.hidden.device)
-    return {layer: values[index] for layer, values in taps.hidden.items()}, slices

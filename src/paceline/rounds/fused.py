@@ -55,6 +55,12 @@ class FusedRound:
                 "it drafts with streams",
                 "use drafter='streams:FOLDER', or round='serial'",
             )
+        if drafter.spec.taps:
+            raise CapabilityError(
+                f"round={self.name!r} with drafter {drafter.spec.name!r}",
+                "it reads the target's states, and this round shows none",
+                "draft with streams, or with what reads states, in a round of its own",
+            )
         self.target, self.pool, self.rules = target, pool, drafter.spec.streams
         self.drafter: StreamingDrafter = drafter  # type: ignore[assignment]  # its spec says so
         self.emitter = Emitter(target.num_layers, drafter.spec)
@@ -68,6 +74,11 @@ class FusedRound:
     def failure(self) -> str | None:
         """Why the drafter was disabled, if it failed."""
         return self.guard.failure
+
+    @property
+    def past(self) -> int | None:
+        """Streams need no states of a text's past."""
+        return 0
 
     def admit(self, streams: StreamSet) -> None:
         """Check that an application's set fits the drafter's rules.
@@ -110,7 +121,7 @@ class FusedRound:
         ended = perf_counter()
         draft = drafted - began + late
         verify = checked - drafted - (said.late_ms / 1e3 if said else 0.0)
-        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3)
+        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, draft * 1e3)
 
     def _decide(self, p: Pass, carriers: list[Carriers]) -> StreamsTold | None:
         """Pass and verdict; what the streams said, where that came with it."""

@@ -66,13 +66,13 @@ class Pass:
         path = self.paths[work]
         return path[-1] if path else 0
 
-    def result(self, draft_ms: float, verify_ms: float, host_ms: float) -> StepResult:
-        """What the engine gets of it."""
+    def result(self, draft_ms: float, verify_ms: float, host_ms: float, ask_ms: float) -> StepResult:
+        """What the engine gets of it; see `StepResult`."""
         said = []
         for work, count in zip(self.works, self.emitted, strict=True):
             if count or work.sequence.view.fault is not None:
                 said.append((work.sequence, count))
-        return StepResult(said, draft_ms, verify_ms, host_ms)
+        return StepResult(said, draft_ms, verify_ms, host_ms, ask_ms)
 
 
 def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> Pass:

@@ -18,6 +18,7 @@ from .compiled import decide_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
 from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
+from .taps import Tapped, show
 from .verification import DEFAULT_VERIFIER, match
 
 
@@ -42,14 +43,18 @@ class SerialRound:
         self.target, self.pool, self.drafter = target, pool, drafter
         self.guard = GuardedDrafter(drafter, self.name, verifier, target.config.vocab_size)
         self.emitter = Emitter(target.num_layers, drafter.spec if drafter else None)
-        self._taps = drafter.spec.taps if drafter else ()
-        # Whether a pass may be one compiled call; it shows no states, and its verdict is the default one.
-        self.compiled = self.guard.verifier.verify is match and not self._taps
+        # Whether a pass may be one compiled call: its verdict is the default one.
+        self.compiled = self.guard.verifier.verify is match
 
     @property
     def failure(self) -> str | None:
         """Why the drafter was disabled, if it failed."""
         return self.guard.failure
+
+    @property
+    def past(self) -> int | None:
+        """Last tokens of a text that its drafter needs the states of."""
+        return self.guard.past
 
     @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
@@ -59,21 +64,31 @@ class SerialRound:
         tree = self.guard.propose(drafting, rule)
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
-        taps = Taps(self._taps) if self._taps else None
-        if not (self.compiled and decide_compiled(p, self.target, self.pool)):
-            self._decide(p, taps)
+        tapped = self.guard.tapped(p)
+        if not (self.compiled and decide_compiled(p, self.target, self.pool, tapped)):
+            self._decide(p, tapped)
         checked = perf_counter()
         self.emitter.emit(p)
+        emitted = perf_counter()
+        shown = show(p, tapped) if tapped is not None else None
+        taken = perf_counter()
         keep(p, self.pool)
-        self.guard.observe(p, taps)
+        kept = perf_counter()
+        self.guard.observe(p, shown)
         ended = perf_counter()
-        return p.result((drafted - began) * 1e3, (checked - drafted) * 1e3, (ended - checked) * 1e3)
+        asked, taps_ms = (drafted - began) * 1e3, 0.0 if tapped is None else tapped.ms
+        draft = asked + taps_ms + (taken - emitted + ended - kept) * 1e3
+        verify = (checked - drafted) * 1e3 - taps_ms
+        return p.result(draft, verify, (ended - began) * 1e3 - draft - verify, asked)
 
-    def _decide(self, p: Pass, taps: Taps | None) -> None:
+    def _decide(self, p: Pass, tapped: Tapped | None) -> None:
         """The pass and the verdict, part by part."""
         state = self.target.embed(pack(p, self.target))
         state.adapters = main_adapters(p)
+        taps = None if tapped is None else Taps(tapped.layers)
         p.state = self.target.run_layers(state, 0, self.target.num_layers, self.pool, taps)
+        if tapped is not None and taps is not None:
+            tapped.take_whole(taps.hidden)
         read_logits(p, self.target)
         decide(p, self.guard.verifier.verify)
 

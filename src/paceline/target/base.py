@@ -17,6 +17,7 @@ from ..attention.base import Segment, slot_indices
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
+    from .handle import TargetHandle
     from .stream_rows import StreamRows
 
 
@@ -33,6 +34,7 @@ class TargetInfo:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     tokenizer: Any  # the Hugging Face tokenizer, or None for a model without one
+    handle: TargetHandle  # its embedding, final norm and head, for drafters that work on its states
 
 
 @dataclass(slots=True)

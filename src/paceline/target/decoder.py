@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend, Segment
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from .adapters import MLP, AdapterRange
 from .base import Batch, ForwardState, KVCache, Taps, TargetInfo
 from .families import DecoderConfig, linear_biases, linear_shapes
+from .handle import TargetHandle
 from .linear import Dense, LinearOp, Quant, make_linear, nan_parameter
 from .native import Stack
 from .padding import cache_shape
@@ -46,6 +47,12 @@ class Decoder(nn.Module):
             nor on its place among them.
         quant: "int8" for int8 weights in the linear layers and the head.
         native: run the layers in compiled code (see `native.Stack`); ``attention`` is then not asked.
+        lender: whose embedding, final norm and head this network uses in place of own ones: a drafter's layers over
+            its target's. Of the same width, vocabulary and dtype.
+        normed: beside a lender: the layers give normed states, which its head reads as they are.
+
+    Raises:
+        CapabilityError: compiled layers where the lender has none, or a lender of other shapes.
     """
 
     def __init__(
@@ -58,19 +65,27 @@ class Decoder(nn.Module):
         exact: bool = False,
         quant: Quant | None = None,
         native: bool = False,
+        lender: TargetHandle | None = None,
+        normed: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.lender, self.normed = lender, normed
+        if lender is not None:
+            _check_lender(lender, config, dtype, native)
         self.num_layers = config.num_layers
         self.attention = attention
         self.dtype, self.device = dtype, torch.device(device)
         self.exact, self.quant = exact, quant
-        self.embedding = nan_parameter((config.vocab_size, config.d_model), dtype, self.device)
+        own = lender is None
+        shape = (config.vocab_size, config.d_model)
+        self.embedding = nan_parameter(shape, dtype, self.device) if lender is None else lender.embedding
         if config.learned_positions:
             self.position_embedding = nan_parameter((config.learned_positions, config.d_model), dtype, self.device)
         self.layers = nn.ModuleList(Layer(config, i, dtype, self.device, exact) for i in range(config.num_layers))
-        self.norm = Norm(config, dtype, self.device)
-        self.head = None if config.tied else Dense(config.d_model, config.vocab_size, False, dtype, self.device)
+        self.norm = Norm(config, dtype, self.device) if own else None
+        has_head = own and not config.tied
+        self.head = Dense(config.d_model, config.vocab_size, False, dtype, self.device) if has_head else None
         # Behind each layer, with -1 for a number: adapters have nothing for them.
         places = [i for i in range(config.num_layers) for _ in range(config.stretch - 1)]
         self.added = nn.ModuleList(Layer(config, i, dtype, self.device, exact, -1) for i in places)
@@ -114,7 +129,7 @@ class Decoder(nn.Module):
             )
 
     def finish(self) -> Decoder:
-        """Check that everything is loaded and turn weights into their fastest form, one at a time.
+        """Check that everything is loaded and turn the weights into their fastest form, one at a time.
 
         Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table,
         which the look-up needs as it is: vocab_size * d_model elements are then held twice.
@@ -128,6 +143,8 @@ class Decoder(nn.Module):
             return self
         for layer in self._run:
             layer.finish(self.quant)
+        if self.norm is None:
+            return self
         self.norm.finish()
         weight = self.embedding if self.head is None else self.head.weight
         self._head = make_linear(weight.data, None, exact=self.exact, quant=self.quant)
@@ -148,18 +165,36 @@ class Decoder(nn.Module):
 
     def products(self) -> list[tuple[LinearOp, int]]:
         """(linear layer, width of its input) of every product of a pass, in order; the head is the last."""
-        assert self._head is not None, "finish() comes first"
         if self._stack is not None:
             return self._stack.products()
         widths = {name: inputs for name, (inputs, _) in linear_shapes(self.config).items()}
         found: list[tuple[LinearOp, int]] = [(getattr(layer, n), w) for layer in self._run for n, w in widths.items()]
-        return [*found, (self._head, self.config.d_model)]
+        return [*found, (self.head_product, self.config.d_model)]
+
+    @property
+    def head_product(self) -> LinearOp:
+        """The product of the output head, own or lent."""
+        found = self._head if self.lender is None else self.lender.head
+        if found is None:
+            raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
+        return found
+
+    def handle(self) -> TargetHandle:
+        """Embedding, final norm and head, for those that borrow them.
+
+        Raises:
+            RuntimeError: `finish` was not called, or they are borrowed.
+        """
+        if self.norm is None:
+            raise RuntimeError("embedding, norm and head of this decoder are lent by another, which lends them itself")
+        norm = self.norm if self._stack is None else self._stack.final
+        return TargetHandle(self.embedding.data, norm, self.head_product, self._stack)
 
     def info(self, name: str, tokenizer: Any = None) -> TargetInfo:
         """What a drafter may know."""
         shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
         known: dict[str, Any] = {field: getattr(self.config, field) for field in shared}
-        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, **known)
+        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, handle=self.handle(), **known)
 
     @property
     def stack(self) -> Stack | None:
@@ -229,11 +264,12 @@ class Decoder(nn.Module):
 
     def read(self, hidden: Tensor) -> Tensor:
         """[rows, vocab], float32 or wider: final norm and output head of any hidden states [rows, d_model]."""
-        if self._head is None:
-            raise RuntimeError("the decoder was not finished: call finish() once its weights are loaded")
         if self._stack is not None:
             return self._stack.logits(hidden)
-        logits = self._head(self.norm(hidden))  # [rows, vocab]
+        if self.norm is None:
+            assert self.lender is not None, "no norm of its own"
+            return self.lender.logits(hidden, self.normed)
+        logits = self.head_product(self.norm(hidden))  # [rows, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _rotation(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
@@ -321,7 +357,9 @@ class Layer(nn.Module):
         biases = linear_biases(c)
         for name, (inputs, outputs) in linear_shapes(c).items():
             self.add_module(name, Dense(inputs, outputs, biases[name], dtype, device))
-        self.attention_norm, self.mlp_norm = Norm(c, dtype, device), Norm(c, dtype, device)
+        bare = index == 0 and not c.first_norm
+        self.attention_norm = nn.Identity() if bare else Norm(c, dtype, device)
+        self.mlp_norm = Norm(c, dtype, device)
         self.q_norm = nan_parameter((c.head_dim,), dtype, device) if c.qk_norm else None
         self.k_norm = nan_parameter((c.head_dim,), dtype, device) if c.qk_norm else None
         self._head_scale: Tensor | None = None  # [heads + kv_heads, head_dim]
@@ -339,7 +377,8 @@ class Layer(nn.Module):
             object.__setattr__(self, name, linear)
         for name in ("attention_norm", "mlp_norm"):
             norm = getattr(self, name)
-            norm.finish()
+            if isinstance(norm, Norm):
+                norm.finish()
             object.__setattr__(self, name, norm)
         if self.q_norm is not None and self.k_norm is not None:
             heads = [self.q_norm.data] * self.heads + [self.k_norm.data] * self.kv_heads
@@ -441,6 +480,17 @@ class Layer(nn.Module):
         apart = not x.is_contiguous() or x.shape[1] % 64 == 0
         block = max(1, (_SERIAL_ELEMENTS - 1) // x.shape[1]) if apart else 1
         return activate(x) if x.shape[0] <= block else torch.cat([activate(part) for part in x.split(block)])
+
+
+def _check_lender(lender: TargetHandle, config: DecoderConfig, dtype: torch.dtype, native: bool) -> None:
+    """Refuse to borrow from a network of another shape or kind."""
+    shape = tuple(lender.embedding.shape)
+    asked = f"layers of width {config.d_model} in {dtype} over the embedding and head of a target"
+    if shape != (config.vocab_size, config.d_model) or lender.dtype != dtype:
+        wrong = f"its embedding is {list(shape)} in {lender.dtype}, not {[config.vocab_size, config.d_model]}"
+        raise CapabilityError(asked, wrong, "use layers that were trained for this target")
+    if native and lender.stack is None:
+        raise CapabilityError(f"compiled {asked}", "the target runs on torch's kernels", "use native=False")
 
 
 def _before(rows: int, ranges: Sequence[AdapterRange]) -> int:

@@ -54,6 +54,7 @@ class DecoderConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None  # "bfloat16", "float32", ...
+    first_norm: bool = True  # whether the first layer's attention has a norm before it; EAGLE's has none
     stretch: int = 1  # each layer is followed by so many less one that add zero; see `decoder.Decoder`
 
     @property

@@ -22,6 +22,7 @@ from ..core.errors import CapabilityError
 Quant = Literal["int8"]
 
 PAD_ROWS = 8
+WIDE_ROWS = 8192  # outputs whose weights are widened at a time
 # Widest pass of which every width up to it was seen to give a row the same bits; wider ones are split.
 ROW_LIMITS = (256, 64, 32)
 
@@ -35,6 +36,10 @@ class LinearOp(Protocol):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """[rows, out] residual + x W^T + b; ``residual`` itself is left as it is."""
+        ...
+
+    def wide(self, x: Tensor) -> Tensor:
+        """[rows, out] float32 or wider, not rounded to the weights' dtype in between."""
         ...
 
 
@@ -82,6 +87,9 @@ class PlainLinear(_Added):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias).add_(residual)
 
+    def wide(self, x: Tensor) -> Tensor:
+        return wide_product(x, self.weight, self.bias)
+
 
 class PackedLinear(_Added):
     """bf16 on the CPU with the weight in oneDNN's blocked layout: half the time of `F.linear` on few rows."""
@@ -96,6 +104,9 @@ class PackedLinear(_Added):
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         return y
+
+    def wide(self, x: Tensor) -> Tensor:
+        return wide_product(x, self.packed.to_dense(), self.bias)  # the kernel has no wide output
 
 
 class Int8Linear(_Added):
@@ -118,6 +129,19 @@ class Int8Linear(_Added):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x).add_(residual)
+
+    def wide(self, x: Tensor) -> Tensor:
+        y = wide_product(x, self.weight, None).mul_(self.scale.float())
+        return y if self.bias is None else y.add_(self.bias.float())
+
+
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[rows, out] x W^T + b in float32 or wider; of narrower weights a part is widened at a time."""
+    if weight.dtype in (torch.float32, torch.float64):
+        return F.linear(x, weight, bias)
+    rows = x.float()
+    y = torch.cat([F.linear(rows, part.float()) for part in weight.split(WIDE_ROWS)], dim=1)
+    return y if bias is None else y.add_(bias.float())
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +166,9 @@ class SplitRows(_Added):
             return self.inner(x)
         return torch.cat([self.inner(part) for part in x.split(self.limit)])
 
+    def wide(self, x: Tensor) -> Tensor:
+        return self.inner.wide(x)
+
 
 class PadRows(_Added):
     """Runs ``inner`` on blocks of exactly `PAD_ROWS` rows, the last one padded with zeros.
@@ -161,6 +188,9 @@ class PadRows(_Added):
         if rows + missing == PAD_ROWS:
             return self.inner(padded)[:rows]
         return torch.cat([self.inner(part) for part in padded.split(PAD_ROWS)] or [self.inner(padded)])[:rows]
+
+    def wide(self, x: Tensor) -> Tensor:
+        return self.inner.wide(x)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, quant: Quant | None = None) -> LinearOp:

@@ -29,7 +29,7 @@ from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .memory import Arena
-from .native_calls import Asked, Chain, Chains, Grown, Seed, Seeds, hold
+from .native_calls import Asked, Chain, Chains, Grown, NativeTaps, Seed, Seeds, hold
 from .native_streams import NativeStreams, Riding, Told, limits_of, told
 from .padding import groups_of, padded, widened
 from .rope import RopeTable, Rotation
@@ -114,6 +114,10 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out], both padded."""
+        return self.wide(x).to(self.dtype)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out] float32, both padded."""
         library = native.library()
         assert library is not None
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
@@ -121,7 +125,7 @@ class NativeLinear:
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
         _require(library.pl_linear(self.struct, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()))
-        return y.to(self.dtype)
+        return y
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """[rows, out] residual + x W^T + b."""
@@ -219,8 +223,7 @@ class Stack:
         layers = (native.Layer * c.depth)()
         for made, layer in zip(layers, decoder.in_order(), strict=True):
             self._fill(made, layer, quant, groups_of(c))
-        weight = decoder.embedding if decoder.head is None else decoder.head.weight
-        self.head = NativeLinear(weight.data, None, quant, decoder.exact, arena=self._arena)
+        self.head, norm = self._ends(decoder, quant)
         self._model = native.Model(
             d_model=c.d_model,
             heads=c.num_heads,
@@ -234,7 +237,7 @@ class Stack:
             eps=c.norm_eps,
             scale=c.head_dim**-0.5,
             layers=layers,
-            norm=self._floats(decoder.norm.weight),
+            norm=norm,
             head=self.head.struct,
         )
         self._reference = ctypes.byref(self._model)
@@ -246,7 +249,7 @@ class Stack:
         self._packing = threading.Lock()
         library = native.library()
         assert library is not None
-        self._run_layers, self._logits = library.pl_run_layers, library.pl_logits
+        self._run_layers, self._logits, self._norm = library.pl_run_layers, library.pl_logits, library.pl_norm
         self._roll, self._grow = library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
@@ -261,10 +264,33 @@ class Stack:
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
-        made.attention_norm = self._floats(layer.attention_norm.weight)
+        made.attention_norm = self._floats(getattr(layer.attention_norm, "weight", None))
         made.mlp_norm = self._floats(layer.mlp_norm.weight)
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
         made.window = layer.window or 0
+
+    def _ends(self, decoder: Decoder, quant: bool) -> tuple[NativeLinear, int | None]:
+        """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent."""
+        lender = decoder.lender
+        if lender is None:
+            assert decoder.norm is not None, "only who borrows has none"
+            weight = decoder.embedding if decoder.head is None else decoder.head.weight
+            head = NativeLinear(weight.data, None, quant, decoder.exact, arena=self._arena)
+            return head, self._floats(decoder.norm.weight)
+        assert lender.stack is not None, "it was looked at before"
+        self._held.append(lender)
+        if decoder.normed:
+            return lender.stack.head, None
+        norm, eps = lender.stack.norm_at
+        if ctypes.c_float(decoder.config.norm_eps).value != eps:
+            wrong = f"its final norm has eps {eps:g}, these layers have {decoder.config.norm_eps:g}"
+            raise CapabilityError("compiled layers over the final norm of a target", wrong, "use native=False")
+        return lender.stack.head, norm
+
+    @property
+    def norm_at(self) -> tuple[int | None, float]:
+        """Where the weights of the final norm lie, float32 (None: there is none), and its eps."""
+        return self._model.norm, self._model.eps
 
     def _own_linears(self) -> list[NativeLinear]:
         """Of the layers that have numbers."""
@@ -352,10 +378,15 @@ class Stack:
         _require(refused)
         return out
 
-    def decide(self, asked: Asked, cache: KVCache) -> list[int]:
+    def decide(self, asked: Asked, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
         """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
 
         The same numbers as `run` and `logits` give, without a tensor in between.
+
+        Args:
+            asked: the pass.
+            cache: K and V.
+            taps: states that are wanted beside the choices.
 
         Returns:
             The token after each of the wanted rows; -1 where its sampler must choose from the logits: by rules that
@@ -368,7 +399,13 @@ class Stack:
         made = array("q", asked.numbers(held))
         chosen = array("q", bytes(8 * len(asked.wanted)))
         given = made.buffer_info()[0], *asked.drawing(self._model.vocab), chosen.buffer_info()[0]
-        self._ask(self._choose, asked, cache, max(asked.positions), *given)
+        if taps is None:
+            self._ask(self._choose, asked, cache, max(asked.positions), *given, None)
+            return chosen.tolist()
+        shape = len(taps.layers), len(taps.rows), self._model.d_model
+        table = taps.struct(self.stretch, shape, self.dtype, held)
+        self._ask(self._choose, asked, cache, max(asked.positions), *given, ctypes.byref(table))
+        taps.ms = table.ms
         return chosen.tolist()
 
     def decide_streams(
@@ -476,6 +513,13 @@ class Stack:
             made.start, made.stop, made.rank = r.start, r.stop, packed.rank
             made.adapter = ctypes.addressof(packed.table)
         return table
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """[rows, d_model]: the final norm."""
+        hidden = self._states(hidden)
+        out = torch.empty_like(hidden)
+        _require(self._norm(self._reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32: final norm and head."""

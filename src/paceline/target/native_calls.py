@@ -88,6 +88,25 @@ class Asked(NamedTuple):
         return rules, hold(logits, (len(self.wanted) + riders, vocab), [], torch.float32)
 
 
+@dataclass(slots=True)
+class NativeTaps:
+    """States that `Stack.decide` is to copy out of a pass."""
+
+    layers: Sequence[int]  # behind which, ascending
+    rows: Sequence[int]  # of the pass
+    out: Tensor  # [layers, rows, d_model] in the dtype of the states, to be filled
+    ms: float = 0.0  # that copying took; set by the call
+
+    def struct(self, stretch: int, shape: Sequence[int], dtype: torch.dtype, held: list[Any]) -> native.Taps:
+        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
+        if not self.out.is_contiguous():
+            raise ValueError("room for taps that does not lie in one piece")
+        after, rows = array("q", [(layer + 1) * stretch for layer in self.layers]), array("q", self.rows)
+        held += (after, rows)
+        out = hold(self.out, shape, held, dtype)
+        return native.Taps(len(after), after.buffer_info()[0], len(rows), rows.buffer_info()[0], out)
+
+
 class Seed(NamedTuple):
     """Where a draft tree starts and how far it may grow; see `Stack.grow`."""
 

@@ -205,8 +205,10 @@ class Network(nn.Module):
         save_file(self.state(dtype), str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
-def normed(norm: Norm, x: Tensor) -> Tensor:
-    """The layer's norm with gradients, in float32 inside."""
+def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """The layer's norm with gradients, in float32 inside; where there is none, ``x`` as it is."""
+    if not isinstance(norm, Norm):
+        return x
     wide = x if x.dtype == torch.float64 else x.float()
     if norm.bias is None:
         return F.rms_norm(wide, (norm.width,), norm.weight.to(wide.dtype), norm.eps)

@@ -1,0 +1,54 @@
+"""What drafters that work on the target's states may use of it: embedding, final norm and head, lent and not copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import LinearOp
+from .native import Stack, top
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetHandle:
+    """A target's two ends. The tensors are the target's own: nothing may write to them.
+
+    States are *raw* as the last layer leaves them (tap -1), and *normed* behind the final norm.
+    """
+
+    embedding: Tensor  # [V, d_model]
+    norm: Callable[[Tensor], Tensor]
+    head: LinearOp
+    stack: Stack | None  # the compiled layers, whose packed head others may run; None: torch's kernels
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of states and embeddings."""
+        return self.embedding.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[.., d_model] embeddings of ``tokens`` [..] int64, without positions."""
+        return F.embedding(tokens, self.embedding)
+
+    def final(self, states: Tensor) -> Tensor:
+        """[rows, d_model] normed states, from raw ones."""
+        return self.norm(states)
+
+    def logits(self, states: Tensor, normed: bool = False) -> Tensor:
+        """[rows, V] float32 or wider, never rounded to bf16 in between.
+
+        The target's own logits are rounded where torch's kernels compute in bf16: there these differ by that rounding.
+
+        Args:
+            states: [rows, d_model] in the target's dtype.
+            normed: whether they have gone through the final norm.
+        """
+        return self.head.wide(states if normed else self.norm(states))
+
+    def top(self, states: Tensor, k: int, normed: bool = False) -> tuple[list[list[int]], list[list[float]]]:
+        """Of each row the k likeliest tokens, best first, and their log-probabilities; arguments as for `logits`."""
+        return top(self.logits(states, normed), k)
