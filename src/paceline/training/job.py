@@ -12,8 +12,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
@@ -90,6 +92,7 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
         init=job.init,
+        occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
     )
     facts = _facts(job, options)
     if made.imitates(options):
@@ -120,7 +123,7 @@ def _check(job: Job, made: RecipeKind, options: Any) -> None:
         (
             job.cache and not made.top(options),
             "it learns from no likeliest tokens, which are what a cache holds",
-            "leave --cache out, or give a draft_model top=32",
+            "leave --cache out, or give a kind that has it top=32",
         ),
         (not job.sources, "there is no data", "give --data FILE"),
     )
@@ -157,6 +160,15 @@ def _cache(
     inside = partial(products, job.config.precision, context.device)
     cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)
     return cache
+
+
+def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:
+    """[vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
+    total = torch.zeros(vocab, dtype=torch.float64)
+    for spec, own in zip(sources, examples, strict=True):
+        tokens = torch.from_numpy(np.concatenate([e.tokens for e in own])).long()
+        total += spec.weight * torch.bincount(tokens, minlength=vocab)[:vocab] / len(tokens)
+    return total / total.sum()
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:
