@@ -27,6 +27,7 @@ from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
+from .scoring import make_scorer
 from .tokenizer import train_tokenizer
 from .trainer import Outcome, Trainer, Watcher, plan, products, require_accelerate
 
@@ -148,7 +149,7 @@ def _cache(
     say: Callable[[str], None],
 ) -> TopCache:
     """What the target says of every batch of the run, from ``job.cache`` or scored now."""
-    assert job.cache is not None and context.target is not None
+    assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     key = {"target": target, "precision": job.config.precision, "length": longest}
     sources = list(zip(job.sources, examples, strict=True))
@@ -156,7 +157,8 @@ def _cache(
     width = shape.d_model if made.states(options) else 0
     cache = TopCache(job.cache, sources, key, made.top(options), shape.vocab_size, width)
     batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
-    cache.complete(context.target, batches, partial(products, job.config.precision, context.device), say)
+    inside = partial(products, job.config.precision, context.device)
+    cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)
     return cache
 
 
