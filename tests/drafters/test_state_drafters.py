@@ -24,6 +24,9 @@ from paceline.drafters.eagle.drafter import EagleConfig
 from paceline.drafters.lyanna.drafter import LyannaConfig
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.registry import DrafterContext
+from paceline.engine.auto import AutoBudget
+from paceline.engine.chances import Chances
+from paceline.engine.costs import CostTable
 from paceline.target.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -313,6 +316,21 @@ def test_answers_are_those_of_plain_decoding(name: str, kernels: str) -> None:
     assert accepted[drafter.spec.name] > 3
     assert accepted.get("re-sampled", 0) > 0 or name not in ("top", "equal", "alone")
     assert sum(o.stats.preemptions for o in outs) > 0
+
+
+def test_an_automatic_budget_asks_lyanna_once_and_learns_of_both_kinds_of_nodes() -> None:
+    drafter = lyanna(nodes=6, extra=12)
+    engine = assemble(drafter, decoder=tiny_decoder(dtype=torch.float64))
+    table = CostTable(chain=((1, 5.0), (64, 5.1)), plain=((1, 5.0), (8, 5.5)))  # rows cost next to nothing
+    budget = engine.budget = engine.scheduler.budget = AutoBudget.of(drafter.spec, table)
+    assert budget.sources == ("lyanna",) and len(budget.draft_costs) == 1
+    plain = [o.outputs[0].token_ids for o in run(assemble(decoder=tiny_decoder(dtype=torch.float64)), JOBS)]
+    outs = run(engine, JOBS)
+    assert [o.outputs[0].token_ids for o in outs] == plain
+    assert sum(o.stats.accepted for o in outs) > 0
+    (kind,) = budget._kinds.values()
+    assert len(kind.chances) == 2 and budget.describe()["sources"].keys() == {"lyanna"}
+    assert all(chances.by_depth() != Chances().by_depth() for chances in kind.chances)
 
 
 SHAPES: dict[str, Any] = {
