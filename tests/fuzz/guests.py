@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from medusa_kit import medusa, taught_heads
 from worlds import World, draft, lossless_streams
 
 from paceline.core.tree import TokenTree
@@ -193,6 +194,10 @@ def _streams(verifiers: tuple[str, ...] = (), layers: int = 1, **options: Any) -
     return Guest(lambda world, known: StreamsDrafter(config, lossless_streams(world, layers)), verifiers, streams=True)
 
 
+def _medusa(**options: Any) -> Guest:
+    return Guest(lambda world, known: medusa(taught_heads(world.config), world.dtype, **options))
+
+
 def _adversary(rule: Rule) -> Guest:
     return Guest(lambda world, known: Adversary(rule, known), fails=rule is unreliable)
 
@@ -222,6 +227,8 @@ GUESTS: dict[str, Guest] = {
     "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
+    "medusa": _medusa(),
+    "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},

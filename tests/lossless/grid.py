@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from medusa_kit import medusa, taught_heads
 from tiny import (
     EOS,
     LOOKUP,
@@ -411,6 +412,10 @@ def _streams(layers: int = 1, **options: Any) -> Callable[[Sequence[Case]], Any]
     return lambda cases: streams(target={"config": CONFIG, "layers": layers}, **options)
 
 
+def _medusa(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: medusa(taught_heads(CONFIG, tuple(map(tuple, PROMPTS))), **options)
+
+
 def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: Adversary(rule, cases)
 
@@ -442,6 +447,9 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
+    "medusa": _medusa(),
+    "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
+    "medusa_chain": _medusa(topk=1),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
     "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),

@@ -49,6 +49,8 @@ ACCEPTED = {
     "streams_point": {0, 1, 2},
     "streams_threshold": {0, 1},
     "streams_count": {0, 1},
+    "medusa": {0, 1, 2},
+    "medusa_point": {0, 1, 2},
     "hybrid": {*range(5)},
     "hybrid_trees": {*range(5)},
     "partly_right": {*range(8)},
@@ -70,6 +72,8 @@ BRANCHING = (
     | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
     | {
         "hybrid_trees",
+        "medusa",
+        "medusa_point",
         "over_budget",
         "later_sibling",
         "random_trees",
