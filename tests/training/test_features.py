@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from toolkit import examples, largest_file, losses, network, write_target
 
+from paceline import native
 from paceline.core.errors import ConfigError
 from paceline.drafters.distillation import DraftModelKind
 from paceline.training import cache as caching
@@ -20,7 +22,9 @@ from paceline.training.data import SourceSpec, collate
 from paceline.training.features import OnlineFeatures, likeliest, needed_states
 from paceline.training.job import Job, prepare
 from paceline.training.losses import TargetHidden, TargetTop
-from paceline.training.trainer import Phase, TrainConfig
+from paceline.training.network import Network
+from paceline.training.scoring import CompiledScorer, NetworkScorer, make_scorer
+from paceline.training.trainer import Phase, TrainConfig, products
 
 DRAFT = {"layers": 1, "d_model": 16, "d_ff": 24, "heads": 2, "kv_heads": 2, "vocab_size": 300, "context": 128, "top": 8}
 PHASES = (Phase(until=0.5, rows=4, length=48), Phase(rows=2, length=96))
@@ -153,6 +157,25 @@ def test_states_are_kept_where_a_recipe_reads_them(
             lost.states(batch)
     with pytest.raises(ValueError, match="in no cache"):
         lost.states(collate([examples(2)], 96))
+
+
+def test_the_layers_that_serve_score_as_the_network_does(target: Path) -> None:
+    """To bfloat16's rounding; and a document's scores, bit for bit, are its own whatever is scored beside it."""
+    network = Network.load(target, frozen=True)
+    cpu = torch.device("cpu")
+    compiled = make_scorer(target, network, "bf16", partial(products, "bf16", cpu))
+    plain = make_scorer(target, network, "fp32", partial(products, "fp32", cpu))
+    if native.library() is not None:
+        assert isinstance(compiled, CompiledScorer)
+    assert isinstance(plain, NetworkScorer)
+    documents = [example.tokens for example in examples(3)]
+    states, said = compiled(documents, 5)
+    wanted, told = plain(documents, 5)
+    torch.testing.assert_close(states.float(), wanted, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(said.log_probs, told.log_probs, rtol=0.05, atol=0.05)
+    alone = [compiled([tokens], 5) for tokens in documents]
+    assert torch.equal(states, torch.cat([own for own, _ in alone]))
+    assert torch.equal(said.ids, torch.cat([own.ids for _, own in alone]))
 
 
 def test_states_are_needed_up_to_the_last_weight_of_a_document() -> None:

@@ -577,3 +577,17 @@ def test_text_of_the_targets_own_teaches_the_whole_distribution() -> None:
             loss, _ = distilled(case.hidden, case.head, case.top, said, weights, share=1.0, denominator=4.0)
             found += torch.autograd.grad(loss, case.hidden)[0]
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_frozen_columns_of_a_head_get_no_gradient_and_others_theirs() -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 7, generator=draw, dtype=torch.float64) for n in (12, 20))
+    target = TargetLogits(torch.randn(12, 20, generator=draw, dtype=torch.float64))
+    grads = []
+    for frozen in (0, 4):
+        inputs = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        mixed(*inputs, target, omega=1.0, frozen=frozen, chunk_rows=5).backward()
+        grads.append([x.grad for x in inputs])
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1][:, 4:], grads[1][1][:, 4:])
+    assert not grads[1][1][:, :4].any() and grads[0][1][:, :4].any()

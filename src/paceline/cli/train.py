@@ -21,6 +21,8 @@ from typer.core import TyperGroup
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option
 from ..drafters.distillation import DraftModelOptions
+from ..drafters.eagle.recipe import EagleOptions
+from ..drafters.lyanna.recipe import LyannaOptions
 from ..drafters.streams.recipe import StreamOptions
 from ..target.loader import load_tokenizer, resolve_folder
 from ..target.streams import fingerprint
@@ -36,7 +38,7 @@ from .options import takes
 from .train_progress import Bar, event_file
 
 INTERRUPTED = 130
-CACHED = ("draft_model",)  # kinds that learn from likeliest tokens, which a cache can hold
+CACHED = ("draft_model", "lyanna", "eagle")  # kinds that learn from likeliest tokens, which a cache can hold
 SUFFIX = ".toml"
 
 
@@ -111,7 +113,7 @@ Held = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Held-out d
 Out = Annotated[str, typer.Option(metavar="DIR", help="Checkpoint, log and result; an unfinished run there goes on.")]
 Init = Annotated[str | None, typer.Option(metavar="MODEL", help="Checkpoint to start from.")]
 Cache = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Holds the target's likeliest tokens (draft_model, top).")
+    str | None, typer.Option(metavar="DIR", help="Holds the target's likeliest tokens (top), and states.")
 ]
 Stop = Annotated[int | None, typer.Option(metavar="STEPS", help="Stop here, with a checkpoint, and go on later.")]
 EventFile = Annotated[bool, typer.Option(help="Write a TensorBoard log beside log.jsonl.")]
@@ -169,6 +171,8 @@ def _places(out: str, target: str | None, init: str | None, cache: str | None) -
 _command("target", TargetOptions, "A Llama-family model, tokenizer included.")
 _command("draft_model", DraftModelOptions, "A small draft model, distilled from a target.")
 _command("streams", StreamOptions, "Speculative streams over a frozen target, or adapters for an application.")
+_command("lyanna", LyannaOptions, "A drafter of states, with token-info at its logits (Lyanna).")
+_command("eagle", EagleOptions, "A drafter of states that reads the tokens it drafts (EAGLE).")
 
 
 @app.command(name="file", hidden=True)

@@ -15,7 +15,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from .data import Example, SourceSpec, TokenBatch, collate, mark
-from .features import last_states, likeliest, needed_states
+from .data import Example, SourceSpec, TokenBatch, mark
+from .features import needed_states
 from .files import plain, writing
 from .losses import TargetTop
-from .network import Network
+from .scoring import Scorer
 
 MADE, RECORDS, SCORED = "made.json", "records.bin", "scored.bin"
 STATES, STATED = "states.bin", "stated.bin"
@@ -138,17 +137,15 @@ class TopCache:
 
     def complete(
         self,
-        target: Network,
+        make_scorer: Callable[[], Scorer],
         batches: Iterable[TokenBatch],
-        products: Callable[[], AbstractContextManager[Any]],
         say: Callable[[str], None],
     ) -> None:
         """Score what the run reads and the cache lacks; how much it takes is said before a byte is written.
 
         Args:
-            target: the frozen target.
+            make_scorer: what scores, made where something is to be scored.
             batches: all of the run.
-            products: context in which products are made.
             say: told what goes on.
 
         Raises:
@@ -159,7 +156,7 @@ class TopCache:
             self._check_space(wishes, say)
             remedy = "free space there, or train without --cache; what is scored is kept, the same command goes on"
             with writing(f"--cache {self.folder}", remedy):
-                self._score(target, wishes, products, say)
+                self._score(make_scorer(), wishes, say)
 
     def _wishes(self, batches: Iterable[TokenBatch]) -> list[Wish]:
         """What no run has scored yet, short documents first: those of a batch are about as long as each other."""
@@ -186,17 +183,11 @@ class TopCache:
             remedy = "free space there, name another folder, take fewer likeliest tokens (top), or leave --cache out"
             raise ConfigError(f"--cache {self.folder}", f"it takes {wanted}, and {free / 1e9:.2f} GB are free", remedy)
 
-    def _score(
-        self,
-        target: Network,
-        wishes: Sequence[Wish],
-        products: Callable[[], AbstractContextManager[Any]],
-        say: Callable[[str], None],
-    ) -> None:
+    def _score(self, scorer: Scorer, wishes: Sequence[Wish], say: Callable[[str], None]) -> None:
         done, total, began = 0, sum(len(wish.tokens) for wish in wishes), perf_counter()
         for group in _groups(wishes):
             before, done = done, done + sum(len(wish.tokens) for wish in group)
-            for wish, records in zip(group, self._records(target, group, products), strict=True):
+            for wish, records in zip(group, self._records(scorer, group), strict=True):
                 self.parts[wish.part].keep(wish.number, records)
             for index, part in enumerate(self.parts):
                 own = [wish for wish in group if wish.part == index]
@@ -204,15 +195,9 @@ class TopCache:
             if done * REPORTS // total > before * REPORTS // total:
                 say(f"cache: {done:,} of {total:,} tokens, {done / (perf_counter() - began):,.0f} a second")
 
-    def _records(
-        self, target: Network, group: Sequence[Wish], products: Callable[[], AbstractContextManager[Any]]
-    ) -> Iterator[list[np.ndarray]]:
+    def _records(self, scorer: Scorer, group: Sequence[Wish]) -> Iterator[list[np.ndarray]]:
         """The records of each document of a group, by shelf."""
-        rows = [[Example(wish.tokens)] for wish in group]
-        batch = collate(rows, max(len(wish.tokens) for wish in group)).to(target.head_weight.device)
-        with products(), torch.no_grad():
-            states = last_states(target, batch)[batch.documents >= 0]
-            said = likeliest(target, target.final(states), self.top)
+        states, said = scorer([wish.tokens for wish in group], self.top)
         made = np.empty(len(said.ids), dtype=self.kinds[0][-1])
         made["ids"], made["log_probs"] = said.ids.cpu().numpy(), said.log_probs.cpu().numpy()
         kept = [made]

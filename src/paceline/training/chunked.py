@@ -35,6 +35,7 @@ class RowOptions(TypedDict, total=False):
     # all micro-batches, so that their losses add up to that of the whole batch.
     denominator: Tensor | float | None
     chunk_rows: int | None  # rows whose logits exist at once; None: about 8 MiB of logits on a CPU, 256 MiB on a GPU
+    frozen: int  # leading columns of the head that are not trained: their gradient is left 0, and not computed
     check: bool  # refuse NaN, targets out of range and negative weights (the default); a GPU is waited for
 
 
@@ -125,6 +126,7 @@ class Walk:
     weights: Tensor | None  # [kept]; None: 1
     scale: Tensor  # scalar, 1 / denominator
     chunk: int  # rows
+    frozen: int = 0  # leading columns of the head without gradient
 
     @staticmethod
     def of(hidden: Tensor, head: Tensor, weights: Tensor | None, **options: Unpack[RowOptions]) -> Walk:
@@ -139,20 +141,21 @@ class Walk:
                 "they must be [rows, d] and [V, d] with one d",
                 "flatten batch and length, and pass the head that reads these states",
             )
-        denominator, chunk = options.get("denominator"), options.get("chunk_rows")
+        denominator, chunk, frozen = options.get("denominator"), options.get("chunk_rows"), options.get("frozen", 0)
         if chunk is not None and chunk < 1:
             raise ConfigError(f"chunk_rows={chunk}", "it must be 1 or more", "leave it out for the default")
         dtype = wide(hidden, head)
         chunk = chunk or max(1, _CHUNK_LOGITS.get(hidden.device.type, _CHUNK_LOGITS["cuda"]) // head.shape[0])
         if weights is None:
-            return Walk(None, None, inverse(len(hidden) if denominator is None else denominator, hidden, dtype), chunk)
+            scale = inverse(len(hidden) if denominator is None else denominator, hidden, dtype)
+            return Walk(None, None, scale, chunk, frozen)
         same_shape("weights", weights, (len(hidden),))
         weights = weights.detach().to(dtype)
         if options.get("check", True) and not bool((weights >= 0).all()):  # NaN fails too
             raise ConfigError("weights of rows", "some are negative or NaN", "use 0 for a row that does not count")
         rows = weights.nonzero()[:, 0]
         scale = inverse(weights.sum() if denominator is None else denominator, hidden, dtype)
-        return Walk(rows, weights[rows], scale, chunk)
+        return Walk(rows, weights[rows], scale, chunk, frozen)
 
     def chunks(self, count: int) -> Iterator[tuple[Rows, slice]]:
         """Rows of each chunk, and their places among the rows kept."""
@@ -227,7 +230,7 @@ def _visit(
         if by_hidden is not None:
             by_hidden[rows] = _matmul(slope, head, dtype)
         if by_head is not None:
-            _add_product(by_head, slope.t(), inputs)
+            _add_product(by_head[:, walk.frozen :], slope.t(), inputs[:, walk.frozen :])
     return torch.cat(losses), (by_hidden, by_head)
 
 

@@ -77,8 +77,15 @@ def likeliest(target: Network, hidden: Tensor, top: int) -> TargetTop:
     """
     ids, log_probs = [hidden.new_zeros(0, top, dtype=torch.int64)], [hidden.new_zeros(0, top + 1, dtype=torch.float32)]
     for part in hidden.split(max(1, _CHUNK_LOGITS // target.head_weight.shape[0])):
-        found, places = target.logits(part).float().log_softmax(-1).topk(top)
-        others = 1 - found.double().exp().sum(-1, keepdim=True)
-        ids.append(places)
-        log_probs.append(torch.cat((found, others.clamp_min(1e-7).log().float()), -1).half().float())
+        said = top_of(target.logits(part).float(), top)
+        ids.append(said.ids)
+        log_probs.append(said.log_probs)
     return TargetTop(torch.cat(ids), torch.cat(log_probs))
+
+
+def top_of(logits: Tensor, top: int) -> TargetTop:
+    """The ``top`` likeliest tokens of each row of logits [rows, V] float32, their log-probabilities and the others'."""
+    found, places = logits.topk(top)
+    found = found - logits.logsumexp(-1, keepdim=True)
+    others = 1 - found.double().exp().sum(-1, keepdim=True)
+    return TargetTop(places, torch.cat((found, others.clamp_min(1e-7).log().float()), -1).half().float())

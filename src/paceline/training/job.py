@@ -12,8 +12,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..target.loader import load_tokenizer
@@ -25,6 +27,7 @@ from .files import writing
 from .network import Network
 from .recipe import RecipeFile, fill
 from .registry import BuildContext, RecipeKind, kind
+from .scoring import make_scorer
 from .tokenizer import train_tokenizer
 from .trainer import Outcome, Trainer, Watcher, plan, products, require_accelerate
 
@@ -89,6 +92,7 @@ def prepare(job: Job, watchers: Sequence[Watcher] = (), say: Callable[[str], Non
         seed=job.config.seed,
         prompt_weight=job.prompt_weight,
         init=job.init,
+        occurrences=partial(occurrences, job.sources, examples, len(tokenizer)),
     )
     facts = _facts(job, options)
     if made.imitates(options):
@@ -119,7 +123,7 @@ def _check(job: Job, made: RecipeKind, options: Any) -> None:
         (
             job.cache and not made.top(options),
             "it learns from no likeliest tokens, which are what a cache holds",
-            "leave --cache out, or give a draft_model top=32",
+            "leave --cache out, or give a kind that has it top=32",
         ),
         (not job.sources, "there is no data", "give --data FILE"),
     )
@@ -145,7 +149,7 @@ def _cache(
     say: Callable[[str], None],
 ) -> TopCache:
     """What the target says of every batch of the run, from ``job.cache`` or scored now."""
-    assert job.cache is not None and context.target is not None
+    assert job.cache is not None and job.target is not None and context.target is not None
     longest = max(phase.length for phase in job.phases)  # texts are cut into pieces of it
     key = {"target": target, "precision": job.config.precision, "length": longest}
     sources = list(zip(job.sources, examples, strict=True))
@@ -153,8 +157,18 @@ def _cache(
     width = shape.d_model if made.states(options) else 0
     cache = TopCache(job.cache, sources, key, made.top(options), shape.vocab_size, width)
     batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
-    cache.complete(context.target, batches, partial(products, job.config.precision, context.device), say)
+    inside = partial(products, job.config.precision, context.device)
+    cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)
     return cache
+
+
+def occurrences(sources: Sequence[SourceSpec], examples: Sequence[Sequence[Example]], vocab: int) -> Tensor:
+    """[vocab] float64 how much of the run's data each token is: a mean over the sources by their weights."""
+    total = torch.zeros(vocab, dtype=torch.float64)
+    for spec, own in zip(sources, examples, strict=True):
+        tokens = torch.from_numpy(np.concatenate([e.tokens for e in own])).long()
+        total += spec.weight * torch.bincount(tokens, minlength=vocab)[:vocab] / len(tokens)
+    return total / total.sum()
 
 
 def held_out(examples: Sequence[Example], length: int, rows: int = 4) -> list[TokenBatch]:

@@ -124,6 +124,7 @@ class SoftLoss:
         temperature: float = 1.0,
         denominator: Tensor | float | None = None,
         chunk_rows: int | None = None,
+        frozen: int = 0,
         check: bool = True,
         **factors: float,
     ) -> Tensor:
@@ -134,14 +135,16 @@ class SoftLoss:
                 taken over its tokens and all others as one outcome; no gradient flows into it.
             temperature: T above 0, of both distributions.
             hidden, head, weights: as `cross_entropy`.
-            denominator, chunk_rows, check: see `RowOptions`.
+            denominator, chunk_rows, frozen, check: see `RowOptions`.
             factors: those of the formula.
 
         Raises:
             ConfigError: as `cross_entropy`; a temperature that is not above 0, or of a `TargetTop` not 1.
         """
         target.check(len(hidden), head.shape[0])
-        walk = Walk.of(hidden, head, weights, denominator=denominator, chunk_rows=chunk_rows, check=check)
+        walk = Walk.of(
+            hidden, head, weights, denominator=denominator, chunk_rows=chunk_rows, frozen=frozen, check=check
+        )
         rows_loss = self.row_loss(target, wide(hidden, head), temperature, **factors)
         return chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)[0]
 

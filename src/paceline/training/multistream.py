@@ -152,15 +152,21 @@ def group_attention(
     """Streams (and their main rows, in shared mode) over main keys and their own streams."""
     sizes = [block.rows.stop - block.rows.start for block in carriers.blocks]
     parts = zip(*(_heads(x, q.shape[2]).split(sizes, 1) for x in (q, *own)), strict=True)
-    shared = [_heads(x, q.shape[2]) for x in main]
+    shared = zip(*(_pieces(_heads(x, q.shape[2]), carriers.blocks) for x in main), strict=True)
     order = torch.arange(1, own[0].shape[1] + 1, device=q.device)
     hidden = ~_sees_streams(steps * 0, steps, order * 0, order)  # within one carrier: all have the same owner
     outputs = []
-    for block, (queries, own_k, own_v) in zip(carriers.blocks, parts, strict=True):
+    for block, (queries, own_k, own_v), (k, v) in zip(carriers.blocks, parts, shared, strict=True):
         unseen = _unseen(carriers.positions[block.rows], steps, block.keys.stop - block.keys.start, window)
-        k, v = (x[:, block.keys] for x in shared)
         outputs.append(_GroupAttention.apply(queries, k, v, own_k, own_v, unseen, hidden, q.shape[3] ** -0.5))
     return torch.cat(outputs, 1).permute(1, 2, 0, 3).flatten(2)
+
+
+def _pieces(x: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
+    """The keys of each block [H, K, D] of all keys [H, flat, D]: cut at once, so that gradients are joined at once."""
+    edges = [edge for block in blocks for edge in (block.keys.start, block.keys.stop)]
+    sizes = [b - a for a, b in zip([0, *edges], [*edges, x.shape[1]], strict=True)]
+    return x.split(sizes, 1)[1::2]
 
 
 # -- attention over few keys (appendix H.1)

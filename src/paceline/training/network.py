@@ -105,34 +105,14 @@ class Network(nn.Module):
         self, index: int, hidden: Tensor, rotation: Rotation, delta: Delta | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, T, heads, head_dim] of ``hidden`` [B, T, d_model]."""
-        layer, c = self.layers[index], self.config
-        x = normed(layer.attention_norm, hidden)
-        both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
-        q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = F.rms_norm(q.float(), (c.head_dim,), layer.q_norm, c.norm_eps).to(v.dtype)
-            k = F.rms_norm(k.float(), (c.head_dim,), layer.k_norm, c.norm_eps).to(v.dtype)
-        return rotate(q, rotation), rotate(k, rotation), v
+        return project(self.layers[index], self.config, hidden, rotation, index, delta)
 
     def finish_layer(self, index: int, hidden: Tensor, attended: Tensor, delta: Delta | None = None) -> Tensor:
         """The rest of a layer: ``attended`` [B, T, heads * head_dim] into the residual stream, then the MLP.
 
         Where ``delta`` has an answer for the MLP as a whole, that takes its place.
         """
-        layer = self.layers[index]
-        hidden = hidden + linear(layer, "out", index, attended, delta)
-        x = normed(layer.mlp_norm, hidden)
-        own = None if delta is None else delta(index, MLP, x)
-        if own is not None:
-            return hidden + own
-        inner = linear(layer, "up", index, x, delta)
-        activate = _ACTIVATIONS[self.config.activation]
-        if self.config.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = activate(gate) * up
-        else:
-            inner = activate(inner)
-        return hidden + linear(layer, "down", index, inner, delta)
+        return finish(self.layers[index], self.config, hidden, attended, index, delta)
 
     def run(
         self,
@@ -205,8 +185,40 @@ class Network(nn.Module):
         save_file(self.state(dtype), str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
+def project(
+    layer: Layer, c: DecoderConfig, hidden: Tensor, rotation: Rotation, index: int = 0, delta: Delta | None = None
+) -> Projected:
+    """Queries, keys and values [..., heads, head_dim] of a layer's input [..., d_model]."""
+    x = normed(layer.attention_norm, hidden)
+    both = linear(layer, "qkv", index, x, delta).unflatten(-1, (-1, c.head_dim))
+    q, k, v = both.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=-2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = F.rms_norm(q.float(), (c.head_dim,), layer.q_norm, c.norm_eps).to(v.dtype)
+        k = F.rms_norm(k.float(), (c.head_dim,), layer.k_norm, c.norm_eps).to(v.dtype)
+    return rotate(q, rotation), rotate(k, rotation), v
+
+
+def finish(
+    layer: Layer, c: DecoderConfig, hidden: Tensor, attended: Tensor, index: int = 0, delta: Delta | None = None
+) -> Tensor:
+    """The rest of a layer, see `Network.finish_layer`: [..., d_model]."""
+    hidden = hidden + linear(layer, "out", index, attended, delta)
+    x = normed(layer.mlp_norm, hidden)
+    own = None if delta is None else delta(index, MLP, x)
+    if own is not None:
+        return hidden + own
+    inner = linear(layer, "up", index, x, delta)
+    activate = _ACTIVATIONS[c.activation]
+    if c.gated:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = activate(gate) * up
+    else:
+        inner = activate(inner)
+    return hidden + linear(layer, "down", index, inner, delta)
+
+
 def normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    """The layer's norm with gradients, in float32 inside; where there is none, ``x`` as it is."""
+    """A layer's norm with gradients, in float32 inside; of a layer that has none, ``x``."""
     if not isinstance(norm, Norm):
         return x
     wide = x if x.dtype == torch.float64 else x.float()

@@ -8,13 +8,14 @@ them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from ..core.errors import ConfigError
 from .data import TokenBatch
@@ -28,6 +29,8 @@ KINDS = {
     "draft_model": "paceline.drafters.distillation:DraftModelKind",
     "streams": "paceline.drafters.streams.recipe:StreamsKind",
     "medusa": "paceline.drafters.medusa.recipe:MedusaKind",
+    "lyanna": "paceline.drafters.lyanna.recipe:LyannaKind",
+    "eagle": "paceline.drafters.eagle.recipe:EagleKind",
 }
 
 
@@ -44,6 +47,7 @@ class BuildContext:
     prompt_weight: float = 0.0  # of prompt tokens in the loss
     init: Path | None = None  # folder whose weights the run starts from
     features: Features | None = None  # of the target, from a cache; None: it is run on each batch
+    occurrences: Callable[[], Tensor] | None = None  # [V] float64 share of each token in the run's data
 
 
 class RecipeKind(Protocol):

@@ -1,0 +1,1 @@
+"""EAGLE: a drafter of states that is fed with the tokens it drafts (Li et al. 2024, EAGLE and EAGLE-2)."""

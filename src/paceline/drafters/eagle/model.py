@@ -1,0 +1,174 @@
+"""An EAGLE head and its files, in the layout that EAGLE publishes and vLLM reads.
+
+A folder with ``config.json``, of a Llama model of one layer, and ``model.safetensors``: ``fc.weight`` [d, 2d] of
+[token, state], and ``layers.0.*`` without a norm before the attention. The embedding is the target's; a file that holds
+one must hold that one. What Paceline knows beside it (the target's name and mark) stands in the config under
+``paceline``.
+
+Source: EAGLE (Li et al. 2024), section 4.1, and its published checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ...core.errors import CapabilityError, ConfigError
+from ...core.options import check, shown
+from ...target.files import is_file, read_json
+from ..states.head import StateHead, fill, known, read_tensors, stored
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+OWN = "paceline"  # the entry of the config with our facts
+EMBEDDING = "embed_tokens.weight"
+_PICKLE = (
+    "if there is a .bin file, convert it once: safetensors.torch.save_file(torch.load(FILE, weights_only=True), ...)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleFacts:
+    """What a head of ours says about itself; a published one says nothing."""
+
+    steps: int = 0  # that it was trained for; 0: not known
+    target: str = ""  # name of the target, for messages
+    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
+
+    def __post_init__(self) -> None:
+        check(self, "eagle with ")
+
+
+class EagleModel(nn.Module):
+    """One layer fed with states and tokens. NaN until loaded or made by `fresh`.
+
+    Args:
+        layer: its ``config.json``.
+        facts: of it.
+        bias: of the fusing map; some published heads have one.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        layer: Mapping[str, Any],
+        facts: EagleFacts,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.layer_config, self.facts = dict(layer), facts
+        self.embedding: Tensor | None = None  # the target's, as the file has it; None: it holds none
+        self.head = StateHead(layer, input_norm=False, bias=bias, dtype=dtype, device=device)
+
+    @staticmethod
+    def fresh(
+        layer: Mapping[str, Any], facts: EagleFacts, generator: torch.Generator, device: torch.device | str = "cpu"
+    ) -> EagleModel:
+        """One to be trained, in float32."""
+        made = EagleModel(layer, facts, device=device)
+        made.head.start(generator)
+        return made.requires_grad_(True)
+
+    # -- what the unrolled network asks (`training.unrolled.Unrollable`)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True: every step does."""
+        return True
+
+    def feed(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """The next step's input [R, d]: the predicted state and the token after it."""
+        return self.head.fuse(states, embedded)
+
+    def logit_factors(
+        self, states: Tensor, embedded: Tensor, tokens: Tensor, head: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """The target's head alone: no part of it is trained."""
+        return states, head, head.shape[1]
+
+    # -- files
+
+    @torch.no_grad()
+    def resume(self, folder: Path) -> None:
+        """Take the parameters of another head, to train them on.
+
+        Raises:
+            ConfigError: it is of another shape, or cannot be read.
+        """
+        found = EagleModel.load(folder)
+        fill(self.head.tensors(), found.head.tensors(), folder)
+
+    def save(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
+
+        Raises:
+            ConfigError: a parameter that holds NaN.
+        """
+        place = Path(folder)
+        values = stored(self.head.tensors(), dtype, place)
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(values, place / WEIGHTS_FILE, metadata={"format": "pt"})
+        name = str(dtype).removeprefix("torch.")
+        facts = {**self.layer_config, "dtype": name, "torch_dtype": name, OWN: asdict(self.facts)}
+        (place / CONFIG_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    @torch.no_grad()
+    def load(
+        folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> EagleModel:
+        """Read a head: one of ours, or a published one of EAGLE-1 or 2.
+
+        Raises:
+            ConfigError: files or tensors that are missing, broken, misshaped or left over.
+            CapabilityError: a head of another kind.
+        """
+        place = Path(folder)
+        config, facts = read_head(place)
+        values = {n.removeprefix("model."): v for n, v in read_tensors(place / WEIGHTS_FILE, _PICKLE).items()}
+        refuse_others(values, place)
+        embedding = values.pop(EMBEDDING, None)
+        made = EagleModel(config, facts, bias="fc.bias" in values, dtype=dtype, device=device)
+        fill(made.head.tensors(), values, place)
+        made.embedding = embedding
+        return made
+
+
+def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
+    """The layer's config of a head, and what it says about itself.
+
+    Raises:
+        ConfigError: no such folder, or a file that is missing or broken.
+    """
+    file = place / CONFIG_FILE
+    if not is_file(file):
+        wrong = f"it holds no {CONFIG_FILE}" if place.is_dir() else "there is no such folder"
+        raise ConfigError(f"eagle head {str(place)!r}", wrong, "name a folder that holds an EAGLE head")
+    values = read_json(file, "restore the file", "not JSON")
+    if not isinstance(values, dict):
+        raise ConfigError(str(file), "not a JSON object", "restore the file")
+    own = values.pop(OWN, {})
+    if not isinstance(own, dict):
+        raise ConfigError(str(file), f"its {OWN!r} is {shown(own)}", "restore the file")
+    known(own, [f.name for f in fields(EagleFacts)], str(file))
+    return {"model_type": "llama", **values}, EagleFacts(**own)
+
+
+def refuse_others(values: Mapping[str, Tensor], place: Path) -> None:
+    """Refuse heads that are not of EAGLE's first layout.
+
+    Raises:
+        CapabilityError: EAGLE-3, whose layer and head are others.
+    """
+    if any(name.startswith(("midlayer.", "lm_head.", "d2t", "t2d")) for name in values):
+        wrong = "it is an EAGLE-3 head, with a vocabulary of its own and three taps"
+        raise CapabilityError(f"eagle head {str(place)!r}", wrong, "use a head of EAGLE or EAGLE-2, or train one")

@@ -1,0 +1,109 @@
+"""The recipe ``lyanna``: a drafter of states, with token-info at its logits, over a frozen target (Lyanna, 4.1 and
+5.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...core.options import option
+from ...target.files import fingerprint
+from ...training.unrolled import UnrolledRecipe, UnrollOptions
+from ..states.head import layer_json
+from .model import LyannaModel, LyannaShape, tokenizer_mark
+
+if TYPE_CHECKING:
+    from ...training.registry import BuildContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class LyannaOptions(UnrollOptions):
+    """What is trained, and how."""
+
+    fusion: Literal["concat", "sum"] = option("concat", help="how state and token become the layer's input")
+    first_token: bool = option(True, help="whether the first step sees the token that follows the state")
+    token_info: bool = option(True, help="whether a parent's token is added to the logits")
+    rank: int = option(64, help="of token-info", minimum=1, maximum=4096)
+    hot: float = option(
+        0.0, help="share of the vocabulary, most frequent first, that has token-info; 0: all of it", minimum=0, below=1
+    )
+    hot_in_training: bool = option(
+        True, help="with hot: other tokens have none in training, either; else the table is cut afterwards"
+    )
+
+    def hot_tokens(self, vocab: int) -> int:
+        """How many tokens are hot; 0: token-info knows no difference."""
+        return max(1, round(self.hot * vocab)) if self.token_info and self.hot else 0
+
+
+class LyannaKind:
+    """How ``paceline train lyanna`` builds the recipe."""
+
+    name = "lyanna"
+    Options = LyannaOptions
+    needs_target = True
+    takes_init = True
+
+    def imitates(self, options: LyannaOptions) -> bool:
+        """True: a draft is accepted where it agrees with the target."""
+        return True
+
+    def top(self, options: LyannaOptions) -> int:
+        """Its option."""
+        return options.top
+
+    def states(self, options: LyannaOptions) -> bool:
+        """True: they are what it starts from and learns."""
+        return True
+
+    def build(self, options: LyannaOptions, context: BuildContext) -> UnrolledRecipe:
+        """A fresh drafter, or one that goes on from ``context.init``.
+
+        Raises:
+            ConfigError: no target, or a drafter of another shape to go on from.
+        """
+        if context.target is None or context.target_folder is None:
+            raise ConfigError("training lyanna", "there is no target to draft for", "give --target")
+        config = context.target.config
+        hot = _hot_tokens(options, context)
+        trained = hot if options.hot_in_training else None  # what training knows of them
+        shape = LyannaShape(
+            layer=layer_json(config),
+            steps=options.depth,
+            fusion=options.fusion,
+            first_token=options.first_token,
+            rank=options.rank if options.token_info else 0,
+            hot=0 if trained is None else len(trained),
+            hot_columns=trained is not None,
+            target=context.target_folder.name,
+            fingerprint=fingerprint(context.target_folder),
+            tokenizer=tokenizer_mark(context.tokenizer),
+        )
+        made = LyannaModel.fresh(shape, trained, torch.Generator().manual_seed(context.seed), context.device)
+        if context.init is not None:
+            made.resume(context.init)
+        save = made.save if hot is None or trained is not None else partial(_save_cut, made, hot)
+        given = context.target, options, context.held_out, context.features
+        return UnrolledRecipe(self.name, made, *given, save=save)
+
+
+def _save_cut(model: LyannaModel, hot: Tensor, folder: Path) -> None:
+    model.cut(hot).save(folder)
+
+
+def _hot_tokens(options: LyannaOptions, context: BuildContext) -> Tensor | None:
+    """[H] int64, ascending: the tokens that occur most often in the run's data (Lyanna, section 6.1)."""
+    assert context.target is not None
+    count = options.hot_tokens(context.target.config.vocab_size)
+    if not count:
+        return None
+    if context.occurrences is None:
+        raise ConfigError(f"hot={options.hot}", "there are no statistics of tokens", "train it on data")
+    shares = torch.as_tensor(context.occurrences())
+    return shares.argsort(descending=True, stable=True)[:count].sort().values

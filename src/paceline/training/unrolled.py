@@ -1,0 +1,381 @@
+"""Drafters of states with gradients, unrolled as they are used, over whole packed rows.
+
+An *anchor* t is a row whose next token is known: from its true state and that token a drafter predicts the state of t +
+1, from this one that of t + 2, and so on. Step 1 is a row of its own for every t; its keys are those that a running
+drafter keeps of the true text. Step s > 1 sees the step-1 keys of its document up to t, and its own steps 2 .. s: what
+it will see in use, when the drafted rows' keys have gone and true ones stand in their place. Each step learns
+
+    alpha MSE(h, H) + beta CE(softmax(l'), softmax(L))
+
+where H is the target's state at t + s and L its logits there. Features are states *after* the final norm, which the
+target's head multiplies as they are.
+
+Steps of different anchors never see each other, so each step is one pass of all anchors at a time: attention to the
+shared keys document by document, as of streams (`multistream.group_attention`), and a few keys more for each anchor.
+
+Sources: Lyanna, section 4.1; EAGLE (Li et al. 2024), sections 4.1 and 4.2 (uniform noise on the features); the
+unrolling is that of HASS (Zhang et al. 2025).
+
+Shapes: B rows, T tokens, R anchors, d the width of a state; "flat" is [B * T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError
+from ..core.options import check, option
+from ..drafters.states.head import StateHead
+from .data import TokenBatch
+from .features import Features, OnlineFeatures, last_states
+from .losses import SoftTarget, TargetHidden, TargetLogits, TargetTop, mse_cross_entropy
+from .multistream import Carriers, group_attention, make_carriers
+from .network import Network, Rotation, attend, finish, project, visible
+from .trainer import StepContext
+
+BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
+_EVALUATED_LOGITS = 2**21  # elements held at a time
+
+
+class Unrollable(Protocol):
+    """A drafter of states, as training sees it: an `nn.Module`, too."""
+
+    head: StateHead
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the first step sees the token that follows the state."""
+        ...
+
+    def feed(self, states: Tensor, embedded: Tensor) -> Tensor:
+        """A later step's input [R, d], of the predicted states [R, d] and the embeddings [R, d] of the tokens after
+        them."""
+        ...
+
+    def logit_factors(
+        self, states: Tensor, embedded: Tensor, tokens: Tensor, head: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """The logits of predicted states as a product.
+
+        Args:
+            states: [R, d].
+            embedded, tokens: [R, d], [R] of the tokens in front of those that the logits are of.
+            head: [V, d] the target's.
+
+        Returns:
+            Left factor [R, k], right one [V, k], and how many leading columns of the latter are not trained.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrollOptions:
+    """How a drafter of states learns."""
+
+    depth: int = option(3, help="steps it is unrolled for, as many as it will draft", minimum=1, maximum=16)
+    alpha: float = option(1.0, help="weight of the squared error of states", minimum=0)
+    beta: float = option(1.0, help="weight of the cross-entropy with the target's distribution", minimum=0)
+    decay: float = option(
+        1.0, help="weight of each step over that of the one before, above 0 and at most 1", above=0, maximum=1
+    )
+    noise: float = option(0.0, help="features get uniform noise of so much up and down (EAGLE: 0.1)", minimum=0)
+    anchors: float = option(
+        1.0, help="share of the tokens that steps start from, above 0 and at most 1", above=0, maximum=1
+    )
+    top: int = option(0, help="likeliest tokens of the target that are learned, all others as one; 0: all", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.alpha and not self.beta:
+            raise ConfigError("alpha=0, beta=0", "there is nothing to learn", "give one of them a weight")
+
+
+# -- which rows, and what lies ahead of them
+
+
+def choose_anchors(batch: TokenBatch, share: float = 1.0, generator: torch.Generator | None = None) -> Carriers:
+    """Rows from which a first step has something to learn: a weight one place on, in the same document.
+
+    Args:
+        share: a random share of them; 1: all.
+        generator: of the draw.
+    """
+    follows = torch.zeros_like(batch.weights, dtype=torch.bool)
+    same = batch.documents[:, :-1] == batch.documents[:, 1:]
+    follows[:, :-1] = same & (batch.weights[:, 1:] > 0) & (batch.documents[:, :-1] >= 0)
+    index = follows.flatten().nonzero()[:, 0]
+    if share < 1.0 and len(index):
+        count = max(1, round(share * len(index)))
+        index = index[torch.randperm(len(index), generator=generator)[:count].sort().values.to(index.device)]
+    return make_carriers(index, batch.positions.flatten()[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The rows s places after some anchors."""
+
+    rows: Tensor  # [R] flat; the anchor itself where there is none
+    tokens: Tensor  # [R] int64 there; the anchor's own where there is none
+    weights: Tensor  # [R] of what the target says there; 0 where there is no such row
+
+    @staticmethod
+    def of(batch: TokenBatch, index: Tensor, step: int) -> Ahead:
+        """Those ``step`` places after the flat rows ``index`` [R]."""
+        length = batch.tokens.shape[1]
+        documents = batch.documents.flatten()
+        inside = index % length + step < length
+        rows = torch.where(inside, index + step, index)
+        exists = inside & (documents[rows] == documents[index])
+        rows = torch.where(exists, rows, index)
+        weights = torch.where(exists, batch.weights.flatten()[rows], 0.0)
+        return Ahead(rows, batch.tokens.flatten()[rows], weights)
+
+
+# -- the network
+
+
+def unroll(
+    model: Unrollable,
+    features: Tensor,
+    batch: TokenBatch,
+    anchors: Carriers,
+    steps: int,
+    embed: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """The states that each step predicts.
+
+    Args:
+        features: [B, T, d] the target's states after the final norm (with noise, where there is any).
+        anchors: the rows that steps start from.
+        steps: how many.
+        embed: the target's embedding of tokens.
+
+    Returns:
+        [R, d] of each step.
+    """
+    head, config, index = model.head, model.head.config, anchors.index
+    following = F.pad(batch.tokens[:, 1:], (0, 1))  # a document's last row has none of its own, and nothing sees it
+    fused = head.fuse(features, embed(following) if model.reads_tokens else None)  # [B, T, d]
+    q, k, v = project(head.layer, config, fused, _rotation(head, batch.positions))
+    attended = attend(q, k, v, visible(batch)).flatten(0, 1)[index]
+    states = [finish(head.layer, config, fused.flatten(0, 1)[index], attended)]
+    shared, own_k, own_v = (k.flatten(0, 1), v.flatten(0, 1)), [], []
+    for step in range(2, steps + 1):
+        fed = model.feed(states[-1], embed(Ahead.of(batch, index, step).tokens))[:, None]  # [R, 1, d]
+        q, new_k, new_v = project(head.layer, config, fed, _rotation(head, anchors.positions[:, None] + step - 1))
+        own_k.append(new_k)
+        own_v.append(new_v)
+        order = torch.tensor([step - 1], device=index.device)
+        attended = group_attention(q, shared, (torch.cat(own_k, 1), torch.cat(own_v, 1)), anchors, order, None)
+        states.append(finish(head.layer, config, fed[:, 0], attended[:, 0]))
+    return states
+
+
+def _rotation(head: StateHead, positions: Tensor) -> Rotation:
+    """cos and signed sin [.., 1, dim] of ``positions`` [..]."""
+    if head.rope is None:
+        return None
+    cos, sin = head.rope.rows(positions.reshape(-1))
+    shape = (*positions.shape, 1, -1)
+    return cos.view(shape), sin.view(shape)
+
+
+# -- the recipe
+
+
+class UnrolledRecipe:
+    """Trains a drafter of states over a frozen target.
+
+    Args:
+        name: of the recipe's kind.
+        module: what is trained.
+        target: the frozen target.
+        options: steps and losses.
+        held_out: batches by domain.
+        features: the target's words and states; None: it is run on each batch.
+        save: writes what users load into a folder.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        target: Network,
+        options: UnrollOptions,
+        held_out: Mapping[str, Sequence[TokenBatch]],
+        features: Features | None = None,
+        *,
+        save: Callable[[Path], None],
+    ) -> None:
+        self.save = save
+        self.name, self.target, self.options, self.held_out = name, target, options, held_out
+        self.module: nn.Module = module
+        self.model: Unrollable = module
+        self.features = features or OnlineFeatures(target, options.top)
+        self._held: dict[
+            str, list[tuple[Tensor, Tensor]]
+        ] = {}  # by domain: features and likeliest tokens of each batch
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[.., d] the target's embedding table at ``tokens``."""
+        return F.embedding(tokens, self.target.decoder.embedding)
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """Weighted mean over steps of ``alpha MSE + beta CE``, each a mean over its rows; and both parts of each
+        step."""
+        o, anchors = self.options, choose_anchors(batch, self.options.anchors, context.generator)
+        if not len(anchors):
+            return sum((p.sum() * 0.0 for p in self.module.parameters()), start=torch.zeros(())), {}
+        with torch.no_grad():
+            true = self.target.final(self.features.states(batch))  # [B, T, d]
+        said, places = self.features.said(batch), (batch.weights.flatten() > 0).cumsum(0) - 1
+        states = unroll(self.model, self._noised(true, context.generator), batch, anchors, o.depth, self.embed)
+        shares = [o.decay**step for step in range(o.depth)]
+        total, figures = true.new_zeros(()), {}
+        for step, (state, share) in enumerate(zip(states, shares, strict=True), 1):
+            ahead = Ahead.of(batch, anchors.index, step)
+            aims = true.flatten(0, 1)[ahead.rows], _at(said, places[ahead.rows].clamp_min(0))
+            loss, squared = self._step_loss(state, ahead, *aims)
+            total = total + share / sum(shares) * loss
+            figures[f"mse_{step}"] = squared
+            if o.beta:
+                figures[f"ce_{step}"] = (float(loss.detach()) - o.alpha * squared) / o.beta
+        return total, figures
+
+    def _step_loss(self, state: Tensor, ahead: Ahead, true: Tensor, said: SoftTarget) -> tuple[Tensor, float]:
+        """alpha MSE + beta CE of a step, and the MSE."""
+        o, weights = self.options, ahead.weights
+        hidden, head, frozen = self.model.logit_factors(
+            state, self.embed(ahead.tokens), ahead.tokens, self.target.head_weight
+        )
+        loss = mse_cross_entropy(
+            state, true, hidden, head, said, weights, alpha=o.alpha, beta=o.beta, frozen=frozen, check=False
+        )
+        with torch.no_grad():
+            errors = (state.float() - true.float()).square().mean(-1)
+            squared = float((errors * weights).sum() / weights.sum().clamp_min(torch.finfo().tiny))
+        return loss, squared
+
+    def _noised(self, true: Tensor, generator: torch.Generator) -> Tensor:
+        """With uniform noise, so that the drafter's own errors are met in training (EAGLE, section 4.2)."""
+        if not self.options.noise:
+            return true
+        noise = torch.rand(true.shape, generator=generator).to(true) * 2 - 1
+        return true + self.options.noise * noise
+
+    # -- held-out figures
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Figures on held-out text, by domain, teacher-forced.
+
+        ``acceptance/DOMAIN/S``: of the rows where the likeliest token of every step before S was the target's own, the
+        share where that of step S is (the conditional acceptance of Lyanna's Table 1, for chains).
+        ``acceptance_top4/..``: the same where a step counts if the target's token is among its four likeliest.
+        ``accepted/DOMAIN``: mean length of the run of agreements, a chain's accepted tokens. ``ce/DOMAIN/S``:
+        cross-entropy of step S with the text.
+        """
+        figures: dict[str, float] = {}
+        for domain, batches in self.held_out.items():
+            tally = _Tally(self.options.depth)
+            for batch, (true, says) in zip(batches, self._known(domain), strict=True):
+                self._count(tally, batch.to(true.device), true, says)
+            figures |= {name.format(domain): value for name, value in tally.figures().items()}
+        return figures
+
+    def _known(self, domain: str) -> list[tuple[Tensor, Tensor]]:
+        """Features [B, T, d] and the target's likeliest tokens [B, T]: it is frozen, so one pass serves all
+        evaluations."""
+        if domain not in self._held:
+            device = self.target.head_weight.device
+            self._held[domain] = [self._say(batch.to(device)) for batch in self.held_out[domain]]
+        return self._held[domain]
+
+    def _say(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        true = self.target.final(last_states(self.target, batch))
+        chunk = max(1, _EVALUATED_LOGITS // self.target.head_weight.shape[0])
+        says = [self.target.logits(part).argmax(-1) for part in true.flatten(0, 1).split(chunk)]
+        return true, torch.cat(says).view_as(batch.tokens)
+
+    def _count(self, tally: _Tally, batch: TokenBatch, true: Tensor, says: Tensor) -> None:
+        anchors = choose_anchors(batch)
+        if not len(anchors):
+            return
+        states = unroll(self.model, true, batch, anchors, self.options.depth, self.embed)
+        hits, exists = [], []
+        for step, state in enumerate(states, 1):
+            ahead = Ahead.of(batch, anchors.index, step)
+            counted = ahead.weights > 0
+            wanted = says.flatten()[ahead.rows], batch.targets.flatten()[ahead.rows]
+            found, losses = self._guess(state, ahead, *wanted)
+            hits.append(found & counted)
+            exists.append(counted)
+            tally.add_loss(step, losses, counted)
+        tally.count(torch.stack(hits), torch.stack(exists))
+
+    def _guess(self, state: Tensor, ahead: Ahead, says: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """[2, R] whether the target's token is the likeliest, or one of `BRANCHES`; and [R] -log q of the text's."""
+        weight = self.target.head_weight
+        hidden, head, _ = self.model.logit_factors(state, self.embed(ahead.tokens), ahead.tokens, weight)
+        found, losses = [], []
+        for part in torch.arange(len(state), device=state.device).split(max(1, _EVALUATED_LOGITS // len(weight))):
+            logits = F.linear(hidden[part].to(head.dtype), head).float()
+            best = logits.topk(min(BRANCHES, len(weight)), dim=-1).indices == says[part, None]
+            found.append(torch.stack((best[:, 0], best.any(-1))))
+            losses.append(F.cross_entropy(logits, text[part], reduction="none"))
+        return torch.cat(found, 1), torch.cat(losses)
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """What users load; the job adds ``training.json``."""
+        self.save(folder)
+
+
+def _at(said: SoftTarget, rows: Tensor) -> SoftTarget:
+    """What the target says of some ``rows`` [R] of those that it was asked for."""
+    if isinstance(said, TargetTop):
+        return TargetTop(said.ids[rows], said.log_probs[rows])
+    if isinstance(said, TargetHidden):
+        return TargetHidden(said.hidden[rows], said.head)
+    return TargetLogits(said.logits[rows])
+
+
+class _Tally:
+    """Sums of held-out figures of one domain; [2, ..]: the likeliest token, and `BRANCHES` of them."""
+
+    def __init__(self, steps: int) -> None:
+        self.tried, self.held = torch.zeros(2, steps), torch.zeros(2, steps)
+        self.losses, self.counted = torch.zeros(steps), torch.zeros(steps)
+        self.anchors = 0
+
+    def add_loss(self, step: int, losses: Tensor, counted: Tensor) -> None:
+        """Of step ``step``: losses [R], of which some count."""
+        self.losses[step - 1] += float(losses[counted].sum())
+        self.counted[step - 1] += int(counted.sum())
+
+    def count(self, hits: Tensor, exists: Tensor) -> None:
+        """Agreements [steps, 2, R], and whether there is a target [steps, R]."""
+        alive = torch.ones_like(hits[0])
+        for step, (hit, there) in enumerate(zip(hits, exists, strict=True)):
+            self.tried[:, step] += (alive & there).sum(1).cpu()
+            alive = alive & hit
+            self.held[:, step] += alive.sum(1).cpu()
+        self.anchors += int(exists[0].sum())
+
+    def figures(self) -> dict[str, float]:
+        """Names hold ``{}`` where the domain goes."""
+        made = {"accepted/{}": float(self.held[0].sum()) / self.anchors} if self.anchors else {}
+        for kind, name in enumerate(("acceptance", f"acceptance_top{BRANCHES}")):
+            for step, (tried, held) in enumerate(zip(self.tried[kind], self.held[kind], strict=True), 1):
+                if tried:
+                    made[f"{name}/{{}}/{step}"] = float(held / tried)
+        for step, (loss, count) in enumerate(zip(self.losses, self.counted, strict=True), 1):
+            if count:
+                made[f"ce/{{}}/{step}"] = float(loss / count)
+        return made

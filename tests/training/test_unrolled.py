@@ -1,0 +1,494 @@
+"""Drafters of states in training: unrolled as they are used, and what they are to say. Recipes, options and files,
+too."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from tiny import VOCAB, tiny_config
+from toolkit import examples, network, trainer
+from torch import Tensor
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.drafters.eagle.model import EagleFacts, EagleModel
+from paceline.drafters.lyanna.model import LyannaModel, LyannaShape, tokenizer_mark
+from paceline.drafters.lyanna.recipe import LyannaOptions
+from paceline.drafters.lyanna.token_info import TokenInfo
+from paceline.drafters.states.head import layer_json
+from paceline.target.loader import load_tokenizer
+from paceline.training.data import Example, SourceSpec, TokenBatch, collate
+from paceline.training.features import OnlineFeatures, last_states
+from paceline.training.job import Job, occurrences, prepare
+from paceline.training.losses import TargetLogits, eager_mse_cross_entropy
+from paceline.training.network import finish, project, rotate
+from paceline.training.trainer import StepContext, TrainConfig
+from paceline.training.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
+
+LAYER = layer_json(tiny_config())
+HOT = torch.arange(0, VOCAB, 3)
+
+
+def lyanna(seed: int = 1, hot: Tensor | None = None, **shape: Any) -> LyannaModel:
+    values: dict[str, Any] = {"layer": LAYER, "rank": 5, "hot": 0 if hot is None else len(hot)}
+    made = LyannaModel.fresh(LyannaShape(**values | shape), hot, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for name, value in made.named_parameters():  # else norms, gain and blank say nothing
+            if value.ndim == 1:
+                value.add_(0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))))
+    return made
+
+
+def eagle(seed: int = 1) -> EagleModel:
+    return EagleModel.fresh(LAYER, EagleFacts(), torch.Generator().manual_seed(seed))
+
+
+MODELS = {
+    "lyanna": lambda: lyanna(),
+    "sum": lambda: lyanna(fusion="sum"),
+    "no first token": lambda: lyanna(first_token=False),
+    "eagle": eagle,
+}
+
+
+def batch(prompt_weight: float = 0.0) -> TokenBatch:
+    """Two rows of packed documents, some of them of two and three tokens, and padding."""
+    short = [Example(torch.randint(8, VOCAB, (n,)).numpy().astype("int32")) for n in (2, 3)]
+    return collate([[*examples(3, 5), *short], examples(2, 6)], 110, prompt_weight)
+
+
+def wide(model: Any) -> Any:
+    """In float64."""
+    return model.double()
+
+
+# ---- the unrolled network is the one that drafts
+
+
+def by_hand(model: Any, features: Tensor, tokens: Tensor, anchor: int, steps: int, table: Tensor) -> list[Tensor]:
+    """What a drafter does after the row ``anchor`` of a text, one row at a time: keys of the true rows, then its
+    own."""
+    head, c, keys, values = model.head, model.head.config, [], []
+
+    def row(fed: Tensor, position: int) -> Tensor:
+        cos, sin = head.rope.rows(torch.tensor([position]))
+        q, k, v = project(head.layer, c, fed[None], None)
+        keys.append(rotate(k, (cos, sin))[0])
+        values.append(v[0])
+        q = rotate(q, (cos, sin))[0].view(c.num_kv_heads, -1, c.head_dim)  # [kv_heads, group, head_dim]
+        scores = torch.einsum("kgd,tkd->kgt", q, torch.stack(keys)) * c.head_dim**-0.5
+        mixed = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), torch.stack(values))
+        return finish(head.layer, c, fed[None], mixed.reshape(1, -1))[0]
+
+    state = torch.empty(0)
+    for place in range(anchor + 1):
+        following = table[tokens[place + 1]] if model.reads_tokens else None
+        state = row(head.fuse(features[place], following), place)
+    found = [state]
+    for step in range(2, steps + 1):
+        token = table[tokens[anchor + step]] if anchor + step < len(tokens) else table[tokens[anchor]]
+        state = row(model.feed(state[None], token[None])[0], anchor + step - 1)
+        found.append(state)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_equal_drafting_row_by_row(name: str) -> None:
+    model, data = wide(MODELS[name]()), batch()
+    draw = torch.Generator().manual_seed(3)
+    features = torch.randn(*data.tokens.shape, 32, generator=draw, dtype=torch.float64)
+    table = torch.randn(VOCAB, 32, generator=draw, dtype=torch.float64)
+    anchors = choose_anchors(data)
+    with torch.no_grad():
+        states = unroll(model, features, data, anchors, 3, lambda tokens: F.embedding(tokens, table))
+        for number, at in enumerate(anchors.index.tolist()):
+            b, t = divmod(at, data.tokens.shape[1])
+            own = data.documents[b] == data.documents[b, t]
+            first = int(own.nonzero()[0])
+            wanted = by_hand(model, features[b, own], data.tokens[b, own], t - first, 3, table)
+            ends = int(own.sum()) - (t - first)  # steps whose input token is the text's
+            for step in range(min(3, ends - 1)):
+                torch.testing.assert_close(states[step][number], wanted[step], rtol=1e-9, atol=1e-10)
+    assert len({int(p) for p in anchors.positions}) > 10
+
+
+def test_anchors_have_something_ahead() -> None:
+    data = batch(prompt_weight=0.5)
+    length, anchors = data.tokens.shape[1], choose_anchors(data)
+    flat, found = data.documents.flatten(), set(anchors.index.tolist())
+    for at in range(2 * length):
+        ahead = at % length + 1 < length and flat[at] == flat[at + 1] >= 0 and data.weights.flatten()[at + 1] > 0
+        assert (at in found) == ahead
+    for step in (1, 2, 3):
+        rows = Ahead.of(data, anchors.index, step)
+        for place, row, token, weight in zip(anchors.index, rows.rows, rows.tokens, rows.weights, strict=True):
+            inside = place % length + step < length and flat[place + step] == flat[place]
+            assert row == (place + step if inside else place)
+            assert token == data.tokens.flatten()[row]
+            assert weight == (data.weights.flatten()[place + step] if inside else 0)
+    some = choose_anchors(data, 0.25, torch.Generator().manual_seed(0))
+    assert len(some) == round(len(anchors) / 4) and set(some.index.tolist()) < found
+
+
+# ---- token-info
+
+
+@pytest.mark.parametrize("form", ["dense", "hot", "cut"])
+def test_token_info_is_its_formula(form: str) -> None:
+    """Factors and table against whole rows that are normed (section 4.1): rows of V, or over the hot tokens alone."""
+    hot = None if form == "dense" else HOT
+    made = wide(TokenInfo(32, 5, len(HOT) if form == "hot" else VOCAB, VOCAB, hot))
+    made.start(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        made.gain.copy_(torch.randn(made.gain.shape, generator=torch.Generator().manual_seed(1)))
+    tokens = torch.arange(VOCAB)
+    embedded = torch.randn(VOCAB, 32, dtype=torch.float64)
+    found = made.factors(embedded, tokens) @ made.table().t()
+    torch.testing.assert_close(found, made.eager(embedded, tokens), rtol=1e-10, atol=1e-12)
+    cold = torch.isin(tokens, HOT, invert=True)
+    if form != "dense":
+        assert not found[cold].any() and not found[:, cold].any()
+    normed = (
+        found / made.gain
+        if form == "dense"
+        else found[~cold][:, HOT] / (made.gain if form == "hot" else made.gain[HOT])
+    )
+    rms = normed.square().mean(-1).sqrt()
+    if form == "cut":  # normed over the whole row, cut afterwards
+        assert not torch.allclose(rms, torch.ones_like(rms), atol=0.05)
+    else:
+        torch.testing.assert_close(rms, torch.ones_like(rms)[: len(rms)], rtol=1e-4, atol=0) if form == "hot" else (
+            torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-4, atol=0)
+        )
+
+
+# ---- the loss
+
+
+def recipe(
+    model: Any, target: Any = None, held_out: Any = None, features: Any = None, **options: Any
+) -> UnrolledRecipe:
+    target = target or network(2, frozen=True)
+    given = target, UnrollOptions(**options), held_out or {}, features
+    return UnrolledRecipe("states", model, *given, save=lambda folder: None)
+
+
+def context(seed: int = 0) -> StepContext:
+    return StepContext(0, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", ["lyanna", "no token-info", "hot", "eagle"])
+def test_the_loss_is_its_formula(form: str) -> None:
+    """Value and gradients against the dense formula, whole bias rows and all (sections 4.1 and 5.1)."""
+    made = {
+        "lyanna": lyanna,
+        "no token-info": lambda: lyanna(rank=0),
+        "hot": lambda: lyanna(hot=HOT, hot_columns=True),
+        "eagle": eagle,
+    }[form]
+    model, target, data = wide(made()), network(2, frozen=True).double(), batch(0.3)
+    own = recipe(model, target, alpha=0.7, beta=1.3, decay=0.6)
+    loss, figures = own.loss(data, context())
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    true = target.final(last_states(target, data))
+    anchors = choose_anchors(data)
+    states = unroll(model, true, data, anchors, 3, own.embed)
+    total = 0.0
+    for step, state in enumerate(states, 1):
+        ahead = Ahead.of(data, anchors.index, step)
+        logits = state @ target.head_weight.t()
+        info = getattr(model, "info", None)
+        if info is not None:
+            logits = logits + info.eager(own.embed(ahead.tokens), ahead.tokens)
+        aim = true.flatten(0, 1)[ahead.rows]
+        part = eager_mse_cross_entropy(
+            state, aim, logits, torch.eye(VOCAB, dtype=torch.float64), TargetLogits(target.logits(aim)), ahead.weights,
+            alpha=0.7, beta=1.3,
+        )  # fmt: skip
+        total = total + 0.6 ** (step - 1) * part / (1 + 0.6 + 0.36)
+        parts = 0.7 * figures[f"mse_{step}"] + 1.3 * figures[f"ce_{step}"]
+        assert math.isclose(parts, float(part.detach()), rel_tol=1e-6)
+    torch.testing.assert_close(loss, total, rtol=1e-9, atol=0)
+    total.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(p.grad is None for p in target.parameters())
+
+
+def test_noise_is_drawn_by_the_step_and_moves_features_alone() -> None:
+    target, data = network(2, frozen=True), batch()
+    plain, noisy = recipe(eagle(), target), recipe(eagle(), target, noise=0.5)
+    values = [
+        float(r.loss(data, context(seed))[0].detach()) for r, seed in ((plain, 0), (noisy, 0), (noisy, 0), (noisy, 1))
+    ]
+    assert values[1] == values[2] and len({*values}) == 3
+    true = torch.randn(3, 4, 32)
+    moved = noisy._noised(true, torch.Generator().manual_seed(1)) - true
+    assert 0.4 < float(moved.abs().max()) <= 0.5 + 1e-6 and float(moved.min()) < -0.4
+
+
+def test_likeliest_tokens_alone_are_asked_for_their_rows() -> None:
+    """With all but one of the tokens known the loss is the whole distribution's."""
+    target, data, model = network(2, frozen=True), batch(0.3), lyanna()
+    whole = recipe(model, target).loss(data, context())[0]
+    top = recipe(model, target, features=OnlineFeatures(target, VOCAB - 2)).loss(data, context())[0]
+    torch.testing.assert_close(whole, top, rtol=5e-3, atol=0)  # log p is kept in float16
+
+
+def test_a_batch_without_anything_ahead_is_no_error() -> None:
+    model = lyanna()
+    data = collate([[Example(torch.tensor([9, 9]).numpy())]], 8)
+    loss, figures = recipe(model).loss(data, context())
+    loss.backward()
+    assert float(loss.detach()) == 0 and not figures
+    assert recipe(model, held_out={"none": [data]}).evaluate(0) == {}
+
+
+# ---- held-out figures
+
+
+def test_held_out_figures_by_hand() -> None:
+    target, data = network(2, frozen=True), batch()
+    for seed in range(30):  # an untrained drafter is right by luck: one that is, twice in a row
+        model = lyanna(seed)
+        own = recipe(model, target, held_out={"x": [data, data]})
+        found = own.evaluate(0)
+        if found["acceptance_top4/x/1"] > found["acceptance/x/1"] > 0 and found.get("acceptance_top4/x/2"):
+            break
+    with torch.no_grad():
+        true = target.final(last_states(target, data))
+        says = target.logits(true).argmax(-1).flatten()
+        states = unroll(model, true, data, choose_anchors(data), 3, own.embed)
+        anchors, counts = choose_anchors(data), {k: [[0, 0] for _ in range(3)] for k in (1, BRANCHES)}
+        accepted, losses = 0, [[], [], []]
+        for number, at in enumerate(anchors.index.tolist()):
+            alive = {1: True, BRANCHES: True}
+            for step in range(3):
+                ahead = Ahead.of(data, anchors.index[number : number + 1], step + 1)
+                if not ahead.weights > 0:
+                    break
+                logits = (
+                    target.logits(states[step][number]) + model.info.eager(own.embed(ahead.tokens), ahead.tokens)[0]
+                )
+                following = data.tokens.flatten()[at + step + 2]
+                losses[step].append(float(F.cross_entropy(logits, following)))
+                for k in alive:
+                    counts[k][step][1] += alive[k]
+                    alive[k] = alive[k] and bool((logits.topk(k).indices == says[at + step + 1]).any())
+                    counts[k][step][0] += alive[k]
+                accepted += alive[1]
+    assert math.isclose(found["accepted/x"], accepted / len(anchors.index), rel_tol=1e-6)
+    for step in range(3):
+        for k, name in ((1, "acceptance"), (BRANCHES, f"acceptance_top{BRANCHES}")):
+            held, tried = counts[k][step]
+            assert math.isclose(found.get(f"{name}/x/{step + 1}", 0.0), held / max(1, tried), rel_tol=1e-6), (step, k)
+        assert math.isclose(found[f"ce/x/{step + 1}"], sum(losses[step]) / len(losses[step]), rel_tol=1e-4)
+    assert counts[BRANCHES][0][0] > counts[1][0][0] > 0 and counts[BRANCHES][1][0] > 0
+
+
+# ---- learning
+
+
+@pytest.mark.parametrize("made", [lyanna, eagle])
+def test_drafters_learn_what_their_target_says(made: Any, tmp_path: Path) -> None:
+    target = network(2, frozen=True)
+    for name, parameter in target.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(8.0)
+    own = recipe(made(), target, held_out={"x": [batch()]}, alpha=0.1)
+    before = own.evaluate(0)
+    run = trainer(tmp_path, own, steps=25)
+    run.run()
+    after = own.evaluate(25)
+    assert after["acceptance_top4/x/1"] > before["acceptance_top4/x/1"] + 0.1
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text("utf-8").splitlines()]
+    assert lines[-1]["ce_1"] < lines[0]["ce_1"] - 0.3 and lines[-1]["mse_3"] < lines[0]["mse_3"]
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("hot", [None, HOT])
+def test_a_saved_lyanna_is_the_one_that_was_trained(hot: Tensor | None, tmp_path: Path) -> None:
+    made = lyanna(hot=hot, hot_columns=hot is not None)
+    made.save(tmp_path, torch.float32)
+    found = LyannaModel.load(tmp_path)
+    assert found.shape == made.shape
+    assert found.tensors().keys() == made.tensors().keys()
+    assert all(torch.equal(value, found.tensors()[name]) for name, value in made.tensors().items())
+    made.save(tmp_path)
+    half = LyannaModel.load(tmp_path)
+    assert torch.equal(half.head.fc.weight, made.head.fc.weight.bfloat16().float())
+
+
+def test_a_dense_table_cut_afterwards_keeps_whole_rows(tmp_path: Path) -> None:
+    made = lyanna()
+    cut = made.cut(HOT)
+    cut.save(tmp_path, torch.float32)
+    found = LyannaModel.load(tmp_path)
+    assert found.shape.hot == len(HOT) and not found.shape.hot_columns
+    embedded, tokens = torch.randn(VOCAB, 32), torch.arange(VOCAB)
+    dense, sparse = (m.info.factors(embedded, tokens) @ m.info.table().t() for m in (made, found))
+    torch.testing.assert_close(sparse[HOT][:, HOT], dense[HOT][:, HOT])
+    cold = torch.isin(tokens, HOT, invert=True)
+    assert not sparse[cold].any() and not sparse[:, cold].any()
+
+
+def test_a_saved_eagle_has_the_published_layout(tmp_path: Path) -> None:
+    made = eagle()
+    made.save(tmp_path, torch.float32)
+    found = EagleModel.load(tmp_path)
+    assert all(torch.equal(value, found.head.tensors()[name]) for name, value in made.head.tensors().items())
+    names = {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"} | {
+        f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")
+    }
+    assert found.head.tensors().keys() == names | {"fc.weight", "layers.0.post_attention_layernorm.weight"}
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert config["num_hidden_layers"] == 1 and config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_published_heads_are_read(tmp_path: Path) -> None:
+    """Of EAGLE and EAGLE-2: with a bias in some, the target's embedding beside the layer, and no facts of ours."""
+    from safetensors.torch import save_file
+
+    made = eagle()
+    values = {**made.head.tensors(), "fc.bias": torch.ones(32), "embed_tokens.weight": torch.randn(VOCAB, 32)}
+    save_file({name: value.contiguous() for name, value in values.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LAYER.items() if k != "model_type"}))
+    found = EagleModel.load(tmp_path)
+    assert torch.equal(found.head.fc.bias, torch.ones(32)) and torch.equal(
+        found.embedding, values["embed_tokens.weight"]
+    )
+    save_file({"midlayer.x": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CapabilityError, match="EAGLE-3"):
+        EagleModel.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="convert it once"):
+        EagleModel.load(tmp_path)
+
+
+def broken(folder: Path, change: Any) -> None:
+    """A saved drafter whose tensors ``change`` edits."""
+    from safetensors.torch import load_file, save_file
+
+    lyanna(hot=HOT, hot_columns=True).save(folder, torch.float32)
+    values = load_file(folder / "lyanna.safetensors")
+    change(values)
+    save_file(values, folder / "lyanna.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.pop("fc.weight"), "fc.weight is missing"),
+        (lambda v: v.update(more=torch.ones(1)), "more has no place"),
+        (lambda v: v.update({"fc.weight": torch.ones(2, 2)}), r"fc.weight has shape \[2, 2\]"),
+        (lambda v: v.update({"fc.weight": v["fc.weight"] * torch.nan}), "fc.weight holds NaN"),
+        (lambda v: v.update({"token_info.hot": v["token_info.hot"].flip(0)}), "no 32 ascending ids"),
+        (lambda v: v.update({"token_info.hot": v["token_info.hot"] + VOCAB}), "no 32 ascending ids"),
+        (lambda v: v.pop("token_info.hot"), "hot is missing"),
+    ],
+)
+def test_broken_weights_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    broken(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        LyannaModel.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "not written in format 1"),
+        ({"colour": 1}, "unknown entry 'colour'"),
+        ({"rank": -1}, "must be 0 or more"),
+        ({"rank": 0}, "of no meaning without token-info"),
+        ({"rank": "5"}, "rank='5'"),
+        ({"fusion": "product"}, "fusion='product'"),
+        ({"layer": LAYER | {"num_hidden_layers": 2}}, "a state head has one"),
+        ({"layer": {}}, "model_type"),
+    ],
+)
+def test_broken_configurations_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    lyanna(hot=HOT).save(tmp_path)
+    file = tmp_path / "lyanna.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | change))
+    with pytest.raises(ConfigError, match=message):
+        LyannaModel.load(tmp_path)
+
+
+# ---- kinds
+
+
+def job(data: Path, target: Path, out: Path, kind: str, **changes: Any) -> Job:
+    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
+    values: dict[str, Any] = {
+        "kind": kind,
+        "options": {"depth": 2, **changes.pop("options", {})},
+        "config": TrainConfig(**settings),
+        "sources": [SourceSpec(file=str(data)), SourceSpec(file=str(data.parent / "story.txt"), weight=0.5)],
+        "target": target,
+        "out": out,
+    }
+    return Job(**values | changes)
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_a_run_with_a_cache_is_the_run_without(kind: str, data: Path, target: Path, tmp_path: Path) -> None:
+    from paceline.training.job import finish as write
+    from paceline.training.job import run
+
+    made = [
+        job(data, target, tmp_path / n, kind, options={"top": 8}, cache=c)
+        for n, c in (("a", None), ("b", tmp_path / "c"))
+    ]
+    results = []
+    for one in made:
+        trained, outcome = run(one)
+        results.append(write(one, trained, outcome))
+    log = [[json.loads(x)["loss"] for x in (one.out / "log.jsonl").read_text("utf-8").splitlines()] for one in made]
+    assert log[0] == pytest.approx(log[1], rel=2e-3)  # the cache keeps states in bfloat16
+    load = LyannaModel.load if kind == "lyanna" else EagleModel.load
+    found: Any = load(results[0])
+    facts = found.shape if kind == "lyanna" else found.facts
+    assert facts.steps == 2 and facts.target == target.name and len(facts.fingerprint) == 64
+    if kind == "lyanna":
+        assert facts.tokenizer == tokenizer_mark(load_tokenizer(target))
+    again = prepare(job(data, target, tmp_path / "d", kind, init=results[0]))
+    begun = dict(again.recipe.module.named_parameters())  # type: ignore[attr-defined]
+    assert torch.equal(begun["head.fc.weight"].data, found.head.fc.weight)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_hot_tokens_are_the_frequent_ones(inside: bool, data: Path, target: Path, tmp_path: Path) -> None:
+    options = {"hot": 0.1, "hot_in_training": inside}
+    trained = prepare(job(data, target, tmp_path / "out", "lyanna", options=options))
+    model: Any = trained.recipe.module
+    assert (model.info.up.shape[1] == 30) is inside  # of 300
+    trained.recipe.export(tmp_path / "made", {})
+    found = LyannaModel.load(tmp_path / "made")
+    assert found.shape.hot == 30 and found.shape.hot_columns is inside
+    specs = [SourceSpec(file="a", weight=1.0), SourceSpec(file="b", weight=3.0)]
+    given = [
+        [Example(torch.tensor([1, 1, 2, 3]).numpy())],
+        [Example(torch.tensor([3, 3]).numpy()), Example(torch.tensor([2, 4]).numpy())],
+    ]
+    shares = occurrences(specs, given, 6)
+    assert shares.tolist() == pytest.approx([0, 0.5 / 4, (0.25 + 0.75) / 4, (0.25 + 1.5) / 4, 0.75 / 4, 0])
+
+
+def test_a_drafter_of_another_shape_is_not_gone_on_from(data: Path, target: Path, tmp_path: Path) -> None:
+    lyanna().save(tmp_path / "other")
+    with pytest.raises(ConfigError, match="its layer is .* this run's"):
+        prepare(job(data, target, tmp_path / "out", "lyanna", init=tmp_path / "other"))
+    with pytest.raises(ConfigError, match="hot=1"):
+        LyannaOptions(hot=1.0)
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        UnrollOptions(alpha=0, beta=0)
