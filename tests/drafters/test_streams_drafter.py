@@ -21,9 +21,9 @@ from paceline.core.verify import lossy_stream_rejection
 from paceline.drafters import registry
 from paceline.drafters.base import RIDING_ROWS, StreamRules
 from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.proposal import best_nodes
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
-from paceline.drafters.streams.drafter import best_nodes
 from paceline.rounds import default_round, make_round, stream_rows
 from paceline.rounds.pruning import surviving
 from paceline.rounds.verification import VERIFIERS, make_verifier

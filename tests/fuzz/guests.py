@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from medusa_kit import medusa, taught_heads
 from state_kit import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
@@ -198,6 +199,10 @@ def _states(make: Callable[..., Any], **options: Any) -> Guest:
     return Guest(lambda world, known: make(config=world.config, **options))
 
 
+def _medusa(**options: Any) -> Guest:
+    return Guest(lambda world, known: medusa(taught_heads(world.config), world.dtype, **options))
+
+
 def _adversary(rule: Rule) -> Guest:
     return Guest(lambda world, known: Adversary(rule, known), fails=rule is unreliable)
 
@@ -230,6 +235,8 @@ GUESTS: dict[str, Guest] = {
     "lyanna": _states(lyanna, nodes=8, extra=12, past=8),
     "lyanna_alone": _states(lyanna, nodes=12, resample="alone", proposes="point"),
     "eagle": _states(eagle, depth=3, nodes=16, past=8),
+    "medusa": _medusa(),
+    "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},

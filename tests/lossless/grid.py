@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from medusa_kit import medusa, taught_heads
 from state_kit import eagle, lyanna
 from tiny import (
     EOS,
@@ -428,6 +429,10 @@ def _beside_a_lookup(part: Callable[[Sequence[Case]], Any]) -> Callable[[Sequenc
     return lambda cases: Hybrid(config, [*hybrid(LOOKUP, target={"config": CONFIG}).parts, part(cases)])
 
 
+def _medusa(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: medusa(taught_heads(CONFIG, tuple(map(tuple, PROMPTS))), **options)
+
+
 def _adversary(rule: Rule) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: Adversary(rule, cases)
 
@@ -467,6 +472,9 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "eagle_chain": _eagle(depth=4, topk=1, nodes=4, proposes="point"),
     "hybrid_lyanna": _beside_a_lookup(_lyanna(nodes=14, extra=6)),
     "hybrid_eagle": _beside_a_lookup(_eagle(depth=3, nodes=14)),
+    "medusa": _medusa(),
+    "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
+    "medusa_chain": _medusa(topk=1),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_streams": lambda cases: hybrid_with_streams(target={"config": CONFIG}),
     "hybrid_of_three": lambda cases: hybrid_with_streams(f"{LOOKUP}+{MODEL};topk=2", target={"config": CONFIG}),

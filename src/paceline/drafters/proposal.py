@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -129,6 +131,39 @@ def to_tree(
         source,
         [p.log_scores for p in proposals],
     )
+
+
+def best_nodes(
+    tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int, floor: float = 0.0
+) -> Proposal:
+    """The best nodes of the product tree, by the sum of log q along their path, best first.
+
+    Args:
+        tokens: [depth][k] tokens of each level, likeliest first.
+        log_q: [depth][k] their log-probabilities, descending; -inf where a rule forbids the token.
+        budget: nodes wanted.
+        floor: chance of a path from which on nothing more is wanted; the best node always is.
+
+    A node is reached from its parent (the first child) or from the sibling before it, neither of which has a
+    smaller score; so a heap yields the nodes in order without listing the tree.
+    """
+    made = Proposal()
+    add = made.add
+    most = -log(floor) if floor > 0 else inf
+    depth, heap, order = len(tokens), [(-log_q[0][0], 0, 0, 0, 0)], 1  # (-score, order, parent, level, rank)
+    while heap and len(made.tokens) < budget:
+        cost, _, parent, level, rank = heappop(heap)
+        if cost == inf or (cost > most and made.tokens):
+            break
+        node = add(parent, tokens[level][rank], -cost)
+        row = log_q[level]
+        if rank + 1 < len(row):
+            heappush(heap, (cost + row[rank] - row[rank + 1], order, parent, level, rank + 1))
+            order += 1
+        if level + 1 < depth:
+            heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
+            order += 1
+    return made
 
 
 class PathDrafter:

@@ -31,6 +31,7 @@ _BUILTIN = {
     "ngram": "paceline.drafters.ngram:NgramConfig",
     "suffix": "paceline.drafters.suffix:SuffixConfig",
     "draft_model": "paceline.drafters.draft_model:DraftModelConfig",
+    "medusa": "paceline.drafters.medusa:MedusaConfig",
     "hybrid": "paceline.drafters.hybrid:HybridConfig",
     "streams": "paceline.drafters.streams:StreamsConfig",
     "lyanna": "paceline.drafters.lyanna:LyannaConfig",

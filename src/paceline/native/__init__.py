@@ -139,6 +139,10 @@ class Pass(ctypes.Structure):
     ]
 
 
+class Heads(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int64), ("blocks", Linear), ("own", ctypes.POINTER(Linear))]
+
+
 class Taps(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_int64),
@@ -258,6 +262,10 @@ def _declared(found: Any) -> Any:
     ]
     found.pl_draw.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_char_p, *[ctypes.c_void_p] * 2]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
+    found.pl_heads.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Heads), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+    ]
     found.pl_norm.argtypes = [ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),

@@ -18,9 +18,9 @@ from ..core.options import shown
 from .adapters import AdapterRange, LowRank, joined, linear_shapes
 from .decoder import Decoder
 from .families import DecoderConfig
-from .files import fingerprint
+from .files import check_target, fingerprint
 from .loader import resolve_folder
-from .streams import CONFIG_FILE, WEIGHTS_FILE, StreamSet, check_target, read_config
+from .streams import CONFIG_FILE, WEIGHTS_FILE, StreamSet, read_config
 
 BASE = "base"  # what the base model is called where a word is needed, so no application may be
 

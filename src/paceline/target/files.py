@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 
 MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
@@ -154,6 +154,32 @@ def fingerprint(folder: str | Path) -> str:
     for file in files:
         _digest_file(digest, file)
     return digest.hexdigest()
+
+
+def check_target(asked: str, config: Any, name: str, shape: Any = None, mark: str | None = None) -> None:
+    """Refuse what was trained for another target.
+
+    Args:
+        asked: how the message begins.
+        config: what is known of the target that it was trained for: its ``d_model``, ``vocab_size`` and perhaps
+            ``num_layers``, its name ``target`` and its ``fingerprint``, both of which may be empty.
+        name: of the target.
+        shape: what has its ``num_layers``, ``d_model`` and ``vocab_size``; None: not looked at.
+        mark: the `fingerprint` of its checkpoint; None: not looked at.
+
+    Raises:
+        CapabilityError: another shape or other weights.
+    """
+    trained_for, remedy = config.target or "another model", f"use one that was trained for {name}, or train one"
+    for field in ("num_layers", "d_model", "vocab_size") if shape is not None else ():
+        ours = getattr(shape, field)
+        theirs = getattr(config, field, ours)
+        if theirs != ours:
+            raise CapabilityError(
+                asked, f"trained for {trained_for}: it has {field}={theirs}, {name} has {ours}", remedy
+            )
+    if config.fingerprint and mark is not None and config.fingerprint != mark:
+        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
 
 
 def _digest_file(digest: Any, file: Path) -> None:

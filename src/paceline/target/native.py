@@ -126,7 +126,7 @@ class NativeLinear:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
-        _require(library.pl_linear(self.struct, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()))
+        require(library.pl_linear(self.struct, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()))
         return y
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class Stack:
             norm=norm,
             head=self.head.struct,
         )
-        self._reference = ctypes.byref(self._model)
+        self.reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
         self._last: tuple[Callable[[], Any], native.Pass] | None = None  # the cache of the last pass, and see `_pass`
@@ -288,6 +288,11 @@ class Stack:
             wrong = f"its final norm has eps {eps:g}, these layers have {decoder.config.norm_eps:g}"
             raise CapabilityError("compiled layers over the final norm of a target", wrong, "use native=False")
         return lender.stack.head, norm
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Vocabulary and width."""
+        return self._model.vocab, self._model.d_model
 
     @property
     def norm_at(self) -> tuple[int | None, float]:
@@ -340,7 +345,7 @@ class Stack:
             ValueError: a cache, states or a plan of other shapes; slots, keys or positions that are not there; ranges
                 of adapters that overlap, are out of order or beyond the rows.
         """
-        hidden, plan = self._states(state.hidden), state.attn
+        hidden, plan = self.states(state.hidden), state.attn
         start, stop = start * self.stretch, stop * self.stretch
         out = torch.empty_like(hidden)
         k, v, stride = self._addresses(cache)
@@ -370,14 +375,14 @@ class Stack:
             limits = limits_of(state.special.limits)
             run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.now)
-        refused = self._run_layers(self._reference, run, start, stop)
+        refused = self._run_layers(self.reference, run, start, stop)
         if refused == _BAD_POSITION:
             lowest, highest = state.positions.aminmax()
             if lowest < 0:
                 raise ValueError(f"negative position {int(lowest)}")
             self._rotate(run, self._rope.reach(int(highest)))
-            refused = self._run_layers(self._reference, run, start, stop)
-        _require(refused)
+            refused = self._run_layers(self.reference, run, start, stop)
+        require(refused)
         return out
 
     def decide(self, asked: Asked, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
@@ -451,12 +456,12 @@ class Stack:
         if asked.adapters:
             ranges = self._ranges(asked.adapters, len(asked.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        refused = call(self._reference, run, self._embedding_at, *given)
+        refused = call(self.reference, run, self._embedding_at, *given)
         if refused == _BAD_POSITION:
             run.rotation = None
             self._rotate(run, self._rope.reach(highest))
-            refused = call(self._reference, run, self._embedding_at, *given)
-        _require(refused)
+            refused = call(self.reference, run, self._embedding_at, *given)
+        require(refused)
 
     def streams(self, streams: StreamSet) -> NativeStreams:
         """A set of streams in the form that the compiled layers use, made once."""
@@ -487,7 +492,7 @@ class Stack:
         made.rotation = None
         return made
 
-    def _states(self, hidden: Tensor) -> Tensor:
+    def states(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, d_model] in one piece."""
         if hidden.dim() != 2 or hidden.shape[1] != self._model.d_model or hidden.dtype != self.dtype:
             wanted = f"[rows, {self._model.d_model}] of {self.dtype}"
@@ -518,17 +523,17 @@ class Stack:
 
     def final(self, hidden: Tensor) -> Tensor:
         """[rows, d_model]: the final norm."""
-        hidden = self._states(hidden)
+        hidden = self.states(hidden)
         out = torch.empty_like(hidden)
-        _require(self._norm(self._reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
+        require(self._norm(self.reference, hidden.data_ptr(), hidden.shape[0], out.data_ptr()))
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab] float32: final norm and head."""
-        hidden = self._states(hidden)
+        hidden = self.states(hidden)
         rows, threads = hidden.shape[0], torch.get_num_threads()
         out = torch.empty(rows, self._model.vocab)
-        _require(self._logits(self._reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
+        require(self._logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
         return out
 
     def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
@@ -548,7 +553,7 @@ class Stack:
         """
         table = Chains(chains)
         run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
-        _require(self._roll(self._reference, run, self._embedding_at, limit, table.address, len(chains)))
+        require(self._roll(self.reference, run, self._embedding_at, limit, table.address, len(chains)))
         return table.read()
 
     def grow(
@@ -586,12 +591,12 @@ class Stack:
         run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
         more: tuple[Any, Any] = None, None
         if fused is not None and states is not None:
-            states = self._states(states)
+            states = self.states(states)
             if len(states) != sum(len(seed.pending) for seed in seeds):
                 raise ValueError(f"{len(states)} states for other numbers of pending tokens")
             more = fused.reference, states.data_ptr()
         given = limit, table.address, floor, *table.results, *more
-        _require(self._grow(self._reference, run, self._embedding_at, *given))
+        require(self._grow(self.reference, run, self._embedding_at, *given))
         return table.read()
 
     def sample(
@@ -621,14 +626,14 @@ class Stack:
             ValueError: as `grow`; nothing was computed.
         """
         table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, self._model.vocab)
-        states = self._states(states)
+        states = self.states(states)
         if len(states) != sum(len(sprout.pending) for sprout in sprouts):
             raise ValueError(f"{len(states)} states for other numbers of pending tokens")
         run, limit = self._reaching(cache, table.last), self._model.vocab
         raw = torch.empty(sum(sprout.steps for sprout in sprouts), limit)
         known = None if info is None else info.reference
         given = limit, fused.reference, known, table.address, states.data_ptr(), raw.data_ptr(), *table.results
-        _require(self._sample(self._reference, run, self._embedding_at, *given))
+        require(self._sample(self.reference, run, self._embedding_at, *given))
         return raw, table.read()
 
     def _reaching(self, cache: KVCache, last: int) -> native.Pass:
@@ -681,7 +686,7 @@ def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
         return best.indices.tolist(), best.values.tolist()
     logits = logits.contiguous()
     tokens, log_q = (ctypes.c_int64 * (rows * k))(), (ctypes.c_float * (rows * k))()
-    _require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
+    require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
     starts = range(0, rows * k, k)
     return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
 
@@ -694,7 +699,7 @@ def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> No
         row.base, row.keys = -1, hold(keys, (count,), held)
 
 
-def _require(refused: int) -> None:
+def require(refused: int) -> None:
     """Raise what compiled code refused.
 
     Raises:

@@ -321,30 +321,6 @@ def read_config(folder: str | Path) -> StreamConfig:
     return StreamConfig.from_json(values, str(file))
 
 
-def check_target(asked: str, config: StreamConfig, name: str, shape: Any = None, mark: str | None = None) -> None:
-    """Refuse a set that was trained for another target.
-
-    Args:
-        asked: how the message begins.
-        config: of the set.
-        name: of the target.
-        shape: what has its ``num_layers``, ``d_model`` and ``vocab_size``; None: not looked at.
-        mark: the `fingerprint` of its checkpoint; None: not looked at.
-
-    Raises:
-        CapabilityError: another shape or other weights.
-    """
-    trained_for, remedy = config.target or "another model", f"use a set that was trained for {name}, or train one"
-    for field in ("num_layers", "d_model", "vocab_size") if shape is not None else ():
-        theirs, ours = getattr(config, field), getattr(shape, field)
-        if theirs != ours:
-            raise CapabilityError(
-                asked, f"trained for {trained_for}: it has {field}={theirs}, {name} has {ours}", remedy
-            )
-    if config.fingerprint and mark is not None and config.fingerprint != mark:
-        raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
-
-
 def check_exit(asked: str, streams: StreamSet, layer: int | None) -> None:
     """Refuse to prune where a set has no early exit.
 

@@ -28,6 +28,7 @@ KINDS = {
     "target": "paceline.training.target:TargetKind",
     "draft_model": "paceline.drafters.distillation:DraftModelKind",
     "streams": "paceline.drafters.streams.recipe:StreamsKind",
+    "medusa": "paceline.drafters.medusa.recipe:MedusaKind",
     "lyanna": "paceline.drafters.lyanna.recipe:LyannaKind",
     "eagle": "paceline.drafters.eagle.recipe:EagleKind",
 }

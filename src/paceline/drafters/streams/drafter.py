@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import accumulate
-from math import inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -24,11 +22,11 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...core.tree_lists import PADDING, TreeLists
-from ...target.files import fingerprint
+from ...target.files import check_target, fingerprint
 from ...target.native import top
-from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, check_target, read_config
+from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
 from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures, StreamRules
-from ..proposal import Proposal, to_tree
+from ..proposal import Proposal, best_nodes, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 
 if TYPE_CHECKING:
@@ -292,39 +290,6 @@ def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tens
     tokens = sampler.draw(q, [*range(first, first + len(logits))])
     log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
     return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
-
-
-def best_nodes(
-    tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int, floor: float = 0.0
-) -> Proposal:
-    """The best nodes of the product tree, by the sum of log q along their path, best first.
-
-    Args:
-        tokens: [depth][k] tokens of each level, likeliest first.
-        log_q: [depth][k] their log-probabilities, descending; -inf where a rule forbids the token.
-        budget: nodes wanted.
-        floor: chance of a path from which on nothing more is wanted; the best node always is.
-
-    A node is reached from its parent (the first child) or from the sibling before it, neither of which has a
-    smaller score; so a heap yields the nodes in order without listing the tree.
-    """
-    made = Proposal()
-    add = made.add
-    most = -log(floor) if floor > 0 else inf
-    depth, heap, order = len(tokens), [(-log_q[0][0], 0, 0, 0, 0)], 1  # (-score, order, parent, level, rank)
-    while heap and len(made.tokens) < budget:
-        cost, _, parent, level, rank = heappop(heap)
-        if cost == inf or (cost > most and made.tokens):
-            break
-        node = add(parent, tokens[level][rank], -cost)
-        row = log_q[level]
-        if rank + 1 < len(row):
-            heappush(heap, (cost + row[rank] - row[rank + 1], order, parent, level, rank + 1))
-            order += 1
-        if level + 1 < depth:
-            heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
-            order += 1
-    return made
 
 
 def _tree(roots: Sequence[int], proposals: Sequence[Proposal]) -> TokenTree:

@@ -21,6 +21,7 @@ from ...core.errors import ConfigError
 from ...target.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
 from ...target.files import fingerprint
 from ...target.streams import StreamConfig, StreamSet
+from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
 from ...training.data import TokenBatch
 from ...training.features import likeliest
 from ...training.losses import RowOptions, SoftTarget, TargetHidden, TargetTop, cross_entropy, distilled, ngram
@@ -39,8 +40,6 @@ from ...training.trainer import StepContext, setting
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
 
-TOP = 3  # children of a node that the simulated tree counts, as many as the drafter takes by default
-_EVALUATED_LOGITS = 2**21  # elements held at a time
 # Streams start far from what they are to say (9.6 nats a token where a trained set has 2), so adapters must move fast:
 # with 4 times the rank 120 steps gave 1.2 tokens accepted on held-out SQL where the rank itself gave 0.4.
 ALPHA_PER_RANK = 4.0
@@ -383,8 +382,8 @@ class StreamRecipe:
 
     def _tally(self, tally: Tally, final: Tensor, streams: Tensor, aims: Aims) -> None:
         """Count a batch, some carriers at a time."""
-        says = _argmax(final, self.network.head_weight)  # [B * T] the target's own next tokens
-        step = max(1, _EVALUATED_LOGITS // (self.network.head_weight.shape[0] * streams.shape[1]))
+        says = argmax(final, self.network.head_weight)  # [B * T] the target's own next tokens
+        step = max(1, EVALUATED_LOGITS // (self.network.head_weight.shape[0] * streams.shape[1]))
         for start in range(0, len(streams), step):
             cut = slice(start, start + step)
             logits = self.network.logits(streams[cut].to(self.network.head_weight.dtype)).float()  # [n, gamma, V]
@@ -399,42 +398,6 @@ class StreamRecipe:
         counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
         values = {**facts, **counted, "attention_limit": self.options.attention_limit}
         (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
-
-
-# -- what streams are to say
-
-
-@dataclass(frozen=True, slots=True)
-class Aims:
-    """Tokens that the streams of R carriers are to predict."""
-
-    tokens: Tensor  # [R, gamma] y_{t+1+j}; 0 where there is none
-    exists: Tensor  # [R, gamma] bool
-    main: Tensor  # [R, gamma] flat main row t + j, which says p(y_{t+1+j}); the carrier itself where there is none
-    following: Tensor  # [R] y_{t+1}
-    counts: Tensor  # [gamma] rows of the whole batch that have a target: the denominators
-    rows: int  # carriers of the whole batch
-
-    @staticmethod
-    def of(batch: TokenBatch, carriers: Carriers, gamma: int, whole: Aims | None = None) -> Aims:
-        """The aims of ``carriers``, a segment of those of ``whole``."""
-        documents, tokens = batch.documents, batch.tokens.flatten()
-        length = documents.shape[1]
-        steps = torch.arange(1, gamma + 1, device=tokens.device)
-        column = carriers.index[:, None] % length + steps + 1  # [R, gamma] place of the target in its row
-        flat = carriers.index[:, None] + steps + 1
-        inside = torch.where(column < length, flat, carriers.index[:, None])
-        flat_documents = documents.flatten()
-        exists = (column < length) & (flat_documents[inside] == flat_documents[carriers.index][:, None])
-        main = torch.where(exists, flat - 1, carriers.index[:, None])
-        return Aims(
-            tokens=torch.where(exists, tokens[inside], 0),
-            exists=exists,
-            main=main,
-            following=tokens[(carriers.index + 1).clamp(max=len(tokens) - 1)],
-            counts=exists.sum(0) if whole is None else whole.counts,
-            rows=len(carriers) if whole is None else whole.rows,
-        )
 
 
 def _by_stream(losses: Tensor) -> dict[str, float]:
@@ -466,57 +429,6 @@ def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 def _nothing(parameters: Sequence[nn.Parameter]) -> Tensor:
     """A zero that every parameter is part of: a batch without answers."""
     return sum((p.sum() * 0.0 for p in parameters), start=parameters[0].new_zeros(()))
-
-
-# -- held-out counts
-
-
-class Tally:
-    """Sums of held-out figures of one domain."""
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-        self.hits = torch.zeros(2, gamma)  # likeliest, top 3
-        self.losses, self.found = torch.zeros(gamma), torch.zeros(gamma)
-        self.runs, self.carriers = [0.0, 0.0], 0
-        self.main_loss, self.main_weight = 0.0, 0.0
-
-    def main(self, loss: float, weight: float) -> None:
-        """Next-token losses of a batch."""
-        self.main_loss += loss
-        self.main_weight += weight
-
-    def count(self, logits: Tensor, says: Tensor, tokens: Tensor, exists: Tensor) -> None:
-        """Some carriers: logits [n, gamma, V], the target's tokens and the data's [n, gamma], which exist."""
-        top = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices == says[..., None]
-        hit = torch.stack((top[..., 0], top.any(-1))) & exists  # [2, n, gamma]
-        counted = exists.any(-1)
-        self.runs = [a + float(b) for a, b in zip(self.runs, hit.long().cumprod(-1).sum((1, 2)), strict=True)]
-        self.carriers += int(counted.sum())
-        self.hits += hit.sum(1).cpu()
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
-        self.losses += (loss * exists).sum(0).cpu()
-        self.found += exists.sum(0).cpu()
-
-    def figures(self) -> dict[str, float]:
-        """Names hold ``{}`` where the domain goes."""
-        made = {}
-        if self.main_weight:
-            made["loss/{}/main"] = self.main_loss / self.main_weight
-        if self.carriers:
-            made["accepted/{}"] = self.runs[0] / self.carriers
-            made[f"accepted_top{TOP}/{{}}"] = self.runs[1] / self.carriers
-        for j in range(self.gamma):
-            if self.found[j]:
-                made[f"agreement/{{}}/{j + 1}"] = float(self.hits[0, j] / self.found[j])
-                made[f"loss/{{}}/stream_{j + 1}"] = float(self.losses[j] / self.found[j])
-        return made
-
-
-def _argmax(final: Tensor, head: Tensor) -> Tensor:
-    """[rows] likeliest tokens."""
-    step = max(1, _EVALUATED_LOGITS // head.shape[0])
-    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in final.split(step)])
 
 
 # -- states of streams beside those that they run ahead of (fig. 5)

@@ -1,0 +1,238 @@
+"""Drafts by several heads on the target's last state (Medusa, Cai et al. 2024).
+
+Head j says what comes j + 2 tokens behind the last state's own token, whatever the token in between is. That state is
+of the token in front of the root, so head 0 proposes children of the root, head 1 their children, and so on. Which of a
+head's likeliest tokens become nodes is fixed before: the tree that has the most hits by the heads' calibrated rates
+(section 3.3). Its tokens and their scores are those of the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.inference import inference
+from ...core.tree import TokenTree
+from ...target.files import check_target, fingerprint
+from ...target.linear import LinearOp, make_linear
+from ...target.native import top
+from ...target.native_heads import NativeHeads
+from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures
+from ..proposal import Proposal, best_nodes, to_tree
+from ..registry import DrafterConfig, DrafterContext, option
+from .heads import MOST_HEADS, Heads, load, read_config
+
+if TYPE_CHECKING:
+    from ...target.base import TargetInfo
+    from ...target.handle import TargetHandle
+
+MAX_NODES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(DrafterConfig):
+    """Medusa: heads on the target's last state, one for each token ahead."""
+
+    kind: ClassVar[str] = "medusa"
+    subject: ClassVar[str] = "path"
+
+    path: str = option(help="folder of trained heads, ours or as the Medusa repository saves them")
+    depth: int | None = option(
+        None, help="heads to draft with; default: as many as were trained", minimum=1, maximum=MOST_HEADS
+    )
+    nodes: int = option(24, help="nodes of the tree, those with the best hit rates", minimum=1, maximum=MAX_NODES)
+    topk: int = option(10, help="most tokens taken of a head; 1: a chain", minimum=1, maximum=64)
+    proposes: Literal["point", "coupled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise"
+    )
+
+    def build(self, context: DrafterContext) -> MedusaDrafter:
+        """Load the heads, and check that they were trained for the target."""
+        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
+        config, asked = read_config(folder), f"drafter={self.kind}:{self.path}"
+        if config is not None and config.fingerprint and context.target_folder is not None:
+            check_target(asked, config, context.target or "this target", mark=fingerprint(context.target_folder))
+        return MedusaDrafter(self, load(folder, context.dtype, context.device or "cpu"))
+
+
+class MedusaDrafter:
+    """Proposes a static tree over the heads' likeliest tokens.
+
+    Args:
+        config: shape and kind of the drafts.
+        heads: trained heads, in the target's dtype.
+
+    Raises:
+        ConfigError: more heads are asked for than there are.
+    """
+
+    def __init__(self, config: MedusaConfig, heads: Heads) -> None:
+        self.config, self.heads = config, heads
+        trained = heads.config.heads
+        config.require("depth", (config.depth or 1) <= trained, f"is more than the {trained} heads that were trained")
+        self.trees = static_trees(
+            heads.config.hit_rates(config.topk)[: config.depth], config.nodes if config.topk > 1 else trained
+        )
+        full = self.trees[-1]
+        self._k = 1 + max(rank for tree in self.trees for rank in tree.tokens)
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=(-1,),
+            network=True,
+            level_logits=True,
+            proposes=config.proposes,
+            default_budget=len(full),
+            tree=not full.is_chain,
+        )
+        self._pass: HeadPass | None = None
+        self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position behind
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the heads against the target, and bring them into the fastest form."""
+        config = self.heads.config
+        check_target(f"Medusa heads for {config.target or 'another target'}", config, target.name, target)
+        self._k = min(self._k, target.vocab_size)
+        self._pass = HeadPass(self.heads, target.handle, len(self.trees))
+
+    def observe(self, step: StepFeatures) -> None:
+        """Note where each sequence's last state is."""
+        states = step.hidden.get(-1)
+        for b, view in enumerate(step.sequences):
+            rows = step.hidden_rows[b] if states is not None else slice(0, 0)
+            if states is None or rows.start == rows.stop:
+                self._last.pop(view.key, None)
+            else:
+                self._last[view.key] = states, rows.stop - 1, step.first[b] + rows.stop - rows.start
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget ended or preempted sequences."""
+        for key in keys:
+            self._last.pop(key, None)
+
+    @inference
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence; the root alone where no state of the token in front of it was seen."""
+        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
+        able = [i for i, (view, budget, depth) in enumerate(rows) if min(budget, depth) > 0 and self._knows(view)]
+        proposals = [Proposal() for _ in want.sequences]
+        want.passes = 1 if able else 0
+        if able:
+            found = self._levels([want.sequences[i] for i in able])
+            for i, (tokens, log_q) in zip(able, found, strict=True):
+                tree = self.trees[min(want.max_depths[i], len(self.trees)) - 1]
+                proposals[i] = filled(tree, tokens, log_q, want.budgets[i])
+        return to_tree([view.tokens[-1] for view in want.sequences], proposals, trusted=True)
+
+    # -- the heads
+
+    def _knows(self, view: SequenceView) -> bool:
+        """Whether its last known state is that of the token in front of the root."""
+        last = self._last.get(view.key)
+        return last is not None and last[2] == len(view.tokens) - 1
+
+    def _levels(self, views: Sequence[SequenceView]) -> list[Levels]:
+        """What each head says to each sequence: its best tokens and their log q."""
+        assert self._pass is not None, "bind comes before propose"
+        states, k = self._states(views), self._k
+        samplers, noisy = [view.sampler for view in views], self.config.proposes == "coupled"
+        compiled = self._pass.native
+        if compiled is not None and all(s.plain or s.draws for s in samplers):
+            rules = None if all(s.plain for s in samplers) else b"".join([s.rules for s in samplers])
+            return compiled.best(states, k, [len(view.tokens) for view in views], rules, noisy)
+        logits = self._pass.logits(states)  # [n, heads, V]
+        scores = torch.cat([self._scores(*row) for row in zip(views, logits, strict=True)])
+        tokens, log_q = top(scores, k)
+        starts = range(0, len(tokens), logits.shape[1])
+        return [(tokens[i : i + logits.shape[1]], log_q[i : i + logits.shape[1]]) for i in starts]
+
+    def _states(self, views: Sequence[SequenceView]) -> Tensor:
+        """[n, d_model] the last states; without a copy where there is one."""
+        places = [self._last[view.key] for view in views]
+        states = [held[row : row + 1] for held, row, _ in places]
+        return states[0] if len(states) == 1 else torch.cat(states)
+
+    def _scores(self, view: SequenceView, logits: Tensor) -> Tensor:
+        """[heads, V]: the softmax of row j is the chance that a token is what the target says there."""
+        if view.sampler.plain:
+            return logits
+        if self.config.proposes == "point":
+            return view.sampler.process(logits)
+        first = len(view.tokens)
+        return view.sampler.scores(logits, None, [*range(first, first + len(logits))])
+
+
+class HeadPass:
+    """The heads over a target, ready to run.
+
+    Args:
+        heads: trained heads.
+        handle: of the target.
+        count: heads that are used, the first ones.
+    """
+
+    def __init__(self, heads: Heads, handle: TargetHandle, count: int) -> None:
+        dtype, width = handle.dtype, heads.config.d_model
+        matrices, bias = heads.matrices()[: count * width].to(dtype), heads.bias.detach()[:count].to(dtype)
+        own = None if heads.own is None else heads.own.detach()[:count].to(dtype)
+        self.handle, self.count = handle, count
+        self.native = None if handle.stack is None else NativeHeads(handle.stack, matrices, bias, own)
+        self.blocks: LinearOp
+        self.own: Sequence[LinearOp] | None
+        if self.native is not None:
+            self.blocks, self.own = self.native.blocks, self.native.own or None
+        else:
+            self.blocks = make_linear(matrices, bias.flatten())
+            self.own = None if own is None else [make_linear(part, None) for part in own]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[rows, heads, V] float32 or wider, from raw states [rows, d_model]: the reference of `NativeHeads.best`."""
+        normed = self.handle.final(states)
+        inner = self.blocks.wide(normed).unflatten(1, (self.count, -1))  # [rows, heads, d_model]
+        made = (normed.to(inner.dtype)[:, None] + torch.nn.functional.silu(inner)).to(normed.dtype)
+        if self.own is None:
+            return self.handle.logits(made.flatten(0, 1), normed=True).unflatten(0, (-1, self.count))
+        return torch.stack([head.wide(made[:, j].contiguous()) for j, head in enumerate(self.own)], dim=1)
+
+
+def static_trees(rates: Sequence[Sequence[float]], nodes: int) -> list[Proposal]:
+    """The trees of 1, 2, .. levels that hit most often, best nodes first; ``tokens`` are ranks among a head's tokens.
+
+    A path of ranks is taken to be right with the product of their hit rates (section 3.3).
+
+    Args:
+        rates: [heads][k] how often each of a head's likeliest tokens is right, never rising.
+        nodes: of a tree, at most.
+    """
+    ranks, scores = [[*range(len(row))] for row in rates], [[log(rate) for rate in row] for row in rates]
+    return [best_nodes(ranks[:depth], scores[:depth], nodes) for depth in range(1, len(rates) + 1)]
+
+
+def filled(tree: Proposal, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], budget: int) -> Proposal:
+    """The first nodes of a static tree with the tokens of the moment, without those that a rule forbids.
+
+    Args:
+        tree: of `static_trees`.
+        tokens, log_q: [levels][k] of each head, best first.
+        budget: nodes wanted.
+    """
+    made, places, levels = Proposal(), [0], [0]  # of the tree's nodes: the node made of each, -1 none; its level
+    for rank, parent in zip(tree.tokens, tree.parents, strict=True):
+        if len(made) == budget:
+            break
+        level, place = levels[parent], places[parent]
+        levels.append(level + 1)
+        chance = log_q[level][rank] if rank < len(log_q[level]) else -inf
+        if place < 0 or chance == -inf:
+            places.append(-1)
+            continue
+        above = made.log_scores[place - 1] if place else 0.0
+        places.append(made.add(place, tokens[level][rank], above + chance))
+    return made

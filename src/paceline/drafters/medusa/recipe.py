@@ -1,0 +1,229 @@
+"""The recipe ``medusa``: heads on the last state of a frozen target, whose head serves all of them.
+
+Source: Medusa (Cai et al. 2024), section 3.2.1 (Medusa-1), with distillation from the target beside the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...core.options import check, option
+from ...target.files import fingerprint
+from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
+from ...training.data import TokenBatch
+from ...training.features import Features, OnlineFeatures, last_states
+from ...training.losses import SoftTarget, TargetHidden, TargetTop, distilled
+from ...training.multistream import Carriers, choose_carriers
+from ...training.network import Network
+from ...training.trainer import StepContext
+from .heads import MOST_HEADS, Heads, HeadsConfig, load
+
+if TYPE_CHECKING:
+    from ...training.registry import BuildContext
+
+RANKS = 10  # of each head's likeliest tokens, whose hit rates are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions:
+    """How many heads, and what they learn from."""
+
+    heads: int = option(4, help="tokens drafted ahead", minimum=1, maximum=MOST_HEADS)
+    rank: int = option(0, help="of each head's matrix; 0: a full one", minimum=0)
+    decay: float = option(
+        0.8, help="weight of each further head's loss, of the one before (lambda)", above=0, maximum=1
+    )
+    distill: float = option(
+        0.8, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
+    )
+    top: int = option(
+        0,
+        help="likeliest tokens of the target that are learned, all others as one; 0: all. A cache holds them",
+        minimum=0,
+    )
+    positions: float = option(
+        1.0, help="share of the answers' tokens that are learned from in a step", above=0, maximum=1
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class MedusaRecipe:
+    """sum_j lambda^j (w KL(p, q_j) + (1 - w) CE_j), with p what the target says j + 1 tokens later.
+
+    Args:
+        heads: what is trained.
+        target: the frozen target.
+        options: the loss.
+        held_out: batches by domain, which calibrate the heads, too.
+        features: what the target says and its states, from a cache; None: it is run on each batch.
+    """
+
+    name = "medusa"
+
+    def __init__(
+        self,
+        heads: Heads,
+        target: Network,
+        options: MedusaOptions,
+        held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
+        features: Features | None = None,
+    ) -> None:
+        self.module, self.target, self.options, self.held_out = heads, target, options, held_out or {}
+        self.features = features or OnlineFeatures(target, options.top)
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """The weighted mean over the heads' tokens, and each head's part of it (nats)."""
+        carriers = choose_carriers(batch, self.options.positions, context.generator)
+        aims, count = Aims.of(batch, carriers, self.module.config.heads), self.module.config.heads
+        weights = aims.exists * batch.weights.flatten()[aims.main]  # [R, heads] of the tokens aimed at
+        sums = weights.sum(0)
+        scale = torch.tensor([self.options.decay**j for j in range(count)], device=weights.device)
+        normed = self._normed(self.features.states(batch), carriers)
+        loss, parts = distilled(
+            self.module(normed).flatten(0, 1),
+            self.target.head_weight,
+            self._said(batch, aims, weights),
+            aims.tokens.flatten(),
+            (weights * scale / sums.clamp_min(1e-9)).flatten(),
+            share=self.options.distill,
+            denominator=float(scale.sum()),
+            check=False,
+        )
+        means = (parts.unflatten(1, (-1, count)) * weights).sum(1) / sums  # [2, heads]
+        return loss, _figures("kl", means[0]) | _figures("ce", means[1])
+
+    def _normed(self, states: Tensor, carriers: Carriers) -> Tensor:
+        """[R, d_model] the carriers' states behind the final norm."""
+        with torch.no_grad():
+            return self.target.final(states.flatten(0, 1)[carriers.index])
+
+    def _said(self, batch: TokenBatch, aims: Aims, weights: Tensor) -> SoftTarget:
+        """What the target says where each head's token comes next: `Features.said`, row for row of [R * heads]."""
+        known = batch.weights.flatten() > 0
+        places = torch.where(weights > 0, (known.cumsum(0) - 1)[aims.main], 0).flatten()
+        found = self.features.said(batch)
+        if isinstance(found, TargetTop):
+            return TargetTop(found.ids[places], found.log_probs[places])
+        assert isinstance(found, TargetHidden), "features give one of the two"
+        return TargetHidden(found.hidden[places], found.head)
+
+    # -- held-out figures
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """By domain, teacher-forced: each head's loss with the text (nats) and agreement with the target's likeliest
+        token, and the length of a chain, and of a tree of three children a node, that would be accepted."""
+        figures: dict[str, float] = {}
+        for domain, batches in self.held_out.items():
+            tally = Tally(self.module.config.heads)
+            for logits, says, aims in self._outputs(batches):
+                tally.count(logits, says, aims.tokens, aims.exists)
+            figures |= {name.format(domain): value for name, value in tally.figures().items()}
+        return figures
+
+    def _outputs(self, batches: Sequence[TokenBatch]) -> Iterator[tuple[Tensor, Tensor, Aims]]:
+        """Of some rows at a time: logits [n, heads, V], the target's likeliest tokens [n, heads], what is aimed at."""
+        count, head = self.module.config.heads, self.target.head_weight
+        for held in batches:
+            batch = held.to(head.device)
+            states, carriers = last_states(self.target, batch), choose_carriers(batch)
+            says = argmax(self.target.final(states).flatten(0, 1), head)  # [B * T]
+            for part in carriers.segments(max(1, EVALUATED_LOGITS // (head.shape[0] * count))):
+                aims = Aims.of(batch, part, count)
+                logits = self.target.logits(self.module(self._normed(states, part))).float()
+                yield logits, says[aims.main], aims
+
+    @torch.no_grad()
+    def calibrated(self) -> HeadsConfig:
+        """The heads' shape, with the rates at which their likeliest tokens are the target's on all held-out answers."""
+        count = self.module.config.heads
+        hits, rows = torch.zeros(count, min(RANKS, self.module.config.vocab_size)), torch.zeros(count)
+        for batches in self.held_out.values():
+            for logits, says, aims in self._outputs(batches):
+                hit = logits.topk(hits.shape[1], dim=-1).indices == says[..., None]  # [n, heads, ranks]
+                hits += (hit & aims.exists[..., None]).sum(0).cpu()
+                rows += aims.exists.sum(0).cpu()
+        if not bool((rows > 0).all()):  # no held-out data, or too short: a guess is made in their place
+            return replace(self.module.config, accuracies=())
+        rates = (hits / rows[:, None]).tolist()
+        return replace(self.module.config, accuracies=tuple(tuple(round(rate, 5) for rate in row) for row in rates))
+
+    # -- result
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """`Heads.save` in bf16 with calibrated hit rates, and ``training.json``: facts and number of parameters."""
+        self.module.config = self.calibrated()
+        self.module.save(folder)
+        values = {**facts, "parameters": sum(parameter.numel() for parameter in self.module.parameters())}
+        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _figures(name: str, values: Tensor) -> dict[str, float]:
+    """Of the heads that some row of the batch has a token for."""
+    return {f"{name}_{j}": value for j, value in enumerate(values.tolist(), 1) if value == value}
+
+
+class MedusaKind:
+    """How ``paceline train medusa`` builds the recipe."""
+
+    name = "medusa"
+    needs_target = True
+    takes_init = True  # trained heads to go on from, of the same shape
+    Options: ClassVar[type[MedusaOptions]] = MedusaOptions
+
+    def imitates(self, options: MedusaOptions) -> bool:
+        """True: a draft is accepted where it agrees with the target."""
+        return True
+
+    def top(self, options: MedusaOptions) -> int:
+        """Its option."""
+        return options.top
+
+    def states(self, options: MedusaOptions) -> bool:
+        """True: heads read the target's last states."""
+        return True
+
+    def build(self, options: MedusaOptions, context: BuildContext) -> MedusaRecipe:
+        """Fresh heads over the context's target, or those in ``context.init``.
+
+        Raises:
+            ConfigError: no target, or heads of another shape to go on from.
+        """
+        if context.target is None or context.target_folder is None:
+            raise ConfigError("training Medusa heads", "there is no target to train them for", "give --target")
+        shape, folder = context.target.config, Path(context.target_folder)
+        config = HeadsConfig(
+            heads=options.heads,
+            d_model=shape.d_model,
+            vocab_size=shape.vocab_size,
+            rank=options.rank,
+            target=folder.name,
+            fingerprint=fingerprint(folder),
+        )
+        if context.init is None:
+            heads = Heads.fresh(config, torch.Generator().manual_seed(context.seed))
+        else:
+            heads = _continued(context.init, config)
+        return MedusaRecipe(heads.to(context.device), context.target, options, context.held_out, context.features)
+
+
+def _continued(folder: Path, config: HeadsConfig) -> Heads:
+    """The heads in ``folder``, to be trained on; their target may have been an earlier state of this one."""
+    heads = load(folder, torch.float32).requires_grad_(True)
+    found = replace(heads.config, accuracies=(), target=config.target, fingerprint=config.fingerprint)
+    if differ := [f.name for f in fields(config) if getattr(found, f.name) != getattr(config, f.name)]:
+        name = differ[0]
+        wrong = f"its {name} is {asdict(found)[name]!r}, this run's {asdict(config)[name]!r}"
+        raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
+    heads.config = config
+    return heads
