@@ -9,7 +9,6 @@ Source: Lyanna, sections 5.2 (Algorithm 1, naive beam sampling) and 5.3 (Algorit
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..proposal import Proposal
+from ..proposal import Proposal, best_nodes
 
 # Tokens [n] -> what each says about the logits of its children, [n, V]; None: nothing, for all
 Bias = Callable[[Sequence[int]], "Tensor | None"]
@@ -120,27 +119,11 @@ def left_over(drafted: Drafted | None, length: int, threshold: int) -> Tensor | 
 def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:
     """The naive way (section 5.2): the ``budget`` paths with the highest product of probabilities, levels independent.
 
-    A node that is taken shows its ``width`` likeliest children; the likeliest of all nodes shown is taken next.
-
     Args:
         logits: [levels, V] raw.
+        width: tokens of a level that are looked at.
     """
+    if not len(logits):
+        return Proposal()
     best = logits.log_softmax(-1).topk(min(width, logits.shape[1]), dim=-1)
-    tokens, values = best.indices.tolist(), best.values.tolist()
-    made = Proposal()
-    shown: list[tuple[float, int, int, int, int]] = []  # -score, order of showing, parent, level, token
-
-    def show(parent: int, level: int) -> None:
-        above = made.log_scores[parent - 1] if parent else 0.0
-        for token, value in zip(tokens[level], values[level], strict=True):
-            heapq.heappush(shown, (-(above + value), next(order), parent, level, token))
-
-    order = iter(range(len(tokens) * width * (budget + 1) + 1))
-    if len(tokens):
-        show(0, 0)
-    while shown and len(made) < budget:
-        score, _, parent, level, token = heapq.heappop(shown)
-        node = made.add(parent, token, -score)
-        if level + 1 < len(tokens):
-            show(node, level + 1)
-    return made
+    return best_nodes(best.indices.tolist(), best.values.tolist(), budget)
