@@ -26,8 +26,9 @@ from ...target.native_states import NativeTokenInfo, Sprout
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
-from ..states.body import LAST, Size, StateBody
+from ..states.body import Size, StateBody
 from ..states.head import check_fit
+from ..states.network import LAST, HeadNetwork
 from .model import LyannaModel, read_shape, tokenizer_mark
 from .token_info import EPS
 from .trees import Bias, Chain, Drafted, Rule, beam_sampling, left_over, token_info_sampling
@@ -141,7 +142,9 @@ class LyannaDrafter:
         theirs["tokenizer"] = tokenizer_mark(target.tokenizer)
         check_fit(asked, shape.target, ours, theirs, target.name)
         size = Size(self.depth, self.config.past, max_sequences, pool_tokens)
-        self._body = StateBody(self.model.head, target, size, device, self.model.reads_tokens)
+        reads = self.model.reads_tokens
+        network = HeadNetwork(self.model.head, target.handle, device, reads)
+        self._body = StateBody(network, target.handle, size, device, reads)
         self._bias = _bias(self.model, self._body, device)
         self._info = None if self._body.fuse is None else _compiled_info(self.model)
 
@@ -199,7 +202,7 @@ class LyannaDrafter:
 
     def _sample(self, drafts: Sequence[_Draft]) -> None:
         """What `_grow` does, in one compiled call."""
-        body, stack = self.body, self.body.decoder.stack
+        body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
         able = [draft for draft in drafts if draft.steps or draft.again is not None]
         fresh = [draft for draft in able if draft.steps]
@@ -288,7 +291,7 @@ class LyannaDrafter:
             states = body.extend([drafts[i].view for i in alive], torch.stack([chains[i][-1] for i in alive]), step)
             for i, state in zip(alive, states, strict=True):
                 chains[i].append(state)
-        logits = body.handle.logits(torch.stack([state for chain in chains for state in chain]), normed=True)
+        logits = body.network.logits(torch.stack([state for chain in chains for state in chain]))
         for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
             self._keep(draft, own)
 
