@@ -55,6 +55,7 @@ class ModelShape:
     sliding_layers: int = 0
     experts: Experts | None = None
     source: str = ""
+    hub: str = ""  # its name on the hub, where it has one
 
     @property
     def attention_parameters(self) -> int:
@@ -209,7 +210,7 @@ def shape_of(values: Mapping[str, Any], name: str) -> ModelShape:
     if not head_dim or heads % kv_heads:
         wrong = f"{heads} heads of width {width} share {kv_heads} K/V heads"
         raise ConfigError(f"config of {name}", wrong, "restore the file from where the model came")
-    window = read.window()
+    window, hub = read.window(), str(values.get("hub", ""))
     return ModelShape(
         name=name,
         d_model=width,
@@ -224,7 +225,8 @@ def shape_of(values: Mapping[str, Any], name: str) -> ModelShape:
         window=window,
         sliding_layers=read.sliding(layers) if window else 0,
         experts=experts,
-        source=str(values.get("source", "")),
+        source=", ".join(filter(None, (hub and f"config.json of {hub}", str(values.get("source", ""))))),
+        hub=hub,
     )
 
 
