@@ -130,6 +130,7 @@ class LyannaDrafter:
         self._bias: Bias = lambda tokens: None
         self._info: NativeTokenInfo | None = None  # the same for compiled code
         self._drafted: dict[int, Drafted] = {}  # by sequence: logits that were not used again so far
+        self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
 
     # -- the contract
 
@@ -239,6 +240,7 @@ class LyannaDrafter:
     def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
         """The new draft's chain; its logits [steps, V] stay for the next time."""
         draft.fresh = self._chain(draft.view, logits)
+        self.states_drafted += len(logits)
         self._drafted[draft.view.key] = Drafted(len(draft.view.tokens), logits)
         return draft.fresh
 
@@ -254,6 +256,7 @@ class LyannaDrafter:
             room = self._room(draft.budget)
             if left is not None and room:
                 draft.again = self._chain(draft.view, left[: min(room, draft.max_depth)])
+                self.states_reused += len(draft.again.logits)
         if self.config.resample != "alone" or draft.again is None:
             draft.steps = min(self.depth, most)
 
