@@ -123,6 +123,11 @@ def test_layers_before_a_mixture_are_dense(tmp_path: Path) -> None:
     assert shape.last_layers(2).experts is not None and shape.halved().experts is None
 
 
+def test_no_experts_are_a_dense_model(tmp_path: Path) -> None:
+    for none in ({"num_experts": 0}, {"num_local_experts": 1}, {"num_experts": 0, "moe_intermediate_size": 0}):
+        assert models.read_shape(write(tmp_path, **none)).experts is None
+
+
 def test_all_missing_fields_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing: num_attention_heads, vocab_size, max_position_embeddings"):
         models.read_shape(write(tmp_path, num_attention_heads=None, vocab_size=None, max_position_embeddings=None))
@@ -136,6 +141,8 @@ def test_all_missing_fields_are_named(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "share 3 K/V heads"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "5 of 4 experts"),
         ({"num_experts": 4}, "num_experts_per_tok"),
+        ({"num_experts": "four"}, "num_experts = 'four'"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
     ],
 )
 def test_sizes_that_cannot_be(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:

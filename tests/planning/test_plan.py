@@ -156,6 +156,8 @@ def test_acceptances_that_cannot_be(taus: dict[str, str], wrong: str) -> None:
         ({"depth": 0}, "depth must be 1 or more"),
         ({"width": 65}, "width must be 64 or less"),
         ({"draft": models.named("qwen3-8b")}, "qwen3-8b has 40,960 positions"),
+        ({"parallel": Parallel(tensor=65)}, "has 64 heads. Give 1 to 64"),
+        ({"parallel": Parallel(stages=81)}, "has 80 layers. Give 1 to 80"),
     ],
 )
 def test_bounds_are_named(given_: dict[str, Any], wrong: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.planning import machines, models, throughput
 from paceline.planning.models import ModelShape
-from paceline.planning.throughput import PAPER, Cost, Counting, Network, Parallel, Precision, Round, Speculation
+from paceline.planning.throughput import PAPER, Cost, Counting, Network, Parallel, Precision, RoundCost, Speculation
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
@@ -238,7 +238,7 @@ def test_one_pass_for_the_batch_is_cheaper_than_one_a_sequence(model: ModelShape
 
 @given(st.floats(1, 9), st.floats(0.01, 10), st.floats(0, 10), st.floats(0.01, 10))
 def test_the_multiplier_is_tokens_over_time(tau: float, plain: float, draft: float, verify: float) -> None:
-    made = Round(plain=plain, draft=draft, verify=verify)
+    made = RoundCost(plain=plain, draft=draft, verify=verify)
     assert made.multiplier(tau) * (draft + verify) == pytest.approx(tau * plain)
 
 

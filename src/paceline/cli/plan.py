@@ -48,14 +48,20 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="DRAFTER=T[@K]",
-            help="Mean tokens a round of drafts of K tokens [4], in the place of what is assumed. Repeat it.",
+            help="Mean tokens a round of drafts of K tokens (default: 4), in the place of what is assumed. Repeat it.",
         ),
     ] = None,
     window: Annotated[
-        Count, typer.Option(metavar="N", help="Keys that sparse drafts see beside the sink [an eighth of the context]")
+        Count,
+        typer.Option(
+            metavar="N",
+            help="Keys that sparse drafts see beside the sink. Default: an eighth of the context, 64 at least.",
+        ),
     ] = None,
-    depth: Annotated[Count, typer.Option(metavar="N", help="Tokens of a draft [the best of 1 to 8]")] = None,
-    width: Annotated[Count, typer.Option(metavar="N", help="Chains of a draft [the best of 1, 2 and 4]")] = None,
+    depth: Annotated[Count, typer.Option(metavar="N", help="Tokens of a draft. Default: the best of 1 to 8.")] = None,
+    width: Annotated[
+        Count, typer.Option(metavar="N", help="Chains of a draft. Default: the best of 1, 2 and 4.")
+    ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="Leave the LM head and attention's arithmetic out, as SPIRe's paper does.")
     ] = False,

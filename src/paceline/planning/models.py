@@ -259,6 +259,10 @@ class _Reader:
             raise ConfigError(f"config of {self.name}", wrong, "restore the file from where the model came")
         return value
 
+    def or_zero(self, field: str) -> int:
+        """A size that may be absent, null, false or 0."""
+        return (self.optional(field) or 0) if self.values.get(field) else 0
+
     def refuse_missing(self) -> None:
         if self.missing:
             wrong = f"fields are missing: {', '.join(self.missing)}"
@@ -273,16 +277,16 @@ class _Reader:
             raise CapabilityError(asked, wrong, "name a model whose layers attend to keys and values")
 
     def experts(self, layers: int) -> Experts | None:
-        spelling = next((name for name in EXPERT_COUNTS if self.optional(name)), None)
-        if spelling is None or self.size(spelling) == 1:
+        count = next(filter(None, map(self.or_zero, EXPERT_COUNTS)), 0)
+        if count < 2:
             return None
-        count, chosen = self.size(spelling), self.size("num_experts_per_tok")
+        chosen = self.size("num_experts_per_tok")
         if chosen > count:
             wrong = f"a token chooses {chosen} of {count} experts"
             raise ConfigError(f"config of {self.name}", wrong, "restore the file from where the model came")
-        wide = self.optional("moe_intermediate_size") or self.size("intermediate_size")
-        shared = self.optional("shared_expert_intermediate_size") or 0
-        dense = min(layers, int(self.values.get("first_k_dense_replace") or 0))
+        wide = self.or_zero("moe_intermediate_size") or self.size("intermediate_size")
+        shared = self.or_zero("shared_expert_intermediate_size")
+        dense = min(layers, self.or_zero("first_k_dense_replace"))
         return Experts(count=count, per_token=chosen, d_ff=wide, shared_d_ff=shared, layers=layers - dense)
 
     def window(self) -> int | None:

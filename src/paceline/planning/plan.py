@@ -17,7 +17,7 @@ from .throughput import (
     Network,
     Parallel,
     Precision,
-    Round,
+    RoundCost,
     Speculation,
     critical_batch,
     held_bytes,
@@ -58,7 +58,7 @@ class Question:
     """What is planned for.
 
     Raises:
-        ConfigError: a number out of bounds, a context that target or draft cannot have.
+        ConfigError: a number out of bounds, a context that target or draft cannot have, more devices than parts.
     """
 
     target: ModelShape = option(help="the target's sizes")
@@ -83,10 +83,19 @@ class Question:
 
     def __post_init__(self) -> None:
         check(self)
+        self._check_parallel()
         for shape in filter(None, (self.target, self.draft)):
             if self.context > shape.max_position:
                 wrong = f"{shape.name} has {shape.max_position:,} positions"
                 raise ConfigError(f"context={self.context}", wrong, f"give 1 to {shape.max_position}")
+
+    def _check_parallel(self) -> None:
+        """No device without a head, no stage without a layer."""
+        bounds = {"devices": (self.parallel.tensor, "heads", self.target.num_heads)}
+        bounds["stages"] = (self.parallel.stages, "layers", self.target.num_layers)
+        for name, (asked, parts, most) in bounds.items():
+            if asked > most:
+                raise ConfigError(f"{name}={asked}", f"{self.target.name} has {most} {parts}", f"give 1 to {most}")
 
     @property
     def keys(self) -> int:
@@ -116,7 +125,7 @@ class Candidate:
     width: int
     rows: int  # of a sequence in the verifying pass
     tau: float  # tokens a round
-    round: Round  # seconds
+    round: RoundCost  # seconds
     multiplier: float
     tokens_per_s: float  # of the whole batch
     holds: float  # bytes of target and draft together
@@ -166,7 +175,7 @@ def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) 
 
 
 def _candidate(
-    q: Question, name: str, form: tuple[int, int, int], tau: float, made: Round, holds: float, reason: str
+    q: Question, name: str, form: tuple[int, int, int], tau: float, made: RoundCost, holds: float, reason: str
 ) -> Candidate:
     """``form``: depth, width and rows."""
     depth, width, rows = form
@@ -199,7 +208,7 @@ def _bound(q: Question, rows: int) -> str:
     return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
 
 
-def _reason(q: Question, drafter: Drafter, made: Speculation, took: Round) -> str:
+def _reason(q: Question, drafter: Drafter, made: Speculation, took: RoundCost) -> str:
     """Why it is worth what it is, in words."""
     words = [f"{_bound(q, 1)}-bound: {_drafting(q, drafter, made, took)}"]
     verify = took.verify / took.plain
@@ -208,7 +217,7 @@ def _reason(q: Question, drafter: Drafter, made: Speculation, took: Round) -> st
     return "; ".join(words)
 
 
-def _drafting(q: Question, drafter: Drafter, made: Speculation, took: Round) -> str:
+def _drafting(q: Question, drafter: Drafter, made: Speculation, took: RoundCost) -> str:
     if drafter.streams:
         return "drafts are rows of the same pass"
     if made.draft is None:

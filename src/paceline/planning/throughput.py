@@ -209,7 +209,7 @@ class Speculation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class RoundCost:
     """What one round of speculation takes beside one plain pass, in one unit (FLOPs, seconds or milliseconds)."""
 
     plain: float
@@ -228,14 +228,14 @@ class Round:
 
 def round_cost(
     speculation: Speculation, batch: int, context: float, hoi: float, counting: Counting | None = None
-) -> Round:
+) -> RoundCost:
     """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
     s = speculation
     drafted = 0.0
     if s.draft is not None:
         first = pass_cost(s.draft, batch, context, 1, counting).forward(hoi)
         drafted = first + (s.depth - 1) * pass_cost(s.draft, batch, context, s.width, counting).forward(hoi)
-    return Round(
+    return RoundCost(
         plain=pass_cost(s.target, batch, context, 1, counting).forward(hoi),
         draft=drafted,
         verify=pass_cost(s.target, batch, context, s.rows, counting).forward(hoi),
@@ -249,14 +249,14 @@ def round_seconds(
     context: float,
     counting: Counting | None = None,
     parallel: Parallel | None = None,
-) -> Round:
+) -> RoundCost:
     """The same in seconds on a machine. The draft is spread over the devices as the target is."""
     s, where = speculation, (counting, parallel)
     drafted = 0.0
     if s.draft is not None:
         drafted = pass_seconds(s.draft, machine, batch, context, 1, *where)
         drafted += (s.depth - 1) * pass_seconds(s.draft, machine, batch, context, s.width, *where)
-    return Round(
+    return RoundCost(
         plain=pass_seconds(s.target, machine, batch, context, 1, *where),
         draft=drafted,
         verify=pass_seconds(s.target, machine, batch, context, s.rows, *where),
