@@ -32,7 +32,7 @@ from paceline.target.decoder import Decoder
 from paceline.target.memory import Arena
 from paceline.target.native import NativeLinear, top
 from paceline.target.native_calls import Asked, Chain, RowSpan, Seed
-from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout
+from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 
@@ -291,7 +291,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
             seeds.append(Seed(pending, position, room, keys, draw.randint(1, 9), levels, 4 + vocab * 20, rules, 9))
     states = torch.randn(sum(len(sprout.pending) for sprout in sprouts), d).to(dtype)
     for branches in (1, topk, 2 * vocab):
-        raw, found = stack.sample(sprouts, branches, True, fused, draw.choice([None, info]), states, cache)
+        raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), states, cache)
         assert not raw.isnan().any()
         for sprout, trees in zip(sprouts, found, strict=True):
             assert [tree is not None for tree in trees] == [sprout.steps > 0, sprout.left is not None]

@@ -22,7 +22,7 @@ from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import fingerprint
 from ...target.native import NativeLinear
-from ...target.native_states import NativeTokenInfo, Sprout
+from ...target.native_states import NativeTokenInfo, Sprout, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -219,7 +219,7 @@ class LyannaDrafter:
             self._sprout(draft, waiting.get(draft.view.key, []), firsts.get(draft.view.key, 0)) for draft in able
         ]
         noisy = self.config.proposes == "coupled"
-        raw, found = stack.sample(sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
+        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
         body.settle([draft.view for draft in fresh], [*map(len, pending)])
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
