@@ -21,13 +21,14 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "rounds": {"core", "target", "attention", "kv", "drafters"},
     "engine": ENGINE,
     "zoo": {"core"},
+    "planning": {"core"},
     "config": {"core", "target", "attention", "drafters", "rounds", "engine"},
     "assembly": {"config", *ENGINE, "engine"},
     "chunks": {"core", "engine"},
     "llm": {"native", "config", "assembly", "chunks", "core", "target", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
     "bench": {*ENGINE, "native", "training", "engine", "zoo", "config", "assembly", "llm"},
-    "cli": {*ENGINE, "training", "engine", "zoo", "config", "llm", "bench"},
+    "cli": {*ENGINE, "training", "engine", "zoo", "planning", "config", "llm", "bench"},
 }
 RECIPES = {"recipe.py", "distillation.py"}  # of drafters: how one is trained; these alone may import training
 CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from medusa_kit import medusa, taught_heads
+from state_kit import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
 from paceline.core.tree import TokenTree
@@ -194,6 +195,10 @@ def _streams(verifiers: tuple[str, ...] = (), layers: int = 1, **options: Any) -
     return Guest(lambda world, known: StreamsDrafter(config, lossless_streams(world, layers)), verifiers, streams=True)
 
 
+def _states(make: Callable[..., Any], **options: Any) -> Guest:
+    return Guest(lambda world, known: make(config=world.config, **options))
+
+
 def _medusa(**options: Any) -> Guest:
     return Guest(lambda world, known: medusa(taught_heads(world.config), world.dtype, **options))
 
@@ -227,6 +232,9 @@ GUESTS: dict[str, Guest] = {
     "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
+    "lyanna": _states(lyanna, nodes=8, extra=12, past=8),
+    "lyanna_alone": _states(lyanna, nodes=12, resample="alone", proposes="point"),
+    "eagle": _states(eagle, depth=3, nodes=16, past=8),
     "medusa": _medusa(),
     "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from medusa_kit import medusa, taught_heads
+from state_kit import eagle, lyanna
 from tiny import (
     EOS,
     LOOKUP,
@@ -40,6 +41,7 @@ from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome
 from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
+from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
@@ -412,6 +414,21 @@ def _streams(layers: int = 1, **options: Any) -> Callable[[Sequence[Case]], Any]
     return lambda cases: streams(target={"config": CONFIG, "layers": layers}, **options)
 
 
+def _lyanna(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: lyanna(
+        config=CONFIG, **{"past": 8} | options
+    )  # else a prefix hit would never be short of states
+
+
+def _eagle(**options: Any) -> Callable[[Sequence[Case]], Any]:
+    return lambda cases: eagle(config=CONFIG, **{"past": 8} | options)
+
+
+def _beside_a_lookup(part: Callable[[Sequence[Case]], Any]) -> Callable[[Sequence[Case]], Any]:
+    config = HybridConfig(parts=f"{LOOKUP}+a drafter of states", nodes=20)
+    return lambda cases: Hybrid(config, [*hybrid(LOOKUP, target={"config": CONFIG}).parts, part(cases)])
+
+
 def _medusa(**options: Any) -> Callable[[Sequence[Case]], Any]:
     return lambda cases: medusa(taught_heads(CONFIG, tuple(map(tuple, PROMPTS))), **options)
 
@@ -447,6 +464,14 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
+    "lyanna": _lyanna(resample="off"),
+    "lyanna_fused": _lyanna(nodes=8, extra=24),
+    "lyanna_equal": _lyanna(nodes=32, extra=24, resample="equal", proposes="point"),
+    "lyanna_alone": _lyanna(nodes=24, extra=24, resample="alone"),
+    "eagle": _eagle(depth=3, nodes=24),
+    "eagle_chain": _eagle(depth=4, topk=1, nodes=4, proposes="point"),
+    "hybrid_lyanna": _beside_a_lookup(_lyanna(nodes=14, extra=6)),
+    "hybrid_eagle": _beside_a_lookup(_eagle(depth=3, nodes=14)),
     "medusa": _medusa(),
     "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
     "medusa_chain": _medusa(topk=1),
@@ -505,6 +530,8 @@ class Witness:
                 path = [n for n in outcome.path[b].tolist() if n >= 0]
                 paths[view.key] = path
                 self._saw_path(path, tree.parents[b].tolist())
+                if any(tree.source[b, path].tolist()):
+                    self.marks.add("a node of a second source")
             return outcome
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:

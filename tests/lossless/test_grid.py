@@ -49,6 +49,9 @@ ACCEPTED = {
     "streams_point": {0, 1, 2},
     "streams_threshold": {0, 1},
     "streams_count": {0, 1},
+    "lyanna": {0, 1, 2},
+    "lyanna_fused": {0, 1, 2},
+    "eagle": {0, 1, 2},
     "medusa": {0, 1, 2},
     "medusa_point": {0, 1, 2},
     "hybrid": {*range(5)},
@@ -67,10 +70,14 @@ TAKEN = {"drafts accepted under penalties"}
 ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a path"}
 BRANCHED = {"a sibling that is not the first"}
 KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
+RESAMPLING = {"lyanna_fused", "lyanna_equal", "lyanna_alone"}
 BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
     | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
+    | RESAMPLING
     | {
+        "lyanna",
+        "eagle",
         "hybrid_trees",
         "medusa",
         "medusa_point",
@@ -93,6 +100,8 @@ def _must_meet(drafter: str) -> set[str]:
         marks |= ENDED
     if drafter in BRANCHING:
         marks |= BRANCHED
+    if drafter in RESAMPLING:
+        marks |= {"a node of a second source"}
     if drafter in FAILING:
         marks |= {"a failed drafter"}
     return marks

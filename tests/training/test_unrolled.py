@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
+from state_kit import steps_by_hand
 from tiny import VOCAB, tiny_config
 from toolkit import examples, network, trainer
 from torch import Tensor
@@ -26,7 +27,6 @@ from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures, last_states
 from paceline.training.job import Job, occurrences, prepare
 from paceline.training.losses import TargetLogits, eager_mse_cross_entropy
-from paceline.training.network import finish, project, rotate
 from paceline.training.trainer import StepContext, TrainConfig
 from paceline.training.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
 
@@ -70,33 +70,6 @@ def wide(model: Any) -> Any:
 # ---- the unrolled network is the one that drafts
 
 
-def by_hand(model: Any, features: Tensor, tokens: Tensor, anchor: int, steps: int, table: Tensor) -> list[Tensor]:
-    """What a drafter does after the row ``anchor`` of a text, one row at a time: keys of the true rows, then its
-    own."""
-    head, c, keys, values = model.head, model.head.config, [], []
-
-    def row(fed: Tensor, position: int) -> Tensor:
-        cos, sin = head.rope.rows(torch.tensor([position]))
-        q, k, v = project(head.layer, c, fed[None], None)
-        keys.append(rotate(k, (cos, sin))[0])
-        values.append(v[0])
-        q = rotate(q, (cos, sin))[0].view(c.num_kv_heads, -1, c.head_dim)  # [kv_heads, group, head_dim]
-        scores = torch.einsum("kgd,tkd->kgt", q, torch.stack(keys)) * c.head_dim**-0.5
-        mixed = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), torch.stack(values))
-        return finish(head.layer, c, fed[None], mixed.reshape(1, -1))[0]
-
-    state = torch.empty(0)
-    for place in range(anchor + 1):
-        following = table[tokens[place + 1]] if model.reads_tokens else None
-        state = row(head.fuse(features[place], following), place)
-    found = [state]
-    for step in range(2, steps + 1):
-        token = table[tokens[anchor + step]] if anchor + step < len(tokens) else table[tokens[anchor]]
-        state = row(model.feed(state[None], token[None])[0], anchor + step - 1)
-        found.append(state)
-    return found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_equal_drafting_row_by_row(name: str) -> None:
     model, data = wide(MODELS[name]()), batch()
@@ -110,7 +83,7 @@ def test_steps_equal_drafting_row_by_row(name: str) -> None:
             b, t = divmod(at, data.tokens.shape[1])
             own = data.documents[b] == data.documents[b, t]
             first = int(own.nonzero()[0])
-            wanted = by_hand(model, features[b, own], data.tokens[b, own], t - first, 3, table)
+            wanted = steps_by_hand(model, features[b, own], data.tokens[b, own], t - first, 3, table)
             ends = int(own.sum()) - (t - first)  # steps whose input token is the text's
             for step in range(min(3, ends - 1)):
                 torch.testing.assert_close(states[step][number], wanted[step], rtol=1e-9, atol=1e-10)

@@ -25,6 +25,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 BAR_HEIGHT, DOT_HEIGHT, ROW_HEIGHT = 0.25, 0.15, 0.32  # inches a bar, a dot, a row of stacked bars
+TICK_LETTERS = 48  # under a panel, with two for the space behind each number
 _STYLE: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -244,8 +245,10 @@ def _rows(axis: Axes, panel: Panel, names: Sequence[str], place: int) -> None:
 
 
 def _whole_ticks(axis: Axes, panel: Panel) -> None:
-    """A tick at every value of a short axis of numbers."""
+    """A tick at every value of a short axis of numbers; of a logarithmic one, at as many as there is room for."""
     values = sorted({x for s in panel.series for x in s.x if not isinstance(x, str)})
+    while panel.log_x and sum(len(f"{x:g}") + 2 for x in values) > TICK_LETTERS:
+        values = values[::2]
     if values and len(values) <= 10:
         axis.set_xticks(values, [f"{x:g}" for x in values])
         axis.minorticks_off()

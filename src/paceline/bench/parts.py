@@ -44,7 +44,10 @@ METHODS = {
     "emit": ("round.emitter.emit",),
     "observe": ("round.guard.observe",),
 }
-COMPILED = ("pl_run_layers", "pl_logits", "pl_roll", "pl_grow", "pl_choose", "pl_choose_streams", "pl_top", "pl_heads")
+COMPILED = (
+    *("pl_run_layers", "pl_logits", "pl_roll", "pl_grow", "pl_sample", "pl_choose", "pl_choose_streams", "pl_top"),
+    "pl_heads",
+)
 PARTS = (
     *("schedule", "budget", "propose", "pack", "passes", "head", "verdict", "pass and verdict"),
     *("emit", "keep", "streams", "observe", "rest"),

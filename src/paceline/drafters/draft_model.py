@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -34,6 +34,7 @@ from ..target.native import Stack
 from ..target.native_calls import Chain, Seed
 from ..target.packing import RowPacker
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .growth import Grower, Growth, pack_frontier
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .vocabulary import check_vocabulary
@@ -128,17 +129,10 @@ class _State:
 
 
 @dataclass(slots=True)
-class _Growth:
-    """A tree while it grows. Node i + 1 is entry i, node 0 the root."""
+class _Growth(Growth):
+    """A tree while it grows, and the draft's state of its sequence."""
 
-    sequence: SequenceView
-    state: _State
-    budget: int
-    max_depth: int
-    draft: Proposal = field(default_factory=Proposal)  # its scores are cumulative log q
-    depths: list[int] = field(default_factory=list)
-    frontier: list[int] = field(default_factory=lambda: [0])  # nodes to expand next
-    q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
+    state: _State = field(kw_only=True)
 
     @property
     def pending(self) -> int:
@@ -150,25 +144,6 @@ class _Growth:
         """How compiled code draws coupled drafts; None: the likeliest tokens."""
         sampler = self.sequence.sampler
         return None if sampler.plain else sampler.rules
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from below the root to ``node``."""
-        nodes: list[int] = []
-        while node:
-            nodes.append(node)
-            node = self.draft.parents[node - 1]
-        return nodes[::-1]
-
-    def add(self, parent: int, token: int, log_q: float) -> int:
-        """Append a child; returns its node."""
-        self.depths.append(self.depth(parent) + 1)
-        return self.draft.add(parent, token, self.score(parent) + log_q)
-
-    def score(self, node: int) -> float:
-        return self.draft.log_scores[node - 1] if node else 0.0
-
-    def depth(self, node: int) -> int:
-        return self.depths[node - 1] if node else 0
 
 
 class DraftModel:
@@ -196,7 +171,7 @@ class DraftModel:
         self._states: dict[int, _State] = {}
         self._pool: KVPool | None = None
         self._vocab = 0
-        self._floor = -math.inf  # score of a path that is expanded at least, in the present draft
+        self._grower = Grower(config.factors, config.topk, config.beam or config.topk, config.proposes)
 
     # -- the contract
 
@@ -238,7 +213,7 @@ class DraftModel:
     @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:
         least = max(self.config.min_prob, 0.0 if self.config.proposes == "sampled" else min(want.floor, 1.0))
-        self._floor = math.log(least) if least > 0 else -math.inf
+        self._grower = replace(self._grower, floor=math.log(least) if least > 0 else -math.inf)
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
@@ -251,11 +226,11 @@ class DraftModel:
             logits: Tensor | None = self._catch_up(able)
             level = 0
             while logits is not None:
-                self._expand(able, logits, level)
+                self._grower.expand(able, logits, level)
                 level += 1
                 logits = self._forward_frontier(able)
         for growth in able:
-            growth.state.draft = growth.draft
+            growth.state.draft, growth.state.forwarded = growth.draft, growth.forwarded
         return growths
 
     def _compiles(self, growths: Sequence[_Growth]) -> bool:
@@ -272,14 +247,16 @@ class DraftModel:
             cache, tokens = growth.state.cache, growth.sequence.tokens
             steps = min(growth.max_depth, growth.budget)
             keys = cache.slots(0, len(tokens) + steps - 1)
-            chains.append(Chain(tokens[cache.committed :], cache.committed, steps, keys, self._floor, growth.rules))
+            chains.append(
+                Chain(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
+            )
         found = stack.roll(chains, self._pool, self._vocab)
         self._settled(growths, [len(chain.pending) for chain in chains])
         for growth, drafted in zip(growths, found, strict=True):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
             growth.state.base = growth.state.cache.committed
-            growth.state.forwarded = len(drafted) - 1
+            growth.forwarded = len(drafted) - 1
 
     def _sprout(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """The same for trees."""
@@ -293,12 +270,12 @@ class DraftModel:
             room, first = self._room(growth), cache.committed
             keys = cache.slots(0, len(tokens) + room)
             seeds.append(Seed(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
-        grown = stack.grow(seeds, config.factors, config.topk, beam, self._floor, self._pool, self._vocab)
+        grown = stack.grow(seeds, config.factors, config.topk, beam, self._grower.floor, self._pool, self._vocab)
         self._settled(growths, [len(seed.pending) for seed in seeds])
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
             growth.state.base = growth.state.cache.committed
-            growth.state.forwarded = tree.forwarded
+            growth.forwarded = tree.forwarded
 
     def _shorten(self, growth: _Growth) -> None:
         """Leave at most `PREFILL_ROWS` pending tokens."""
@@ -316,7 +293,7 @@ class DraftModel:
         state = self._states.get(sequence.key)
         if state is None:
             state = self._states[sequence.key] = _State(self._open(sequence))
-        growth = _Growth(sequence, state, 0, self._depth(sequence, max_depth))  # the target goes on alone
+        growth = _Growth(sequence, 0, self._depth(sequence, max_depth), state=state)  # the target goes on alone
         if not self._reads(state, sequence.tokens):
             state.cache.release()  # of no use any more: the text will keep that token
             return growth
@@ -446,128 +423,13 @@ class DraftModel:
 
     # -- growing
 
-    def _expand(self, growths: Sequence[_Growth], logits: Tensor, level: int) -> None:
-        """Children of every frontier node, from the logits after it; then choose the next frontier."""
-        children = self.config.topk if self.config.topk > 1 else self.config.factors[level]
-        scores = self._scores(growths, logits)  # [frontier nodes, V]
-        log_q = scores.log_softmax(dim=-1)
-        if children == 1:
-            best = log_q.max(dim=-1)
-            values, tokens = best.values[:, None].tolist(), best.indices[:, None].tolist()
-        else:
-            top = log_q.topk(min(children, log_q.shape[-1]), dim=-1)
-            values, tokens = top.values.tolist(), top.indices.tolist()
-        rows = zip(values, tokens, strict=True)
-        for growth in growths:
-            fresh: list[int] = []
-            # Later levels are grown only where they fit; of the first one, what fits.
-            most = growth.budget if level == 0 and self.config.topk == 1 else children
-            for node in growth.frontier:
-                for value, token in islice(zip(*next(rows), strict=True), most):
-                    if value > -math.inf:  # else a rule forbids it: fewer tokens are possible than children wanted
-                        fresh.append(growth.add(node, token, value))
-            growth.frontier = self._next_frontier(growth, fresh, level + 1)
-
-    def _scores(self, growths: Sequence[_Growth], logits: Tensor) -> Tensor:
-        """What children are ranked by; its softmax is the chance that a child is what the target says."""
-        if all(g.sequence.sampler.plain for g in growths) and self.config.proposes != "sampled":
-            return logits
-        parts = zip(growths, logits.split([len(growth.frontier) for growth in growths]), strict=True)
-        return torch.cat([self._sequence_scores(growth, part) for growth, part in parts if growth.frontier])
-
-    def _sequence_scores(self, growth: _Growth, logits: Tensor) -> Tensor:
-        sampler = growth.sequence.sampler
-        paths = self._paths(growth, logits.device)
-        positions = [len(growth.sequence.tokens) + growth.depth(node) for node in growth.frontier]
-        if self.config.proposes == "coupled":
-            return sampler.scores(logits, paths, positions)
-        if self.config.proposes == "point":
-            return sampler.process(logits, paths)
-        probs = sampler.probs(logits, paths)  # [n, V]
-        growth.q_rows.update(zip(growth.frontier, probs, strict=True))
-        return probs.log() + sampler.draft_noise(positions, growth.frontier, logits.device)
-
-    @staticmethod
-    def _paths(growth: _Growth, device: torch.device) -> Tensor | None:
-        """[frontier, D] drafted tokens up to each frontier node, -1 padded."""
-        paths = [[growth.draft.tokens[n - 1] for n in growth.path(node)] for node in growth.frontier]
-        width = max(map(len, paths), default=0)
-        if width == 0:
-            return None
-        return torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=device)
-
-    def _next_frontier(self, growth: _Growth, fresh: list[int], level: int) -> list[int]:
-        """The nodes worth expanding: within depth and budget, likely enough, the best few of a dynamic tree."""
-        if level >= growth.max_depth:
-            return []
-        if self.config.topk > 1:
-            beam = self.config.beam or self.config.topk
-            fresh = sorted(fresh, key=growth.score, reverse=True)[:beam]
-        else:
-            following = len(growth.draft) + len(fresh) * self.config.factors[level]
-            if following > growth.budget:
-                return []
-        return sorted(node for node in fresh if growth.score(node) >= self._floor)
-
     def _forward_frontier(self, growths: Sequence[_Growth]) -> Tensor | None:
         """K/V and logits of all frontier nodes; None where nothing is left to expand."""
         packer = RowPacker(self.decoder, self.decoder.device)
         for growth in growths:
-            if not growth.frontier:
-                continue
-            cache = growth.state.cache
-            base = cache.committed
-            count = len(growth.draft)
-            first = growth.frontier[0]
-            if growth.frontier == [*range(first, count + 1)] and first == growth.state.forwarded + 1:
-                growth.state.forwarded = count
-            else:
-                self._compact(growth)
-                first = growth.state.forwarded - len(growth.frontier) + 1
-            stop = base + growth.state.forwarded
-            places = [base - 1 + growth.depth(node) for node in growth.frontier]
-            chain = len(growth.frontier) == 1 and growth.depth(growth.frontier[0]) == growth.state.forwarded
-            packer.add(
-                [growth.draft.tokens[node - 1] for node in growth.frontier],
-                places,
-                growth.frontier,
-                slots=cache.slots(base + first - 1, stop),
-                keys=cache.slots(0, stop),
-                num_keys=stop,
-                prefix=stop - 1 if chain else base,
-                visible=None if chain else self._visible(growth),
-                block_positions=None if chain else [base - 1 + growth.depth(n + 1) for n in range(stop - base)],
-            )
+            if growth.frontier:
+                pack_frontier(packer, growth, growth.state.cache)
         return self._logits(self._run(packer), [*range(packer.rows)]) if packer.rows else None
-
-    @staticmethod
-    def _compact(growth: _Growth) -> None:
-        """Move the frontier in front of the nodes that will never be expanded.
-
-        A node's K/V slot is its index, so the forwarded nodes must be the first ones.
-        """
-        done, old = growth.state.forwarded, growth.draft
-        rest = set(range(done + 1, len(old) + 1)) - set(growth.frontier)
-        order = [*range(1, done + 1), *growth.frontier, *sorted(rest)]
-        moved = {0: 0} | {node: new for new, node in enumerate(order, start=1)}
-        growth.draft = Proposal(
-            tokens=[old.tokens[node - 1] for node in order],
-            parents=[moved[old.parents[node - 1]] for node in order],
-            log_scores=[old.log_scores[node - 1] for node in order],
-        )
-        growth.depths = [growth.depths[node - 1] for node in order]
-        growth.q_rows = {moved[node]: row for node, row in growth.q_rows.items()}
-        growth.frontier = [moved[node] for node in growth.frontier]
-        growth.state.forwarded = done + len(growth.frontier)
-
-    @staticmethod
-    def _visible(growth: _Growth) -> Tensor:
-        """[frontier, forwarded] bool: each frontier node's ancestors and itself."""
-        mask = torch.zeros(len(growth.frontier), growth.state.forwarded, dtype=torch.bool)
-        rows = [i for i, node in enumerate(growth.frontier) for _ in growth.path(node)]
-        columns = [n - 1 for node in growth.frontier for n in growth.path(node)]
-        mask[rows, columns] = True
-        return mask
 
     def _q(self, growths: Sequence[_Growth], tree: TokenTree) -> SparseQ:
         rows = [(b, node, row) for b, growth in enumerate(growths) for node, row in growth.q_rows.items()]

@@ -34,6 +34,8 @@ _BUILTIN = {
     "medusa": "paceline.drafters.medusa:MedusaConfig",
     "hybrid": "paceline.drafters.hybrid:HybridConfig",
     "streams": "paceline.drafters.streams:StreamsConfig",
+    "lyanna": "paceline.drafters.lyanna:LyannaConfig",
+    "eagle": "paceline.drafters.eagle:EagleConfig",
     "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 

@@ -71,6 +71,8 @@ class AutoBudget:
         table: what steps cost, before any was run.
         cap: most nodes of a sequence (the drafter's own size).
         sources: names of the drafters behind the drafter, cheapest first; one where it is a single one.
+        marks: kinds of nodes that are told apart by their source mark: as many as drafters, or, of a single one, as it
+            has ways to come by them. None: as many as drafters.
         draft_costs: of each source; None: they look things up.
         prepares: the source that proposes only what the step before has prepared, in the target's pass and behind it;
             a step that does not ask it prepares nothing. None: there is no such source.
@@ -89,6 +91,7 @@ class AutoBudget:
         *,
         cap: int,
         sources: Sequence[str] = ("drafter",),
+        marks: int | None = None,
         draft_costs: Sequence[DraftCosts] | None = None,
         prepares: int | None = None,
         blind: bool = False,
@@ -101,6 +104,7 @@ class AutoBudget:
         self.config = config or AutoBudgetConfig()
         self.cap = cap
         self.sources = tuple(sources)
+        self._marks = marks or len(self.sources)
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns = True  # from the coming step
@@ -135,7 +139,8 @@ class AutoBudget:
         return cls(
             table,
             cap=spec.default_budget,
-            sources=spec.sources or (spec.name,),
+            sources=spec.sources if spec.parts else (spec.name,),
+            marks=len(spec.sources),
             draft_costs=[
                 DraftCosts.of_network(table, own, part.cached) if part.network else DraftCosts() for part in parts
             ],
@@ -196,8 +201,8 @@ class AutoBudget:
         name = None if view.application is None else view.application.name
         kind = self._kinds.get(name)
         if kind is None:
-            kind = self._kinds[name] = Kind([Chances() for _ in self._numbers])
-        lean = [0.0] * len(self.sources)
+            kind = self._kinds[name] = Kind([Chances() for _ in range(self._marks)])
+        lean = [0.0] * self._marks
         return Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
 
     def _move(self, book: Book, size: int) -> None:
@@ -486,7 +491,8 @@ class AutoBudget:
                 gain = 0.0
                 if found:
                     offer, nodes = found[b]
-                    gain = sum([offer.path[i] - price for i in nodes[1:] if offer.sources[i] == source])
+                    own = [i for i in nodes[1:] if len(self.sources) == 1 or offer.sources[i] == source]
+                    gain = sum([offer.path[i] - price for i in own])
                 worth.learn(gain, open_, self.config.quickest)
                 worth.tried += 1
                 if worth.kind is not None:

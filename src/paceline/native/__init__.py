@@ -153,6 +153,23 @@ class Taps(ctypes.Structure):
     ]
 
 
+class Fuse(ctypes.Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("both", "state")),
+        ("constant", ctypes.c_void_p),
+        ("sum", ctypes.c_int64),
+    ]
+
+
+class TokenInfo(ctypes.Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("down", "table")),
+        *((name, ctypes.c_void_p) for name in ("gram", "hot")),
+        ("rank", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+    ]
+
+
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
@@ -225,6 +242,12 @@ def _declared(found: Any) -> Any:
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double),
         *[ctypes.c_void_p] * 2,
+        *(ctypes.POINTER(Fuse), ctypes.c_void_p),
+    ]
+    found.pl_sample.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Fuse), ctypes.POINTER(TokenInfo)),
+        *[ctypes.c_void_p] * 5,
     ]
     found.pl_choose.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),

@@ -331,6 +331,21 @@ struct Taps {            // states that are copied out of a pass
   double ms;             // out: that copying took
 };
 
+struct Fuse {            // how a row of a state drafter is made of a state and a token's embedding
+  Linear both;           // [d_model, 2 d_model] of [token, state], or [d_model, d_model] of their sum
+  Linear state;          // [d_model, d_model] of a state without a token; n = 0: there is always one
+  const void* constant;  // [d_model] activations, what the latter adds
+  int64_t sum;
+};
+
+struct TokenInfo {       // u = a / sqrt(a^T G a + eps) with a = W1 E(t): the bias of t's children is table u
+  Linear down, table;    // float32: [rank, d_model] and [vocab, rank]
+  const float* gram;     // [rank, rank]
+  const uint8_t* hot;    // [vocab] which tokens have any; null: all
+  int64_t rank;
+  double eps;
+};
+
 struct Heads {           // Medusa's: x_j = x + SiLU(W_j x + b_j), of a state x behind the final norm
   int64_t count;
   Linear blocks;         // [count * d_model, d_model], one below the other, with their biases
@@ -2816,6 +2831,8 @@ struct Growing {
   const int64_t* keys;
   int64_t budget, max_depth;
   const Rules* rules;
+  int64_t shift = 0;  // of a token's position in its text, beyond that of its row among the keys
+  std::vector<char> states;  // [1 + forwarded, d_model] what the root's row and the nodes' gave, where they are fed on
   std::vector<int64_t> tokens, parents, depths, frontier{0};  // frontier: nodes to expand next, ascending
   std::vector<double> scores;                                 // cumulative log q
   int64_t forwarded = 0, passes = 0;                          // the first so many nodes have K and V
@@ -2832,7 +2849,7 @@ struct Growing {
     for (size_t f = 0; f < frontier.size(); f++) {
       const int64_t node = frontier[f];
       const float* x = logits + f * vocab;
-      const float* y = rules && rules->temperature > 0 ? scored(x, limit, *rules, committed() + depth(node), true) : nullptr;
+      const float* y = rules && rules->temperature > 0 ? scored(x, limit, *rules, committed() + shift + depth(node), true) : nullptr;
       top(y ? y : x, limit, found.size(), found.data(), log_q.data());
       for (int64_t i = 0; i < std::min<int64_t>(found.size(), most); i++) {
         if (!(log_q[i] > -INFINITY)) continue;
@@ -2886,6 +2903,162 @@ struct Shape {
     return fresh;
   }
 };
+
+// y [rows, n] of x [rows, k], as `pl_linear` has them.
+void times(const Linear& l, const float* x, int64_t rows, float* y, int threads) { linear(l, x, l.k, rows, y, threads); }
+void times(const Linear& l, const bf16* x, int64_t rows, float* y, int threads) {
+  linear(l, prepared(x, rows, l.k, nullptr, 0), up(l.k, K_STEP), rows, y, threads);
+}
+
+// What goes into a state drafter's layer: states [rows, d_model] and the embeddings of `tokens`, or no tokens where that is null.
+template <class A>
+void fuse(const Model& m, const Fuse& f, const A* states, const int64_t* tokens, const A* embedding, int64_t rows, A* out, int threads) {
+  static thread_local std::vector<A> both;
+  static thread_local std::vector<float> made;
+  const int64_t d = m.d_model;
+  grow(made, rows * d);
+  if (!tokens) {
+    const A* constant = (const A*)f.constant;
+    times(f.state, states, rows, made.data(), threads);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t i = 0; i < d; i++) {
+        A rounded;
+        put(&rounded, made[r * d + i]);
+        put(out + r * d + i, wide(rounded) + wide(constant[i]));
+      }
+    return;
+  }
+  const int64_t k = f.both.k;
+  grow(both, rows * k);
+  for (int64_t r = 0; r < rows; r++) {
+    const A *token = embedding + tokens[r] * d, *state = states + r * d;
+    A* x = both.data() + r * k;
+    if (f.sum) for (int64_t i = 0; i < d; i++) put(x + i, wide(token[i]) + wide(state[i]));
+    else std::copy(token, token + d, x), std::copy(state, state + d, x + d);
+  }
+  times(f.both, both.data(), rows, made.data(), threads);
+  for (int64_t i = 0; i < rows * d; i++) put(out + i, made[i]);
+}
+
+void fuse(const Model& m, const Fuse& f, const void* states, const int64_t* tokens, const void* embedding, int64_t rows, void* out, int threads) {
+  if (m.wide_activations) fuse(m, f, (const float*)states, tokens, (const float*)embedding, rows, (float*)out, threads);
+  else fuse(m, f, (const bf16*)states, tokens, (const bf16*)embedding, rows, (bf16*)out, threads);
+}
+
+Refusal check_fuse(const Model& m, const Fuse& f) {
+  const int64_t d = m.d_model;
+  const bool fits = f.both.n == d && f.both.k == (f.sum ? d : 2 * d) && (f.state.n == 0 || (f.state.n == d && f.state.k == d && f.constant));
+  return fits ? DONE : BAD_COUNT;
+}
+
+// What tokens say about their children's logits: [rows, vocab]. Source: Lyanna, section 5.1.
+template <class A>
+void token_info(const Model& m, const TokenInfo& t, const int64_t* tokens, const A* embedding, int64_t rows, float* out, int threads) {
+  static thread_local std::vector<float> embedded, u;
+  const int64_t d = m.d_model, r = t.rank;
+  grow(embedded, rows * d), grow(u, rows * r);
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < d; j++) embedded[i * d + j] = wide(embedding[tokens[i] * d + j]);
+  times(t.down, embedded.data(), rows, u.data(), threads);
+  for (int64_t i = 0; i < rows; i++) {
+    float* a = u.data() + i * r;
+    double square = 0;
+    for (int64_t x = 0; x < r; x++) {
+      float sum = 0;
+      for (int64_t y = 0; y < r; y++) sum += t.gram[x * r + y] * a[y];
+      square += (double)sum * a[x];
+    }
+    const float scale = t.hot && !t.hot[tokens[i]] ? 0.0f : (float)(1 / std::sqrt(square + t.eps));
+    for (int64_t x = 0; x < r; x++) a[x] *= scale;
+  }
+  times(t.table, u.data(), rows, out, threads);
+}
+
+// A tree of Algorithm 1: the logits of its levels, and its nodes; node 0 is the root, node n is entry n - 1.
+struct Sampled {
+  int64_t root, levels, position;  // position: of the root's children
+  const float* logits;             // [levels, vocab] raw
+  const Rules* rules;
+  int64_t room;
+  std::vector<int64_t> tokens, parents, queue{0};
+  std::vector<double> scores;
+};
+
+// The k best children of nodes, a node a unit, from the raw logits of their level and what their own tokens say.
+struct Children final : Job {
+  struct Node { const float* raw; const Rules* rules; int64_t position; };
+  const Node* nodes;
+  int64_t rows, n, limit, k;
+  float* infos;  // [rows, n] or null; overwritten
+  bool noisy;
+  int64_t* tokens;  // [rows, k]
+  float* log_q;
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return rows; }
+  int64_t step(int64_t) const override { return 1; }
+  void work(int64_t, const Claim& claim) override {
+    for (int64_t i = claim.begin; i < claim.end; i++) {
+      const Node& node = nodes[i];
+      const float* x = node.raw;
+      if (infos) {
+        float* sum = infos + i * n;
+        for (int64_t j = 0; j < n; j++) sum[j] += x[j];
+        x = sum;
+      }
+      const bool ruled = node.rules && node.rules->temperature > 0;
+      const float* y = ruled ? scored(x, limit, *node.rules, node.position, noisy) : nullptr;
+      top(y ? y : x, limit, k, tokens + i * k, log_q + i * k);
+    }
+  }
+};
+
+// Algorithm 1 for several trees at once, a level a turn (Lyanna, section 5.2).
+void sample_trees(const Model& m, const TokenInfo* info, const void* embedding, int64_t limit, int64_t branches, bool noisy,
+                  std::vector<Sampled>& trees, int threads) {
+  std::vector<Children::Node> nodes;
+  std::vector<int64_t> parents, tokens;
+  std::vector<float> log_q;
+  static thread_local std::vector<float> infos;
+  const int64_t k = std::min(branches, limit);
+  for (int64_t level = 0;; level++) {
+    nodes.clear(), parents.clear();
+    for (const Sampled& t : trees) {
+      if (level >= t.levels) continue;
+      for (int64_t node : t.queue) {
+        parents.push_back(node ? t.tokens[node - 1] : t.root);
+        nodes.push_back({t.logits + level * m.vocab, t.rules, t.position + level});
+      }
+    }
+    const int64_t rows = nodes.size();
+    if (rows == 0) return;
+    if (info) {
+      grow(infos, rows * m.vocab);
+      if (m.wide_activations) token_info(m, *info, parents.data(), (const float*)embedding, rows, infos.data(), threads);
+      else token_info(m, *info, parents.data(), (const bf16*)embedding, rows, infos.data(), threads);
+    }
+    tokens.resize(rows * k), log_q.resize(rows * k);
+    Children job;
+    job.nodes = nodes.data(), job.rows = rows, job.n = m.vocab, job.limit = limit, job.k = k, job.noisy = noisy;
+    job.infos = info ? infos.data() : nullptr, job.tokens = tokens.data(), job.log_q = log_q.data();
+    team().run(std::clamp<int64_t>(rows * m.vocab / DRAWS, 1, threads), job);
+    int64_t at = 0;
+    for (Sampled& t : trees) {
+      if (level >= t.levels) continue;
+      std::vector<int64_t> fresh;
+      for (int64_t node : t.queue)
+        for (int64_t end = at + k; at < end; at++) {
+          if (!(log_q[at] > -INFINITY)) continue;
+          t.tokens.push_back(tokens[at]), t.parents.push_back(node);
+          t.scores.push_back((node ? t.scores[node - 1] : 0.0) + (double)log_q[at]);
+          fresh.push_back(t.tokens.size());
+        }
+      std::stable_sort(fresh.begin(), fresh.end(), [&](int64_t a, int64_t b) { return t.scores[a - 1] > t.scores[b - 1]; });
+      if ((int64_t)fresh.size() > branches) fresh.resize(branches);
+      std::sort(fresh.begin(), fresh.end());
+      t.queue = std::move(fresh);
+    }
+  }
+}
 
 // Draws from rows of logits, a row a unit.
 struct Draw final : Job {
@@ -3362,12 +3535,15 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
 // Drafts trees of several sequences at once, a level a pass. All numbers come in one list:
 //     trees, topk, beam, levels, children of each level
 //     for each tree: address of the pending tokens, their number, position of the first, slots behind them, base (-1: keys are
-//     listed), address of the keys, budget, greatest depth, address of the rules (0: none), nodes that fit into `out`
+//     listed), address of the keys, budget, greatest depth, address of the rules (0: none), what a token's position in its text
+//     is beyond that of its row, nodes that fit into `out`
+// Rows are embeddings; or, where `f` is given, made of a state and an embedding each: of the `states` [pending tokens of all,
+// d_model] and the pending tokens, and of what a node's parent's row gave and the node's own token.
 // What comes out, for each tree: nodes, how many of the first ones have K and V, passes, then tokens and parents, as many as fit
 // each; `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`.
 int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, const int64_t* list, double floor, int64_t* out,
-            double* scores) {
-  constexpr int64_t NUMBERS = 10;
+            double* scores, const Fuse* f, const void* states) {
+  constexpr int64_t NUMBERS = 11;
   const int64_t count = list[0];
   const Shape shape{list[1], list[2], list[3], list + 4, floor};
   const int64_t* of_tree = list + 4 + shape.levels;
@@ -3380,16 +3556,17 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     const int64_t* t = of_tree;
     Growing& g = trees[i];
     g.pending = (const int64_t*)t[0], g.num_pending = t[1], g.position = t[2], g.room = t[3], g.base = t[4];
-    g.keys = (const int64_t*)t[5], g.budget = t[6], g.max_depth = t[7], g.rules = (const Rules*)t[8];
+    g.keys = (const int64_t*)t[5], g.budget = t[6], g.max_depth = t[7], g.rules = (const Rules*)t[8], g.shift = t[9];
     if (g.room < 0 || g.budget < 1 || g.max_depth < 1 || g.max_depth > shape.levels) return BAD_COUNT;
     Chain chain{g.pending, g.num_pending, g.position, g.room + 1, g.base, g.keys, 0, nullptr, nullptr, 0, nullptr};
     const Refusal refusal = check_chains(*m, *p, limit, &chain, 1);
     if (refusal != DONE) return refusal;
     most += std::max(g.num_pending, g.room);
   }
+  if (f && check_fuse(*m, *f) != DONE) return BAD_COUNT;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  std::vector<char> hidden(most * bytes);
-  std::vector<int64_t> positions(most), slots(most), places;
+  std::vector<char> hidden(most * bytes), fed(f ? most * bytes : 0);
+  std::vector<int64_t> positions(most), slots(most), places, named(most);
   std::vector<Segment> segments;
   std::vector<uint8_t> masks;
   for (int64_t level = 0;; level++) {
@@ -3400,19 +3577,22 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     }
     masks.assign(bits, 0), places.resize(block), segments.clear();
     bits = block = 0;
-    auto add = [&](const Growing& g, int64_t token, int64_t position, int64_t place) {
-      positions[rows] = position, slots[rows] = g.slot(place);
-      std::memcpy(hidden.data() + rows++ * bytes, (const char*)embedding + token * bytes, bytes);
+    auto add = [&](const Growing& g, int64_t token, int64_t position, int64_t place, const char* state) {
+      positions[rows] = position, slots[rows] = g.slot(place), named[rows] = token;
+      std::memcpy(f ? fed.data() + rows * bytes : hidden.data() + rows * bytes, f ? state : (const char*)embedding + token * bytes, bytes);
+      rows++;
     };
+    const char* state = (const char*)states;
     for (Growing& g : trees) {
       if (g.frontier.empty()) continue;
       const int64_t start = rows, size = g.frontier.size(), behind = g.committed() + g.forwarded;
       if (level == 0) {
-        for (int64_t j = 0; j < g.num_pending; j++) add(g, g.pending[j], g.position + j, g.position + j);
+        for (int64_t j = 0; j < g.num_pending; j++, state += bytes) add(g, g.pending[j], g.position + j, g.position + j, state);
         segments.push_back({start, rows, g.position, g.committed(), g.base, g.keys, nullptr, nullptr});
         continue;
       }
-      for (int64_t node : g.frontier) add(g, g.tokens[node - 1], g.committed() - 1 + g.depth(node), g.committed() + node - 1);
+      for (int64_t node : g.frontier)
+        add(g, g.tokens[node - 1], g.committed() - 1 + g.depth(node), g.committed() + node - 1, g.states.data() + g.parents[node - 1] * bytes);
       if (size == 1 && g.depth(g.frontier[0]) == g.forwarded) {  // a chain so far
         segments.push_back({start, rows, behind - 1, behind, g.base, g.keys, nullptr, nullptr});
         continue;
@@ -3424,6 +3604,7 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
       bits += size * g.forwarded, block += g.forwarded;
     }
     if (rows == 0) break;
+    if (f) fuse(*m, *f, fed.data(), named.data(), embedding, rows, hidden.data(), (int)p->threads);
     Pass pass = *p;
     pass.rows = rows, pass.hidden_in = pass.hidden_out = hidden.data(), pass.positions = positions.data(), pass.slots = slots.data();
     pass.segments = segments.data(), pass.num_segments = segments.size();
@@ -3434,8 +3615,10 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     grow(t_logits, wanted * m->vocab);
     head(*m, hidden.data(), wanted, t_logits.data(), (int)p->threads);
     const float* logits = t_logits.data();
+    const char* given = hidden.data();
     for (Growing& g : trees) {
       const int64_t size = g.frontier.size(), children = shape.children(level);
+      if (f) g.states.insert(g.states.end(), given, given + size * bytes), given += size * bytes;
       const int64_t first = level == 0 && shape.topk == 1 ? g.budget : children;  // of later levels only what fits is grown
       g.frontier = shape.next(g, g.expand(logits, m->vocab, limit, children, first), level + 1);
       logits += size * m->vocab;
@@ -3449,6 +3632,84 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     std::copy(g.tokens.begin(), g.tokens.end(), out + 3), std::copy(g.parents.begin(), g.parents.end(), out + 3 + room);
     std::copy(g.scores.begin(), g.scores.end(), scores);
     out += 3 + 2 * room, scores += room, of_tree += NUMBERS;
+  }
+  return DONE;
+}
+
+// Lyanna's draft, and what is re-sampled of the one before: k passes of its layer for all sequences, one product of all states
+// with the head, and Algorithm 1 on their logits and on those that are left over. All numbers come in one list:
+//     sequences, branches, 1 where the rows of a text see the token behind them, 1 where drafts are drawn with the target's noise
+//     for each: address of the pending tokens, their number, position of the first, base (-1: keys are listed), address of the
+//         keys, steps (0: nothing new is drafted), root, position that the root's children will have in the text, address of the rules (0:
+//         none), nodes that fit into `out` of the new tree; address of the logits left over [levels, vocab], levels (0: none), nodes
+//         that fit of the second tree
+// states [pending tokens of all, d_model] are those in front of the pending tokens; raw [steps of all, vocab] is filled.
+// What comes out, for each tree, the second ones of a sequence behind its first: nodes, then tokens and parents, as many as fit each;
+// `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`. Source: Lyanna, sections 4 and 5.
+int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limit, const Fuse* f, const TokenInfo* info,
+              const int64_t* list, const void* states, float* raw, int64_t* out, double* scores) {
+  constexpr int64_t NUMBERS = 13;
+  const int64_t count = list[0], branches = list[1], threads = p->threads;
+  const bool reads_tokens = list[2] != 0, noisy = list[3] != 0;
+  const int64_t* of_sequence = list + 4;
+  if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;
+  if (info && (info->rank < 1 || info->down.n != info->rank || info->down.k != m->d_model || info->table.n != m->vocab || info->table.k != info->rank)) return BAD_COUNT;
+  std::vector<Chain> chains;
+  std::vector<Sampled> trees;
+  int64_t most = 0, total = 0, deepest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t* s = of_sequence + NUMBERS * i;
+    const int64_t steps = s[5], root = s[6], position = s[7], levels = s[11];
+    const Rules* rules = (const Rules*)s[8];
+    if (steps < 0 || levels < 0 || root < 0 || root >= m->vocab) return BAD_COUNT;
+    if (steps) {
+      chains.push_back({(const int64_t*)s[0], s[1], s[2], steps, s[3], (const int64_t*)s[4], 0, nullptr, nullptr, 0, rules});
+      trees.push_back({root, steps, position, raw + total * m->vocab, rules, s[9], {}, {}, {0}, {}});
+      most += s[1], total += steps, deepest = std::max(deepest, steps);
+    }
+    if (levels) trees.push_back({root, levels, position, (const float*)s[10], rules, s[12], {}, {}, {0}, {}});
+  }
+  const Refusal refusal = check_chains(*m, *p, limit, chains.data(), chains.size());
+  if (refusal != DONE) return refusal;
+  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
+  std::vector<char> hidden(std::max<int64_t>(most, chains.size()) * bytes), drafted(total * bytes), fed(chains.size() * bytes);
+  std::vector<int64_t> positions(most), slots(most), tokens(most);
+  std::vector<Segment> segments;
+  for (int64_t step = 0; step < deepest; step++) {
+    int64_t rows = 0, first = 0, live = 0;
+    segments.clear();
+    for (const Chain& c : chains) {
+      if (step < c.steps) {
+        const int64_t n = step ? 1 : c.num_pending, at = step ? c.position + c.num_pending + step - 1 : c.position;
+        segments.push_back({rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr});
+        for (int64_t j = 0; j < n; j++, rows++) {
+          positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
+          if (!step) tokens[rows] = c.pending[j];
+        }
+        if (step) std::memcpy(fed.data() + live++ * bytes, drafted.data() + (first + step - 1) * bytes, bytes);
+      }
+      first += c.steps;
+    }
+    fuse(*m, *f, step ? fed.data() : states, step || !reads_tokens ? nullptr : tokens.data(), embedding, rows, hidden.data(), (int)threads);
+    Pass pass = *p;
+    pass.rows = rows, pass.hidden_in = pass.hidden_out = hidden.data(), pass.positions = positions.data(), pass.slots = slots.data();
+    pass.segments = segments.data(), pass.num_segments = segments.size();
+    run_layers(*m, pass, 0, (int)p->layers);
+    first = 0, live = 0;
+    for (const Chain& c : chains) {
+      if (step < c.steps) std::memcpy(drafted.data() + (first + step) * bytes, hidden.data() + (segments[live++].stop - 1) * bytes, bytes);
+      first += c.steps;
+    }
+  }
+  if (total) head(*m, drafted.data(), total, raw, (int)threads);
+  sample_trees(*m, info, embedding, limit, branches, noisy, trees, (int)threads);
+  for (const Sampled& t : trees) {
+    const int64_t nodes = t.tokens.size();
+    if (nodes > t.room) return BAD_COUNT;
+    out[0] = nodes;
+    std::copy(t.tokens.begin(), t.tokens.end(), out + 1), std::copy(t.parents.begin(), t.parents.end(), out + 1 + t.room);
+    std::copy(t.scores.begin(), t.scores.end(), scores);
+    out += 1 + 2 * t.room, scores += t.room;
   }
   return DONE;
 }

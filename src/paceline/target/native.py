@@ -30,12 +30,14 @@ from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .memory import Arena
 from .native_calls import Asked, Chain, Chains, Grown, NativeTaps, Seed, Seeds, hold
+from .native_states import Drawn, Sprout, Sprouts
 from .native_streams import NativeStreams, Riding, Told, limits_of, told
 from .padding import groups_of, padded, widened
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
+    from .native_states import NativeFuse, NativeTokenInfo
     from .streams import StreamSet
 
 _PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
@@ -250,7 +252,7 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits, self._norm = library.pl_run_layers, library.pl_logits, library.pl_norm
-        self._roll, self._grow = library.pl_roll, library.pl_grow
+        self._roll, self._grow, self._sample = library.pl_roll, library.pl_grow, library.pl_sample
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
@@ -562,6 +564,8 @@ class Stack:
         floor: float,
         cache: KVCache,
         limit: int,
+        fused: NativeFuse | None = None,
+        states: Tensor | None = None,
     ) -> list[Grown]:
         """Catch up with every seed's pending tokens and grow its draft tree, a level a pass, all in each pass.
 
@@ -573,6 +577,8 @@ class Stack:
             floor: nodes with a score below it are not expanded.
             cache: K and V; every expanded node gets its own.
             limit: tokens at and above this are never chosen.
+            fused: how rows are made of states and tokens; None: they are the tokens' embeddings.
+            states: [pending tokens of all seeds, d_model] in front of them; goes with ``fused``.
 
         Returns:
             The trees as `DraftModel` grows them level by level, nodes in its order.
@@ -582,8 +588,52 @@ class Stack:
         """
         table = Seeds(seeds, factors, topk, beam)
         run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
-        require(self._grow(self.reference, run, self._embedding_at, limit, table.address, floor, *table.results))
+        more: tuple[Any, Any] = None, None
+        if fused is not None and states is not None:
+            states = self.states(states)
+            if len(states) != sum(len(seed.pending) for seed in seeds):
+                raise ValueError(f"{len(states)} states for other numbers of pending tokens")
+            more = fused.reference, states.data_ptr()
+        given = limit, table.address, floor, *table.results, *more
+        require(self._grow(self.reference, run, self._embedding_at, *given))
         return table.read()
+
+    def sample(
+        self,
+        sprouts: Sequence[Sprout],
+        branches: int,
+        noisy: bool,
+        fused: NativeFuse,
+        info: NativeTokenInfo | None,
+        states: Tensor,
+        cache: KVCache,
+    ) -> tuple[Tensor, list[tuple[Drawn | None, Drawn | None]]]:
+        """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
+
+        Args:
+            sprouts: where each starts.
+            branches: k of Algorithm 1.
+            noisy: whether tokens are ranked with the noise of the target's own choices.
+            fused, info: how rows are made, and what tokens say; None: nothing.
+            states: [pending tokens of all, d_model] in front of them, behind the final norm.
+            cache: K and V; every pending token and every step but the last gets its own.
+
+        Returns:
+            [steps of all, vocab] raw logits; and for each its new tree and the one of the logits left over.
+
+        Raises:
+            ValueError: as `grow`; nothing was computed.
+        """
+        table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, self._model.vocab)
+        states = self.states(states)
+        if len(states) != sum(len(sprout.pending) for sprout in sprouts):
+            raise ValueError(f"{len(states)} states for other numbers of pending tokens")
+        run, limit = self._reaching(cache, table.last), self._model.vocab
+        raw = torch.empty(sum(sprout.steps for sprout in sprouts), limit)
+        known = None if info is None else info.reference
+        given = limit, fused.reference, known, table.address, states.data_ptr(), raw.data_ptr(), *table.results
+        require(self._sample(self.reference, run, self._embedding_at, *given))
+        return raw, table.read()
 
     def _reaching(self, cache: KVCache, last: int) -> native.Pass:
         """A pass without adapters, whose rotation table reaches beyond position ``last``."""

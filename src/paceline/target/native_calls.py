@@ -125,6 +125,7 @@ class Seed(NamedTuple):
     max_depth: int  # levels
     most: int  # nodes that the tree may have before the best ones are taken
     rules: bytes | None  # as of a `Chain`
+    shift: int = 0  # what a token's position in its text is beyond that of its row
 
 
 class Grown(NamedTuple):
@@ -162,7 +163,7 @@ class Chains:
     def _numbers(self, chain: Chain, places: Sequence[int]) -> tuple[int, ...]:
         pending, tokens, log_q, rules = places
         count = len(chain.pending)
-        keys = _keys(chain.keys, chain.position + count + chain.steps - 1, self._held)
+        keys = keys_of(chain.keys, chain.position + count + chain.steps - 1, self._held)
         (floor,) = _NUMBER.unpack(_FLOAT.pack(chain.floor))
         start = (pending, count, chain.position, chain.steps, *keys, floor)
         return (*start, tokens, log_q, 0, rules if chain.rules else 0)
@@ -189,10 +190,10 @@ class Seeds:
         self._held: list[Any] = [pending, rules]
         at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
         numbers = [len(seeds), topk, beam, len(factors), *factors]
-        for tokens, position, room, keys, budget, max_depth, most, own in seeds:
-            places = _keys(keys, position + len(tokens) + room, self._held)
+        for tokens, position, room, keys, budget, max_depth, most, own, shift in seeds:
+            places = keys_of(keys, position + len(tokens) + room, self._held)
             numbers += (at_pending, len(tokens), position, room, *places)
-            numbers += (budget, max_depth, at_rules if own else 0, most)
+            numbers += (budget, max_depth, at_rules if own else 0, shift, most)
             at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
         total = sum(self._room)
         self._made, self._scores = array("q", bytes(8 * (3 * len(seeds) + 2 * total))), array("d", bytes(8 * total))
@@ -212,7 +213,7 @@ class Seeds:
         return found
 
 
-def _keys(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int]:
+def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int]:
     """(first slot, 0) of keys in a row, (-1, address of ``count`` slots) of others."""
     return (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
 

@@ -1,0 +1,158 @@
+"""``paceline plan``: which drafter, depth and width would pay for a model on a machine, before anyone rents it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import zoo
+from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
+from ..core.options import named_values
+from ..planning import acceptance, machines, models
+from ..planning.models import ModelShape
+from ..planning.plan import DRAFTERS, Question, rank
+from ..planning.throughput import PAPER, Counting, Parallel, Precision
+from . import plan_view
+from .console import note
+
+app = typer.Typer(add_completion=False)
+
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
+MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder; stretch:MODEL,times=N, too."
+STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
+Count = int | None
+
+
+@app.command()
+def plan(
+    target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
+    machine: Annotated[str, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.names())}.")],
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded at once.")] = 1,
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens that each of them has.")] = 1024,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The draft model. Default: the zoo's for its targets, else half the target's layers and width.",
+        ),
+    ] = None,
+    weights: Annotated[str, typer.Option(metavar="DTYPE", help=f"How weights are stored: {STORED}.")] = "bfloat16",
+    kv: Annotated[str, typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}.")] = "bfloat16",
+    devices: Annotated[int, typer.Option(metavar="N", help="Devices that share every layer (tensor parallel).")] = 1,
+    stages: Annotated[int, typer.Option(metavar="N", help="Groups of them in a pipeline.")] = 1,
+    tau: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DRAFTER=T[@K]",
+            help="Mean tokens a round of drafts of K tokens (default: 4), in the place of what is assumed. Repeat it.",
+        ),
+    ] = None,
+    window: Annotated[
+        Count,
+        typer.Option(
+            metavar="N",
+            help="Keys that sparse drafts see beside the sink. Default: an eighth of the context, 64 at least.",
+        ),
+    ] = None,
+    depth: Annotated[Count, typer.Option(metavar="N", help="Tokens of a draft. Default: the best of 1 to 8.")] = None,
+    width: Annotated[
+        Count, typer.Option(metavar="N", help="Chains of a draft. Default: the best of 1, 2 and 4.")
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Leave the LM head and attention's arithmetic out, as SPIRe's paper does.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
+
+    The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
+    (docs/planning.md).
+    How often drafts are accepted is assumed, and said; --tau takes your own figures.
+    """
+    shape = resolve(target)
+    question = Question(
+        target=shape,
+        machine=machines.machine(machine),
+        batch=batch,
+        context=context,
+        draft=_draft(target, draft),
+        precision=Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv)),
+        counting=PAPER if paper else Counting(),
+        parallel=Parallel(tensor=devices, stages=stages),
+        window=window,
+        depth=depth,
+        width=width,
+        acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
+    )
+    drafting = _draft_name(target, draft)
+    names = plan_view.Names(target=_runnable(target), draft=drafting and _runnable(drafting))
+    ranked = rank(question)
+    if plot is not None:
+        file = plan_view.draw(question, plot)
+    (plan_view.print_json if as_json else plan_view.show)(question, ranked, names)
+    if plot is not None:
+        note(f"drawn: {file}")
+
+
+def resolve(text: str) -> ModelShape:
+    """The sizes of what ``--target`` or ``--draft`` names.
+
+    Raises:
+        ConfigError: no such model (it lists those that there are), or a config that cannot be used.
+    """
+    spec = parse_model(text)
+    shape = models.named(spec.name) or _from_files(spec.name)
+    if shape is None:
+        embedded = [entry.name for entry in zoo.available() if entry.role in ("target", "draft")]
+        raise models.unknown(spec.name, embedded)
+    return shape.stretched(spec.stretch)
+
+
+def _from_files(name: str) -> ModelShape | None:
+    folder = zoo.find(name)
+    if folder is not None:
+        return replace(models.read_shape(folder), source=f"the embedded model's config.json ({name})")
+    path = Path(name)
+    return models.read_shape(path) if path.exists() else None
+
+
+def _draft(target: str, draft: str | None) -> ModelShape | None:
+    name = _draft_name(target, draft)
+    return None if name is None else resolve(name)
+
+
+def _draft_name(target: str, draft: str | None) -> str | None:
+    """What is named, or the zoo's draft for its target."""
+    own = parse_model(target).name
+    embedded = next((entry.draft for entry in zoo.available() if entry.name == own), None)
+    return draft or embedded
+
+
+def _runnable(text: str) -> str | None:
+    """What ``--model`` takes for this model; None: there are no weights of it."""
+    spec = parse_model(text)
+    known = models.named(spec.name)
+    if known is not None:
+        return replace(spec, name=known.hub).text if known.hub else None
+    path = Path(spec.name)
+    return replace(spec, name=str(path.parent)).text if path.is_file() else text
+
+
+def _bytes(flag: str, text: str) -> float:
+    """Bytes of a number of that type."""
+    if text in BYTES:
+        return BYTES[text]
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}", "it is no type and no number of bytes", f"use {STORED}") from error
+    if not 0 < value <= 8:
+        raise ConfigError(f"{flag} {text}", "a number takes more than 0 bytes, and 8 at most", f"use {STORED}")
+    return value

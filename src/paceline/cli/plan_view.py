@@ -1,0 +1,184 @@
+"""What ``paceline plan`` shows: the table, the command that would run a line of it, JSON and plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from .. import zoo
+from ..bench import figures
+from ..bench.figures import Panel, Series
+from ..core.errors import ConfigError
+from ..core.model_spec import parse_model
+from ..planning.plan import PLAIN, Candidate, Question, compute_bound_from, devices_needed, rank
+from .console import note, stdout
+
+DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
+SUFFIXES = (".svg", ".png")
+LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
+HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What the models are called on the command line."""
+
+    target: str | None  # None: there are no weights of it
+    draft: str | None
+
+
+def show(question: Question, ranked: Sequence[Candidate], names: Names) -> None:
+    """The table, what was assumed, and how to run it."""
+    console = stdout()
+    console.print(_title(question), style="bold", markup=False)
+    console.print(_table(ranked))
+    for line in _remarks(question, ranked):
+        console.print(line, markup=False)
+    console.print("assumed of acceptance (a token's chance; --tau DRAFTER=T changes it):", style="bold")
+    for made in (made for made in ranked if made.acceptance):
+        assert made.acceptance is not None
+        console.print(f"  {made.drafter:<12} {made.acceptance.accept:.2f}  {made.acceptance.source}", markup=False)
+    console.print("to run it:", style="bold")
+    for made in ranked:
+        command, missing = how_to_run(question, made, names)
+        console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
+    note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
+
+
+def print_json(question: Question, ranked: Sequence[Candidate], names: Names) -> None:
+    """The same as one JSON object."""
+    rows = []
+    for made in ranked:
+        command, missing = how_to_run(question, made, names)
+        took = {"draft_s": made.round.draft, "verify_s": made.round.verify, "plain_s": made.round.plain}
+        values = {name: value for name, value in asdict(made).items() if name != "round"}
+        devices = devices_needed(question, made.holds)
+        rows.append({**values, **took, "devices_needed": devices, "command": command, "missing": missing})
+    asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
+    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows}))
+
+
+def _title(q: Question) -> str:
+    spread = f"{q.parallel.devices} x " if q.parallel.devices > 1 else ""
+    about = f"{spread}{q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte"
+    return f"{q.target.name} on {about}; batch {q.batch:,}, context {q.context:,}"
+
+
+def _table(ranked: Sequence[Candidate]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
+    for made in ranked:
+        form = ("", "") if made.drafter == PLAIN else (str(made.depth), str(made.width))
+        figures_ = (f"{made.tau:.2f}", f"{made.multiplier:.2f}", f"{made.tokens_per_s:,.0f}")
+        table.add_row(made.drafter, *form, *figures_, made.reason)
+    return table
+
+
+def _remarks(q: Question, ranked: Sequence[Candidate]) -> list[str]:
+    """Memory, and from where on verification is compute-bound."""
+    best = ranked[0]
+    holds, have = best.holds, q.machine.memory * q.parallel.devices
+    needed = devices_needed(q, holds)
+    room = "fits" if holds <= have else f"does not fit: {needed} devices would hold it; figures are as if it did"
+    batch = compute_bound_from(q, best.rows)
+    bound = "at no batch size" if batch is None else f"from batch {batch:,} on"
+    return [
+        f"{best.drafter} holds {holds / 1e9:,.1f} GB of {have / 1e9:,.0f} GB: {room}",
+        f"a pass over {best.rows} row{'s' if best.rows > 1 else ''} a sequence is compute-bound {bound}",
+    ]
+
+
+def how_to_run(question: Question, made: Candidate, names: Names) -> tuple[str | None, str | None]:
+    """The command that would measure it, or what is missing for that."""
+    missing = _missing(question, made, names)
+    if missing:
+        return None, missing
+    asked = f"--model {names.target} --batch {question.batch} --context {question.context}"
+    dtype = DTYPES[question.precision.weight_bytes]
+    more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
+    method = PLAIN if made.drafter == PLAIN else f"{_drafter(made, names)};budget={made.depth * made.width}"
+    return f'paceline bench {asked}{more} --method "{method}"', None
+
+
+def _missing(q: Question, made: Candidate, names: Names) -> str | None:
+    """Why this engine cannot run it as it is now; None: it can."""
+    stored = q.precision
+    kv = 4.0 if stored.weight_bytes == 4.0 else 2.0
+    reasons = {
+        "there is no such drafter yet": made.drafter not in RUNNABLE,
+        "there are no weights of this model": names.target is None,
+        "mixtures of experts are not there yet": q.target.experts is not None,
+        "several devices are not there yet": q.parallel.devices > 1,
+        "CPUs and CUDA GPUs are what there is so far": not q.machine.device,
+        "weights are float32, bfloat16 or int8, keys and values as activations": stored.weight_bytes not in DTYPES
+        or stored.kv_bytes != kv,
+        f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
+        "name a draft model with --draft": made.drafter == "draft_model" and names.draft is None,
+        "train a set of streams first (paceline train streams)": made.drafter == "streams" and not _streams(names),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+RUNNABLE = (PLAIN, "ngram", "streams", "draft_model")  # those of the planner's drafters that exist
+
+
+def _drafter(made: Candidate, names: Names) -> str:
+    """As ``--method`` has it."""
+    if made.drafter == "streams":
+        return f"streams:{_streams(names)},chain=true"
+    if made.drafter == "draft_model":
+        tree = (
+            "x".join(["1"] * made.depth) if made.width == 1 else "x".join([str(made.width), *["1"] * (made.depth - 1)])
+        )
+        form = f"depth={made.depth}" if made.width == 1 else f"branching={tree}"
+        return f"draft_model:{names.draft},{form}"
+    return f"{made.drafter},depth={made.depth}"
+
+
+def _streams(names: Names) -> str | None:
+    """The zoo's set of streams for the target."""
+    own = parse_model(names.target or "").name
+    return next((entry.name for entry in zoo.available() if entry.role == "streams" and entry.target == own), None)
+
+
+def draw(question: Question, file: Path) -> Path:
+    """Multipliers by batch at this context, and by context at this batch, each drafter at its best.
+
+    Raises:
+        ConfigError: another kind of file, or one that cannot be written.
+        CapabilityError: there is no matplotlib.
+    """
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"--plot {file}", "not a picture that can be written", f"end it in {' or '.join(SUFFIXES)}")
+    batches = _powers(max(LEAST_BATCH, 2 * question.batch))
+    longest = min(question.drafting.max_position, question.target.max_position)
+    contexts = [n for n in _powers(min(longest, max(LEAST_CONTEXT, 2 * question.context))) if n >= 64]
+    panels = [
+        _panel(question, "batch", batches, f"Context {question.context:,}"),
+        _panel(question, "context", contexts, f"Batch {question.batch:,}"),
+    ]
+    return figures.lines(panels, file)
+
+
+def _powers(last: int) -> list[int]:
+    return [2**n for n in range(last.bit_length()) if 2**n <= last]
+
+
+def _panel(question: Question, name: str, values: Sequence[int], title: str) -> Panel:
+    changes: list[dict[str, Any]] = [{name: value} for value in values]
+    found = [{made.drafter: made.multiplier for made in rank(replace(question, **change))} for change in changes]
+    drafters = [drafter for drafter in found[0] if drafter != PLAIN]
+    series = [
+        Series(label=drafter, x=values, y=[point[drafter] for point in found], colour=place)
+        for place, drafter in enumerate(sorted(drafters))
+    ]
+    axes: dict[str, Any] = {"x_label": name, "log_x": True, "y_label": "times plain decoding", "y_from": 0.0}
+    return Panel(title=title, series=series, line_at=1.0, columns=3, **axes)

@@ -1,0 +1,210 @@
+"""EAGLE-2: a tree of tokens and states, grown where it is likely, of which the best nodes are verified.
+
+A node's row is made of the state that its parent's row predicts and of its own token; the target's head reads the state
+that comes out, and gives its children. The tree grows by the top-k children of the best nodes of each level, and of all
+nodes the best by cumulative probability are proposed.
+
+Sources: EAGLE (Li et al. 2024a), section 4.1; EAGLE-2 (Li et al. 2024b), section 4: expansion (4.1), re-ranking (4.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.errors import CapabilityError
+from ...core.inference import inference
+from ...core.tree import TokenTree
+from ...target.files import fingerprint
+from ...target.native_calls import Seed
+from ..base import DrafterSpec, DraftRequest, StepFeatures
+from ..growth import Grower, Growth, pack_frontier
+from ..proposal import Proposal, to_tree
+from ..registry import DrafterConfig, DrafterContext, option
+from ..states.body import LAST, Size, StateBody
+from ..states.head import check_fit
+from .model import EagleModel, read_head
+
+if TYPE_CHECKING:
+    from ...target.base import TargetInfo
+
+MAX_NODES = 256
+USUAL_DEPTH = 5  # of a head that does not say what it was trained for
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DrafterConfig):
+    """EAGLE-2: a head over the target's states, trees that grow where they are likely."""
+
+    kind: ClassVar[str] = "eagle"
+    subject: ClassVar[str] = "path"
+
+    path: str = option(help="EAGLE or EAGLE-2 head: folder, hub name or embedded one")
+    depth: int | None = option(
+        None, help="levels of the tree; default: as many as it was trained for, or 5", minimum=1, maximum=64
+    )
+    topk: int = option(
+        4, help="children of an expanded node, and nodes expanded a level; 1: a chain", minimum=1, maximum=64
+    )
+    nodes: int = option(12, help="nodes to verify, best first", minimum=1, maximum=MAX_NODES)
+    proposes: Literal["point", "coupled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise"
+    )
+    past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
+
+    def build(self, context: DrafterContext) -> EagleDrafter:
+        """Load the head.
+
+        Raises:
+            ConfigError: a folder that holds none.
+            CapabilityError: it was trained for another target.
+        """
+        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
+        _, facts = read_head(folder)
+        if facts.fingerprint and context.target_folder is not None:
+            marks = {"fingerprint": facts.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
+            check_fit(f"drafter={self.kind}:{self.path}", facts.target, *marks, context.target)
+        return EagleDrafter(self, EagleModel.load(folder))
+
+
+@dataclass(slots=True)
+class _Growth(Growth):
+    """A tree while it grows, and the states that its rows predict."""
+
+    states: dict[int, Tensor] | None = None  # node -> [d]; of the root and of nodes with K/V
+
+
+class EagleDrafter:
+    """Drafts with an EAGLE head.
+
+    Args:
+        config: shape of the drafts.
+        model: the head.
+    """
+
+    def __init__(self, config: EagleConfig, model: EagleModel) -> None:
+        self.config, self.model = config, model
+        self.depth = config.depth or model.facts.steps or USUAL_DEPTH
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=(LAST,),
+            past=config.past,
+            network=True,
+            proposes=config.proposes,
+            default_budget=config.nodes if config.topk > 1 else min(config.nodes, self.depth),
+            tree=config.topk > 1,
+        )
+        self._grower = Grower((1,) * self.depth, config.topk, config.topk, config.proposes)
+        self._body: StateBody | None = None
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the target, and make the layer over its embedding and head."""
+        c, asked = self.model.head.config, f"drafter={self.config.kind}:{self.config.path}"
+        ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
+        theirs = {"d_model": target.d_model, "vocab_size": target.vocab_size}
+        check_fit(asked, self.model.facts.target, ours, theirs, target.name)
+        own, lent = self.model.embedding, target.handle.embedding
+        if own is not None and not torch.allclose(own.float(), lent.float().cpu(), rtol=1e-2, atol=1e-3):
+            wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
+            raise CapabilityError(asked, wrong, "use the target that it was trained for")
+        self.model.embedding = None  # the target's serves both
+        room = self.config.topk * max(1, self.depth - 1)
+        size = Size(room, self.config.past, max_sequences, pool_tokens)
+        self._body = StateBody(self.model.head, target, size, device)
+
+    @inference
+    def observe(self, step: StepFeatures) -> None:
+        """Note the states that a pass showed."""
+        self.body.observe(step)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Drop the state of ended or preempted sequences."""
+        if self._body is not None:
+            self._body.drop(keys)
+
+    @property
+    def body(self) -> StateBody:
+        """The layer at work."""
+        assert self._body is not None, "bind comes first"
+        return self._body
+
+    @inference
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence, level by level, all sequences together."""
+        growths = [_Growth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
+        want.passes = self._grow(able, want.floor) if able else 0
+        roots = [growth.sequence.tokens[-1] for growth in growths]
+        return to_tree(roots, [growth.draft.best(growth.budget) for growth in growths], trusted=True)
+
+    # -- its parts
+
+    def _grow(self, growths: Sequence[_Growth], floor: float) -> int:
+        """Grow all trees; returns the passes that it took."""
+        grower = replace(self._grower, floor=math.log(min(floor, 1.0)) if floor > 0 else -math.inf)
+        for growth in growths:
+            growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
+        samplers, coupled = [growth.sequence.sampler for growth in growths], self.config.proposes == "coupled"
+        if self.body.fuse is not None and all(s.plain or (s.draws and coupled) for s in samplers):
+            return self._sprout(growths, grower)
+        states = self.body.catch_up([growth.sequence for growth in growths])
+        for growth, state in zip(growths, states, strict=True):
+            growth.states = {0: state}
+        found: Tensor | None = states
+        level = 0
+        while found is not None:
+            grower.expand(growths, self.body.handle.logits(found, normed=True), level)
+            level += 1
+            found = self._forward(growths)
+        return level
+
+    def _sprout(self, growths: Sequence[_Growth], grower: Grower) -> int:
+        """The same in one compiled call."""
+        body, stack = self.body, self.body.decoder.stack
+        assert stack is not None and body.fuse is not None
+        views = [growth.sequence for growth in growths]
+        for view in views:
+            body.shorten(view)
+        texts = [body.texts[view.key] for view in views]
+        firsts = [text.cache.committed for text in texts]
+        pending, states = body.take(views)
+        seeds = []
+        for growth, text, first, tokens in zip(growths, texts, firsts, pending, strict=True):
+            levels, sampler = growth.max_depth, growth.sequence.sampler
+            room = grower.beam * (levels - 1) if grower.topk > 1 else levels - 1
+            most = grower.topk * (1 + grower.beam * (levels - 1)) if grower.topk > 1 else levels
+            keys = text.cache.slots(0, first + len(tokens) + room)
+            rules = None if sampler.plain else sampler.rules
+            seeds.append(Seed(tokens, first, room, keys, growth.budget, levels, most, rules, text.start + 1))
+        shape = grower.factors, grower.topk, grower.beam, grower.floor
+        vocab = body.decoder.config.vocab_size
+        grown = stack.grow(seeds, *shape, body.pool, vocab, body.fuse, states)
+        body.settle(views, [*map(len, pending)])
+        for growth, tree in zip(growths, grown, strict=True):
+            growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
+        return max(tree.passes for tree in grown)
+
+    def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
+        """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""
+        packer, fed = self.body.packer(), []
+        for growth in growths:
+            if growth.frontier:
+                pack_frontier(packer, growth, self.body.texts[growth.sequence.key].cache)
+                assert growth.states is not None
+                fed += [growth.states[growth.draft.parents[node - 1]] for node in growth.frontier]
+        if not fed:
+            return None
+        found = self.body.run(packer, torch.stack(fed))
+        rows = iter(found)
+        for growth in growths:
+            assert growth.states is not None
+            growth.states |= {node: next(rows) for node in growth.frontier}
+        return found

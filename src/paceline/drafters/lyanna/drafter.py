@@ -1,0 +1,352 @@
+"""Lyanna: a chain of drafted states, a tree of tokens made of it, and a second tree where the first was wrong.
+
+A draft is k passes of one layer, each from the state that the one before predicted, then one product of all k states
+with the target's head, then Algorithm 1 on its logits. The logits are kept: once the target has said which token was
+right, the levels behind it are biased by that token and give new candidates (Algorithm 2), without a pass. They are
+verified together with the next draft (verification fusion), or in its place.
+
+Source: Lyanna, sections 4 to 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.inference import inference
+from ...core.tree import TokenTree
+from ...target.files import fingerprint
+from ...target.native import NativeLinear
+from ...target.native_states import NativeTokenInfo, Sprout
+from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..proposal import Proposal, to_tree
+from ..registry import DrafterConfig, DrafterContext, option
+from ..states.body import LAST, Size, StateBody
+from ..states.head import check_fit
+from .model import LyannaModel, read_shape, tokenizer_mark
+from .token_info import EPS
+from .trees import Bias, Chain, Drafted, Rule, beam_sampling, left_over, token_info_sampling
+
+if TYPE_CHECKING:
+    from ...target.base import TargetInfo
+
+MAX_NODES = 256
+FRESH, AGAIN = 0, 1  # source marks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LyannaConfig(DrafterConfig):
+    """Lyanna: states are drafted first and tokens second, and a rejected token wastes no state."""
+
+    kind: ClassVar[str] = "lyanna"
+    subject: ClassVar[str] = "path"
+
+    path: str = option(help="trained drafter: folder, hub name or embedded one")
+    depth: int | None = option(
+        None, help="steps, levels of the tree; default: as many as it was trained for", minimum=1, maximum=16
+    )
+    width: int = option(4, help="children of a node, and nodes of a level that have some", minimum=1, maximum=64)
+    nodes: int = option(12, help="nodes of a fresh draft to verify, best first", minimum=1, maximum=MAX_NODES)
+    resample: Literal["off", "top", "equal", "alone"] = option(
+        "top",
+        help="candidates from the states left over by the last draft: off; on top of the fresh nodes; in place of some "
+        "(equal rows); or alone, in place of a draft pass",
+    )
+    extra: int = option(4, help="re-sampled nodes at most", minimum=1, maximum=MAX_NODES)
+    threshold: int = option(0, help="levels left over at or below which nothing is re-sampled", minimum=0)
+    sampling: Literal["token_info", "beam"] = option(
+        "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
+    )
+    proposes: Literal["point", "coupled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise"
+    )
+    past: int = option(256, help="last tokens of a text that its K/V begins with", minimum=1)
+
+    def validate(self) -> None:
+        """Refuse options that contradict each other."""
+        again = self.resample != "off"
+        self.require("threshold", again or not self.threshold, "is of no meaning without re-sampling")
+        equal = self.resample == "equal"
+        self.require("extra", not equal or self.extra < self.nodes, "must leave a fresh node: nodes is the sum")
+        self.require("sampling", self.sampling != "beam" or not again, "by beam knows no re-sampling: resample=off")
+        beam = self.sampling == "beam"
+        self.require("sampling", not beam or self.proposes == "point", "by beam takes likeliest tokens: proposes=point")
+
+    @property
+    def most(self) -> int:
+        """Nodes to verify at most, re-sampled ones among them."""
+        return {"top": self.nodes + self.extra, "alone": max(self.nodes, self.extra)}.get(self.resample, self.nodes)
+
+    def build(self, context: DrafterContext) -> LyannaDrafter:
+        """Load the trained drafter.
+
+        Raises:
+            ConfigError: a folder that holds none, a threshold that leaves nothing to re-sample.
+            CapabilityError: it was trained for another target.
+        """
+        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
+        shape = read_shape(folder)
+        if shape.fingerprint and context.target_folder is not None:
+            marks = {"fingerprint": shape.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
+            check_fit(f"drafter={self.kind}:{self.path}", shape.target, *marks, context.target)
+        return LyannaDrafter(self, LyannaModel.load(folder))
+
+
+class LyannaDrafter:
+    """Drafts with a trained `LyannaModel`.
+
+    Args:
+        config: shape of the drafts.
+        model: the trained drafter.
+
+    Raises:
+        ConfigError: a threshold deeper than the draft.
+    """
+
+    def __init__(self, config: LyannaConfig, model: LyannaModel) -> None:
+        self.config, self.model = config, model
+        self.depth = config.depth or model.shape.steps
+        if config.resample != "off":
+            rule = f"must be below the {self.depth - 1} levels that a draft of {self.depth} can leave over"
+            config.require("threshold", config.threshold < self.depth - 1, rule)
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=(LAST,),
+            past=config.past,
+            network=True,
+            level_logits=True,
+            proposes=config.proposes,
+            default_budget=config.most,
+            tree=config.width > 1 or config.resample != "off",
+            sources=(config.kind, "re-sampled"),
+        )
+        self._body: StateBody | None = None
+        self._bias: Bias = lambda tokens: None
+        self._info: NativeTokenInfo | None = None  # the same for compiled code
+        self._drafted: dict[int, Drafted] = {}  # by sequence: logits that were not used again so far
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the target, and make the layer over its embedding and head."""
+        shape, c = self.model.shape, self.model.head.config
+        asked = f"drafter={self.config.kind}:{self.config.path}"
+        ours = {"d_model": c.d_model, "vocab_size": c.vocab_size, "tokenizer": shape.tokenizer}
+        theirs: dict[str, Any] = {"d_model": target.d_model, "vocab_size": target.vocab_size}
+        theirs["tokenizer"] = tokenizer_mark(target.tokenizer)
+        check_fit(asked, shape.target, ours, theirs, target.name)
+        size = Size(self.depth, self.config.past, max_sequences, pool_tokens)
+        self._body = StateBody(self.model.head, target, size, device, self.model.reads_tokens)
+        self._bias = _bias(self.model, self._body, device)
+        self._info = None if self._body.fuse is None else _compiled_info(self.model)
+
+    @inference
+    def observe(self, step: StepFeatures) -> None:
+        """Note the states that a pass showed."""
+        self.body.observe(step)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Drop the state of ended or preempted sequences."""
+        for key in keys:
+            self._drafted.pop(key, None)
+        if self._body is not None:
+            self._body.drop(keys)
+
+    @property
+    def body(self) -> StateBody:
+        """The layer at work."""
+        assert self._body is not None, "bind comes first"
+        return self._body
+
+    @inference
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One tree a sequence; nodes that come from states of the draft before are marked."""
+        drafts = [_Draft(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        for draft in drafts:
+            self._plan(draft)
+        fresh = [draft for draft in drafts if draft.steps]
+        want.passes = max((draft.steps for draft in fresh), default=0)
+        if self._compiles(drafts):
+            self._sample(drafts)
+        else:
+            self._grow(drafts, fresh)
+        merged = [self._merge(draft) for draft in drafts]
+        roots = [draft.view.tokens[-1] for draft in drafts]
+        return to_tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
+
+    # -- its parts
+
+    def _grow(self, drafts: Sequence[_Draft], fresh: Sequence[_Draft]) -> None:
+        """Both trees of each sequence, part by part."""
+        if fresh:
+            self._draft_states(fresh)
+        chains = [chain for draft in drafts for chain in (draft.fresh, draft.again) if chain is not None]
+        if self.config.sampling == "beam":
+            for chain in chains:
+                chain.tree = beam_sampling(chain.logits, self.config.width, self.config.nodes)
+        else:
+            token_info_sampling(chains, self._bias, self.config.width)
+
+    def _compiles(self, drafts: Sequence[_Draft]) -> bool:
+        """Whether one compiled call does all of it: there is one, and it knows the rules of all sequences."""
+        known = all(d.view.sampler.plain or d.view.sampler.draws for d in drafts)
+        return self.body.fuse is not None and known and self.config.sampling == "token_info"
+
+    def _sample(self, drafts: Sequence[_Draft]) -> None:
+        """What `_grow` does, in one compiled call."""
+        body, stack = self.body, self.body.decoder.stack
+        assert stack is not None and body.fuse is not None
+        able = [draft for draft in drafts if draft.steps or draft.again is not None]
+        fresh = [draft for draft in able if draft.steps]
+        if not able:
+            return
+        for draft in fresh:
+            body.shorten(draft.view)
+        firsts = {draft.view.key: body.texts[draft.view.key].cache.committed for draft in fresh}
+        none = torch.empty(0, self.model.head.config.d_model, dtype=body.handle.dtype)
+        pending, states = body.take([draft.view for draft in fresh]) if fresh else ([], none)
+        waiting = dict(zip(firsts, pending, strict=True))
+        sprouts = [
+            self._sprout(draft, waiting.get(draft.view.key, []), firsts.get(draft.view.key, 0)) for draft in able
+        ]
+        noisy = self.config.proposes == "coupled"
+        raw, found = stack.sample(sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
+        body.settle([draft.view for draft in fresh], [*map(len, pending)])
+        rows = iter(raw.split([draft.steps for draft in fresh]))
+        for draft, (tree, again) in zip(able, found, strict=True):
+            if tree is not None:
+                self._keep(draft, next(rows)).tree = Proposal(*tree)
+            if again is not None and draft.again is not None:
+                draft.again.tree = Proposal(*again)
+
+    def _sprout(self, draft: _Draft, pending: list[int], first: int) -> Sprout:
+        tokens, sampler = draft.view.tokens, draft.view.sampler
+        keys: slice | Tensor = slice(0, 0)
+        if draft.steps:
+            keys = self.body.texts[draft.view.key].cache.slots(0, first + len(pending) + draft.steps - 1)
+        rules = None if sampler.plain else sampler.rules
+        left = None if draft.again is None else draft.again.logits.contiguous()
+        return Sprout(pending, first, keys, draft.steps, tokens[-1], len(tokens), rules, left)
+
+    def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
+        """The new draft's chain; its logits [steps, V] stay for the next time."""
+        draft.fresh = self._chain(draft.view, logits)
+        self._drafted[draft.view.key] = Drafted(len(draft.view.tokens), logits)
+        return draft.fresh
+
+    def _plan(self, draft: _Draft) -> None:
+        """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
+        length = len(draft.view.tokens)
+        last = self._drafted.pop(draft.view.key, None)
+        most = min(draft.budget, draft.max_depth)
+        if most <= 0 or not self.body.ready(draft.view):
+            return
+        if self.config.resample != "off":
+            left = left_over(last, length, self.config.threshold)
+            room = self._room(draft.budget)
+            if left is not None and room:
+                draft.again = self._chain(draft.view, left[: min(room, draft.max_depth)])
+        if self.config.resample != "alone" or draft.again is None:
+            draft.steps = min(self.depth, most)
+
+    def _room(self, budget: int) -> int:
+        """Re-sampled nodes that a budget has room for: fresh ones come first."""
+        c = self.config
+        if c.resample == "alone":
+            return min(c.extra, budget)
+        own = c.nodes - c.extra if c.resample == "equal" else c.nodes
+        return max(0, min(c.extra, budget - own))
+
+    def _chain(self, view: SequenceView, logits: Tensor) -> Chain:
+        return Chain(view.tokens[-1], logits, self._rule(view))
+
+    def _rule(self, view: SequenceView) -> Rule | None:
+        """How the sequence's own rules and noise change what tokens are ranked by."""
+        sampler, length = view.sampler, len(view.tokens)
+        if sampler.plain:
+            return None
+
+        def scores(logits: Tensor, paths: list[list[int]], depths: list[int]) -> Tensor:
+            drafted = torch.tensor(paths, device=logits.device) if depths[0] else None
+            if self.config.proposes == "point":
+                return sampler.process(logits, drafted)
+            return sampler.scores(logits, drafted, [length + depth for depth in depths])
+
+        return scores
+
+    def _draft_states(self, drafts: Sequence[_Draft]) -> None:
+        """k passes, and one product of all states with the head (section 4.2)."""
+        body = self.body
+        chains = [[state] for state in body.catch_up([draft.view for draft in drafts])]  # [d] each
+        for step in range(1, max(draft.steps for draft in drafts)):
+            alive = [i for i, draft in enumerate(drafts) if draft.steps > step]
+            states = body.extend([drafts[i].view for i in alive], torch.stack([chains[i][-1] for i in alive]), step)
+            for i, state in zip(alive, states, strict=True):
+                chains[i].append(state)
+        logits = body.handle.logits(torch.stack([state for chain in chains for state in chain]), normed=True)
+        for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
+            self._keep(draft, own)
+
+    def _merge(self, draft: _Draft) -> tuple[Proposal, list[int]]:
+        """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
+        room = self._room(draft.budget)
+        merged, marks = Proposal(), []
+        if draft.fresh is not None:
+            most = min(self.config.nodes, draft.budget)
+            if draft.again is not None and self.config.resample == "equal":
+                most -= room
+            merged = draft.fresh.tree.best(most)
+            marks = [FRESH] * len(merged)
+        if draft.again is not None:
+            copy = Proposal(merged.tokens[:], merged.parents[:], merged.log_scores[:])
+            merged, before = copy, len(copy)
+            merged.graft(draft.again.tree.best(room))
+            marks += [AGAIN] * (len(merged) - before)
+        return merged, marks
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What a sequence is given."""
+
+    view: SequenceView
+    budget: int
+    max_depth: int
+    steps: int = 0  # of a new draft; 0: none
+    fresh: Chain | None = None
+    again: Chain | None = None  # of the states left over
+
+
+def _compiled_info(model: LyannaModel) -> NativeTokenInfo | None:
+    """Token-info as compiled code has it."""
+    info = model.info
+    if info is None:
+        return None
+    up = info.up.data.float()
+    down, table = (
+        NativeLinear(x.float().contiguous(), None, quant=False) for x in (info.down.data.t(), info.table().data)
+    )
+    hot = None
+    if info.hot is not None:
+        hot = torch.zeros(info.vocab, dtype=torch.uint8).index_fill_(0, info.hot.cpu(), 1)
+    return NativeTokenInfo(down, table, up @ up.t() / up.shape[1], hot, EPS)
+
+
+def _bias(model: LyannaModel, body: StateBody, device: torch.device) -> Bias:
+    """Token-info at work: u of a few tokens, times the table [r, V]."""
+    if model.info is None:
+        return lambda tokens: None
+    wide = torch.float64 if body.handle.dtype == torch.float64 else torch.float32
+    info = model.info.to(device, wide)
+    table = info.table().data.t().contiguous()
+
+    def bias(tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor(tokens, device=device)
+        return info.factors(body.handle.embed(ids), ids) @ table
+
+    return bias

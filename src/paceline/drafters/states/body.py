@@ -1,0 +1,273 @@
+"""A state head at work: its layer over the target's embedding and head, with K/V of its own for the texts that run.
+
+K/V begins at the first state that the drafter was shown and goes on without a gap; where one comes (a prefix that was
+found in the cache, states that nobody took for a while), it begins anew behind it. A row at position p is made of the
+target's state there and of the token at p + 1, so that the rows of a text are those of all tokens but the last.
+
+Positions are counted from the first row on: rotary ones count differences alone, and a published head's do.
+
+Rows that are drafted lie behind them and are dropped with the draft: what was accepted is computed again from the
+target's own states, which are better than the drafted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...attention import make_backend
+from ...core.errors import PoolFullError
+from ...kv.pool import KVPool, SequenceCache
+from ...target.base import ForwardState
+from ...target.decoder import Decoder
+from ...target.linear import LinearOp, make_linear
+from ...target.native import NativeLinear, unsupported
+from ...target.native_states import NativeFuse
+from ...target.packing import RowPacker
+from ..base import SequenceView, StepFeatures
+
+if TYPE_CHECKING:
+    from ...target.base import TargetInfo
+    from .head import StateHead
+
+CATCH_UP_ROWS = 512  # of a text, in one pass
+LAST = -1  # the tap that is read
+
+
+@dataclass(slots=True)
+class Text:
+    """What is known of one running sequence."""
+
+    cache: SequenceCache
+    start: int  # position of the first row in the text
+    states: list[Tensor] = field(default_factory=list)  # [rows, d] behind the final norm, that have no K/V yet
+    waiting: int = 0  # rows of them
+
+    @property
+    def seen(self) -> int:
+        """Position behind the last state."""
+        return self.start + self.cache.committed + self.waiting
+
+    def take(self, count: int) -> Tensor:
+        """The first ``count`` waiting states, which wait no more."""
+        whole = torch.cat(self.states) if len(self.states) > 1 else self.states[0]
+        self.states = [whole[count:]] if count < len(whole) else []
+        self.waiting -= count
+        return whole[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much room a body needs."""
+
+    room: int  # rows of a draft, beyond those of the text
+    past: int | None  # last states that are kept of a text while nothing is drafted; None: all
+    max_sequences: int  # as for `Drafter.bind`
+    pool_tokens: int
+
+
+class StateBody:
+    """Runs a state head.
+
+    Args:
+        head: its parameters; its layer is of no other use afterwards.
+        target: what it drafts for.
+        size: of its K/V.
+        device: where the target runs.
+        reads_tokens: whether the rows of a text see the token that follows them.
+
+    Raises:
+        CapabilityError: a head of another width or vocabulary than the target's.
+    """
+
+    def __init__(
+        self, head: StateHead, target: TargetInfo, size: Size, device: torch.device, reads_tokens: bool = True
+    ) -> None:
+        handle, c = target.handle, head.config
+        self._reads_tokens = reads_tokens
+        self.handle, self.room, self.past = handle, size.room, size.past
+        native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
+        backend = "reference" if handle.dtype == torch.float64 else "sdpa"
+        attention = make_backend(backend, handle.dtype)
+        given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native}
+        self.decoder = Decoder(c, attention, lender=handle, normed=True, **given)
+        parameters = dict(self.decoder.named_parameters())
+        for name, value in head.layer.named_parameters():
+            parameters[f"layers.0.{name}"].data.copy_(value.data)
+        self.decoder.finish()
+        make = _compiled if native else make_linear
+        self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
+        self._sum = head.fusion == "sum"
+        self.fuse: NativeFuse | None = None  # the same for compiled code; None: it does not run here
+        if isinstance(self._fuse_all, NativeLinear) and isinstance(self._fuse_state, NativeLinear):
+            parts = self._fuse_all, self._fuse_state, self._constant
+            self.fuse = NativeFuse(*parts, self._sum, reads_tokens)
+        tokens = size.pool_tokens + size.max_sequences * (size.room + 32)
+        self.pool = KVPool(*self.decoder.cache_shape, tokens, handle.dtype, device)
+        self.texts: dict[int, Text] = {}
+
+    # -- states of the texts
+
+    def observe(self, step: StepFeatures) -> None:
+        """Note the states that a pass showed."""
+        if LAST not in step.hidden or not len(step.hidden[LAST]):
+            return
+        normed = self.handle.final(step.hidden[LAST])
+        for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
+            if rows.stop > rows.start:
+                self._note(view, first, normed[rows].clone())
+
+    def _note(self, view: SequenceView, first: int, states: Tensor) -> None:
+        text = self.texts.get(view.key)
+        if text is None or text.seen != first:
+            text = self._begin(view, first)
+        text.states.append(states)
+        text.waiting += len(states)
+        if self.past is not None and text.waiting > max(2 * self.past, CATCH_UP_ROWS):
+            last = torch.cat(text.states)[-self.past :].clone()  # nothing was drafted for long
+            text = self._begin(view, text.seen - len(last))
+            text.states, text.waiting = [last], len(last)
+
+    def _begin(self, view: SequenceView, first: int) -> Text:
+        """A text of which nothing before ``first`` is known."""
+        self.drop([view.key])
+        expected = None if view.max_len is None else view.max_len - first + self.room
+        text = self.texts[view.key] = Text(self.pool.open(expected=expected), first)
+        return text
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """Forget sequences."""
+        for key in keys:
+            text = self.texts.pop(key, None)
+            if text is not None:
+                text.cache.release()
+        if not self.texts and not self.pool.idle:  # a draft ended in its middle
+            self.pool.reset()
+
+    def ready(self, view: SequenceView) -> bool:
+        """Whether a draft can start: the state in front of the root is known, and there is room."""
+        text = self.texts.get(view.key)
+        if text is None or text.seen != len(view.tokens) - 1 or text.seen == text.start:
+            return False
+        if not text.waiting:  # proposed and not verified: the state in front of the root is needed once more
+            return False
+        try:
+            text.cache.reserve(text.waiting + self.room)
+        except PoolFullError:
+            return False
+        return True
+
+    # -- passes
+
+    def catch_up(self, views: Sequence[SequenceView]) -> Tensor:
+        """[B, d] what the head makes of the last state and the root of each text; `ready` was asked for it."""
+        for view in views:
+            self.shorten(view)
+        return self._forward_waiting(views, CATCH_UP_ROWS)
+
+    def shorten(self, view: SequenceView) -> None:
+        """Leave at most `CATCH_UP_ROWS` states waiting."""
+        while self.texts[view.key].waiting > CATCH_UP_ROWS:
+            self._forward_waiting([view], CATCH_UP_ROWS)
+
+    def take(self, views: Sequence[SequenceView]) -> tuple[list[list[int]], Tensor]:
+        """All waiting states of some texts [rows of all, d], for a compiled call, and the tokens behind them; see
+        `settle`."""
+        tokens, states = [], []
+        for view in views:
+            text = self.texts[view.key]
+            first, count = text.start + text.cache.committed, text.waiting
+            tokens.append(view.tokens[first + 1 : first + count + 1])
+            states.append(text.take(count))
+        return tokens, torch.cat(states)
+
+    def settle(self, views: Sequence[SequenceView], counts: Sequence[int]) -> None:
+        """So many reserved rows of each are part of its text now; what is left stays reserved."""
+        caches = [self.texts[view.key].cache for view in views]
+        room = [cache.reserved for cache in caches]
+        self.pool.commit([(cache, range(count)) for cache, count in zip(caches, counts, strict=True)])
+        for cache, reserved, count in zip(caches, room, counts, strict=True):
+            cache.reserve(reserved - count)
+
+    def _forward_waiting(self, views: Sequence[SequenceView], most: int) -> Tensor:
+        """One pass over the first waiting states of each; [B, d] its last rows."""
+        packer, states, ends = self.packer(), [], []
+        for view in views:
+            text = self.texts[view.key]
+            count, done = min(text.waiting, most), text.cache.committed
+            first = text.start + done
+            states.append(text.take(count))
+            stop = done + count
+            packer.add(
+                view.tokens[first + 1 : first + count + 1],
+                range(done, stop),
+                [-1] * count,
+                slots=text.cache.slots(done, stop),
+                keys=text.cache.slots(0, stop),
+                num_keys=stop,
+                prefix=done,
+            )
+            ends.append(packer.rows - 1)
+        found = self.run(packer, torch.cat(states), self._reads_tokens)
+        self.settle(views, [*map(len, states)])
+        return found if len(ends) == len(found) else found[ends]
+
+    def packer(self) -> RowPacker:
+        """Collects the rows of a pass; their tokens are those that the states are fused with."""
+        return RowPacker(self.decoder, self.decoder.device)
+
+    def run(self, packer: RowPacker, states: Tensor, tokens: bool = True) -> Tensor:
+        """One pass.
+
+        Args:
+            packer: its rows.
+            states: [rows, d] true or drafted.
+            tokens: whether they are fused with the rows' tokens.
+
+        Returns:
+            [rows, d] the states that come next.
+        """
+        batch = packer.batch()
+        fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
+        state = ForwardState(fused, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
+        return self.decoder.run_layers(state, 0, 1, self.pool).hidden
+
+    def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
+        """As `StateHead.fuse`."""
+        if embedded is None:
+            return self._fuse_state.add(states, self._constant)
+        return self._fuse_all(embedded + states if self._sum else torch.cat((embedded, states), -1))
+
+    def extend(self, views: Sequence[SequenceView], states: Tensor, step: int) -> Tensor:
+        """Row ``step`` (from 1 on) of a chain behind each text, fused with no token: [B, d] from ``states`` [B, d]."""
+        packer = self.packer()
+        for view in views:
+            text = self.texts[view.key]
+            cache, at = text.cache, text.cache.committed + step - 1
+            packer.add(
+                [0], [at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
+            )  # fmt: skip
+        return self.run(packer, states, tokens=False)
+
+
+def _compiled(weight: Tensor, bias: Tensor | None) -> LinearOp:
+    return NativeLinear(weight, bias, quant=False)
+
+
+def _fusing(
+    head: StateHead, dtype: torch.dtype, device: torch.device, make: Callable[[Tensor, Tensor | None], LinearOp]
+) -> tuple[LinearOp, LinearOp, Tensor]:
+    """The map of states with tokens, the map of states without, and what the latter always adds, [1, d]."""
+    weight = head.fc.weight.data.to(device, dtype)
+    bias = None if head.fc.bias is None else head.fc.bias.data.to(device, dtype)
+    width = weight.shape[0]
+    of_state = weight[:, -width:].contiguous()
+    blank = torch.zeros(width) if head.blank is None else head.blank.data
+    constant = (head.fc.weight.data[:, :width].double() @ blank.double()).to(device)
+    if bias is not None:
+        constant = constant + bias.double()
+    return make(weight, bias), make(of_state, None), constant.to(dtype)[None]

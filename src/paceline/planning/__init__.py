@@ -1,0 +1,1 @@
+"""What speculation is worth on a machine, said before anyone rents it: throughput, latency, pipelines, plans."""

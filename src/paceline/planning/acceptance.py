@@ -1,0 +1,106 @@
+"""How many tokens a round gives: from the chance that a drafted token is accepted, and back.
+
+The chance is taken to be the same at every depth and independent of what came before (Leviathan et al. 2023, equation
+1). Real drafts do a little better near the root and worse far from it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.options import suggest
+
+DEPTH = 4  # of a tau for which no depth is given: the k of SPIRe
+SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
+STEPS = 60  # of a bisection: beyond a float's precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What is assumed of one drafter."""
+
+    accept: float  # chance that a token of a chain is accepted, 0 to 1
+    source: str
+    siblings: float = SIBLINGS  # the w likeliest tokens together miss w^-siblings times as often as the first
+
+    def any_of(self, width: int) -> float:
+        """The chance that one of the ``width`` likeliest tokens is accepted."""
+        return 1 - (1 - self.accept) * width**-self.siblings
+
+    def tokens(self, depth: int, width: int = 1) -> float:
+        """Tau: mean tokens of a round, the target's own included.
+
+        Of a chain it is 1 + a + .. + a^depth; ``width`` chains differ in their first tokens alone.
+        """
+        return 1 + self.any_of(width) * sum(self.accept**n for n in range(depth))
+
+
+def accept_of(tau: float, depth: int) -> float:
+    """The chance behind a tau of chains: the inverse of `Acceptance.tokens`.
+
+    Raises:
+        ConfigError: a tau that chains of this depth cannot have.
+    """
+    if not 1 <= tau <= depth + 1:
+        asked = f"{tau:g} tokens a round at depth {depth}"
+        raise ConfigError(asked, "no acceptance gives it", f"give 1 to {depth + 1}")
+    low, high = 0.0, 1.0
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**n for n in range(depth + 1)) < tau else (low, middle)
+    return high
+
+
+def assumed(target: str, draft: str | None = None) -> dict[str, Acceptance]:
+    """Of every drafter, for a target of that name; ``draft`` is the draft model's.
+
+    What follows a comma in a name ("stretched 8x") changes no token.
+    """
+    table, names = _table(), tuple((name or "").partition(",")[0] for name in (target, draft))
+    found = {name: _read(entry) for name, entry in table.items() if name != "pair"}
+    for pair in table["pair"]:
+        if (pair["target"], pair["draft"]) == names:
+            found["draft_model"] = _read(pair)
+    return found
+
+
+def given(taus: Mapping[str, str], drafters: Iterable[str]) -> dict[str, Acceptance]:
+    """What a user says: ``{"spire": "3.4"}``, or ``"3.4@8"`` of drafts of 8 tokens.
+
+    Raises:
+        ConfigError: an unknown drafter, or no number.
+    """
+    known, found = list(drafters), {}
+    for name, text in taus.items():
+        if name not in known:
+            raise ConfigError(f"--tau {name}={text}", "there is no such drafter", suggest(name, known, "drafter"))
+        found[name] = Acceptance(accept=_parsed(name, text), source=f"--tau {name}={text}")
+    return found
+
+
+def _parsed(name: str, text: str) -> float:
+    tau, at, depth = text.partition("@")
+    try:
+        tokens, levels = float(tau), int(depth) if at else DEPTH
+        if levels < 1:
+            raise ValueError(levels)
+    except ValueError as error:
+        remedy = f"write {name}=3.4, or {name}=3.4@8 for drafts of 8 tokens"
+        raise ConfigError(f"--tau {name}={text}", "not a number of tokens a round", remedy) from error
+    return accept_of(tokens, levels)
+
+
+def _read(entry: Mapping[str, Any]) -> Acceptance:
+    accept = entry["accept"] if "accept" in entry else accept_of(entry["tau"], entry["depth"])
+    return Acceptance(accept=accept, source=entry["source"], siblings=entry.get("siblings", SIBLINGS))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((resources.files(__package__) / "acceptance.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,61 @@
+"""Machines as the planner sees them: arithmetic, memory and links of one device, from ``machines.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from ..core.errors import ConfigError
+from ..core.options import check, option, shown, suggest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One device. All figures are peaks.
+
+    Raises:
+        ConfigError: a rate or a size that is not above 0.
+    """
+
+    name: str = option(help="of the device")
+    flops: float = option(help="dense arithmetic at 16 bits, FLOP/s", above=0)
+    bandwidth: float = option(help="of its memory, bytes/s", above=0)
+    memory: float = option(help="bytes of its memory", above=0)
+    link: float = option(0.0, help="to the other devices, bytes/s in one direction; 0: there is no link", minimum=0)
+    device: str = option("", help="cuda or cpu: what this engine calls it; empty: it does not run there")
+    about: str = option("", help="its full name")
+    source: str = option("", help="where the figures are published")
+
+    def __post_init__(self) -> None:
+        check(self, f"machine {self.name}: ")
+
+    @property
+    def hoi(self) -> float:
+        """Hardware operational intensity: FLOPs that pass while a byte is read (SPIRe, section 2)."""
+        return self.flops / self.bandwidth
+
+
+def names() -> list[str]:
+    """Machines that have a name."""
+    return list(machines())
+
+
+@cache
+def machines() -> dict[str, Machine]:
+    """All of them, by name."""
+    table = tomllib.loads((resources.files(__package__) / "machines.toml").read_text(encoding="utf-8"))
+    return {name: Machine(name=name, **values) for name, values in table.items()}
+
+
+def machine(name: str) -> Machine:
+    """The machine of that name.
+
+    Raises:
+        ConfigError: there is none; it says which there are.
+    """
+    found = machines().get(name)
+    if found is None:
+        raise ConfigError(f"machine {shown(name)}", "it is not known", suggest(name, names(), "machine"))
+    return found

@@ -1,0 +1,238 @@
+"""Which drafter, depth and width pay for a target on a machine: all of them predicted, the best of each, ranked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..core.errors import ConfigError
+from ..core.options import check, option
+from .acceptance import Acceptance, assumed
+from .machines import Machine
+from .models import ModelShape
+from .throughput import (
+    Counting,
+    Network,
+    Parallel,
+    Precision,
+    RoundCost,
+    Speculation,
+    critical_batch,
+    held_bytes,
+    pass_cost,
+    round_seconds,
+)
+
+PLAIN = "none"  # the drafter of plain decoding
+DEPTHS = tuple(range(1, 9))
+WIDTHS = (1, 2, 4)
+SINK = 1  # a sparse view keeps the first token, too
+LEAST_WINDOW = 64  # of SPIRe, section 3.1
+SHARE = 8  # a window is an eighth of the context where that is more, as in SPIRe's figure 6
+DEAR = 1.05  # a verification that costs more plain passes than this is said to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafter:
+    """A kind of drafter."""
+
+    drafts: Literal["nothing", "small", "quarter", "itself"]  # with which network
+    sparse: bool = False  # whether that sees a window with a sink alone
+    tree: bool = False  # whether it can draft several chains
+    streams: bool = False  # whether its rows ride in the verifying pass
+
+
+DRAFTERS = {
+    "ngram": Drafter(drafts="nothing"),
+    "streams": Drafter(drafts="nothing", streams=True),
+    "draft_model": Drafter(drafts="small", tree=True),
+    "magicdec": Drafter(drafts="itself", sparse=True),
+    "spire": Drafter(drafts="quarter", sparse=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is planned for.
+
+    Raises:
+        ConfigError: a number out of bounds, a context that target or draft cannot have, more devices than parts.
+    """
+
+    target: ModelShape = option(help="the target's sizes")
+    machine: Machine = option(help="one device")
+    batch: int = option(1, help="sequences at once, 1 or more", minimum=1, maximum=2**30)
+    context: int = option(1024, help="tokens that each sequence has", minimum=1)
+    draft: ModelShape | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
+    precision: Precision = field(default_factory=Precision)
+    counting: Counting = field(default_factory=Counting)
+    parallel: Parallel = field(default_factory=Parallel)
+    window: int | None = option(
+        None, help="keys that a sparse draft sees beside the sink: 1 or more; none: an eighth of the context", minimum=1
+    )
+    depth: int | None = option(None, help="tokens of a draft: 1 to 64; none: the best of 1 to 8", minimum=1, maximum=64)
+    width: int | None = option(
+        None,
+        help="chains of a draft, where the drafter has trees: 1 to 64; none: the best of 1, 2 and 4",
+        minimum=1,
+        maximum=64,
+    )
+    acceptance: Mapping[str, Acceptance] = field(default_factory=dict)  # by drafter, in the place of what is assumed
+
+    def __post_init__(self) -> None:
+        check(self)
+        self._check_parallel()
+        for shape in filter(None, (self.target, self.draft)):
+            if self.context > shape.max_position:
+                wrong = f"{shape.name} has {shape.max_position:,} positions"
+                raise ConfigError(f"context={self.context}", wrong, f"give 1 to {shape.max_position}")
+
+    def _check_parallel(self) -> None:
+        """No device without a head, no stage without a layer."""
+        bounds = {"devices": (self.parallel.tensor, "heads", self.target.num_heads)}
+        bounds["stages"] = (self.parallel.stages, "layers", self.target.num_layers)
+        for name, (asked, parts, most) in bounds.items():
+            if asked > most:
+                raise ConfigError(f"{name}={asked}", f"{self.target.name} has {most} {parts}", f"give 1 to {most}")
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sparse view."""
+        return min(self.context, (self.window or max(LEAST_WINDOW, self.context // SHARE - SINK)) + SINK)
+
+    @property
+    def drafting(self) -> ModelShape:
+        """The draft model: the one that is named, or one as in SPIRe's comparison."""
+        return self.draft or self.target.halved()
+
+    def network(self, shape: ModelShape, keys: int | None = None) -> Network:
+        """A model as it is served here."""
+        return Network(shape=shape, precision=self.precision, keys=keys)
+
+    def assumptions(self) -> dict[str, Acceptance]:
+        """The acceptance of every drafter."""
+        return {**assumed(self.target.name, self.draft.name if self.draft else None), **self.acceptance}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One drafter with its depth and width, predicted. Plain decoding is one with a depth of 0."""
+
+    drafter: str
+    depth: int
+    width: int
+    rows: int  # of a sequence in the verifying pass
+    tau: float  # tokens a round
+    round: RoundCost  # seconds
+    multiplier: float
+    tokens_per_s: float  # of the whole batch
+    holds: float  # bytes of target and draft together
+    reason: str
+    acceptance: Acceptance | None = None
+
+
+def rank(question: Question) -> list[Candidate]:
+    """The best form of each drafter and plain decoding, the fastest first."""
+    best = [max(_forms(question, name), key=lambda made: made.multiplier) for name in DRAFTERS]
+    return sorted([plain(question), *best], key=lambda made: -made.multiplier)
+
+
+def plain(question: Question) -> Candidate:
+    """Decoding without a draft."""
+    q = question
+    target = q.network(q.target)
+    made = round_seconds(Speculation(target=target), q.machine, q.batch, q.context, q.counting, q.parallel)
+    made = replace(made, draft=0.0, verify=made.plain)
+    reason = f"{_bound(q, 1)}-bound"
+    return _candidate(q, PLAIN, (0, 1, 1), 1.0, made, held_bytes(target, q.batch, q.context), reason)
+
+
+def _forms(question: Question, name: str) -> Iterator[Candidate]:
+    """Every depth and width that the question leaves open."""
+    drafter, accepted = DRAFTERS[name], question.assumptions()[name]
+    widths = (WIDTHS if question.width is None else (question.width,)) if drafter.tree else (1,)
+    for depth in DEPTHS if question.depth is None else (question.depth,):
+        for width in widths:
+            yield _form(question, name, depth, width, accepted)
+
+
+def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) -> Candidate:
+    drafter = DRAFTERS[name]
+    network = _network(q, drafter)
+    extra = depth if drafter.streams else 0  # streams of one row, counted through all layers
+    spoken = Speculation(target=q.network(q.target), draft=network, depth=depth, width=width, extra_rows=extra)
+    made = round_seconds(spoken, q.machine, q.batch, q.context, q.counting, q.parallel)
+    tau = accepted.tokens(depth, width)
+    holds = held_bytes(spoken.target, q.batch, q.context)
+    if network is not None and drafter.drafts != "itself":
+        holds += held_bytes(network, q.batch, q.context)
+    return replace(
+        _candidate(q, name, (depth, width, spoken.rows), tau, made, holds, _reason(q, drafter, spoken, made)),
+        acceptance=accepted,
+    )
+
+
+def _candidate(
+    q: Question, name: str, form: tuple[int, int, int], tau: float, made: RoundCost, holds: float, reason: str
+) -> Candidate:
+    """``form``: depth, width and rows."""
+    depth, width, rows = form
+    return Candidate(
+        drafter=name,
+        depth=depth,
+        width=width,
+        rows=rows,
+        tau=tau,
+        round=made,
+        multiplier=made.multiplier(tau),
+        tokens_per_s=q.batch * tau / (made.draft + made.verify),
+        holds=holds,
+        reason=reason,
+    )
+
+
+def _network(q: Question, drafter: Drafter) -> Network | None:
+    if drafter.drafts == "nothing":
+        return None
+    quarter = max(1, round(q.target.num_layers / 4))
+    shapes = {"small": q.drafting, "quarter": q.target.last_layers(quarter), "itself": q.target}
+    return q.network(shapes[drafter.drafts], q.keys if drafter.sparse else None)
+
+
+def _bound(q: Question, rows: int) -> str:
+    """What limits a target pass, as words have it."""
+    part = math.ceil(q.batch / q.parallel.stages)
+    cost = pass_cost(q.network(q.target), part, q.context, rows, q.counting)
+    return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
+
+
+def _reason(q: Question, drafter: Drafter, made: Speculation, took: RoundCost) -> str:
+    """Why it is worth what it is, in words."""
+    words = [f"{_bound(q, 1)}-bound: {_drafting(q, drafter, made, took)}"]
+    verify = took.verify / took.plain
+    if verify > DEAR:
+        words.append(f"verifying {made.rows} rows takes {verify:.2g} passes, {_bound(q, made.rows)}-bound")
+    return "; ".join(words)
+
+
+def _drafting(q: Question, drafter: Drafter, made: Speculation, took: RoundCost) -> str:
+    if drafter.streams:
+        return "drafts are rows of the same pass"
+    if made.draft is None:
+        return "drafts cost nothing"
+    share = f"a pass takes {took.draft / made.depth / took.plain:.0%} of the target's"
+    kind = f"sparse draft of {q.keys:,} keys" if drafter.sparse and q.keys < q.context else "dense draft"
+    return f"{kind}, {share}"
+
+
+def compute_bound_from(question: Question, rows: int) -> int | None:
+    """The smallest batch from which a pass over so many rows a sequence is compute-bound (`critical_batch`)."""
+    q = question
+    return critical_batch(q.network(q.target), q.context, q.machine.hoi, rows, q.counting)
+
+
+def devices_needed(question: Question, holds: float) -> int:
+    """The fewest devices whose memory holds so many bytes."""
+    return max(1, math.ceil(holds / question.machine.memory))

@@ -1,0 +1,327 @@
+"""What a forward pass costs and what speculation multiplies throughput by: the performance model of SPIRe, section 2.
+
+    forward cost = max(compute, (weights + K/V) x HOI)          FLOPs or their equivalents
+    multiplier   = tau / ((k x t_draft + t_verify) / t_target)
+
+A pass over several rows of a sequence (verification of k drafts has k + 1) computes that many times as much, and reads
+weights and K/V once. Reads and arithmetic overlap wholly, as the paper assumes.
+
+The paper leaves the LM head and the arithmetic of attention out of the model; both are counted here unless `PAPER` is
+given in the place of `Counting()`. Not in the model: activations, norms, sampling, launches, the host's time.
+
+Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sections in docstrings are its.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..core.errors import ConfigError
+from ..core.options import check, option
+from .latency import allreduce_time
+from .machines import Machine
+from .models import ModelShape
+
+MOST_ROWS = 2**40  # sequences or tokens: beyond it nothing changes
+ACTIVATION_BYTES = 2  # of one number on its way to another device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of one stored number. Arithmetic is done at the machine's 16-bit rate whatever is stored.
+
+    Raises:
+        ConfigError: a size that is not above 0, or above 8.
+    """
+
+    weight_bytes: float = option(2.0, help="bytes of a weight, such as 2 (bf16), 1 (int8), 0.5 (4 bits)", above=0)
+    kv_bytes: float = option(2.0, help="bytes of a number in the K/V cache, such as 2 or 1", above=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """What the model counts beside body, weights and K/V."""
+
+    head: bool = True  # the LM head: its weights are read, and every row is multiplied with them
+    attention: bool = True  # the arithmetic of attention: rows x keys
+
+
+PAPER = Counting(head=False, attention=False)  # as the paper counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How one copy of the models is spread over devices.
+
+    Raises:
+        ConfigError: less than one device or stage.
+    """
+
+    tensor: int = option(1, help="devices that share every layer (tensor parallel)", minimum=1)
+    stages: int = option(1, help="groups of devices, each with a part of the layers (pipeline parallel)", minimum=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.tensor * self.stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A model as it is served: its sizes, how numbers are stored, and how many keys a row sees at most.
+
+    Raises:
+        ConfigError: a view of less than one key.
+    """
+
+    shape: ModelShape = option(help="the sizes of the model")
+    precision: Precision = field(default_factory=Precision)
+    keys: int | None = option(None, help="keys of a sparse view, sinks and window together; none: all", minimum=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def seen(self, context: float) -> float:
+        """Keys that a row sees of so many tokens."""
+        return context if self.keys is None else min(context, self.keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One forward pass. Zero is a pass that is not made."""
+
+    compute: float = 0.0  # FLOPs
+    weights: float = 0.0  # bytes read
+    kv: float = 0.0  # bytes read
+
+    @property
+    def memory(self) -> float:
+        """Bytes read."""
+        return self.weights + self.kv
+
+    def forward(self, hoi: float) -> float:
+        """The forward cost of section 2, in FLOPs; ``hoi`` in FLOPs a byte."""
+        return max(self.compute, self.memory * hoi)
+
+    def bound(self, hoi: float) -> str:
+        """What takes longest: compute, weights or KV."""
+        if self.compute >= self.memory * hoi:
+            return "compute"
+        return "KV" if self.kv > self.weights else "weights"
+
+
+def pass_cost(network: Network, batch: int, context: float, rows: int = 1, counting: Counting | None = None) -> Cost:
+    """What a pass over ``rows`` tokens of each of ``batch`` sequences with ``context`` tokens computes and reads.
+
+    A product of a row with a matrix is 2 FLOPs a weight. Attention is 4 FLOPs for each key, query head and dimension of
+    it (scores, then their sum of values). What the rows themselves add to the cache is left out, as in the paper.
+    """
+    counted, shape, precision = counting or Counting(), network.shape, network.precision
+    keys = network.seen(context)
+    tokens = batch * rows
+    head = shape.head_parameters if counted.head else 0
+    attention = 4 * shape.num_heads * shape.head_dim * shape.key_layers(keys) if counted.attention else 0.0
+    return Cost(
+        compute=tokens * (2 * (shape.active_parameters + head) + attention),
+        weights=precision.weight_bytes * (shape.read_parameters(tokens) + head),
+        kv=precision.kv_bytes * batch * shape.kv_values(keys),
+    )
+
+
+def held_bytes(network: Network, batch: int, context: float) -> float:
+    """Bytes that a network holds: body, head, an embedding of its own, and the K/V of all sequences."""
+    shape, precision = network.shape, network.precision
+    weights = precision.weight_bytes * (shape.body_parameters + 2 * shape.head_parameters)
+    return weights + precision.kv_bytes * batch * shape.kv_values(network.seen(context))
+
+
+def pass_seconds(
+    network: Network,
+    machine: Machine,
+    batch: int,
+    context: float,
+    rows: int = 1,
+    counting: Counting | None = None,
+    parallel: Parallel | None = None,
+) -> float:
+    """Seconds of the pass of `pass_cost` on devices of one kind.
+
+    Tensor parallel: every device has its share of weights, arithmetic and K/V heads (with more devices than heads some
+    hold the same ones), and each layer ends in two all-reduces (Mirror, appendix C). Pipeline parallel: every stage
+    works on another part of the batch; by the time that all have moved on by a token, each part has been through all
+    layers once.
+
+    Raises:
+        ConfigError: several devices that no link joins.
+    """
+    spread = parallel or Parallel()
+    if spread.devices > 1 and not machine.link:
+        asked = f"{spread.devices} devices of {machine.name}"
+        raise ConfigError(asked, "no link between them is known", "use one device, or another machine")
+    part = math.ceil(batch / spread.stages)
+    cost = pass_cost(network, part, context, rows, counting)
+    heads = min(spread.tensor, network.shape.num_kv_heads)
+    share = Cost(compute=cost.compute / spread.tensor, weights=cost.weights / spread.tensor, kv=cost.kv / heads)
+    return share.forward(machine.hoi) / machine.flops + _transfer_seconds(network, machine, part * rows, spread)
+
+
+def _transfer_seconds(network: Network, machine: Machine, tokens: int, spread: Parallel) -> float:
+    if spread.devices == 1:
+        return 0.0
+    shape, per_word = network.shape, ACTIVATION_BYTES / machine.link
+    words = tokens * shape.d_model
+    reduced = allreduce_time(words / spread.tensor, spread.tensor, per_word=per_word) if spread.tensor > 1 else 0.0
+    return 2 * shape.num_layers * reduced + (spread.stages - 1) * words * per_word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """A target, what drafts for it, and the form of the draft.
+
+    The draft is ``width`` chains of ``depth`` tokens that begin with the likeliest first tokens: 1 is a chain. A draft
+    of n passes costs n passes of ``draft``; None is a drafter without a network.
+
+    Raises:
+        ConfigError: a depth or width below 1.
+    """
+
+    target: Network = option(help="what verifies")
+    draft: Network | None = option(None, help="what drafts; none: a look-up")
+    depth: int = option(4, help="tokens of a draft, 1 or more (the paper's k)", minimum=1)
+    width: int = option(1, help="chains of a draft, 1 or more", minimum=1)
+    extra_rows: int = option(0, help="rows of the verifying pass beside root and draft, such as streams", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def rows(self) -> int:
+        """Of one sequence in the verifying pass: the root and the draft."""
+        return 1 + self.depth * self.width + self.extra_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCost:
+    """What one round of speculation takes beside one plain pass, in one unit (FLOPs, seconds or milliseconds)."""
+
+    plain: float
+    draft: float  # all passes of the draft together
+    verify: float
+
+    @property
+    def iteration_multiplier(self) -> float:
+        """Delta t of section 2."""
+        return (self.draft + self.verify) / self.plain
+
+    def multiplier(self, tau: float) -> float:
+        """The throughput multiplier of section 2; ``tau``: mean tokens a round."""
+        return tau / self.iteration_multiplier
+
+
+def round_cost(
+    speculation: Speculation, batch: int, context: float, hoi: float, counting: Counting | None = None
+) -> RoundCost:
+    """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
+    s = speculation
+    drafted = 0.0
+    if s.draft is not None:
+        first = pass_cost(s.draft, batch, context, 1, counting).forward(hoi)
+        drafted = first + (s.depth - 1) * pass_cost(s.draft, batch, context, s.width, counting).forward(hoi)
+    return RoundCost(
+        plain=pass_cost(s.target, batch, context, 1, counting).forward(hoi),
+        draft=drafted,
+        verify=pass_cost(s.target, batch, context, s.rows, counting).forward(hoi),
+    )
+
+
+def round_seconds(
+    speculation: Speculation,
+    machine: Machine,
+    batch: int,
+    context: float,
+    counting: Counting | None = None,
+    parallel: Parallel | None = None,
+) -> RoundCost:
+    """The same in seconds on a machine. The draft is spread over the devices as the target is."""
+    s, where = speculation, (counting, parallel)
+    drafted = 0.0
+    if s.draft is not None:
+        drafted = pass_seconds(s.draft, machine, batch, context, 1, *where)
+        drafted += (s.depth - 1) * pass_seconds(s.draft, machine, batch, context, s.width, *where)
+    return RoundCost(
+        plain=pass_seconds(s.target, machine, batch, context, 1, *where),
+        draft=drafted,
+        verify=pass_seconds(s.target, machine, batch, context, s.rows, *where),
+    )
+
+
+def intensity(network: Network, batch: int, context: float, rows: int, counting: Counting | None = None) -> float:
+    """FLOPs a byte read of a pass: figure 3 is that of verification by batch size."""
+    cost = pass_cost(network, batch, context, rows, counting)
+    return cost.compute / cost.memory
+
+
+def critical_batch(
+    network: Network, context: float, hoi: float, rows: int, counting: Counting | None = None
+) -> int | None:
+    """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none.
+
+    Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
+    shared and K/V is not.
+    """
+    return _first(lambda batch: intensity(network, batch, context, rows, counting) >= hoi)
+
+
+def critical_context(network: Network, hoi: float, rows: int, counting: Counting | None = None) -> int | None:
+    """L_crit of section 4 and figure 3: the longest context for which some batch makes a pass compute-bound.
+
+    The paper gives it as a power of two (`power_of_two`). None: at any context (a sparse view, or windows). 0: at no
+    context.
+    """
+
+    def memory_bound(context: int) -> bool:
+        cost = pass_cost(network, 1, context, rows, counting)
+        return cost.compute < cost.kv * hoi  # in an endless batch each sequence has no part of the weights
+
+    beyond = _first(memory_bound)
+    return None if beyond is None else beyond - 1
+
+
+def power_of_two(value: float) -> int:
+    """The largest one that is no more than ``value`` (1 or more)."""
+    return 1 << (int(value).bit_length() - 1)
+
+
+def _first(holds: Callable[[int], bool]) -> int | None:
+    """The smallest number from 1 on for which a condition holds that stays true once it is; None up to `MOST_ROWS`."""
+    high = 1
+    while not holds(high):
+        high *= 2
+        if high > MOST_ROWS:
+            return None
+    low = high // 2  # it does not hold there, or is 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def saved_units(decoding: float, multiplier: float, training: float = 0.0) -> float:
+    """What speculation saves of the ``decoding`` units that plain decoding would cost, less the draft's training.
+
+    Section 5: 10 x (1 - 1 / 2.78) - 0.25 for SPIRe, in units of the target's training.
+    """
+    return decoding * (1 - 1 / multiplier) - training
+
+
+def payback_units(training: float, multiplier: float) -> float:
+    """Units of plain decoding after which a draft's training is paid for; infinite where nothing is saved."""
+    return training / (1 - 1 / multiplier) if multiplier > 1 else math.inf

@@ -1,0 +1,128 @@
+"""Drafters of states in compiled calls: how rows are fused, what tokens say, and where drafts start."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import native
+from .native_calls import hold, keys_of
+
+if TYPE_CHECKING:
+    from .native import NativeLinear
+
+
+class NativeFuse:
+    """How a row is made of a state and a token: ``struct Fuse`` in the source.
+
+    Args:
+        both: [2d -> d] of [token, state], or [d -> d] of their sum.
+        state: [d -> d] of a state without a token; None: every row has one.
+        constant: [1, d] what the latter adds.
+        summed: whether token and state are added.
+        reads_tokens: whether the rows of a text see the token behind them.
+    """
+
+    def __init__(
+        self, both: NativeLinear, state: NativeLinear | None, constant: Tensor, summed: bool, reads_tokens: bool
+    ) -> None:
+        self._held = both, state, constant.contiguous()
+        self.reads_tokens = reads_tokens
+        known = native.Linear() if state is None else state.struct
+        self._struct = native.Fuse(both.struct, known, self._held[2].data_ptr(), int(summed))
+        self.reference = ctypes.byref(self._struct)
+
+
+class NativeTokenInfo:
+    """What tokens say about their children: ``struct TokenInfo`` in the source.
+
+    Args:
+        down: [d -> r] float32.
+        table: [r -> V] float32.
+        gram: [r, r] float32.
+        hot: [V] uint8, which tokens have any; None: all.
+        eps: of the norm.
+    """
+
+    def __init__(self, down: NativeLinear, table: NativeLinear, gram: Tensor, hot: Tensor | None, eps: float) -> None:
+        self._held: list[Any] = [down, table]
+        rank = len(gram)
+        at_gram = hold(gram, (rank, rank), self._held, torch.float32)
+        at_hot = None if hot is None else hold(hot, (table.shape[0],), self._held, torch.uint8)
+        self._struct = native.TokenInfo(down.struct, table.struct, at_gram, at_hot, rank, eps)
+        self.reference = ctypes.byref(self._struct)
+
+
+class Sprout(NamedTuple):
+    """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `Stack.sample`."""
+
+    pending: Sequence[int]  # tokens behind the states that have no K and V yet, the root last; none where steps is 0
+    position: int  # of the row of the first of them
+    keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
+    steps: int  # of the new draft; 0: there is none
+    root: int
+    place: int  # position that the root's children will have in the text
+    rules: bytes | None  # as of a `Chain`
+    left: Tensor | None = None  # [levels, vocab] float32, contiguous; None: nothing is re-sampled
+
+
+class Drawn(NamedTuple):
+    """A tree, parents before children; node 0 is the root, node n is entry n - 1."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]  # cumulative log q
+
+
+class Sprouts:
+    """Sprouts as `pl_sample` lists them in the source. Keeps alive what their addresses mean."""
+
+    def __init__(self, sprouts: Sequence[Sprout], branches: int, noisy: bool, reads_tokens: bool, vocab: int) -> None:
+        pending = array("q", [token for sprout in sprouts for token in sprout.pending])
+        rules = array("B", b"".join(sprout.rules or b"" for sprout in sprouts))
+        self._held: list[Any] = [pending, rules]
+        self._rooms: list[tuple[int, int]] = []
+        self.last = 0
+        at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
+        numbers = [len(sprouts), branches, int(reads_tokens), int(noisy)]
+        for tokens, position, keys, steps, root, place, own, left in sprouts:
+            rows = position + len(tokens) + steps - 1 if steps else 0
+            where = keys_of(keys, rows, self._held) if steps else (0, 0)
+            rest = 0 if left is None else len(left)
+            at_left = 0 if left is None else hold(left, (rest, vocab), self._held, torch.float32)
+            room = _most(branches, steps), _most(branches, rest)
+            numbers += (at_pending, len(tokens), position, *where, steps, root, place, at_rules if own else 0, room[0])
+            numbers += (at_left, rest, room[1])
+            at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
+            self._rooms.append(room)
+            self.last = max(self.last, rows)
+        sizes = [room for both in self._rooms for room in both if room]
+        self._made = array("q", bytes(8 * sum(1 + 2 * size for size in sizes)))
+        self._scores = array("d", bytes(8 * sum(sizes)))
+        self._table = array("q", numbers)
+        self.address = self._table.buffer_info()[0]
+        self.results = self._made.buffer_info()[0], self._scores.buffer_info()[0]
+
+    def read(self) -> list[tuple[Drawn | None, Drawn | None]]:
+        """The trees of each, after the call."""
+        places = [0, 0]
+        return [(self._read(first, places), self._read(second, places)) for first, second in self._rooms]
+
+    def _read(self, room: int, places: list[int]) -> Drawn | None:
+        if not room:
+            return None
+        at, score = places
+        count = self._made[at]
+        tokens, parents = (self._made[i : i + count].tolist() for i in (at + 1, at + 1 + room))
+        places[:] = at + 1 + 2 * room, score + room
+        return Drawn(tokens, parents, self._scores[score : score + count].tolist())
+
+
+def _most(branches: int, levels: int) -> int:
+    """Nodes that Algorithm 1 makes at most."""
+    return branches + branches * branches * (levels - 1) if levels else 0

@@ -1,0 +1,23 @@
+"""Axes of figures: numbers that fit, as they are written elsewhere."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from paceline.bench.figures import Panel, Series, svg
+
+
+@pytest.mark.parametrize(
+    ("last", "shown"), [(5, ["1", "2", "4", "8", "16", "32"]), (17, ["1", "4", "16", "64", "256", "1024", "4096"])]
+)
+def test_a_logarithmic_axis_shows_numbers_that_fit(last: int, shown: list[str]) -> None:
+    values = [2**n for n in range(last + 1)]
+    panel = Panel(title="", x_label="", y_label="", series=[Series(label="a", x=values, y=values)], log_x=True)
+    drawn = svg([panel], "lines")
+    found = re.findall(r">([^<>\n]+)</text>", drawn)
+    assert "mathdefault" not in drawn
+    assert found[: len(shown)] == shown

@@ -1,0 +1,155 @@
+"""``paceline plan``: tables, commands that the benchmark reads, JSON, plots, and mistakes that end in one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.bench.methods import parse_method
+from paceline.cli import app, plan_view
+from paceline.drafters import registry
+from paceline.planning.plan import DRAFTERS, PLAIN
+
+LARGE = ("--target", "llama-3-70b", "--machine", "h100", "--batch", "64", "--context", "65536")
+SMALL = ("--target", "paceline-small", "--machine", "cpu", "--context", "256")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return lambda *args: CliRunner().invoke(app, ["plan", *args])
+
+
+def ranked(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return {row["drafter"]: row for row in json.loads(result.stdout)["ranked"]}
+
+
+def test_a_table_with_reasons_assumptions_and_commands(run: Any) -> None:
+    result = run(*LARGE)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "batch 64, context 65,536" in lines[0]
+    assert lines[2].split()[0] == "spire" and "KV-bound: sparse draft of 8,192 keys" in lines[2]
+    for words in (
+        "compute-bound at no batch size",
+        "SPIRe, table 1",
+        "does not fit",
+        "spire: there is no such drafter",
+    ):
+        assert words in result.stdout
+
+
+def test_the_papers_figures_on_the_command_line(run: Any) -> None:
+    found = ranked(run(*LARGE, "--paper", "--depth", "4", "--width", "1", "--json"))
+    assert [round(found[name]["multiplier"], 2) for name in ("spire", "magicdec")] == [2.82, 2.14]
+    counted = ranked(run(*LARGE, "--depth", "4", "--width", "1", "--json"))
+    assert counted["spire"]["multiplier"] != found["spire"]["multiplier"]
+
+
+def test_commands_are_what_the_benchmark_reads(run: Any) -> None:
+    """Every drafter that the planner can run is registered, and those of others are named as missing."""
+    assert set(plan_view.RUNNABLE) == {PLAIN, *DRAFTERS} & {*registry.names()}
+    found = ranked(run(*SMALL, "--weights", "int8", "--width", "2", "--depth", "3", "--json"))
+    for name, row in found.items():
+        assert (row["command"] is None) == (name not in plan_view.RUNNABLE) == (row["missing"] is not None)
+        if row["command"]:
+            words = shlex.split(row["command"])
+            assert words[:2] == ["paceline", "bench"] and "--dtype int8" in row["command"]
+            method = parse_method(words[words.index("--method") + 1])
+            assert method.plain == (name == PLAIN)
+    assert "branching=2x1x1;budget=6" in found["draft_model"]["command"]
+    assert "streams:paceline-small-streams,chain=true;budget=3" in found["streams"]["command"]
+
+
+@pytest.mark.parametrize(
+    ("more", "drafter", "missing"),
+    [
+        ((), "draft_model", "memory: 24 devices"),
+        (("--devices", "32"), "ngram", "several devices"),
+        (("--kv", "int8"), "ngram", "keys and values as activations"),
+        (("--weights", "int4"), "ngram", "weights are float32"),
+        (("--target", "mixtral-8x7b", "--context", "512"), "ngram", "mixtures of experts"),
+        (("--target", "spire-8-layer", "--context", "512"), "ngram", "no weights"),
+        (("--target", "opt-6.7b", "--context", "512", "--batch", "1"), "draft_model", "--draft"),
+        (("--target", "opt-6.7b", "--context", "512", "--batch", "1"), "streams", "train a set"),
+        (("--machine", "m2-ultra", "--target", "opt-6.7b", "--context", "512"), "none", "CPUs and CUDA GPUs"),
+    ],
+)
+def test_what_is_missing_is_said(run: Any, more: tuple[str, ...], drafter: str, missing: str) -> None:
+    row = ranked(run(*LARGE, *more, "--json"))[drafter]
+    assert row["command"] is None and missing in row["missing"]
+
+
+def test_options_reach_the_model(run: Any) -> None:
+    base = ranked(run(*LARGE, "--json"))
+    assert ranked(run(*LARGE, "--devices", "8", "--json"))["none"]["plain_s"] < base["none"]["plain_s"] / 4
+    assert ranked(run(*LARGE, "--stages", "4", "--json"))["none"]["plain_s"] < base["none"]["plain_s"] / 3
+    assert ranked(run(*LARGE, "--kv", "1", "--json"))["none"]["plain_s"] < base["none"]["plain_s"] * 0.6
+    named = ranked(run(*LARGE, "--tau", "ngram=4@4", "--depth", "4", "--window", "64", "--json"))
+    assert named["ngram"]["tau"] == pytest.approx(4) and named["ngram"]["acceptance"]["source"] == "--tau ngram=4@4"
+    assert named["spire"]["reason"].startswith("KV-bound: sparse draft of 65 keys")
+    pair = ranked(run(*LARGE, "--draft", "llama-3-8b", "--depth", "4", "--json"))
+    assert pair["draft_model"]["acceptance"]["accept"] == 0.81
+    small = ("--target", "qwen3-8b", "--draft", "qwen3-0.6b", "--machine", "h100", "--depth", "4", "--width", "1")
+    assert "--model Qwen/Qwen3-8B" in (command := ranked(run(*small, "--json"))["draft_model"]["command"])
+    assert "draft_model:Qwen/Qwen3-0.6B,depth=4" in command and "--device cuda" in command
+
+
+def test_any_config_file_is_a_model(run: Any, tmp_path: Path) -> None:
+    small = ranked(run(*SMALL, "--json"))
+    stretched = ranked(run("--target", "stretch:paceline-small,times=8", *SMALL[2:], "--json"))
+    assert 6 < stretched["none"]["plain_s"] / small["none"]["plain_s"] < 8  # the head is not stretched
+    assert "stretch:paceline-small,times=8" in stretched["ngram"]["command"]
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 4, "vocab_size": 50, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = ranked(run("--target", str(path), *SMALL[2:], "--json"))
+        assert f"--model {tmp_path} " in found["ngram"]["command"]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_plots_are_written(run: Any, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plan{suffix}"
+    assert run(*SMALL, "--plot", str(file)).exit_code == 0
+    assert file.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        (("--target", "llama-3-7b"), "Did you mean 'llama-3-70b'? known models: llama-2-7b"),
+        (("--machine", "h1000"), "Did you mean 'h100'? known machines: a100"),
+        (("--context", "131073"), "Give 1 to 131072"),
+        (("--weights", "-1"), "more than 0 bytes"),
+        (("--kv", "nan"), "more than 0 bytes"),
+        (("--weights", "int9"), "no type and no number"),
+        (("--window", "0"), "window must be 1 or more"),
+        (("--depth", "0"), "depth must be 1 or more"),
+        (("--batch", "0"), "batch must be 1 or more"),
+        (("--devices", "0"), "tensor must be 1 or more"),
+        (("--machine", "cpu", "--devices", "2"), "no link"),
+        (("--tau", "spire=9"), "Give 1 to 5"),
+        (("--tau", "spire"), "not a name and a value"),
+        (("--draft", "nobody"), "no such model"),
+        (("--plot", "plan.pdf"), "End it in .svg or .png"),
+    ],
+)
+def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -> None:
+    result = run(*LARGE, *args)
+    assert result.exit_code == 2, result.output
+    assert wrong in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_config_without_fields_names_them(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
+    result = run(*LARGE, "--target", str(tmp_path))
+    assert result.exit_code == 2 and "num_hidden_layers, vocab_size, max_position_embeddings" in result.stderr

@@ -1,0 +1,125 @@
+"""Trees from a chain of logits, against the algorithms written out node by node."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from state_kit import algorithm_1
+from torch import Tensor
+
+from paceline.drafters.lyanna.trees import Chain, Drafted, beam_sampling, left_over, token_info_sampling
+from paceline.drafters.proposal import Proposal
+
+V = 11
+CASES = [(seed, levels, branches) for seed in range(6) for levels, branches in ((1, 3), (3, 1), (3, 2), (3, 4), (5, 3))]
+
+
+def draw(seed: int, levels: int) -> tuple[Tensor, Tensor]:
+    """Raw logits [levels, V], and a table of token-info [V, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [2 * torch.randn(n, V, generator=generator, dtype=torch.float64) for n in (levels, V)]
+    return made[0], made[1]
+
+
+def paths(tree: Proposal) -> dict[tuple[int, ...], float]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        found.append((*found[parent], token))
+    assert len({*found}) == len(found)
+    return dict(zip(found[1:], tree.log_scores, strict=True))
+
+
+def assert_same(found: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...], float]) -> None:
+    assert found.keys() == wanted.keys()
+    for path, log_q in found.items():
+        assert math.isclose(math.exp(log_q), wanted[path], rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(("seed", "levels", "branches"), CASES)
+def test_token_info_sampling_is_algorithm_1(seed: int, levels: int, branches: int) -> None:
+    """Of several sequences at once, of unlike depth, each as it would be alone."""
+    drawn = [draw(100 * seed + i, levels - i % levels) for i in range(3)]
+    table = drawn[0][1]
+    chains = [Chain(i + 2, logits) for i, (logits, _) in enumerate(drawn)]
+    token_info_sampling(chains, lambda tokens: table[list(tokens)], branches)
+    for chain, (logits, _) in zip(chains, drawn, strict=True):
+        assert_same(paths(chain.tree), algorithm_1(logits, table, chain.root, branches))
+    plain = Chain(2, drawn[0][0])
+    token_info_sampling([plain], lambda tokens: None, branches)
+    assert_same(paths(plain.tree), algorithm_1(drawn[0][0], torch.zeros(V, V), 2, branches))
+
+
+@pytest.mark.parametrize(("seed", "levels", "branches"), CASES)
+def test_a_budget_keeps_the_likeliest_nodes_and_their_parents(seed: int, levels: int, branches: int) -> None:
+    logits, table = draw(seed, levels)
+    chain = Chain(1, logits)
+    token_info_sampling([chain], lambda tokens: table[list(tokens)], branches)
+    whole = paths(chain.tree)
+    for budget in range(len(whole) + 2):
+        kept = paths(chain.tree.best(budget))
+        assert len(kept) == min(budget, len(whole))
+        assert all(path[:-1] in kept or len(path) == 1 for path in kept)
+        left = [score for path, score in whole.items() if path not in kept]
+        assert not left or not kept or max(left) <= min(kept.values())
+
+
+def test_rules_see_the_paths_and_may_forbid() -> None:
+    logits, table = draw(3, 3)
+    seen: list[tuple[list[int], int]] = []
+
+    def rule(rows: Tensor, drafted: list[list[int]], depths: list[int]) -> Tensor:
+        seen.extend(zip(drafted, depths, strict=True))
+        rows = rows.clone()
+        rows[:, 2:] = -math.inf
+        return rows
+
+    chain = Chain(0, logits, rule)
+    token_info_sampling([chain], lambda tokens: table[list(tokens)], 4)
+    found = paths(chain.tree)
+    assert {path[-1] for path in found} == {0, 1} and len(found) == 2 + 4 + 8
+    assert all(len(path) == depth for path, depth in seen) and len(seen) == 1 + 2 + 4
+    assert {tuple(path) for path, depth in seen if depth} <= found.keys()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 5])
+def test_resampling_takes_the_levels_behind_the_new_root(levels: int) -> None:
+    """After a tokens were accepted of a draft of N levels N - a - 1 are left (Algorithm 2)."""
+    logits, _ = draw(0, levels)
+    drafted = Drafted(20, logits)
+    assert left_over(None, 21, 0) is None and left_over(drafted, 20, 0) is None
+    for accepted, threshold in itertools.product(range(levels + 1), range(levels)):
+        rest = left_over(drafted, 21 + accepted, threshold)
+        remaining = levels - accepted - 1
+        if remaining > threshold:
+            assert rest is not None and torch.equal(rest, logits[accepted + 1 :]) and len(rest) == remaining
+        else:
+            assert rest is None
+
+
+def test_naive_beam_sampling_takes_the_likeliest_paths() -> None:
+    """Against all paths of the levels' likeliest tokens, sorted; the example of fig. 6 (a) among them."""
+    for seed in range(8):
+        logits, _ = draw(seed, 3)
+        q = logits.log_softmax(-1).topk(3, dim=-1)
+        whole = {}
+        for depth in (1, 2, 3):
+            for picks in itertools.product(range(3), repeat=depth):
+                path = tuple(int(q.indices[i, j]) for i, j in enumerate(picks))
+                whole[path] = sum(float(q.values[i, j]) for i, j in enumerate(picks))
+        order = sorted(whole, key=lambda path: -whole[path])
+        for budget in (0, 1, 4, 12, 100):
+            found = paths(beam_sampling(logits, 3, budget))
+            assert found.keys() == {*order[:budget]}
+            assert all(math.isclose(found[p], whole[p]) for p in found)
+    figure = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.7, 0.2, 0.1]]).log()
+    assert [*paths(beam_sampling(figure, 2, 4))] == [(0,), (0, 0), (1,), (0, 0, 0)]
+    assert not len(beam_sampling(figure[:0], 2, 4))
+
+
+def test_equal_scores_are_settled_by_order() -> None:
+    chain = Chain(0, torch.zeros(3, 4))
+    token_info_sampling([chain], lambda tokens: None, 2)
+    assert chain.tree.parents == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

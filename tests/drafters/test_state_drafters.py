@@ -1,0 +1,482 @@
+"""Lyanna and EAGLE at work: their trees against drafts that compute everything anew, their K/V, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_kit import paths_of, text, view, want
+from native_kit import needs_kernels
+from state_kit import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand
+from tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.core.tree import TokenTree
+from paceline.drafters.base import SequenceView, StepFeatures
+from paceline.drafters.eagle.drafter import EagleConfig
+from paceline.drafters.lyanna.drafter import LyannaConfig
+from paceline.drafters.lyanna.model import LyannaModel
+from paceline.drafters.registry import DrafterContext
+from paceline.engine.auto import AutoBudget
+from paceline.engine.chances import Chances
+from paceline.engine.costs import CostTable
+from paceline.target.decoder import Decoder
+
+CPU = torch.device("cpu")
+HOT = torch.arange(0, VOCAB, 3)
+pytestmark = pytest.mark.timeout(120)
+
+
+class Stage:
+    """A target and a drafter, and texts that go on as a test says; the drafter is shown what passes would show it.
+
+    Args:
+        drafter: of tests.
+        decoder: the target; default: the tiny one in float64.
+    """
+
+    def __init__(self, drafter: Any, decoder: Decoder | None = None, sequences: int = 4, tokens: int = 2000) -> None:
+        self.decoder, self.drafter = decoder or tiny_decoder(), drafter
+        drafter.bind(self.decoder.info("tiny"), sequences, tokens, CPU)
+        self.known: dict[int, int] = {}  # by sequence: tokens whose states were shown
+
+    def show(self, views: list[SequenceView], first: int = 0) -> None:
+        """The states of all tokens but the root that were not shown yet; of a new sequence from ``first`` on."""
+        parts, slices, places = [], [], []
+        for v in views:
+            begin = self.known.get(v.key, first)
+            raw = self.states(v.tokens)[begin:-1]
+            slices.append(slice(sum(map(len, parts)), sum(map(len, parts)) + len(raw)))
+            parts.append(raw)
+            places.append(begin)
+            self.known[v.key] = len(v.tokens) - 1
+        hidden = {-1: torch.cat(parts)}
+        none: list[list[int]] = [[] for _ in views]
+        self.drafter.observe(StepFeatures(views, none, [0] * len(views), none, hidden, slices, places))
+
+    @torch.inference_mode()
+    def states(self, tokens: list[int]) -> torch.Tensor:
+        """[tokens, d] of the target, before the final norm."""
+        return states_of(self.decoder, tokens, raw=True)
+
+    @torch.inference_mode()
+    def steps(self, v: SequenceView, start: int, path: list[int], count: int) -> torch.Tensor:
+        """[count, d] the states that the head drafts behind a text, computed anew, row by row, along ``path``."""
+        model, table = self.drafter.model, self.decoder.embedding
+        features = self.decoder.handle().final(self.states(v.tokens))[start:-1]
+        return torch.stack(
+            steps_by_hand(model, features, torch.tensor([*v.tokens[start:], *path]), len(features) - 1, count, table)
+        )
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.decoder.handle().logits(states, normed=True)
+
+
+def grow(v: SequenceView, tokens: list[int]) -> None:
+    v.tokens.extend(tokens)
+    v.sampler.commit(tokens)
+
+
+def close(found: dict[tuple[int, ...], float], wanted: dict[tuple[int, ...], float]) -> None:
+    assert found.keys() == wanted.keys()
+    for path, score in found.items():
+        assert score == pytest.approx(wanted[path], abs=1e-8)
+
+
+def info_table(stage: Stage) -> torch.Tensor:
+    """[V, V] what every token says about its children, whole rows."""
+    info = stage.drafter.model.info
+    if info is None:
+        return torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    return info.eager(stage.decoder.embedding.data, torch.arange(VOCAB)).detach()
+
+
+MODELS = {
+    "whole": {},
+    "sum": {"fusion": "sum"},
+    "no first token": {"first_token": False},
+    "no token-info": {"rank": 0},
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, "hot"])
+def test_lyannas_trees_are_algorithm_1_on_states_drawn_row_by_row(name: str) -> None:
+    """A conversation: texts rest and come back, any budget; and what training unrolls is what is drafted."""
+    model = lyanna_model(hot=HOT) if name == "hot" else lyanna_model(**MODELS[name])
+    if name == "sum":
+        with torch.no_grad():
+            model.head.fc.weight.copy_(torch.randn(32, 32, generator=torch.Generator().manual_seed(2)) * 32**-0.5)
+    draw = random.Random(5)
+    stage = Stage(lyanna(model=model, width=3, nodes=7, resample="off"))
+    table, views, met = info_table(stage), [view(text(n, n), key=n) for n in (2, 19, 40)], 0
+    for step in range(8):
+        present = views if step % 3 else [v for v in views if draw.random() < 0.7] or views[:1]
+        stage.show(present)
+        budgets, depths = [draw.choice([0, 1, 2, 5, 64]) for _ in present], [draw.choice([1, 2, 9]) for _ in present]
+        request = want(present, budgets, depths)
+        tree = stage.drafter.propose(request)
+        tree.check()
+        assert request.passes == max((min(b, d, 3) for b, d in zip(budgets, depths, strict=True)), default=0)
+        for b, v in enumerate(present):
+            levels = min(budgets[b], depths[b], 3)
+            states = stage.steps(v, 0, [0] * levels, max(1, levels))[:levels]
+            whole = algorithm_1(stage.logits(states), table, v.tokens[-1], 3) if levels else {}
+            best = sorted(whole, key=lambda path: -whole[path])[: min(budgets[b], 7)]
+            close(paths_of(tree, b), {path: math.log(whole[path]) for path in best})
+            met += len(best) > 1 and len(best[-1]) > 1
+            grow(v, draw.choices(range(VOCAB), k=draw.choice([1, 1, 2, 4])))
+        stage.drafter.body.pool.check_integrity()
+    assert met > 3
+    stage.drafter.release([v.key for v in views])
+    assert stage.drafter.body.pool.idle and not stage.drafter._drafted
+
+
+def test_resampling_is_algorithm_2_and_happens_once() -> None:
+    """After every number of accepted tokens the kept levels behind it are biased by the token that was right."""
+    seen = set()
+    for accepted in range(4):
+        for threshold in (0, 1):
+            stage = Stage(lyanna(width=3, nodes=64, extra=5, threshold=threshold, resample="alone"))
+            v = view(text(20, accepted), key=1)
+            stage.show([v])
+            fresh = paths_of(stage.drafter.propose(want([v])))
+            logits = stage.logits(stage.steps(v, 0, [0] * 3, 3))
+            right = max((path for path in fresh if len(path) == max(1, accepted)), key=lambda path: fresh[path])
+            grow(v, [*right[:accepted], 5])
+            stage.show([v])
+            tree = stage.drafter.propose(want([v]))
+            left = logits[accepted + 1 :]
+            if len(left) > threshold:
+                whole = algorithm_1(left, info_table(stage), 5, 3)
+                best = sorted(whole, key=lambda path: -whole[path])[:5]
+                close(paths_of(tree), {path: math.log(whole[path]) for path in best})
+                assert {*tree.source[0, 1:].tolist()} == {1}
+                seen.add(len(left))
+            else:
+                assert {*tree.source[0, 1:].tolist()} == {0}
+            grow(v, [9])
+            stage.show([v])
+            again = stage.drafter.propose(want([v]))
+            only = {0} if len(left) > threshold else {0, 1}
+            assert {*again.source[0, 1:].tolist()} <= only  # a draft's states are used once more, not twice
+    assert seen == {1, 2}
+
+
+@pytest.mark.parametrize("form", ["top", "equal"])
+def test_fusion_merges_both_trees_below_one_root(form: str) -> None:
+    """On top of the fresh nodes, or in place of some; a path that both have is verified once, as a fresh one."""
+    both = 0
+    for seed in range(6):
+        stage = Stage(lyanna(width=4, nodes=10, extra=4, resample=form))
+        alone = Stage(lyanna(width=4, nodes=10, resample="off"))
+        v = view(text(20, seed), key=1)
+        for own in (stage, alone):
+            own.show([v])
+            own.drafter.propose(want([v]))
+        logits = stage.logits(stage.steps(v, 0, [0] * 3, 3))
+        grow(v, [7])
+        for own in (stage, alone):
+            own.show([v])
+        whole = algorithm_1(logits[1:], info_table(stage), 7, 4)
+        resampled = sorted(whole, key=lambda path: -whole[path])[:4]
+        budget = (64, 12, 14, 8, 13, 1)[seed]
+        room = max(0, min(4, budget - (6 if form == "equal" else 10)))
+        most = min(10, budget) - (room if form == "equal" else 0)
+        tree = stage.drafter.propose(want([v], budget))
+        marks = dict(zip(paths_of(tree), tree.source[0, 1:].tolist(), strict=True))
+        fresh = paths_of(alone.drafter.propose(want([v], min(budget, 10))))
+        best = {*sorted(fresh, key=lambda path: -fresh[path])[:most]}
+        assert {path for path, mark in marks.items() if mark == 0} == best
+        assert {path for path, mark in marks.items() if mark == 1} == {*resampled[:room]} - best
+        assert len(marks) <= budget
+        both += len({*resampled[:room]} & best)
+    assert both  # a duplicate was merged
+
+
+def eagle_2(stage: Stage, v: SequenceView, topk: int, depth: int, nodes: int) -> dict[tuple[int, ...], float]:
+    """Expansion and re-ranking written out: every node's state is drawn anew along its path."""
+    whole: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        following = []
+        for path in frontier:
+            state = stage.steps(v, 0, list(path), len(path) + 1)[-1]
+            best = stage.logits(state[None])[0].log_softmax(0).topk(topk)
+            for token, log_q in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                whole[(*path, token)] = whole.get(path, 0.0) + log_q
+                following.append((*path, token))
+        frontier = sorted(following, key=lambda path: -whole[path])[:topk]
+    return {path: whole[path] for path in sorted(whole, key=lambda path: -whole[path])[:nodes]}
+
+
+@pytest.mark.parametrize(("topk", "depth", "nodes"), [(3, 3, 7), (1, 4, 4), (4, 2, 12)])
+def test_eagles_trees_are_expanded_and_ranked_by_the_paper(topk: int, depth: int, nodes: int) -> None:
+    draw = random.Random(3)
+    stage = Stage(eagle(topk=topk, depth=depth, nodes=nodes))
+    views = [view(text(n, n), key=n) for n in (2, 21)]
+    for step in range(4):
+        present = views if step % 2 else views[:1]
+        stage.show(present)
+        request = want(present)
+        tree = stage.drafter.propose(request)
+        tree.check()
+        assert request.passes == depth
+        for b, v in enumerate(present):
+            close(paths_of(tree, b), eagle_2(stage, v, topk, depth, nodes))
+            grow(v, draw.choices(range(VOCAB), k=draw.choice([1, 2, 3])))
+        stage.drafter.body.pool.check_integrity()
+    stage.drafter.release([v.key for v in views])
+    assert stage.drafter.body.pool.idle
+
+
+@pytest.mark.parametrize("make", [lyanna, eagle])
+def test_k_v_begins_where_states_do(make: Any) -> None:
+    """Behind a prefix that was found in the cache; anew behind a hole; at the last states where nothing was drafted."""
+    stage = Stage(make(past=8, nodes=6))
+    v = view(text(30, 1), key=1)
+    assert len(paths_of(stage.drafter.propose(want([v])))) == 0  # nothing is known of it yet
+    stage.show([v], first=17)
+    found = paths_of(stage.drafter.propose(want([v])))
+    head = stage.logits(stage.steps(v, 17, [], 1))[0]
+    bias = info_table(stage)[v.tokens[-1]] if make is lyanna else 0.0
+    for path, score in found.items():
+        if len(path) == 1:
+            assert score == pytest.approx(float((head + bias).log_softmax(0)[path[0]]), abs=1e-8)
+    assert len(paths_of(stage.drafter.propose(want([v])))) == 0  # not twice without a state in between
+    grow(v, [4, 5])
+    stage.known[1] += 1  # a state that nobody took
+    stage.show([v])
+    assert stage.drafter.body.texts[1].start == 30
+    assert len(paths_of(stage.drafter.propose(want([v])))) > 0
+    for _ in range(700):
+        v.tokens.append(3)
+    stage.known[1] = 100
+    stage.show([v])
+    text_ = stage.drafter.body.texts[1]
+    assert text_.waiting == 8 and text_.seen == len(v.tokens) - 1
+    assert len(paths_of(stage.drafter.propose(want([v])))) > 0
+
+
+@pytest.mark.parametrize("make", [lyanna, eagle])
+def test_a_full_pool_costs_drafts_and_nothing_else(make: Any) -> None:
+    stage = Stage(make(), sequences=1, tokens=16)
+    long, short = view(text(120), key=1), view(text(20), key=2)
+    stage.show([long, short])
+    tree = stage.drafter.propose(want([long, short]))
+    assert not paths_of(tree, 0) and len(paths_of(tree, 1)) > 0
+    stage.drafter.release([1, 2])
+    assert stage.drafter.body.pool.idle
+
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=20, ignore_eos=True, frequency_penalty=0.5),
+]
+JOBS = [(text(n, n), PARAMS[i % 3]) for i, n in enumerate((5, 33, 21, 48, 33))]
+TIGHT = {"max_batch_rows": 29, "max_sequences": 3, "kv_tokens": 136, "block_size": 4}
+
+
+@pytest.mark.parametrize("kernels", ["float64", pytest.param("compiled", marks=needs_kernels)])
+@pytest.mark.parametrize("name", ["off", "top", "equal", "alone", "point", "eagle", "eagle chain"])
+def test_answers_are_those_of_plain_decoding(name: str, kernels: str) -> None:
+    """With preemption, chunks and prefix hits; fresh and re-sampled nodes are accepted."""
+    kind: dict[str, Any] = (
+        {"dtype": torch.float64} if kernels == "float64" else {"dtype": torch.float32, "compiled": True}
+    )
+    made = {
+        "eagle": lambda: eagle(depth=3),
+        "eagle chain": lambda: eagle(topk=1, depth=4, nodes=4),
+        "point": lambda: lyanna(proposes="point", extra=12),
+        "off": lambda: lyanna(resample="off"),
+        "top": lambda: lyanna(nodes=5, extra=30),
+        "equal": lambda: lyanna(resample="equal", nodes=35, extra=30),
+        "alone": lambda: lyanna(resample="alone", extra=30),
+    }[name]
+    drafter = made()
+    decoder = tiny_decoder(**kind)
+    assert (decoder.stack is not None) == (kernels == "compiled")
+    plain = [o.outputs[0].token_ids for o in run(assemble(decoder=decoder), JOBS)]
+    engine = assemble(drafter, decoder=decoder, **TIGHT)
+    outs = run(engine, JOBS)
+    assert [o.outputs[0].token_ids for o in outs] == plain
+    assert engine.round.failure is None and drafter.body.pool.idle and not drafter.body.texts
+    assert drafter.body.decoder.stack is not None or kernels == "float64"
+    accepted: dict[str, int] = {}
+    for o in outs:
+        for source, stats in o.stats.sources.items():
+            accepted[source] = accepted.get(source, 0) + stats.accepted
+    assert accepted[drafter.spec.name] > 3
+    assert accepted.get("re-sampled", 0) > 0 or name not in ("top", "equal", "alone")
+    assert sum(o.stats.preemptions for o in outs) > 0
+
+
+def test_an_automatic_budget_asks_lyanna_once_and_learns_of_both_kinds_of_nodes() -> None:
+    drafter = lyanna(nodes=6, extra=12)
+    engine = assemble(drafter, decoder=tiny_decoder(dtype=torch.float64))
+    table = CostTable(chain=((1, 5.0), (64, 5.1)), plain=((1, 5.0), (8, 5.5)))  # rows cost next to nothing
+    budget = engine.budget = engine.scheduler.budget = AutoBudget.of(drafter.spec, table)
+    assert budget.sources == ("lyanna",) and len(budget.draft_costs) == 1
+    plain = [o.outputs[0].token_ids for o in run(assemble(decoder=tiny_decoder(dtype=torch.float64)), JOBS)]
+    outs = run(engine, JOBS)
+    assert [o.outputs[0].token_ids for o in outs] == plain
+    assert sum(o.stats.accepted for o in outs) > 0
+    (kind,) = budget._kinds.values()
+    assert len(kind.chances) == 2 and budget.describe()["sources"].keys() == {"lyanna"}
+    assert all(chances.by_depth() != Chances().by_depth() for chances in kind.chances)
+
+
+SHAPES: dict[str, Any] = {
+    **{
+        name: lambda shape=shape: lyanna(model=lyanna_model(**shape), nodes=9, extra=5)
+        for name, shape in MODELS.items()
+    },
+    "hot": lambda: lyanna(model=lyanna_model(hot=HOT), nodes=9, resample="equal", extra=4),
+    "alone": lambda: lyanna(width=3, nodes=9, resample="alone"),
+    "point": lambda: lyanna(width=4, nodes=12, proposes="point"),
+    "deep": lambda: lyanna(width=2, nodes=30, depth=6, extra=9, threshold=1),
+    "eagle": lambda: eagle(topk=4, nodes=12, depth=4),
+    "eagle chain": lambda: eagle(topk=1, nodes=5, depth=5),
+    "eagle point": lambda: eagle(topk=3, nodes=7, depth=3, proposes="point"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_compiled_call_grows_the_same_trees(name: str, dtype: torch.dtype) -> None:
+    """Node for node what the parts do one by one: fresh and re-sampled, drawn and likeliest, of texts that rest."""
+    decoder = tiny_decoder(dtype=dtype, compiled=True)
+    whole, parts = Stage(SHAPES[name](), decoder), Stage(SHAPES[name](), decoder)
+    assert whole.drafter.body.fuse is not None
+    parts.drafter.body.fuse = None  # the long way, over the same layers
+    draw, met, marks = random.Random(9), 0, set()
+    rules = [{}, {"temperature": 0.8}, {"temperature": 0.7, "top_p": 0.9}]
+    views = [[view(text(n, n), key=n, **own) for n, own in zip((2, 19, 40), rules, strict=True)] for _ in range(2)]
+    for step in range(10):
+        present = [i for i in range(3) if step % 3 or draw.random() < 0.7] or [0]
+        trees = []
+        budgets, depths = [draw.choice([0, 3, 64, 64]) for _ in present], [draw.choice([1, 9, 9]) for _ in present]
+        for stage, own in zip((whole, parts), views, strict=True):
+            stage.show([own[i] for i in present])
+            request = want([own[i] for i in present], budgets, depths)
+            trees.append((stage.drafter.propose(request), request.passes))
+        (found, passes), (wanted, others) = trees
+        assert passes == others
+        assert found.lists().tokens == wanted.lists().tokens and found.lists().parents == wanted.lists().parents
+        assert found.lists().sources == wanted.lists().sources
+        torch.testing.assert_close(found.log_score, wanted.log_score, rtol=1e-4, atol=1e-4)
+        met += max(found.lists().counts) > 3
+        marks |= {mark for row in found.lists().sources for mark in row}
+        for i in present:
+            tokens = draw.choices(range(VOCAB), k=draw.choice([1, 1, 1, 2, 4]))
+            for own in views:
+                grow(own[i], tokens)
+        whole.drafter.body.pool.check_integrity()
+    assert met > 2 and (1 in marks) == (whole.drafter.spec.name == "lyanna")
+
+
+@needs_kernels
+def test_compiled_layers_draft_what_torchs_do() -> None:
+    found = []
+    for compiled in (False, True):
+        stage = Stage(lyanna(width=3, nodes=9), tiny_decoder(dtype=torch.float32, compiled=compiled))
+        v = view(text(20, 1), key=1)
+        stage.show([v])
+        found.append(paths_of(stage.drafter.propose(want([v]))))
+    assert found[0].keys() == found[1].keys()
+    assert all(found[0][path] == pytest.approx(found[1][path], abs=1e-3) for path in found[0])
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, "nodes must be 1 or more"),
+        ({"threshold": 2}, "must be below the 2 levels"),
+        ({"depth": 1}, "must be below the 0 levels"),
+        ({"resample": "off", "threshold": 1}, "of no meaning without re-sampling"),
+        ({"resample": "equal", "extra": 40}, "must leave a fresh node"),
+        ({"sampling": "beam"}, "knows no re-sampling"),
+        ({"sampling": "beam", "resample": "off"}, "proposes=point"),
+        ({"resample": "often"}, "resample"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lyanna(**options)
+
+
+def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+    config = tiny_config(d_model=48, num_heads=6, num_kv_heads=2)
+    wide, other = tiny_decoder(config).info("wide"), tiny_decoder(tiny_config(vocab_size=80)).info("other")
+    for drafter in (lyanna(), eagle()):
+        with pytest.raises(CapabilityError, match="d_model=32, wide has 48"):
+            drafter.bind(wide, 1, 100, CPU)
+        with pytest.raises(CapabilityError, match="vocab_size=96, other has 80"):
+            drafter.bind(other, 1, 100, CPU)
+    marked = lyanna_model(tokenizer="0" * 64)
+    info = replace(tiny_decoder().info("tiny"), tokenizer=Pieces())
+    with pytest.raises(CapabilityError, match="its tokenizer differs from tiny's"):
+        lyanna(model=marked).bind(info, 1, 100, CPU)
+    strange = eagle_model()
+    strange.embedding = torch.zeros(VOCAB, 32)
+    with pytest.raises(CapabilityError, match="its embedding is not the one of tiny"):
+        eagle(model=strange).bind(tiny_decoder().info("tiny"), 1, 100, CPU)
+
+
+class Pieces:
+    """A tokenizer, as far as marks go."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"p{i}": i for i in range(VOCAB)}
+
+
+@pytest.mark.parametrize("kind", [LyannaConfig, EagleConfig])
+def test_a_target_with_other_weights_is_refused_when_it_is_named(kind: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    target, folder = tmp_path / "target", tmp_path / "head"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    save_file({"x": torch.ones(3)}, target / "model.safetensors")
+    context = DrafterContext(target="tiny", target_folder=target)
+    if kind is LyannaConfig:
+        lyanna_model(fingerprint="1" * 64, target="first").save(folder)
+    else:
+        made = eagle_model()
+        made.facts = replace(made.facts, fingerprint="1" * 64, target="first")
+        made.save(folder)
+    with pytest.raises(CapabilityError, match="trained for first: its weights differ from tiny's"):
+        kind(path=str(folder)).build(context)
+    built = kind(path=str(folder)).build(replace(context, target_folder=None))
+    assert built.spec.taps == (-1,) and built.spec.network
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        kind(path=str(tmp_path / "none")).build(context)
+
+
+def test_a_draft_by_naive_beam_sampling_ignores_what_tokens_say() -> None:
+    stage = Stage(lyanna(width=3, nodes=6, sampling="beam", resample="off", proposes="point"))
+    v = view(text(12), key=1)
+    stage.show([v])
+    tree: TokenTree = stage.drafter.propose(want([v]))
+    levels = stage.logits(stage.steps(v, 0, [0] * 3, 3)).log_softmax(-1)
+    for path, score in paths_of(tree).items():
+        assert score == pytest.approx(sum(float(levels[i, t]) for i, t in enumerate(path)), abs=1e-8)
+
+
+def test_a_saved_drafter_is_named_by_its_folder(tmp_path: Path) -> None:
+    lyanna_model().save(tmp_path, torch.float32)
+    drafter = LyannaConfig(path=str(tmp_path), depth=2, nodes=5).build(DrafterContext())
+    assert drafter.depth == 2 and drafter.spec.default_budget == 9 and drafter.spec.level_logits
+    assert isinstance(drafter.model, LyannaModel)
+    assert json.loads((tmp_path / "lyanna.json").read_text("utf-8"))["steps"] == 3

@@ -1,0 +1,163 @@
+"""Names and config files: published sizes, and what a config must say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import zoo
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.planning import machines, models
+
+BILLIONS = {  # parameters that the publishers state: all, embeddings included
+    "llama-2-7b": 6.74,
+    "llama-2-13b": 13.0,
+    "llama-2-70b": 69.0,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6,
+    "llama-3-405b": 406,
+    "llama-3.2-1b": 1.5,  # 1.24 with the embedding shared
+    "qwen3-0.6b": 0.75,  # 0.6 with the embedding shared
+    "qwen3-1.7b": 2.03,  # 1.7 so
+    "qwen3-4b": 4.41,  # 4.0 so
+    "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "mistral-7b": 7.24,
+    "mixtral-8x7b": 46.7,
+    "opt-6.7b": 6.86,  # 6.7 with the embedding shared
+    "opt-13b": 13.1,
+    "opt-66b": 66.2,
+}
+ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "mixtral-8x7b": 12.9}  # as their cards say, embeddings included
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_named_models_have_the_published_sizes(name: str) -> None:
+    shape = models.named(name)
+    assert shape is not None and shape.source
+    if name in BILLIONS:
+        total = shape.body_parameters + 2 * shape.head_parameters
+        assert total / 1e9 == pytest.approx(BILLIONS[name], rel=0.012)
+    else:
+        assert name == "spire-8-layer"
+    if name in ACTIVE:
+        assert (shape.active_parameters + 2 * shape.head_parameters) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+    assert (shape.experts is not None) == (name in ACTIVE)
+
+
+def test_aliases_are_the_same_model() -> None:
+    assert models.named("llama-3.3-70b") == models.named("llama-3-70b")
+    assert models.named("llama-9") is None
+    assert "id you mean 'llama-3-70b'" in str(models.unknown("llama-3-70bb", []))
+
+
+def test_machines_have_sources_and_sound_figures() -> None:
+    found = {name: machines.machine(name) for name in machines.names()}
+    assert {"a100", "h100", "h200", "b200", "l40", "rtx-3090", "rtx-4090", "m2-ultra", "cpu"} == {*found}
+    assert all(machine.source and machine.about for machine in found.values())
+    assert found["h100"].hoi == pytest.approx(295, abs=1) and found["a100"].hoi == pytest.approx(153, abs=1)
+    assert all(10 < machine.hoi < 400 for machine in found.values())
+
+
+def test_embedded_models_are_read_from_their_configs() -> None:
+    for entry in zoo.available():
+        if entry.role in ("target", "draft"):
+            shape = models.read_shape(entry.path)
+            matrices = shape.body_parameters + shape.head_parameters  # the embedding is the head
+            assert matrices / entry.parameters == pytest.approx(1, rel=0.005)
+            assert shape.name == entry.name and shape.max_position == 2048
+
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    values = {name: value for name, value in {**SMALL, **changes}.items() if value is not None}
+    file = folder / "config.json"
+    file.write_text(json.dumps(values))
+    return file
+
+
+def test_a_config_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
+    file, folder = models.read_shape(write(tmp_path)), models.read_shape(tmp_path)
+    assert file.body_parameters == folder.body_parameters == 4 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert file.num_kv_heads == 4 and file.head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "sliding"),
+    [
+        ({"model_type": "mistral"}, 4096, 4),
+        ({"model_type": "mistral", "sliding_window": 32}, 32, 4),
+        ({"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1}, None, 0),
+        ({"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 1, "use_sliding_window": True}, 32, 3),
+        ({"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}, 32, 2),
+    ],
+)
+def test_windows_are_read_as_the_engine_reads_them(
+    tmp_path: Path, changes: dict[str, Any], window: int | None, sliding: int
+) -> None:
+    shape = models.read_shape(write(tmp_path, **changes))
+    assert (shape.window, shape.sliding_layers) == (window, sliding)
+
+
+def test_layers_before_a_mixture_are_dense(tmp_path: Path) -> None:
+    mixed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    shape = models.read_shape(write(tmp_path, **mixed, shared_expert_intermediate_size=16))
+    attention, router = 4 * 64 * 64, 64 * 4
+    assert shape.body_parameters == 4 * attention + 3 * 64 * (128 + 3 * (4 * 32 + 16)) + 3 * router
+    assert shape.last_layers(2).experts is not None and shape.halved().experts is None
+
+
+def test_no_experts_are_a_dense_model(tmp_path: Path) -> None:
+    for none in ({"num_experts": 0}, {"num_local_experts": 1}, {"num_experts": 0, "moe_intermediate_size": 0}):
+        assert models.read_shape(write(tmp_path, **none)).experts is None
+
+
+def test_all_missing_fields_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing: num_attention_heads, vocab_size, max_position_embeddings"):
+        models.read_shape(write(tmp_path, num_attention_heads=None, vocab_size=None, max_position_embeddings=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"hidden_size": -64}, "hidden_size = -64"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"num_key_value_heads": 3}, "share 3 K/V heads"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "5 of 4 experts"),
+        ({"num_experts": 4}, "num_experts_per_tok"),
+        ({"num_experts": "four"}, "num_experts = 'four'"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+    ],
+)
+def test_sizes_that_cannot_be(tmp_path: Path, changes: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        models.read_shape(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"kv_lora_rank": 512}, {"layer_types": ["linear_attention"] * 4}])
+def test_caches_that_are_not_keys_and_values_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(CapabilityError, match="not modelled"):
+        models.read_shape(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": '])
+def test_files_that_are_no_configs(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config.json"):
+        models.read_shape(tmp_path)

@@ -1,0 +1,173 @@
+"""The ranking: the paper's numbers come out of it, its reasons are true, and its bounds are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.planning import acceptance, machines, models, plan
+from paceline.planning.acceptance import Acceptance
+from paceline.planning.plan import Candidate, Question
+from paceline.planning.throughput import PAPER, Parallel, Precision
+
+
+def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> Question:
+    shape = models.named(target)
+    assert shape is not None
+    return Question(**{"target": shape, "machine": machines.machine(machine), "batch": 64, "context": 65_536, **more})
+
+
+def ranked(**more: Any) -> dict[str, Candidate]:
+    return {made.drafter: made for made in plan.rank(question(**more))}
+
+
+def test_the_papers_numbers_come_out_of_a_plan() -> None:
+    found = ranked(depth=4, width=1, counting=PAPER)
+    assert [round(found[name].multiplier, 2) for name in ("spire", "magicdec")] == [2.82, 2.14]
+    made = ranked(target="spire-8-layer", context=512, depth=4, width=1, counting=PAPER)
+    assert [round(made[n].multiplier, 2) for n in ("spire", "magicdec", "draft_model")] == [2.78, 2.05, 1.36]
+    narrow = ranked(depth=4, window=64, counting=PAPER)
+    assert [round(narrow[name].multiplier, 2) for name in ("spire", "magicdec")] == [3.12, 2.85]
+
+
+def test_the_fastest_comes_first_and_plain_is_one() -> None:
+    made = plan.rank(question())
+    factors = [candidate.multiplier for candidate in made]
+    assert factors == sorted(factors, reverse=True) and made[0].drafter == "spire"
+    assert {candidate.drafter for candidate in made} == {plan.PLAIN, *plan.DRAFTERS}
+    found = {candidate.drafter: candidate for candidate in made}
+    assert found[plan.PLAIN].multiplier == 1 and found[plan.PLAIN].tau == 1
+    for candidate in made:
+        speed = candidate.tokens_per_s / found[plan.PLAIN].tokens_per_s
+        assert speed == pytest.approx(candidate.multiplier)
+
+
+def test_an_open_depth_is_at_least_as_good_as_any_other() -> None:
+    best = ranked()
+    for depth in plan.DEPTHS:
+        for name, made in ranked(depth=depth, width=1).items():
+            assert made.multiplier <= best[name].multiplier * (1 + 1e-12)
+    assert {made.depth for made in best.values()} > {0, 8}  # a draft that costs as much as it brings is not the longest
+
+
+def test_reasons_name_what_limits() -> None:
+    long, short = ranked(depth=4), ranked(batch=1, context=128, depth=4)
+    assert long["spire"].reason.startswith("KV-bound: sparse draft of 8,192 keys")
+    assert long["draft_model"].reason.startswith("KV-bound: dense draft")
+    assert short["magicdec"].reason.startswith("weight-bound: sparse draft of 65 keys, a pass takes 100%")
+    assert short["ngram"].reason == "weight-bound: drafts cost nothing"
+    many = ranked(batch=4096, context=128, depth=4)
+    assert many["ngram"].reason.startswith("compute-bound") and "passes, compute-bound" in many["ngram"].reason
+    assert many["ngram"].multiplier < 1 and plan.rank(question(batch=4096, context=128, depth=4))[0].drafter == "none"
+
+
+def test_a_named_draft_model_is_priced_and_its_pair_known() -> None:
+    small = models.named("llama-3-8b")
+    made, other = ranked(draft=small, depth=4, width=1)["draft_model"], ranked(depth=4, width=1)["draft_model"]
+    assert made.acceptance is not None and made.acceptance.accept == 0.81
+    assert made.tau == pytest.approx(sum(0.81**n for n in range(5)))
+    assert made.round.draft != other.round.draft and made.holds != other.holds
+
+
+def test_what_the_user_says_of_acceptance_counts() -> None:
+    said = acceptance.given({"spire": "3", "ngram": "5@8"}, plan.DRAFTERS)
+    found = ranked(depth=4, acceptance=said)
+    assert found["spire"].tau == pytest.approx(3) and found["spire"].acceptance == said["spire"]
+    assert ranked(depth=8, acceptance=said)["ngram"].tau == pytest.approx(5)
+    assert found["magicdec"].tau == pytest.approx(3.891)
+
+
+def test_less_memory_for_numbers_and_more_devices_hold_and_read_less() -> None:
+    base, small = ranked(depth=4), ranked(depth=4, precision=Precision(weight_bytes=1.0, kv_bytes=1.0))
+    assert small["spire"].holds == pytest.approx(base["spire"].holds / 2)
+    assert small["none"].tokens_per_s == pytest.approx(2 * base["none"].tokens_per_s)
+    assert plan.devices_needed(question(), base["none"].holds) == 19
+    assert base["magicdec"].holds == base["none"].holds < base["spire"].holds
+    spread = ranked(depth=4, parallel=Parallel(tensor=8))
+    assert 4 < spread["none"].tokens_per_s / base["none"].tokens_per_s < 8
+
+
+def test_a_mixture_gains_less_where_a_batch_leaves_experts_cold() -> None:
+    """Verifying five rows reads more experts than one row does: a dense model pays nothing for them."""
+    common = {"batch": 1, "context": 256, "depth": 4}
+    dense, mixed = ranked(target="llama-3-8b", **common), ranked(target="qwen3-30b-a3b", **common)
+    assert dense["ngram"].multiplier > 1.5 > mixed["ngram"].multiplier
+    assert "weight-bound" in mixed["ngram"].reason.split(";")[1]
+
+
+def test_compute_binds_from_some_batch_on() -> None:
+    assert plan.compute_bound_from(question(context=128), 5) is not None
+    assert plan.compute_bound_from(question(), 5) is None
+
+
+@given(st.floats(0, 1), st.integers(1, 64))
+def test_tokens_a_round_and_back(accept: float, depth: int) -> None:
+    tau = Acceptance(accept=accept, source="").tokens(depth)
+    assert 1 <= tau <= depth + 1 + 1e-9
+    again = acceptance.accept_of(min(tau, depth + 1), depth)
+    assert Acceptance(accept=again, source="").tokens(depth) == pytest.approx(tau, abs=1e-6)
+
+
+@given(st.floats(0, 1), st.floats(0, 3), st.integers(1, 16), st.integers(1, 16))
+def test_more_chains_never_give_fewer_tokens(accept: float, siblings: float, depth: int, width: int) -> None:
+    made = Acceptance(accept=accept, source="", siblings=siblings)
+    assert made.tokens(depth, width) <= made.tokens(depth, width + 1) <= depth + 1 + 1e-9
+
+
+def test_pairs_of_models_have_figures_of_their_own() -> None:
+    pair = acceptance.assumed("llama-3-70b", "llama-3-8b")["draft_model"]
+    assert pair.any_of(1) == 0.81 and pair.any_of(8) == pytest.approx(0.99, abs=0.001)
+    small = acceptance.assumed("paceline-small, stretched 8x", "paceline-small-draft")["draft_model"]
+    assert small.tokens(4) == pytest.approx(1.38) and small != acceptance.assumed("paceline-small")["draft_model"]
+
+
+def test_every_drafter_has_an_assumption_with_a_source() -> None:
+    found = acceptance.assumed("llama-3-70b")
+    assert {*found} == {*plan.DRAFTERS} and all(0 < a.accept < 1 and a.source for a in found.values())
+
+
+@pytest.mark.parametrize(
+    ("taus", "wrong"),
+    [
+        ({"spyre": "3"}, "Did you mean 'spire'"),
+        ({"spire": "many"}, "not a number"),
+        ({"spire": "3@0"}, "not a number"),
+        ({"spire": "0.5"}, "Give 1 to 5"),
+        ({"spire": "9.5@8"}, "Give 1 to 9"),
+    ],
+)
+def test_acceptances_that_cannot_be(taus: dict[str, str], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        acceptance.given(taus, plan.DRAFTERS)
+
+
+@pytest.mark.parametrize(
+    ("given_", "wrong"),
+    [
+        ({"context": 131_073}, "has 131,072 positions. Give 1 to 131072"),
+        ({"context": 0}, "context must be 1 or more"),
+        ({"batch": 0}, "batch must be 1 or more"),
+        ({"window": 0}, "window must be 1 or more"),
+        ({"depth": 0}, "depth must be 1 or more"),
+        ({"width": 65}, "width must be 64 or less"),
+        ({"draft": models.named("qwen3-8b")}, "qwen3-8b has 40,960 positions"),
+        ({"parallel": Parallel(tensor=65)}, "has 64 heads. Give 1 to 64"),
+        ({"parallel": Parallel(stages=81)}, "has 80 layers. Give 1 to 80"),
+    ],
+)
+def test_bounds_are_named(given_: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        question(**given_)
+
+
+def test_a_view_is_no_wider_than_the_context() -> None:
+    assert question(context=16).keys == 16 and question(context=512).keys == 65
+    assert question().keys == 8192 and question(window=64).keys == 65
+    assert (
+        replace(question(), acceptance={"spire": Acceptance(accept=1.0, source="x")}).assumptions()["spire"].accept == 1
+    )

@@ -1,0 +1,267 @@
+"""The performance model of SPIRe: the paper's numbers, and what must hold for any model and machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.planning import machines, models, throughput
+from paceline.planning.models import ModelShape
+from paceline.planning.throughput import PAPER, Cost, Counting, Network, Parallel, Precision, RoundCost, Speculation
+
+HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
+TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
+
+
+def shape(name: str) -> ModelShape:
+    found = models.named(name)
+    assert found is not None
+    return found
+
+
+SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
+
+
+def of_the_paper(target: ModelShape, drafter: str, window: int | None) -> Speculation:
+    drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
+    keys = None if drafter == "vanilla" else window
+    return Speculation(target=Network(shape=target), draft=Network(shape=drafts[drafter], keys=keys))
+
+
+def multiplier(
+    target: ModelShape, drafter: str, batch: int, context: int, window: int | None, hoi: float = HOI
+) -> float:
+    made = throughput.round_cost(of_the_paper(target, drafter, window), batch, context, hoi, PAPER)
+    return made.multiplier(TAUS[drafter])
+
+
+# -- the paper's numbers
+
+
+def test_the_papers_target_has_its_sizes() -> None:
+    assert SMALL.body_parameters == 2**26
+    assert 2 * SMALL.kv_values(1) == 32_768
+    assert SMALL.last_layers(2).body_parameters == 2**24
+    assert SMALL.halved().body_parameters == 2**23 and SMALL.halved().kv_values(1) == SMALL.kv_values(1) / 4
+    assert LARGE.body_parameters == pytest.approx(68.45e9, rel=1e-3) and 2 * LARGE.kv_values(1) == 327_680
+
+
+@pytest.mark.parametrize("hoi", [321, 509])
+@pytest.mark.parametrize(("drafter", "expected"), [("spire", 2.78), ("magicdec", 2.05), ("vanilla", 1.36)])
+def test_figure_4(drafter: str, expected: float, hoi: float) -> None:
+    assert round(multiplier(SMALL, drafter, 64, 512, 65, hoi), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("drafter", "window", "expected"),
+    [("spire", 8192, 2.82), ("magicdec", 8192, 2.14), ("spire", 65, 3.12), ("magicdec", 65, 2.85)],
+)
+def test_figure_6_and_why_its_window_is_an_eighth_of_the_context(drafter: str, window: int, expected: float) -> None:
+    assert round(multiplier(LARGE, drafter, 64, 65_536, window), 2) == expected
+
+
+def test_a_larger_batch_helps_sparse_drafts_alone() -> None:
+    """Figure 4: with a sparse cache the multiplier rises with the batch, with a dense one it never does (3.1)."""
+    for context in (256, 512, 960):
+        dense = [multiplier(SMALL, "vanilla", 2**n, context, None) for n in range(12)]
+        assert all(after <= before + 1e-12 for before, after in zip(dense, dense[1:], strict=False))
+        for drafter in ("spire", "magicdec"):
+            sparse = [multiplier(SMALL, drafter, 2**n, context, 65) for n in range(12)]
+            assert sparse == sorted(sparse) and sparse[-1] > 1.2 * sparse[0]
+
+
+def test_spire_with_a_dense_cache_does_not_depend_on_the_context() -> None:
+    """Section 4.2: k = 4 passes of a quarter are one more pass, whatever the context: tau / 2."""
+    found = {round(multiplier(SMALL, "spire", 64, context, None), 9) for context in (64, 512, 8192)}
+    assert found == {round(3.401 / 2, 9)}
+
+
+@pytest.mark.parametrize("hoi", [321, 400, 509])
+def test_critical_contexts_of_figure_3(hoi: float) -> None:
+    for target, expected in ((SMALL, 32), (LARGE, 4096)):
+        longest = throughput.critical_context(Network(shape=target), hoi, rows=5, counting=PAPER)
+        assert longest is not None and throughput.power_of_two(longest) == expected
+        assert throughput.critical_batch(Network(shape=target), longest, hoi, 5, PAPER) is not None
+        assert throughput.critical_batch(Network(shape=target), longest + 1, hoi, 5, PAPER) is None
+
+
+@pytest.mark.parametrize(("hoi", "target", "other"), [(320, SMALL, 64), (511, LARGE, 2048)])
+def test_other_intensities_give_other_critical_contexts(hoi: float, target: ModelShape, other: int) -> None:
+    longest = throughput.critical_context(Network(shape=target), hoi, rows=5, counting=PAPER)
+    assert longest is not None and throughput.power_of_two(longest) == other
+
+
+def test_critical_batch_is_where_the_two_costs_cross() -> None:
+    network = Network(shape=SMALL)
+    found = throughput.critical_batch(network, 16, HOI, 5, PAPER)
+    expected = 2 * 2**26 * HOI / (5 * 2 * 2**26 - 16 * 32_768 * HOI)
+    assert found == math.ceil(expected)
+    costs = [throughput.pass_cost(network, batch, 16, 5, PAPER) for batch in (found - 1, found)]
+    assert [cost.bound(HOI) for cost in costs] == ["weights", "compute"]
+
+
+def test_cost_analysis_of_section_5() -> None:
+    assert throughput.saved_units(10, 2.78) == pytest.approx(6.40, abs=0.005)
+    assert throughput.saved_units(10, 2.05) == pytest.approx(5.12, abs=0.005)
+    assert throughput.saved_units(10, 2.78, training=0.25) == pytest.approx(6.15, abs=0.005)
+    assert throughput.saved_units(10, 2.82, training=0.25) == pytest.approx(6.20, abs=0.005)
+    assert throughput.saved_units(10, 2.14) == pytest.approx(5.33, abs=0.005)
+    due = throughput.payback_units(0.25, 2.78)
+    assert throughput.saved_units(due, 2.78, training=0.25) == pytest.approx(0, abs=1e-12)
+    assert throughput.payback_units(0.25, 1.0) == math.inf
+
+
+# -- the parts that the paper leaves out
+
+
+def test_the_head_is_a_large_part_of_a_small_draft() -> None:
+    """Three layers of the embedded target's width and vocabulary: the head is over a third of what a pass reads."""
+    small = replace(SMALL, d_model=384, d_ff=1024, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=64, gated=True)
+    network = Network(shape=replace(small, vocab_size=8192))
+    cost, bare = throughput.pass_cost(network, 1, 0), throughput.pass_cost(network, 1, 0, counting=PAPER)
+    assert cost.weights - bare.weights == 2 * 384 * 8192
+    assert 0.3 < 1 - bare.weights / cost.weights < 0.4
+    assert cost.compute - bare.compute == 2 * 384 * 8192
+
+
+def test_attention_is_four_flops_a_key_a_head_and_a_dimension() -> None:
+    network = Network(shape=LARGE)
+    with_it = throughput.pass_cost(network, 3, 1000, 5, Counting(head=False))
+    without = throughput.pass_cost(network, 3, 1000, 5, PAPER)
+    assert with_it.compute - without.compute == 3 * 5 * 4 * 64 * 128 * 80 * 1000
+    assert with_it.memory == without.memory
+
+
+def test_quantised_weights_and_caches_are_read_in_fewer_bytes() -> None:
+    whole = throughput.pass_cost(Network(shape=LARGE), 4, 1000)
+    small = throughput.pass_cost(Network(shape=LARGE, precision=Precision(weight_bytes=1, kv_bytes=0.5)), 4, 1000)
+    assert (small.weights, small.kv) == (whole.weights / 2, whole.kv / 4) and small.compute == whole.compute
+
+
+def test_a_mixture_reads_the_union_of_the_experts_that_its_rows_choose() -> None:
+    mixed = shape("mixtral-8x7b")
+    one, all_of_them = mixed.read_parameters(1), mixed.read_parameters(10_000)
+    assert one == pytest.approx(mixed.active_parameters) and all_of_them == pytest.approx(mixed.body_parameters)
+    assert mixed.experts is not None and mixed.experts.touched(2) == pytest.approx(8 * (1 - 0.75**2))
+    costs = [throughput.pass_cost(Network(shape=mixed), 1, 0, rows) for rows in (1, 5)]
+    assert costs[1].compute == pytest.approx(5 * costs[0].compute)
+    assert 1.5 < costs[1].weights / costs[0].weights < 3  # so that verification costs more than one pass
+
+
+def test_sliding_layers_see_their_window() -> None:
+    mistral = shape("mistral-7b")
+    assert mistral.kv_values(4096) == mistral.kv_values(32_768) == 4096 * mistral.kv_values(1)
+    half = replace(mistral, sliding_layers=16)
+    assert half.kv_values(8192) == pytest.approx(1.5 * mistral.kv_values(8192))
+
+
+def test_a_tree_pays_for_its_rows() -> None:
+    chain = Speculation(target=Network(shape=LARGE), draft=Network(shape=shape("llama-3-8b")))
+    wide = replace(chain, width=8)
+    assert (chain.rows, wide.rows) == (5, 33)
+    machine = machines.machine("h100")
+    costs = [throughput.round_seconds(made, machine, 64, 128) for made in (chain, wide)]
+    assert costs[1].verify > 2 * costs[0].verify and costs[1].draft > costs[0].draft
+
+
+def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
+    machine = machines.machine("a100")
+    made = of_the_paper(LARGE, "spire", 8192)
+    seconds = throughput.round_seconds(made, machine, 64, 65_536)
+    flops = throughput.round_cost(made, 64, 65_536, machine.hoi)
+    assert seconds.iteration_multiplier == pytest.approx(flops.iteration_multiplier)
+    assert seconds.plain * machine.flops == pytest.approx(flops.plain)
+
+
+# -- several devices
+
+
+def test_devices_share_the_work_and_talk() -> None:
+    machine, network = machines.machine("h100"), Network(shape=LARGE)
+    one = throughput.pass_seconds(network, machine, 64, 4096)
+    eight = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(tensor=8))
+    fast = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, parallel=Parallel(tensor=8))
+    assert fast == pytest.approx(one / 8) and fast < eight < one / 4
+    sixteen = throughput.pass_seconds(network, replace(machine, link=1e30), 64, 4096, parallel=Parallel(tensor=16))
+    assert sixteen > fast / 2  # eight K/V heads cannot be shared by sixteen
+
+
+def test_stages_work_on_parts_of_the_batch() -> None:
+    machine, network = replace(machines.machine("h100"), link=1e30), Network(shape=LARGE)
+    four = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(stages=4))
+    assert four == pytest.approx(throughput.pass_seconds(network, machine, 16, 4096))
+    alone = throughput.pass_seconds(network, machine, 1, 4096, parallel=Parallel(stages=4))
+    assert alone == pytest.approx(throughput.pass_seconds(network, machine, 1, 4096))  # one request fills one stage
+
+
+def test_devices_without_a_link_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no link"):
+        throughput.pass_seconds(Network(shape=SMALL), machines.machine("cpu"), 1, 8, parallel=Parallel(tensor=2))
+
+
+# -- what holds for any
+
+
+SHAPES = st.sampled_from([shape(name) for name in models.names()])
+BATCH, CONTEXT, ROWS = st.integers(1, 4096), st.integers(1, 131_072), st.integers(1, 64)
+
+
+@given(SHAPES, BATCH, CONTEXT, ROWS, st.floats(1.0, 10.0))
+def test_a_better_machine_is_never_slower(model: ModelShape, batch: int, context: int, rows: int, times: float) -> None:
+    network, base = Network(shape=model), machines.machine("rtx-3090")
+    seconds = throughput.pass_seconds(network, base, batch, context, rows)
+    for better in (replace(base, bandwidth=base.bandwidth * times), replace(base, flops=base.flops * times)):
+        assert throughput.pass_seconds(network, better, batch, context, rows) <= seconds * (1 + 1e-12)
+
+
+@given(SHAPES, BATCH, CONTEXT, ROWS)
+def test_more_work_never_costs_less(model: ModelShape, batch: int, context: int, rows: int) -> None:
+    network, machine = Network(shape=model), machines.machine("l40")
+    seconds = throughput.pass_seconds(network, machine, batch, context, rows)
+    for more in ((batch + 1, context, rows), (batch, context + 1, rows), (batch, context, rows + 1)):
+        assert throughput.pass_seconds(network, machine, *more) >= seconds * (1 - 1e-12)
+    sparse = replace(network, keys=max(1, context // 8))
+    assert throughput.pass_seconds(sparse, machine, batch, context, rows) <= seconds
+
+
+@given(SHAPES, BATCH, CONTEXT)
+def test_one_pass_for_the_batch_is_cheaper_than_one_a_sequence(model: ModelShape, batch: int, context: int) -> None:
+    network, machine = Network(shape=model), machines.machine("h200")
+    together = throughput.pass_seconds(network, machine, batch, context)
+    assert together <= batch * throughput.pass_seconds(network, machine, 1, context) * (1 + 1e-12)
+
+
+@given(st.floats(1, 9), st.floats(0.01, 10), st.floats(0, 10), st.floats(0.01, 10))
+def test_the_multiplier_is_tokens_over_time(tau: float, plain: float, draft: float, verify: float) -> None:
+    made = RoundCost(plain=plain, draft=draft, verify=verify)
+    assert made.multiplier(tau) * (draft + verify) == pytest.approx(tau * plain)
+
+
+def test_bounds_by_name() -> None:
+    assert Cost(compute=10, weights=1, kv=2).bound(1) == "compute"
+    assert [Cost(weights=w, kv=3).bound(1) for w in (2, 4)] == ["KV", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [
+        (lambda: Precision(weight_bytes=-1.0), "weight_bytes must be above 0"),
+        (lambda: Precision(kv_bytes=0.0), "kv_bytes must be above 0"),
+        (lambda: Network(shape=SMALL, keys=0), "keys must be 1 or more"),
+        (lambda: Speculation(target=Network(shape=SMALL), depth=0), "depth must be 1 or more"),
+        (lambda: Speculation(target=Network(shape=SMALL), width=0), "width must be 1 or more"),
+        (lambda: Parallel(tensor=0), "tensor must be 1 or more"),
+        (lambda: replace(machines.machine("h100"), bandwidth=0.0), "bandwidth must be above 0"),
+        (lambda: SMALL.last_layers(9), "the model has 8"),
+        (lambda: machines.machine("h10"), "Did you mean 'h100'"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: object, wrong: str) -> None:
+    assert callable(make)
+    with pytest.raises(ConfigError, match=wrong):
+        make()
