@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from draft_kit import view, want
 from medusa_kit import HEADS, medusa, random_heads, states, taught_heads
 from native_kit import needs_kernels
 from safetensors.torch import save_file
-from tiny import assemble, run, tiny_config, tiny_decoder
+from tiny import assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
 
-from paceline import LLM
+from paceline import LLM, native
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec, StepFeatures
@@ -27,6 +28,7 @@ from paceline.drafters.medusa.drafter import HeadPass, filled, static_trees
 from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.suffix import SuffixConfig
+from paceline.engine.budget import StaticBudget
 from paceline.target.decoder import Decoder
 from paceline.target.native_heads import NativeHeads
 
@@ -235,6 +237,48 @@ def test_compiled_answers_are_plain_ones(kind: str, options: dict[str, Any], mon
     assert not drafter._last
 
 
+class Pulse(StaticBudget):
+    """No drafts for three steps, then drafts for two."""
+
+    never_drafts = False
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def plan(self, sequences: Sequence[Any], batch_size: int) -> list[int]:
+        self.steps += 1
+        return [6 if self.steps % 5 > 2 else 0] * len(sequences)
+
+    def reason(self) -> None:
+        return None
+
+    def rested(self, sequence: Any) -> None:
+        return None
+
+
+def test_drafts_go_on_at_once_after_a_rest(monkeypatch: pytest.MonkeyPatch):
+    """States are taken while nothing is drafted: the first step after a rest has those that it needs."""
+    heads = taught_heads(CONFIG, tuple(map(tuple, PROMPTS)))
+    drafter, decoder = medusa(heads), tiny_decoder(CONFIG)
+    engine = assemble(drafter, decoder=decoder)
+    budget: Any = Pulse()
+    engine.budget = engine.scheduler.budget = budget
+    proposed: list[tuple[int, int]] = []
+    propose = drafter.propose
+
+    def watched(request: Any) -> Any:
+        tree = propose(request)
+        proposed.extend((budget.steps, count) for count in tree.lists().counts)
+        return tree
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    outputs = run(engine, [(prompt, GREEDY) for prompt in PROMPTS])
+    right = [run(assemble(decoder=decoder), [(prompt, GREEDY)])[0].outputs[0].token_ids for prompt in PROMPTS]
+    assert [o.outputs[0].token_ids for o in outputs] == right
+    assert {step % 5 for step, _ in proposed} == {3, 4} and all(count > 1 for _, count in proposed)
+    assert sum(o.stats.accepted for o in outputs) > 5
+
+
 def test_it_is_a_part_of_a_hybrid_like_others():
     decoder = tiny_decoder(CONFIG)
     parts = [SuffixConfig(depth=6).build(DrafterContext()), medusa(taught_heads(CONFIG, tuple(map(tuple, PROMPTS))))]
@@ -252,6 +296,46 @@ def test_it_is_a_part_of_a_hybrid_like_others():
     right = [o.outputs[0].token_ids for o in run(assemble(decoder=decoder), jobs)]
     assert [o.outputs[0].token_ids for o in outputs] == right
     assert sum(o.stats.sources["medusa"].accepted for o in outputs) > 5
+
+
+@pytest.mark.parametrize("way", ["float64", "compiled", "part by part"])
+@pytest.mark.parametrize("at", ["frontier", "nodes"])
+def test_it_drafts_beside_streams_in_the_targets_own_pass(way: str, at: Any, monkeypatch: pytest.MonkeyPatch):
+    """Whichever way the pass runs, the states shown are those of the tokens in front of the roots."""
+    compiled = way != "float64"
+    if compiled and native.unavailable():
+        pytest.skip("no compiled kernels")
+    dtype = torch.float32 if compiled else torch.float64
+    decoder = tiny_decoder(CONFIG, dtype=dtype, compiled=compiled)
+    trained = tiny_streams(CONFIG, dtype=dtype, layers=1)
+    heads = medusa(taught_heads(CONFIG, tuple(map(tuple, PROMPTS))), dtype, nodes=6)
+    beside = streams(trained=trained, k=4, nodes=8, at=at)
+    hybrid = Hybrid(HybridConfig(parts="medusa:tiny+streams:tiny"), [heads, beside])
+    shown: dict[tuple[int, int], torch.Tensor] = {}
+    observe = heads.observe
+
+    def watched(step: StepFeatures) -> None:
+        for b, rows in enumerate(step.hidden_rows):
+            for i in range(rows.start, rows.stop):
+                shown[step.sequences[b].key, step.first[b] + i - rows.start] = step.hidden[-1][i]
+        observe(step)
+
+    monkeypatch.setattr(heads, "observe", watched)
+    engine = assemble(hybrid, decoder=decoder, max_batch_rows=40)
+    engine.round.compiled = way == "compiled"  # type: ignore[attr-defined]
+    jobs = [(prompt, rule) for prompt in PROMPTS for rule in (GREEDY, WARM)]
+    outputs = run(engine, jobs)
+    assert engine.round.failure is None  # type: ignore[attr-defined]
+    right = [run(assemble(decoder=decoder), [job])[0].outputs[0].token_ids for job in jobs]
+    assert [o.outputs[0].token_ids for o in outputs] == right
+    sources = [o.stats.sources for o in outputs]
+    assert sum(own["medusa"].accepted for own in sources if "medusa" in own) > 5
+    assert sum(own["streams"].drafted for own in sources if "streams" in own) > 5
+    texts = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    whole = [states(decoder, text)[-1] for text in texts]
+    assert len(shown) > 8 * 20
+    for (key, position), state in shown.items():
+        assert torch.allclose(state, whole[key][position], atol=1e-9 if way == "float64" else 1e-6)
 
 
 # -- files

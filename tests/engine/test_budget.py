@@ -6,11 +6,13 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from budget_world import RIGHT, STEP_COSTS, WRONG, Sequence, World, run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from tiny import assemble, tiny_decoder
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import TreeLists
+from paceline.drafters.base import DrafterSpec
 from paceline.engine import calibration
 from paceline.engine.auto import AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, TableBudget, parse_budget
@@ -629,3 +632,54 @@ def test_a_drafter_that_must_prepare_is_woken_up(steps: int) -> None:
     assert woken.drafted_steps > asleep.drafted_steps + 80
     never = World(STEP_COSTS["linear"], acceptance=lambda step: 0.0, answer=10_000, prepares=True, ask_ms=4.0)
     assert run(auto(never, prepares=0), never, 1, steps).speed > 0.97 * run(PLAIN, never, 1, steps).speed
+
+
+# -- what a drafter costs, whatever kind it is
+
+
+def _driven(spec: DrafterSpec, taps_ms: float, cost: Callable[[int], float], steps: int = 60) -> AutoBudget:
+    """A budget after some steps of one sequence, in which asking takes ``cost`` of the draft's levels, in one pass of a
+    network, and taps take their time whether or not anything is asked."""
+    world = World(STEP_COSTS["flat"])
+    budget, sequence = AutoBudget.of(spec, world.table()), Sequence(0, world)
+    sequences: Any = [sequence]
+    for step in range(steps):
+        budgets, levels = budget.plan(sequences, 1), 1 + step % 4
+        drafted = 0
+        if budgets[0]:
+            tree = TokenTree.from_paths(torch.tensor([RIGHT]), [[[RIGHT] * levels]])
+            chosen = budget.select([sequences[0].view], tree, 1)
+            drafted = 0 if chosen is None else chosen.lists().counts[0] - 1
+        ask_ms = cost(levels) if budgets[0] else 0.0
+        sequence.view.tokens += [RIGHT] * (drafted + 1)
+        rest_ms = world.step_ms(1, drafted)
+        budget.observe(StepRecord(sequences, budgets, [drafted], [drafted], True, ask_ms + taps_ms, ask_ms, rest_ms))
+    return budget
+
+
+def test_the_price_of_an_ask_is_what_proposing_takes() -> None:
+    """Taps and observing are spent anyway: they change what a millisecond earns, not what an ask costs."""
+    spec = DrafterSpec(name="heads", default_budget=4, network=True)
+    known = [_driven(spec, taps_ms, lambda levels: 0.5) for taps_ms in (0.0, 2.0)]
+    for budget in known:
+        assert budget.draft_costs[0].predict(1) == pytest.approx(0.5, rel=0.05)
+        assert budget.draft_costs[0].usual_calls > 20
+    assert known[0]._rate > known[1]._rate
+
+
+def test_levels_that_take_no_pass_of_their_own_are_not_priced() -> None:
+    """A drafter that says how many passes it took is not taken to pay for its levels."""
+    spec = DrafterSpec(name="heads", default_budget=4, network=True)
+    noisy = _driven(spec, 0.0, lambda levels: 0.4 + 0.05 * levels)
+    assert noisy.draft_costs[0].predict(1) == pytest.approx(0.525, rel=0.15)
+    assert len(noisy.draft_costs[0]._lines) == 1
+    (line,) = noisy.draft_costs[0]._lines.values()
+    assert line.levels == 1 and line.variance == 0
+
+
+def test_only_what_keeps_its_own_cache_is_taken_to_catch_up() -> None:
+    table = World(STEP_COSTS["flat"]).table()
+    kinds: list[dict[str, bool]] = [{}, {"network": True}, {"network": True, "cached": True}]
+    found = [AutoBudget.of(DrafterSpec(name="x", default_budget=4, **kind), table).draft_costs[0] for kind in kinds]
+    assert [costs.network for costs in found] == [False, True, True]
+    assert found[1].catch_up_ms == 0 < found[2].catch_up_ms

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import LLM, SamplingParams
+from paceline.drafters.medusa.heads import Heads, HeadsConfig
 from paceline.target.native import Stack
 
 PROMPT = {"prompt_token_ids": [0, 70, 300, 4000, 5, 6]}
@@ -46,10 +48,11 @@ def counted(seen: Counter[str], name: str, call: Any) -> Any:
 
 @pytest.mark.parametrize(("kernels", "least"), [("torch", 100), ("auto", 7)])  # a compiled pass may be one call
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=8)])
-def test_a_budget_of_zero_adds_no_operation(params: SamplingParams, kernels: str, least: int):
+def test_a_budget_of_zero_adds_no_operation(params: SamplingParams, kernels: str, least: int, tmp_path: Path):
+    Heads.fresh(HeadsConfig(heads=2, d_model=384, vocab_size=8192)).save(tmp_path)
     plain = operations(LLM("paceline-small", kv_memory="64MiB", kernels=kernels), params)
     assert sum(plain.values()) > least
-    for drafter in ("none", "ngram", "suffix"):
+    for drafter in ("none", "ngram", "suffix", f"medusa:{tmp_path}"):
         llm = LLM("paceline-small", kv_memory="64MiB", kernels=kernels, drafter=drafter, budget=0)
         assert operations(llm, params) == plain, drafter
 

@@ -17,9 +17,10 @@ from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import depths_below
 from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
+from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
 from paceline.target.native import NativeLinear
-from paceline.target.native_calls import Asked, RowSpan
+from paceline.target.native_calls import Asked, NativeTaps, RowSpan
 from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels
@@ -55,6 +56,10 @@ class Drafted:
 
 
 def part_by_part(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int]) -> list[int]:
+    return forward(decoder, packed(decoder, drafted), pool)[list(wanted)].numpy().argmax(axis=-1).tolist()
+
+
+def packed(decoder: Decoder, drafted: Sequence[Drafted]) -> RowPacker:
     packer = RowPacker(decoder, decoder.device)
     for d in drafted:
         cache, stop = d.text.cache, PREFIX + d.rows
@@ -69,10 +74,16 @@ def part_by_part(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wan
             visible=d.visible(),
             block_positions=d.positions,
         )
-    return forward(decoder, packer, pool)[list(wanted)].numpy().argmax(axis=-1).tolist()
+    return packer
 
 
-def at_once(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: Sequence[int]) -> list[int]:
+def at_once(
+    decoder: Decoder,
+    pool: KVPool,
+    drafted: Sequence[Drafted],
+    wanted: Sequence[int],
+    taps: NativeTaps | None = None,
+) -> list[int]:
     spans, slots, start = [], [], 0
     for d in drafted:
         cache, stop = d.text.cache, PREFIX + d.rows
@@ -84,7 +95,7 @@ def at_once(decoder: Decoder, pool: KVPool, drafted: Sequence[Drafted], wanted: 
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
     assert decoder.stack is not None
-    return decoder.stack.decide(Asked(tokens, positions, slots, spans, wanted), pool)
+    return decoder.stack.decide(Asked(tokens, positions, slots, spans, wanted), pool, taps)
 
 
 def batch(decoder: Decoder, seed: int) -> tuple[KVPool, list[Drafted], list[int]]:
@@ -110,6 +121,32 @@ def test_one_call_chooses_what_its_parts_choose(name: str, kind: str) -> None:
         assert at_once(decoder, pool, drafted, wanted[::2]) == oracle[::2]
         assert at_once(decoder, pool, drafted, ()) == []
     assert len({*oracle}) > 3 or decoder.config.vocab_size < 30
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("stretch", [1, 2])
+def test_taps_of_one_call_are_those_of_its_parts(kind: str, stretch: int) -> None:
+    decoder = make({"num_layers": 4, "stretch": stretch, "windows": (None, 9, None, None)}, kind)
+    pool, drafted, wanted = batch(decoder, 3)
+    oracle, taps = part_by_part(decoder, pool, drafted, wanted), Taps((0, 2, -1))
+    decoder.run_layers(decoder.embed(packed(decoder, drafted).batch()), 0, 4, pool, taps)
+    every = sum(d.rows for d in drafted)
+    for layers, rows in (([0, 2, 3], [1, 4, 4, 0]), ([3], [*range(every)]), ([0, 3], None), ([2], []), ([], [1])):
+        count = every if rows is None else len(rows)
+        room = torch.full((len(layers), count, decoder.config.d_model), torch.nan, dtype=decoder.dtype)
+        given = NativeTaps(layers, rows, room)
+        assert at_once(decoder, pool, drafted, wanted, given) == oracle
+        assert given.ms >= 0
+        for layer, states in zip(layers, room, strict=True):
+            right = taps.hidden[layer if layer < 3 else -1]
+            assert torch.equal(states, right if rows is None else right[rows])
+    wrong: list[tuple[list[int], list[int] | None, int]] = [([4], [0], 1), ([-1], [0], 1), ([2, 2], [0], 1)]
+    wrong += [([0], [every], 1), ([0], [-1], 1), ([0], [0], 2), ([0], None, every + 1)]
+    for layers, rows, count in wrong:
+        room = torch.full((len(layers), count, decoder.config.d_model), torch.nan, dtype=decoder.dtype)
+        with pytest.raises(ValueError):
+            at_once(decoder, pool, drafted, wanted, NativeTaps(layers, rows, room))
+        assert room.isnan().all()
 
 
 def drawn_at_once(

@@ -53,14 +53,14 @@ class Layers:
         self._of_step: Counter[bool] = Counter()  # upper rows of the step under way, by whether they are streams
         layers, step = decoder.run_layers, engine.round.step
 
-        def counted(state: Any, start: int, stop: int, cache: Any) -> Any:
+        def counted(state: Any, start: int, stop: int, *given: Any) -> Any:
             rows = (state.node >= 0).tolist()
             of_streams = [False] * len(rows) if state.stream is None else (state.stream > 0).tolist()
             for layer in range(start, stop):
                 self.row_layers += sum(rows)
                 if layer >= INSERTION:
                     self._of_step.update(stream for row, stream in zip(rows, of_streams, strict=True) if row)
-            return layers(state, start, stop, cache)
+            return layers(state, start, stop, *given)
 
         def stepped(*given: Any) -> Any:
             self._of_step.clear()
@@ -128,8 +128,8 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
     counts = Counter[str]()
     with_streams, without = decoder.stack.decide_streams, decoder.stack.decide
 
-    def watched(asked: Asked, riding: Riding, cache: KVCache) -> Any:
-        wanted, done = asked.wanted, with_streams(asked, riding, cache)
+    def watched(asked: Asked, riding: Riding, cache: KVCache, taps: None) -> Any:
+        wanted, done = asked.wanted, with_streams(asked, riding, cache, taps)
         late = sum(
             carrier.streams for carrier, told in zip(riding.carriers, done[1], strict=True) if told and not told.rode
         )
@@ -138,9 +138,9 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
         counts["upper"] += LAYERS * (len(wanted) + rows) * bool(rows)
         return done
 
-    def plain(asked: Asked, cache: KVCache) -> Any:
+    def plain(asked: Asked, cache: KVCache, taps: None) -> Any:
         counts["row_layers"] += 5 * len(asked.wanted)
-        return without(asked, cache)
+        return without(asked, cache, taps)
 
     monkeypatch.setattr(decoder.stack, "decide_streams", watched)
     monkeypatch.setattr(decoder.stack, "decide", plain)

@@ -31,7 +31,8 @@ from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.memory import Arena
 from paceline.target.native import NativeLinear, top
-from paceline.target.native_calls import Asked, Chain, RowSpan, Seed
+from paceline.target.native_calls import Asked, Chain, NativeTaps, RowSpan, Seed
+from paceline.target.native_heads import NativeHeads
 from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
@@ -345,7 +346,7 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
     rules, drawn = b"".join(some_rules(draw, vocab) for _ in spans), draw.random() < 0.5
     if not riding:
         asked = asked._replace(rules=rules, logits=torch.empty(len(wanted), vocab)) if drawn else asked
-        found = stack.decide(asked, cache)
+        found = stack.decide(asked, cache, some_taps(decoder, draw, start))
     else:
         rides = Riding(
             tiny_streams(
@@ -363,9 +364,33 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         )
         if drawn:
             asked = asked._replace(rules=rules, logits=torch.empty(len(wanted) + rides.rows, vocab))
-        found, told, _ = stack.decide_streams(asked, rides, cache)
+        found, told, _ = stack.decide_streams(asked, rides, cache, some_taps(decoder, draw, start))
         assert len(told) == len(carriers)
     assert len(found) == len(wanted) and all(-drawn <= token < vocab for token in found)
+
+
+def some_taps(decoder: Decoder, draw: random.Random, rows: int) -> NativeTaps | None:
+    """States of any rows after any layers, or none."""
+    if draw.random() < 0.5:
+        return None
+    layers = sorted(draw.sample(range(decoder.num_layers), draw.randint(1, decoder.num_layers)))
+    chosen = [draw.randrange(rows) for _ in range(draw.randint(0, rows))]
+    room = torch.empty(len(layers), len(chosen), decoder.config.d_model, dtype=decoder.dtype)
+    return NativeTaps(layers, chosen, room)
+
+
+def guesses(decoder: Decoder, draw: random.Random, rows: int) -> None:
+    """Medusa's heads, with output heads of their own or the target's, by rules or without."""
+    stack: Any = decoder.stack
+    (vocab, width), rows = stack.shape, max(1, rows)
+    states, count = torch.randn(rows, width).to(decoder.dtype), draw.randint(1, 3)
+    assert stack.final(states).shape == states.shape
+    own = torch.randn(count, vocab, width) if draw.random() < 0.5 else None
+    heads = NativeHeads(stack, torch.randn(count * width, width), torch.randn(count, width), own)
+    rules = b"".join(some_rules(draw, vocab) for _ in range(rows)) if draw.random() < 0.5 else None
+    for k in {1, vocab}:
+        found = heads.best(states, k, range(rows), rules, draw.random() < 0.5)
+        assert [[len(level) for level in tokens] for tokens, _ in found] == [[k] * count] * rows
 
 
 def reads(decoder: Decoder, draw: random.Random, rows: int) -> None:
@@ -496,6 +521,7 @@ def sweep(draw: random.Random, quick: bool) -> str:
                 alone(lambda decoder=decoder, each=each: one_pass(decoder, draw, each))  # type: ignore[misc]
             for rows in (0, 1, 4, 5, 17):
                 alone(lambda decoder=decoder, rows=rows: reads(decoder, draw, rows))  # type: ignore[misc]
+                alone(lambda decoder=decoder, rows=rows: guesses(decoder, draw, rows))  # type: ignore[misc]
             for _ in range(4 if quick else 10):
                 alone(lambda decoder=decoder: one_roll(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_growth(decoder, draw))  # type: ignore[misc]

@@ -6,7 +6,7 @@ A drafter declares what it reads and can do (`DrafterSpec`, data checked at star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -148,7 +148,7 @@ class StepFeatures:
     committed: Sequence[Sequence[int]]  # [B] tokens that this pass newly committed as output (empty in mid-prefill)
     num_accepted: Sequence[int]  # [B] drafted tokens accepted, after the stop rules' cut
     paths: Sequence[Sequence[int]]  # [B] accepted nodes, root excluded
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # by tapped layer: [kept rows, d_model]; read only
     hidden_rows: Sequence[slice] = ()  # [B] rows of `hidden` that belong to each sequence, of consecutive positions;
     # none where no draft will follow. Tokens whose K/V was found in the cache are in none: see `DrafterSpec.past`
     first: Sequence[int] = ()  # [B] position of the first of them

@@ -259,6 +259,7 @@ def _declared(found: Any) -> Any:
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_void_p),
         *(ctypes.POINTER(StreamSet), ctypes.c_void_p, ctypes.c_char_p),
         *[ctypes.c_void_p] * 3,
+        ctypes.POINTER(Taps),
     ]
     found.pl_draw.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_char_p, *[ctypes.c_void_p] * 2]
     found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]

@@ -326,7 +326,7 @@ struct Taps {            // states that are copied out of a pass
   int64_t layers;
   const int64_t* after;  // [layers] so many layers have been run then; ascending
   int64_t rows;
-  const int64_t* which;  // [rows] of the pass
+  const int64_t* which;  // [rows] of the pass, or null: the first ones
   void* out;             // [layers, rows, d_model]
   double ms;             // out: that copying took
 };
@@ -3125,22 +3125,24 @@ struct Asked {
 
   static int64_t row_bytes(const Model& m) { return m.d_model * (m.wide_activations ? 4 : 2); }
 
-  // All layers; states that are wanted of some are copied when they are there.
-  void run(const Model& m, Taps* taps) {
-    int done = 0;
+  // Layers start .. stop - 1 of a pass over `states`; states that are wanted of some are copied when they are there.
+  void run(const Model& m, const Pass& p, int start, int stop, Taps* taps) const {
     for (int64_t t = 0; taps && t < taps->layers; t++) {
-      if (taps->after[t] > done) run_layers(m, pass, done, (int)taps->after[t]);
-      done = (int)taps->after[t];
+      const int after = (int)taps->after[t];
+      if (after <= start || after > stop) continue;
+      run_layers(m, p, start, after);
+      start = after;
       tap(m, *taps, t);
     }
-    if (done < pass.layers) run_layers(m, pass, done, (int)pass.layers);
+    if (start < stop) run_layers(m, p, start, stop);
   }
 
   void tap(const Model& m, Taps& taps, int64_t t) const {
     const Clock::time_point began = Clock::now();
     const int64_t bytes = row_bytes(m);
     char* out = (char*)taps.out + t * taps.rows * bytes;
-    for (int64_t r = 0; r < taps.rows; r++) std::memcpy(out + r * bytes, states.data() + taps.which[r] * bytes, bytes);
+    if (!taps.which) std::memcpy(out, states.data(), taps.rows * bytes);
+    for (int64_t r = 0; taps.which && r < taps.rows; r++) std::memcpy(out + r * bytes, states.data() + taps.which[r] * bytes, bytes);
     taps.ms += std::chrono::duration<double, std::milli>(Clock::now() - began).count();
   }
 
@@ -3148,6 +3150,7 @@ struct Asked {
     if (taps.layers < 0 || taps.rows < 0 || !all_within(taps.after, taps.layers, 1, pass.layers + 1)) return BAD_COUNT;
     for (int64_t t = 1; t < taps.layers; t++)
       if (taps.after[t] <= taps.after[t - 1]) return BAD_COUNT;
+    if (!taps.which) return taps.rows <= pass.rows ? DONE : BAD_COUNT;
     return all_within(taps.which, taps.rows, 0, pass.rows) ? DONE : BAD_COUNT;
   }
 
@@ -3267,14 +3270,14 @@ struct Fused {
 
   static int64_t place_of(const Asked& a, int64_t row) { return std::lower_bound(a.wanted, a.wanted + a.num_wanted, row) - a.wanted; }
 
-  template <class A> void run(const Model& m, Asked& a, const StreamSet& set, float* logits, int64_t* out, float* log_q) {
+  template <class A> void run(const Model& m, Asked& a, const StreamSet& set, float* logits, int64_t* out, float* log_q, Taps* taps) {
     const int layers = (int)a.pass.layers, insertion = (int)set.insertion;
-    run_layers(m, a.pass, 0, insertion);
+    a.run(m, a.pass, 0, insertion, taps);
     tap.assign(a.states.begin(), a.states.begin() + a.pass.rows * Asked::row_bytes(m));
     int64_t rode = 0;
     for (const Carrier& c : carriers) rode += c.streams * c.num_riders;
-    if (rode) ride<A>(m, a, set, rode);
-    else run_layers(m, a.pass, insertion, layers);
+    if (rode) ride<A>(m, a, set, rode, taps);
+    else a.run(m, a.pass, insertion, layers, taps);
     logits = a.head(m, rode, logits);
     a.choose(m, logits, rules, out);
     late.clear(), paths.clear();
@@ -3344,7 +3347,7 @@ struct Fused {
   static int64_t key(const Segment& s, int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; }
 
   // The upper layers for main rows and riders, which come behind them; each sequence's riders are a segment.
-  template <class A> void ride(const Model& m, Asked& a, const StreamSet& set, int64_t rode) {
+  template <class A> void ride(const Model& m, Asked& a, const StreamSet& set, int64_t rode, Taps* taps) {
     const int64_t main = a.pass.rows, d = m.d_model;
     Pass p = a.pass;
     if ((int64_t)a.states.size() < (main + rode) * Asked::row_bytes(m)) a.states.resize((main + rode) * Asked::row_bytes(m));
@@ -3389,7 +3392,7 @@ struct Fused {
     p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
     p.adapters = adapters.data(), p.num_adapters = (int64_t)adapters.size();
     p.limits = limits.data(), p.num_limits = (int64_t)limits.size();
-    run_layers(m, p, (int)set.insertion, (int)p.layers);
+    a.run(m, p, (int)set.insertion, (int)p.layers, taps);
   }
 
   // The streams of the last accepted nodes of those in `late`: each a chain behind its sequence's accepted keys. Their
@@ -3722,7 +3725,7 @@ int pl_choose(const Model* m, const Pass* p, const void* embedding, const int64_
   if (found == DONE && taps) found = a.check(*taps);
   if (found != DONE) return found;
   a.begin(*m, embedding);
-  a.run(*m, taps);
+  a.run(*m, a.pass, 0, (int)p->layers, taps);
   a.choose(*m, a.head(*m, 0, logits), rules, chosen);
   return DONE;
 }
@@ -3735,19 +3738,21 @@ int pl_choose(const Model* m, const Pass* p, const void* embedding, const int64_
 //         the streams took afterwards
 //     log_q: for each carrier [gamma, k]
 //     logits: [wanted and rows of riders, vocab]
+//     taps: of main rows, or null
 // A carrier without streams is one whose next draft nobody wants, or one with a choice that cannot be made here. Returns a
 // `Refusal`.
 int pl_choose_streams(const Model* m, const Pass* p, const void* embedding, const StreamSet* set, const int64_t* list,
-                      const Rules* rules, float* logits, int64_t* out, float* log_q) {
+                      const Rules* rules, float* logits, int64_t* out, float* log_q, Taps* taps) {
   Asked& a = t_asked;
   Fused& f = t_fused;
   Refusal found = a.read(*m, *p, list);
   if (found == DONE) found = f.read(*m, a, *set);
+  if (found == DONE && taps) found = a.check(*taps);
   if (found != DONE) return found;
   a.begin(*m, embedding);
   f.rules = rules;
-  if (m->wide_activations) f.run<float>(*m, a, *set, logits, out, log_q);
-  else f.run<bf16>(*m, a, *set, logits, out, log_q);
+  if (m->wide_activations) f.run<float>(*m, a, *set, logits, out, log_q, taps);
+  else f.run<bf16>(*m, a, *set, logits, out, log_q, taps);
   return DONE;
 }
 

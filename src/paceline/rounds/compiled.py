@@ -40,20 +40,26 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool, tapped: Tapped | Non
     if wanted == "logits":
         p.logits = torch.empty(len(given.wanted), target.config.vocab_size)
         given = given._replace(rules=rules_of(p), logits=p.logits)
-    taps = None if tapped is None else _taps(tapped, target)
+    taps = None if tapped is None else room_for(tapped, p, target)
     settle(p, target.stack.decide(given, pool, taps), wanted == "choices")
     if tapped is not None and taps is not None:
-        tapped.take_apart({name: taps.out[taps.layers.index(name % target.num_layers)] for name in tapped.layers})
-        tapped.ms = taps.ms
+        taken(tapped, taps, target)
     return True
 
 
-def _taps(tapped: Tapped, target: Decoder) -> NativeTaps:
-    """The rows as compiled code is asked for them, with room for their states."""
-    rows = [row for part in tapped.rows for row in part]
+def room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:
+    """The rows whose states are taken, as compiled code is asked for them."""
+    rows = None if tapped.whole else tapped.rows(p)
     layers = sorted({name % target.num_layers for name in tapped.layers})
-    out = torch.empty(len(layers), len(rows), target.config.d_model, dtype=target.dtype)
-    return NativeTaps(layers, rows, out)
+    count = p.main_rows if rows is None else len(rows)
+    return NativeTaps(layers, rows, torch.empty(len(layers), count, target.config.d_model, dtype=target.dtype))
+
+
+def taken(tapped: Tapped, taps: NativeTaps, target: Decoder) -> None:
+    """Note where the states are that compiled code has taken."""
+    places = {layer: i for i, layer in enumerate(taps.layers)}
+    tapped.source = {name: taps.out[places[name % target.num_layers]] for name in tapped.layers}
+    tapped.apart, tapped.ms = taps.rows is not None, taps.ms
 
 
 def wants(p: Pass) -> Literal["choices", "logits"] | None:

@@ -16,11 +16,12 @@ from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
 from ..target.decoder import Decoder
 from ..target.native_streams import CarrierRows, Riding, Told
-from .compiled import asked, decide_compiled, rules_of, settle, wants
+from .compiled import asked, decide_compiled, room_for, rules_of, settle, taken, wants
 from .passes import Pass
 from .riders import choose_riders, frontier_chances
 from .stream_reading import most_accepted
 from .stream_rows import Carriers
+from .taps import Tapped
 
 
 @dataclass(slots=True)
@@ -42,7 +43,12 @@ class StreamsTold:
 
 
 def decide_streams_compiled(
-    p: Pass, carriers: Sequence[Carriers], rules: StreamRules, target: Decoder, pool: KVPool
+    p: Pass,
+    carriers: Sequence[Carriers],
+    rules: StreamRules,
+    target: Decoder,
+    pool: KVPool,
+    tapped: Tapped | None = None,
 ) -> StreamsTold | None:
     """`Pass.tokens` and `Pass.paths` of a whole pass, and what the streams say; None: it needs the long way.
 
@@ -51,9 +57,10 @@ def decide_streams_compiled(
 
     Args:
         carriers: who carries streams.
+        tapped: rows whose states are taken in the same call.
     """
     if not carriers:
-        return StreamsTold((), (), (), 0.0) if decide_compiled(p, target, pool) else None
+        return StreamsTold((), (), (), 0.0) if decide_compiled(p, target, pool, tapped) else None
     stack, wanted = target.stack, wants(p)
     if stack is None or wanted is None or not _plain_streams(carriers) or not _walkable(p, carriers):
         return None
@@ -64,8 +71,11 @@ def decide_streams_compiled(
         logits = torch.empty(rows + riding.rows, target.config.vocab_size)
         p.logits = logits[:rows]
         given = given._replace(rules=rules_of(p), logits=logits)
-    chosen, told, late_ms = stack.decide_streams(given, riding, pool)
+    taps = None if tapped is None else room_for(tapped, p, target)
+    chosen, told, late_ms = stack.decide_streams(given, riding, pool, taps)
     settle(p, chosen, wanted == "choices")
+    if tapped is not None and taps is not None:
+        taken(tapped, taps, target)
     return StreamsTold(carriers, riding.carriers, told, late_ms)
 
 

@@ -78,6 +78,11 @@ class GuardedDrafter:
             return rule.select(want.sequences, tree, want.passes)
         return tree if max(tree.lists().counts) > 1 else None
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers whose states the drafter asked for."""
+        return () if self.drafter is None or self.failure is not None else self.drafter.spec.taps
+
     def tapped(self, p: Pass) -> Tapped | None:
         """The rows of a pass whose states the drafter is to be shown; None: none."""
         return None if self.drafter is None or self.failure is not None else choose_rows(p, self.drafter.spec)

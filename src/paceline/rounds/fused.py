@@ -15,6 +15,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
 from ..drafters.base import Drafter, DraftRule, StreamingDrafter
 from ..kv.pool import KVPool
+from ..target.base import Taps
 from ..target.decoder import Decoder
 from ..target.streams import StreamSet, check_exit
 from .base import RunningSequence, StepResult, Work
@@ -25,6 +26,7 @@ from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from .pruning import prune
 from .stream_reading import count_streams, read_streams
 from .stream_rows import Carriers, StreamInsertion, choose_carriers
+from .taps import Shown, Tapped, show
 from .verification import DEFAULT_VERIFIER, match
 
 
@@ -55,11 +57,12 @@ class FusedRound:
                 "it drafts with streams",
                 "use drafter='streams:FOLDER', or round='serial'",
             )
-        if drafter.spec.taps:
+        low = [tap for tap in drafter.spec.taps if tap not in (-1, target.num_layers - 1)]
+        if low and drafter.spec.streams.prunes:
             raise CapabilityError(
-                f"round={self.name!r} with drafter {drafter.spec.name!r}",
-                "it reads the target's states, and this round shows none",
-                "draft with streams, or with what reads states, in a round of its own",
+                f"pruning with drafter {drafter.spec.name!r}",
+                f"it reads states after layer {low[0]}, where rows are that pruning drops later",
+                "leave out prune_threshold and prune_count, or the part that reads these states",
             )
         self.target, self.pool, self.rules = target, pool, drafter.spec.streams
         self.drafter: StreamingDrafter = drafter  # type: ignore[assignment]  # its spec says so
@@ -77,8 +80,8 @@ class FusedRound:
 
     @property
     def past(self) -> int | None:
-        """Streams need no states of a text's past."""
-        return 0
+        """Last tokens of a text that its drafter needs the states of."""
+        return self.guard.past
 
     def admit(self, streams: StreamSet) -> None:
         """Check that an application's set fits the drafter's rules.
@@ -113,40 +116,53 @@ class FusedRound:
         drafted = perf_counter()
         p = lay_out(works, drafting, tree)
         carriers = choose_carriers(p, self.drafter.stream_set if self.failure is None else None)
-        said = self._decide(p, carriers)
+        said, tapped = self._decide(p, carriers)
         checked = perf_counter()
         self.emitter.emit(p)
+        emitted = perf_counter()
+        shown = None if tapped is None else show(p, tapped)
+        taken = perf_counter()
         keep(p, self.pool)
-        late = self._read(p, carriers, said)
+        late, observing = self._read(p, carriers, said, shown)
         ended = perf_counter()
-        draft = drafted - began + late
-        verify = checked - drafted - (said.late_ms / 1e3 if said else 0.0)
-        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, draft * 1e3)
+        taps = 0.0 if tapped is None else tapped.ms / 1e3
+        asked = drafted - began + late
+        draft = asked + taps + taken - emitted + observing
+        verify = checked - drafted - taps - (said.late_ms / 1e3 if said else 0.0)
+        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, asked * 1e3)
 
-    def _decide(self, p: Pass, carriers: list[Carriers]) -> StreamsTold | None:
-        """Pass and verdict; what the streams said, where that came with it."""
+    def _decide(self, p: Pass, carriers: list[Carriers]) -> tuple[StreamsTold | None, Tapped | None]:
+        """Pass and verdict; what the streams said, where that came with it, and the states that were taken."""
         prunes = self._prunes(p)
         if self.compiled and not prunes:
-            said = decide_streams_compiled(p, carriers, self.rules, self.target, self.pool)
+            tapped = self.guard.tapped(p)
+            said = decide_streams_compiled(p, carriers, self.rules, self.target, self.pool, tapped)
             if said is not None:
-                return said
-        self._run(p, carriers, prunes)
+                return said, tapped
+        taps = Taps(self.guard.taps) if self.guard.taps else None
+        self._run(p, carriers, prunes, taps)
+        tapped = self.guard.tapped(p)  # of the rows that pruning left
+        if tapped is not None and taps is not None:
+            tapped.source = taps.hidden
         read_logits(p, self.target)
         decide(p, self.guard.verifier.verify)
-        return None
+        return None, tapped
 
-    def _read(self, p: Pass, carriers: list[Carriers], said: StreamsTold | None) -> float:
-        """Count the streams, and show the drafter what they say; returns the seconds that they took behind the pass."""
+    def _read(
+        self, p: Pass, carriers: list[Carriers], said: StreamsTold | None, shown: Shown | None
+    ) -> tuple[float, float]:
+        """Count the streams, and show the drafter what they say; returns the seconds that they took behind the pass,
+        and those of showing."""
+        began = perf_counter()
         if said is not None:
             count_told(p, said, self.target.num_layers)
-            self.guard.observe(p, stream_levels=said.levels(len(p.works)))
-            return said.late_ms / 1e3
-        began = perf_counter()
+            self.guard.observe(p, shown, stream_levels=said.levels(len(p.works)))
+            return said.late_ms / 1e3, perf_counter() - began
         count_streams(p, carriers, self.target.num_layers)
         stream_logits = read_streams(p, carriers, self.target, self.pool)
         read = perf_counter()
-        self.guard.observe(p, None, stream_logits)
-        return read - began
+        self.guard.observe(p, shown, stream_logits)
+        return read - began, perf_counter() - read
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter drop the state of ended or preempted sequences."""
@@ -156,7 +172,7 @@ class FusedRound:
         """Whether the trees of this pass are pruned: in batches there are neither trees nor pruning (appendix L)."""
         return self.rules.prunes and 0 < sum(s.nodes > 1 for s in p.spans) < self.rules.best_path_batch
 
-    def _run(self, p: Pass, carriers: Sequence[Carriers], prunes: bool) -> None:
+    def _run(self, p: Pass, carriers: Sequence[Carriers], prunes: bool, taps: Taps | None) -> None:
         """All layers, with pruning and insertion where each set wants them."""
         p.state = self.target.embed(pack(p, self.target))
         p.state.adapters = main_adapters(p)
@@ -164,11 +180,11 @@ class FusedRound:
         pruned_at = [self.rules.prunes_before(c.streams.config) if prunes else -1 for c in carriers]
         done = 0
         for layer in sorted({c.insertion for c in carriers} | {at for at in pruned_at if at >= 0}):
-            self.target.run_layers(p.state, done, layer, self.pool)
+            self.target.run_layers(p.state, done, layer, self.pool, taps)
             done = layer
             cut = [c for c, at in zip(carriers, pruned_at, strict=True) if at == layer]
             self._insert(p, insertion, cut, [c for c in carriers if c.insertion == layer])
-        self.target.run_layers(p.state, done, self.target.num_layers, self.pool)
+        self.target.run_layers(p.state, done, self.target.num_layers, self.pool, taps)
 
     def _insert(self, p: Pass, insertion: StreamInsertion, cut: Sequence[Carriers], begun: Sequence[Carriers]) -> None:
         """Prune the trees of some, then add the streams' rows of others, or keep what their streams will start from."""

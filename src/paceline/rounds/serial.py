@@ -88,7 +88,7 @@ class SerialRound:
         taps = None if tapped is None else Taps(tapped.layers)
         p.state = self.target.run_layers(state, 0, self.target.num_layers, self.pool, taps)
         if tapped is not None and taps is not None:
-            tapped.take_whole(taps.hidden)
+            tapped.source = taps.hidden
         read_logits(p, self.target)
         decide(p, self.guard.verifier.verify)
 

@@ -1,43 +1,44 @@
-"""States of a pass that its drafter asked for: which rows have them taken, and which of these it is shown."""
+"""States of a pass that its drafter asked for: which rows have them taken, and which of these it is shown.
+
+A step of a small model takes two milliseconds, and these functions run in every one of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..drafters.base import DrafterSpec
-from .passes import Pass
+from .base import Work
+from .passes import Pass, Span
 
 
 @dataclass(slots=True)
 class Tapped:
-    """Rows of a pass whose states are taken. B works."""
+    """Rows of a pass whose states are taken: of each work all from a first one on. B works."""
 
     layers: tuple[int, ...]  # behind which; as in `DrafterSpec.taps`
-    rows: list[range]  # [B] of the pass; empty: none
-    source: Mapping[int, Tensor] = field(default_factory=dict)  # by layer: [rows taken, d_model], once they are
-    places: list[int] = field(default_factory=list)  # [B] where each work's rows begin in it
+    starts: list[int]  # [B] first row of the pass; behind the work's last one: none
+    whole: bool  # all rows of the pass are taken
+    # By layer: states of the rows taken, one behind the other, or of all rows of the pass; once they are there.
+    source: Mapping[int, Tensor] = field(default_factory=dict)
+    apart: bool = False  # which of the two, where not all rows are taken
     ms: float = 0.0  # that taking them took
 
-    def take_apart(self, source: Mapping[int, Tensor]) -> None:
-        """The states of these rows alone were taken, work by work."""
-        self.source = source
-        self.places = [*accumulate([0, *map(len, self.rows[:-1])])]
-
-    def take_whole(self, source: Mapping[int, Tensor]) -> None:
-        """The states of all rows of the pass were taken."""
-        self.source, self.places = source, [rows.start for rows in self.rows]
+    def rows(self, p: Pass) -> list[int]:
+        """The rows that are taken, in order."""
+        parts = zip(self.starts, p.spans, strict=True)
+        return [row for start, span in parts for row in range(start, span.stop)]
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
     """What a drafter sees of them: rows of tokens that are kept. See `StepFeatures`."""
 
-    hidden: dict[int, Tensor]
+    hidden: Mapping[int, Tensor]
     rows: list[slice]  # [B]
     first: list[int]  # [B]
 
@@ -47,42 +48,51 @@ def choose_rows(p: Pass, spec: DrafterSpec) -> Tapped | None:
     the root and of all drafted nodes; None: no row."""
     if not spec.taps:
         return None
-    rows = [_rows(p, i, spec.past) for i in range(len(p.works))]
-    return Tapped(spec.taps, rows) if any(rows) else None
+    starts, whole, some = [], True, False
+    for work, span in zip(p.works, p.spans, strict=True):
+        start = span.stop if not work.may_draft else span.start if work.rows == 1 else _start(work, span, spec.past)
+        whole = whole and start == span.start
+        some = some or start < span.stop
+        starts.append(start)
+    return Tapped(spec.taps, starts, whole) if some else None
 
 
-def _rows(p: Pass, i: int, past: int | None) -> range:
-    work, span = p.works[i], p.spans[i]
-    if not work.may_draft:
-        return range(0)
+def _start(work: Work, span: Span, past: int | None) -> int:
+    """The first row of a part of a prompt that a drafter needs."""
     if past is None:
-        return range(span.start, span.stop)
+        return span.start
     cache, known = work.sequence.cache, len(work.sequence.view.tokens)
     assert cache is not None
-    skipped = max(0, known - max(1, past) - cache.committed)
-    return range(min(span.stop, span.start + skipped), span.stop)
+    return min(span.stop, span.start + max(0, known - max(1, past) - cache.committed))
 
 
 def show(p: Pass, tapped: Tapped) -> Shown:
     """The states of pending tokens and accepted nodes, of a pass whose tokens are emitted and whose K/V is not yet
     committed."""
     rows: list[int] = []
-    slices, first = [], []
-    for i, (work, span, own) in enumerate(zip(p.works, p.spans, tapped.rows, strict=True)):
-        cache, begin, place = work.sequence.cache, len(rows), tapped.places[i] - own.start
+    slices, first, taken = [], [], 0
+    for i, (work, span, start) in enumerate(zip(p.works, p.spans, tapped.starts, strict=True)):
+        cache, begin = work.sequence.cache, len(rows)
         assert cache is not None
-        if own:
-            rows += [place + row for row in range(own.start, span.start + work.rows)]
-            rows += [place + span.root + node for node in p.paths.get(i, ())]
+        if start < span.stop:
+            shift = taken - start if tapped.apart else 0  # from rows of the pass to those of the source
+            rows += range(start + shift, span.start + work.rows + shift)
+            path = p.paths.get(i)
+            if path:
+                rows += [span.root + shift + node for node in path]
+            first.append(cache.committed + start - span.start)
+        else:
+            first.append(cache.committed + work.rows)
         slices.append(slice(begin, len(rows)))
-        first.append(cache.committed + (own.start - span.start if own else work.rows))
+        taken += span.stop - start
     return Shown(_picked(tapped.source, rows), slices, first)
 
 
-def _picked(source: Mapping[int, Tensor], rows: list[int]) -> dict[int, Tensor]:
-    """The rows of each tensor; without a copy where they lie in a row."""
-    start = rows[0] if rows else 0
-    if rows == [*range(start, start + len(rows))]:
-        return {layer: states[start : start + len(rows)] for layer, states in source.items()}
+def _picked(source: Mapping[int, Tensor], rows: list[int]) -> Mapping[int, Tensor]:
+    """The rows, ascending, of each tensor; without a copy where they lie side by side."""
+    count = len(rows)
+    if not count or rows[-1] - rows[0] + 1 == count:
+        start = rows[0] if count else 0
+        return {name: x if len(x) == count else x[start : start + count] for name, x in source.items()}
     index = torch.tensor(rows, device=next(iter(source.values())).device)
-    return {layer: states[index] for layer, states in source.items()}
+    return {name: x[index] for name, x in source.items()}

@@ -405,17 +405,11 @@ class Stack:
         made = array("q", asked.numbers(held))
         chosen = array("q", bytes(8 * len(asked.wanted)))
         given = made.buffer_info()[0], *asked.drawing(self._model.vocab), chosen.buffer_info()[0]
-        if taps is None:
-            self._ask(self._choose, asked, cache, max(asked.positions), *given, None)
-            return chosen.tolist()
-        shape = len(taps.layers), len(taps.rows), self._model.d_model
-        table = taps.struct(self.stretch, shape, self.dtype, held)
-        self._ask(self._choose, asked, cache, max(asked.positions), *given, ctypes.byref(table))
-        taps.ms = table.ms
+        self._ask(self._choose, asked, cache, max(asked.positions), *given, taps=taps)
         return chosen.tolist()
 
     def decide_streams(
-        self, asked: Asked, riding: Riding, cache: KVCache
+        self, asked: Asked, riding: Riding, cache: KVCache, taps: NativeTaps | None = None
     ) -> tuple[list[int], list[Told | None], float]:
         """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
 
@@ -425,6 +419,8 @@ class Stack:
             asked: its wanted rows hold the root of every carrier and all rows behind it; streams are read by its rules,
                 too, and its logits have room for those of ``riding.rows``.
             riding: who carries streams.
+            cache: K and V.
+            taps: states of main rows that are wanted, too.
 
         Returns:
             The token after each of the wanted rows, as by `decide`; for each carrier the ``riding.k`` best tokens of
@@ -443,24 +439,27 @@ class Stack:
         drawing = asked.drawing(self._model.vocab, riding.rows)
         given = made.buffer_info()[0], *drawing, out.buffer_info()[0], log_q.buffer_info()[0]
         highest = max(asked.positions) + streams.gamma
-        self._ask(self._choose_streams, asked, cache, highest, streams.reference, *given)
+        self._ask(self._choose_streams, asked, cache, highest, streams.reference, *given, taps=taps)
         found = out.tolist()
         said = told(found[wanted:], log_q.tolist(), carriers, block, riding.k)
         return found[:wanted], said, found[-1] / 1e3
 
-    def _ask(self, call: Any, asked: Asked, cache: KVCache, highest: int, *given: Any) -> None:
+    def _ask(self, call: Any, asked: Asked, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None) -> None:
         """A pass from token ids on, and once more with a longer rotation table where positions lie beyond it."""
-        run = self._pass(cache)
+        run, held = self._pass(cache), list[Any]()
+        table = None if taps is None else taps.struct(self.stretch, self._model.d_model, self.dtype, held)
         run.num_adapters = 0
         if asked.adapters:
             ranges = self._ranges(asked.adapters, len(asked.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        refused = call(self.reference, run, self.embedding_at, *given)
+        refused = call(self.reference, run, self.embedding_at, *given, table)
         if refused == _BAD_POSITION:
             run.rotation = None
             self._rotate(run, self._rope.reach(highest))
-            refused = call(self.reference, run, self.embedding_at, *given)
+            refused = call(self.reference, run, self.embedding_at, *given, table)
         require(refused)
+        if taps is not None and table is not None:
+            taps.ms = table.ms
 
     def streams(self, streams: StreamSet) -> NativeStreams:
         """A set of streams in the form that the compiled layers use, made once."""

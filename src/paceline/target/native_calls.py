@@ -93,18 +93,25 @@ class NativeTaps:
     """States that `Stack.decide` is to copy out of a pass."""
 
     layers: Sequence[int]  # behind which, ascending
-    rows: Sequence[int]  # of the pass
+    rows: Sequence[int] | None  # of the pass; None: the first ones, as many as there is room for
     out: Tensor  # [layers, rows, d_model] in the dtype of the states, to be filled
     ms: float = 0.0  # that copying took; set by the call
 
-    def struct(self, stretch: int, shape: Sequence[int], dtype: torch.dtype, held: list[Any]) -> native.Taps:
+    def struct(self, stretch: int, width: int, dtype: torch.dtype, held: list[Any]) -> native.Taps:
         """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
-        if not self.out.is_contiguous():
-            raise ValueError("room for taps that does not lie in one piece")
-        after, rows = array("q", [(layer + 1) * stretch for layer in self.layers]), array("q", self.rows)
-        held += (after, rows)
-        out = hold(self.out, shape, held, dtype)
-        return native.Taps(len(after), after.buffer_info()[0], len(rows), rows.buffer_info()[0], out)
+        out, count = self.out, len(self.layers)
+        rows = out.shape[1] if self.rows is None else len(self.rows)
+        if out.shape != (count, rows, width) or out.dtype != dtype or not out.is_contiguous():
+            raise ValueError(
+                f"{out.dtype} {list(out.shape)} as room for {[count, rows, width]} of {dtype} in one piece"
+            )
+        after, which = array("q", [(layer + 1) * stretch for layer in self.layers]), None
+        if self.rows is not None:
+            which = array("q", self.rows)
+            held.append(which)
+        held.append(after)
+        where = None if which is None else which.buffer_info()[0]
+        return native.Taps(count, after.buffer_info()[0], rows, where, out.data_ptr())
 
 
 class Seed(NamedTuple):
