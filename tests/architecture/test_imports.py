@@ -36,7 +36,8 @@ PYDANTIC = {"pydantic", "pydantic_core", "typing_extensions"}  # it, and what it
 MODULES = sorted(PACKAGE.rglob("*.py"))
 STUDIES = PACKAGE.parents[1] / "studies"
 PARTS = {
-    "streaming": "speculative_streaming"
+    "streaming": "speculative_streaming",
+    "lyanna_parts": "lyanna",
 }  # folder of studies -> the study, too long for a file, whose parts it holds
 NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies", *PARTS}
 ABOVE = {"cli", "async_llm"}  # parts that no study may import

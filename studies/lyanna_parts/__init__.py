@@ -1,0 +1,1 @@
+"""The parts of the study of Lyanna, one theme a file; `lyanna.py` beside it runs them."""

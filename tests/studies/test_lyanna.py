@@ -1,0 +1,357 @@
+"""The study of Lyanna: what it measures, what it says of it, what it refuses; on drafters that are hardly trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lyanna  # noqa: F401  (all its figures are known from then on)
+import numpy as np
+import pytest
+import torch
+import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from lyanna_parts import acceptance, reuse, throughput, trained
+from lyanna_parts.acceptance import FULL, MEAN, NO_FIRST, NO_INFO, Step, conditional
+from lyanna_parts.common import STEPS, Asked, shape_of, study
+from lyanna_parts.throughput import EQUAL, MORE, OFF, TOP
+from native_kit import needs_kernels
+from stream_sets import MODEL, save_set
+from typer.testing import CliRunner
+
+from paceline.bench.records import Cell, Method, Report, Trial
+from paceline.bench.study import Grid
+from paceline.cli import app
+from paceline.core.errors import ConfigError
+from paceline.drafters.eagle.model import EagleFacts, EagleModel
+from paceline.drafters.lyanna.drafter import AGAIN, FRESH
+from paceline.drafters.lyanna.model import LyannaModel, LyannaShape, tokenizer_mark
+from paceline.drafters.medusa.heads import Heads, HeadsConfig
+from paceline.drafters.states.head import layer_json
+from paceline.target.files import fingerprint
+from paceline.target.loader import load_tokenizer, read_config, resolve_folder
+from paceline.training.data import SourceSpec
+from paceline.training.network import Network
+from paceline.training.target import ModelShape
+from paceline.training.tokenizer import train_tokenizer
+
+pytestmark = pytest.mark.timeout(300)
+SMALL = ("--model", MODEL, "--prompts", 2, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1, "--tasks", "sql")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders by option: a drafter of each kind for `MODEL`, untrained."""
+    root, place = tmp_path_factory.mktemp("heads"), resolve_folder(MODEL)
+    config, mark = read_config(place), fingerprint(place)
+    facts = {"layer": layer_json(config), "target": MODEL, "fingerprint": mark}
+    draw = torch.Generator().manual_seed(0)
+    for name, shape in {
+        "lyanna": {"rank": 4},
+        "without-info": {"rank": 0},
+        "without-first": {"rank": 4, "first_token": False},
+        "shallow": {"rank": 4, "steps": 2},
+    }.items():
+        whole = LyannaShape(**{**facts, **shape, "tokenizer": tokenizer_mark(load_tokenizer(place))})  # type: ignore[arg-type]
+        LyannaModel.fresh(whole, None, draw).save(root / name)
+    EagleModel.fresh(layer_json(config), EagleFacts(steps=STEPS, target=MODEL, fingerprint=mark), draw).save(
+        root / "eagle"
+    )
+    medusa = HeadsConfig(heads=3, d_model=config.d_model, vocab_size=config.vocab_size, target=MODEL, fingerprint=mark)
+    Heads.fresh(medusa).save(root / "medusa")
+    save_set(root / "streams")
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+def run(*given: Any) -> int:
+    return study.run([*map(str, given)])
+
+
+def named(heads: dict[str, str], *options: str) -> list[str]:
+    return [part for option in options for part in (f"--{option}", heads[option])]
+
+
+def values(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text("utf-8"))
+
+
+# -- what is missing or wrong
+
+
+@pytest.mark.parametrize("name", [name for name, item in study.items.items() if item.needs])
+def test_what_is_not_there_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name, "--out", tmp_path) == 2
+    assert f"--{study.items[name].needs[0].replace('_', '-')} is not given" in capsys.readouterr().err
+
+
+def test_folders_that_are_something_else(heads: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="trained for 2 steps, 3 are drafted"):
+        shape_of(heads["shallow"])
+    given = {"lyanna": heads["lyanna"], "without_info": heads["without-info"], "without_first": heads["lyanna"]}
+    with pytest.raises(ConfigError, match="without first token: .* with token-info and with the first token"):
+        acceptance.arms(Asked(**given))
+    with pytest.raises(ConfigError, match="it has token-info"):
+        acceptance.beam_against_algorithm_1(Asked(lyanna=heads["lyanna"], without_info=heads["lyanna"]))
+
+
+# -- table 1
+
+
+def answered(method: str, workload: str, group: int, offered: list[int], accepted: list[int]) -> Trial:
+    cell = Cell(workload=workload)
+    counts: dict[str, Any] = {"depth_offered": offered, "depth_accepted": accepted}
+    given: dict[str, Any] = {"prompts": [str(group)], "prompt_tokens": [1], "outputs": [[1]], "finish": ["stop"]}
+    return Trial(method=method, cell=cell, group=group, repeat=0, wall_ms=1.0, ttft_ms=[1.0], **given, **counts)
+
+
+def test_acceptance_is_conditional_and_means_weigh_tasks_alike() -> None:
+    trials = [
+        answered(FULL, "wikisql", 0, [10, 8, 4], [8, 4, 1]),
+        answered(FULL, "wikisql", 1, [10, 4, 4], [8, 4, 3]),
+        answered(FULL, "e2e", 0, [100], [0]),
+    ]
+    report: Any = SimpleNamespace(trials=trials)
+    found = conditional(report, [FULL], {"wikisql": "sql", "e2e": "e2e"})
+    assert [step.value for step in found["sql"][FULL]] == [0.8, 0.5, 0.5]
+    assert [step.value for step in found["e2e"][FULL]] == [0, 0, 0]
+    assert [step.value for step in found[MEAN][FULL]] == [0.4, 0.25, 0.25] and [*found][-1] == MEAN
+    third = found["sql"][FULL][2]
+    assert third.low == 0.25 and third.high == 0.75  # one prompt or the other, drawn twice
+    with pytest.raises(ConfigError, match="no prompt was answered"):
+        conditional(report, [NO_INFO], {"wikisql": "sql"})
+
+
+def test_verdicts_say_what_was_missed_and_who_is_better() -> None:
+    def steps(*shares: float) -> list[Step]:
+        return [Step(share, share, share) for share in shares]
+
+    of = {FULL: steps(0.92, 0.7, 0.7), NO_INFO: steps(0.9, 0.71, 0.6), NO_FIRST: steps(0.8, 0.7, 0.6)}
+    said = acceptance.verdicts({"sql": of})
+    assert said[:3] == [
+        "sql, step 1: 0.92, wanted 0.91: reached",
+        "sql, step 2: 0.70, wanted 0.80: not reached",
+        "sql, step 3: 0.70, wanted 0.70: reached",
+    ]
+    assert said[3:] == ["sql, step 2: without token-info is better than full (0.710, 0.700)"]
+    poor = {FULL: of[FULL]}
+    tasks = {"sql": poor, "e2e": poor, "dialogsum": poor, MEAN: poor}
+    assert f"{MEAN}, step 3: 0.70, wanted 0.62: reached" in acceptance.verdicts(tasks)
+    del tasks["e2e"]  # another mean, of which nothing was wanted
+    assert not [said for said in acceptance.verdicts(tasks) if said.startswith(MEAN)]
+    assert "nowhere worse" in acceptance.verdicts({"sql": {FULL: of[FULL], NO_FIRST: of[NO_FIRST]}})[-1]
+
+
+def test_table_1_comes_from_the_engine(heads: dict[str, str], tmp_path: Path) -> None:
+    given = named(heads, "lyanna", "without-info", "without-first")
+    assert run("table_1", *given, *SMALL, "--out", tmp_path) == 0
+    made = values(tmp_path, "table_1")
+    assert {*made["acceptance"]["sql"]} == {FULL, NO_INFO, NO_FIRST} and made["prompts"] == {"sql": 2}
+    raw = json.loads((tmp_path / "table_1" / "report.json").read_text("utf-8"))
+    assert {m["drafter"].partition(":")[0] for m in raw["methods"]} == {"none", "lyanna"}
+    assert all("nodes=16" in m["drafter"] and m["settings"] == {"budget": 16} for m in raw["methods"][1:])
+    assert sum(t["drafted"] for t in raw["trials"]) > 16  # whole trees were verified
+
+
+# -- reuse
+
+
+def test_accepted_nodes_are_counted_by_kind_and_depth() -> None:
+    last = reuse.Proposed(
+        length=5, tokens=[9, 1, 2, 3, 4], parents=[-1, 0, 1, 0, 3], marks=[0, FRESH, FRESH, AGAIN, AGAIN]
+    )
+    tally = reuse.Tally()
+    for new, won in (([3, 4, 7], {(AGAIN, 1): 1, (AGAIN, 2): 1}), ([1, 8], {(FRESH, 1): 1}), ([6], {})):
+        before = tally.won.copy()
+        view: Any = SimpleNamespace(tokens=[0, 0, 0, 0, 9, *new])
+        tally.add(last, view)
+        assert tally.won - before == won
+    assert tally.proposed == {(kind, depth): 3 for kind in (FRESH, AGAIN) for depth in (1, 2)}
+    assert tally.of(AGAIN) == (6, 2)
+
+
+def test_states_are_used_again(heads: dict[str, str], tmp_path: Path) -> None:
+    assert run("reuse", *named(heads, "lyanna"), *SMALL, "--out", tmp_path) == 0
+    found = values(tmp_path, "reuse")["tasks"]["sql"]
+    assert 0 < found["reused"] < found["states"]
+    counts = {(kind, depth): n for kind, depth, n in found["proposed"]}
+    assert counts[FRESH, 1] > 0 and counts[AGAIN, 1] > 0
+
+
+# -- throughput
+
+
+def test_arms_verify_the_rows_that_they_are_compared_at() -> None:
+    methods = {m.name: m for m in throughput.fusion_arms("FOLDER")}
+    assert {name: m.settings["budget"] for name, m in methods.items()} == {
+        **{OFF: 12, throughput.ALONE: 12, TOP: 16},
+        **{EQUAL: 12, MORE: 16},
+    }
+    assert throughput.targets_of("m") == ["m", "stretch:m,times=8"]
+    assert throughput.targets_of("stretch:m,times=4") == ["stretch:m,times=4"]
+
+
+def test_fusion_is_measured_on_two_targets(heads: dict[str, str], tmp_path: Path) -> None:
+    assert run("figure_12", *named(heads, "lyanna"), *SMALL, "--out", tmp_path) == 0
+    made = values(tmp_path, "figure_12")
+    assert {arm["target"] for arm in made["arms"]} == {MODEL, f"{MODEL}, stretched 8x"}
+    assert {arm["method"] for arm in made["arms"]} == {*throughput.ARMS}
+    assert all(arm["tokens_ratio"] == 1 for arm in made["arms"] if arm["method"] == OFF)
+    assert [said.partition(": ")[2].partition(":")[0] for said in made["remarks"]] == [
+        *(f"{TOP}, tokens a pass", f"{TOP}, throughput", EQUAL, MORE),
+        *(f"{TOP}, throughput", EQUAL, MORE),
+    ]
+    assert (tmp_path / "figure_12.svg").is_file()
+
+
+def test_every_contestant_stands_with_both_budgets(heads: dict[str, str]) -> None:
+    ask = Asked(lyanna=heads["lyanna"], eagle=heads["eagle"], medusa=heads["medusa"], streams=heads["streams"])
+    entries = throughput.both_budgets(ask)
+    budgets = {e.method.name: e.method.settings["budget"] for e in entries}
+    assert all((value == "auto") == name.endswith(throughput.AUTO) for name, value in budgets.items())
+    assert len(budgets) == 2 * len(throughput.contestants(ask)) == 24
+    made = throughput.figure_8_9(replace(ask, model=MODEL, tasks="sql"))
+    assert next(made) is None  # every method is one that the bench takes
+
+
+def test_verdicts_compare_at_batch_2_and_choose_on_other_prompts() -> None:
+    def trial(method: str, batch: int, group: int, ms: float) -> Trial:
+        found = answered(method, "wikisql", group, [], [])
+        return replace(found, cell=Cell(workload="wikisql", batch=batch), wall_ms=ms)
+
+    speeds = {
+        "plain": 8.0,
+        "Lyanna": 3.0,
+        "EAGLE-2": 4.5,
+        "suffix + Lyanna": 2.0,
+        "suffix + EAGLE-2": 5.0,
+        "suffix": 4.0,
+    }
+    trials = [
+        trial(name, batch, group, ms * (2 if batch == 1 and name == "Lyanna" else 1))
+        for name, ms in speeds.items()
+        for batch in (1, 2)
+        for group in range(4)
+    ]
+    methods = [Method(name=name, drafter="none" if name == "plain" else "ngram") for name in speeds]
+    report = Report(**{**EMPTY, "methods": methods, "trials": trials})
+    fixed, auto = throughput.beside_eagle(report)
+    assert "batch 2, fixed budgets: 1.50 [1.50, 1.50], wanted 1.20: reached" in fixed
+    assert auto.endswith("not measured (wanted 1.20)")
+    [said] = throughput.hybrid_verdict(Asked(lyanna="l", eagle="e", medusa="m"), report)
+    assert "(suffix + Lyanna) over the best before (suffix)" in said and "2.00 [2.00, 2.00]" in said
+
+
+EMPTY: dict[str, Any] = {
+    **{"title": "", "created": "", "command": [], "model": {}, "machine": {}, "versions": {}, "commit": None},
+    **{"settings": {}, "workloads": {}},
+}
+
+
+# -- section 5.2, figure 13
+
+
+def test_beam_sampling_stands_beside_algorithm_1(heads: dict[str, str]) -> None:
+    given = {"lyanna": heads["lyanna"], "without_info": heads["without-info"]}
+    grid = acceptance.beam_against_algorithm_1(Asked(**given))
+    assert isinstance(grid, Grid) and len({e.series for e in grid.entries}) == 3
+    grid.config(Asked(model=MODEL, tasks="sql"))
+    assert {e.x for e in grid.entries} == {*acceptance.SWEPT_NODES}
+    assert all(e.method.settings["budget"] == e.x for e in grid.entries)
+
+
+@needs_kernels
+def test_the_parts_of_a_draft_are_timed(heads: dict[str, str], tmp_path: Path) -> None:
+    longer = [24 if value == 6 else value for value in SMALL]
+    given = (*named(heads, "lyanna", "eagle"), *longer, "--out", tmp_path)
+    assert run("figure_13a", "figure_13b", *given) == 0
+    found = values(tmp_path, "figure_13a")["heads"]
+    assert len(found) == 5 and all(ms > 0 for cost in found for ms in cost.values())
+    drafts = values(tmp_path, "figure_13b")["drafts"]
+    assert [d["drafter"] for d in drafts] == ["Lyanna", "EAGLE-2"]
+    assert all(d["head"] > 0 and d["choice of tokens"] > 0 and d["host"] > 0 for d in drafts)
+
+
+# -- what training says
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """A tiny target, its data, a recipe, and two runs of a few steps: for all tokens, and for hot ones."""
+    root = tmp_path_factory.mktemp("training")
+    data, target = root / "boxes.jsonl", root / "target"
+    colours = ("red", "green", "blue", "grey")
+    records = [{"prompt": f"What colour is box {i}?", "completion": f"Box {i} is {colours[i % 4]}."} for i in range(24)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    shape = ModelShape(layers=1, d_model=32, d_ff=48, heads=4, kv_heads=2, vocab_size=300, context=128)
+    train_tokenizer([SourceSpec(file=str(data))], 300, target, 128)
+    from paceline.target.families import decoder_config
+
+    config = shape.config(0, 1, 2)
+    network = Network(decoder_config(config))
+    network.init_weights(0)
+    network.save(target, config, torch.float32)
+    entry = {"sha256": None, "source": "made here", "obtain": "as it is"}
+    (root / "manifest.json").write_text(json.dumps({"files": {"boxes.jsonl": entry}}), encoding="utf-8")
+    for name, options in (("dense", ""), ("sparse", "hot = 0.25\n")):
+        (root / f"{name}.toml").write_text(
+            f'recipe = "lyanna"\n[options]\nrank = 4\n{options}[train]\nsteps = 4\nwarmup = 1\nprecision = "fp32"\n'
+            "evaluate_every = 2\nlog_every = 1\n[[phase]]\nrows = 2\nlength = 64\n[data]\n"
+            '[[data.source]]\nfile = "boxes.jsonl"\n[[data.held_out]]\nfile = "boxes.jsonl"\n',
+            encoding="utf-8",
+        )
+        flags = ["--data", root, "--target", target, "--out", root / name, "--no-tensorboard"]
+        done = CliRunner().invoke(app, ["train", str(root / f"{name}.toml"), *map(str, flags)])
+        assert done.exit_code == 0, done.output
+    yield SimpleNamespace(root=root, target=target, recipe=root / "dense.toml")
+
+
+def test_curves_come_from_logs(training: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [f"--runs={name}={training.root / name}" for name in ("dense", "sparse")]
+    assert run("figure_5", *runs, "--out", tmp_path) == 0
+    found = values(tmp_path, "figure_5")["runs"]
+    assert {*found} == {"dense", "sparse"}
+    assert [*found["dense"]["accuracy"]["acceptance_top4"]] == ["2", "4"] and len(found["dense"]["loss"]) == 4
+    assert run("figure_5", f"--runs=none={training.target}", "--out", tmp_path) == 2
+    assert "log.jsonl cannot be read" in capsys.readouterr().err
+
+
+def test_sparse_tables_are_held_against_the_dense_one(training: SimpleNamespace, tmp_path: Path) -> None:
+    given = ["--dense", training.root / "dense", "--sparse", training.root / "sparse", "--model", training.target]
+    data = ["--recipe", training.recipe, "--corpus", training.root]
+    assert run("table_2", *given, *data, "--repeats", 3, "--out", tmp_path) == 0
+    made = values(tmp_path, "table_2")
+    assert {*made["exported"]} == {trained.DENSE, trained.SPARSE, trained.AT_LOAD}
+    costs = made["costs"]
+    assert costs[trained.DENSE]["collapsed"] == 2 * 300 * 300
+    assert costs[trained.SPARSE]["collapsed"] == costs[trained.AT_LOAD]["collapsed"] == 2 * 75 * 75
+    assert costs[trained.SPARSE]["factors"] < costs[trained.AT_LOAD]["factors"] == costs[trained.DENSE]["factors"]
+    last = made["by_evaluation"][trained.DENSE]["4"]
+    assert last == pytest.approx(np.mean(made["exported"][trained.DENSE]), abs=0.05)  # stored in bf16
+    with pytest.raises(ConfigError, match="it has no token-info for all tokens"):
+        trained.load_three(str(training.root / "sparse"), str(training.root / "sparse"))
+
+
+def test_both_look_ups_say_the_same(training: SimpleNamespace) -> None:
+    models = trained.load_three(str(training.root / "dense"), str(training.root / "sparse"))
+    embedding = Network.load(training.target, frozen=True).decoder.embedding.data
+    tokens = torch.arange(len(embedding))
+    for model in models.values():
+        info = trained.info_of(model)
+        place = torch.full((len(embedding),), -1)
+        if info.hot is not None:
+            place[info.hot] = torch.arange(len(info.hot))
+        zero = torch.zeros(len(embedding), len(embedding))
+        table = trained.collapsed(info, embedding)
+        by_table = trained.looked_up(table, zero, tokens, info.hot, place)
+        by_factors = info.factors(embedding, tokens) @ info.table().t()
+        assert by_factors.abs().max() > 0.01 and torch.allclose(by_table, by_factors, atol=1e-2)
+
+
+def test_coverage_is_a_share_of_the_data(training: SimpleNamespace, tmp_path: Path) -> None:
+    given = ["--model", training.target, "--recipe", training.recipe, "--corpus", training.root]
+    assert run("figure_7", *given, "--out", tmp_path) == 0
+    covered = values(tmp_path, "figure_7")["covered"]
+    assert 0 < covered["0.01"] < covered["0.05"] < covered["0.25"] <= covered["1.0"] == pytest.approx(1)
