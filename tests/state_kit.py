@@ -20,7 +20,7 @@ from paceline.drafters.lyanna.drafter import LyannaConfig, LyannaDrafter
 from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.states.head import StateHead, layer_json
 from paceline.kv.pool import KVPool
-from paceline.target.base import Batch
+from paceline.target.base import Batch, Taps
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig
 from paceline.training.network import finish, project, rotate
@@ -31,14 +31,21 @@ RANK = 12
 
 def states_of(decoder: Decoder, tokens: list[int], raw: bool = False) -> Tensor:
     """[tokens, d] the target's last states, behind the final norm; raw: before it."""
+    state = taps_of(decoder, tokens)[decoder.num_layers - 1]
+    return state if raw else decoder.handle().final(state)
+
+
+def taps_of(decoder: Decoder, tokens: list[int]) -> dict[int, Tensor]:
+    """[tokens, d] the target's states behind every layer."""
     count = len(tokens)
     cache_ = KVPool(*decoder.cache_shape, count, decoder.dtype, decoder.device)
     places, whole = torch.arange(count), slice(0, count)
     zeros = torch.zeros_like(places)
     plan = decoder.plan([Segment(0, count, whole, count, 0, None, None)], places)
     batch = Batch(torch.tensor(tokens), places, zeros, zeros, whole, plan)
-    state = decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache_)
-    return state.hidden if raw else decoder.handle().final(state.hidden)
+    taps = Taps(tuple(range(decoder.num_layers)))
+    decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, cache_, taps)
+    return taps.hidden
 
 
 @cache

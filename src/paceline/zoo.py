@@ -1,10 +1,9 @@
 """The embedded models: their folders and cards.
 
-A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and
-names its draft and its drafter. A trained set (role "streams" or "adapter") is a folder with
-``streams.json`` and ``streams.safetensors``; its ``zoo.json`` names the target it was trained for. Folders are
-looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source checkout, then in the ``_zoo`` that the wheel
-carries.
+A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and names its draft
+and its drafter. A trained set (role "streams" or "adapter": ``streams.json`` and ``streams.safetensors``; role "head":
+what its drafter reads, Lyanna, EAGLE or Medusa) names in its ``zoo.json`` the target it was trained for. Folders are
+looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source checkout, then in the ``_zoo`` of the wheel.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .core.options import check
 
 _PACKAGE = Path(__file__).resolve().parent
 CARD = "zoo.json"
-Role = Literal["target", "draft", "streams", "adapter"]
+Role = Literal["target", "draft", "head", "streams", "adapter"]
 ROLES: tuple[Role, ...] = get_args(Role)  # in the order in which they are listed
-TRAINED_SETS = ("streams", "adapter")
+TRAINED_SETS = ("head", "streams", "adapter")
 
 
 @dataclass(frozen=True, kw_only=True)

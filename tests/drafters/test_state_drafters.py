@@ -11,23 +11,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
 from draft_kit import paths_of, text, view, want
 from native_kit import needs_kernels
-from state_kit import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand
+from state_kit import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
 from tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import SequenceView, StepFeatures
-from paceline.drafters.eagle.drafter import EagleConfig
+from paceline.drafters.eagle.drafter import EagleConfig, EagleDrafter
+from paceline.drafters.eagle.eagle3 import _shapes
+from paceline.drafters.eagle.model import EagleModel, load_head
 from paceline.drafters.lyanna.drafter import LyannaConfig
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.registry import DrafterContext
+from paceline.drafters.states.head import layer_json
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
 from paceline.target.decoder import Decoder
+from paceline.target.rope import RopeConfig, RopeTable
+from paceline.training.network import rotate
 
 CPU = torch.device("cpu")
 HOT = torch.arange(0, VOCAB, 3)
@@ -49,17 +55,27 @@ class Stage:
 
     def show(self, views: list[SequenceView], first: int = 0) -> None:
         """The states of all tokens but the root that were not shown yet; of a new sequence from ``first`` on."""
-        parts, slices, places = [], [], []
+        taps = self.drafter.spec.taps
+        parts: list[dict[int, torch.Tensor]] = []
+        slices, places = [], []
         for v in views:
             begin = self.known.get(v.key, first)
-            raw = self.states(v.tokens)[begin:-1]
-            slices.append(slice(sum(map(len, parts)), sum(map(len, parts)) + len(raw)))
+            raw = {layer: tap[begin:-1] for layer, tap in self.taps(v.tokens).items()}
+            done, count = sum(len(part[taps[0]]) for part in parts), len(v.tokens) - 1 - begin
+            slices.append(slice(done, done + count))
             parts.append(raw)
             places.append(begin)
             self.known[v.key] = len(v.tokens) - 1
-        hidden = {-1: torch.cat(parts)}
+        hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in taps}
         none: list[list[int]] = [[] for _ in views]
         self.drafter.observe(StepFeatures(views, none, [0] * len(views), none, hidden, slices, places))
+
+    @torch.inference_mode()
+    def taps(self, tokens: list[int]) -> dict[int, torch.Tensor]:
+        """[tokens, d] behind each layer that the drafter reads."""
+        if self.drafter.spec.taps == (-1,):
+            return {-1: self.states(tokens)}
+        return {layer: tap for layer, tap in taps_of(self.decoder, tokens).items() if layer in self.drafter.spec.taps}
 
     @torch.inference_mode()
     def states(self, tokens: list[int]) -> torch.Tensor:
@@ -236,6 +252,110 @@ def test_eagles_trees_are_expanded_and_ranked_by_the_paper(topk: int, depth: int
     assert stage.drafter.body.pool.idle
 
 
+# ---- EAGLE-3
+
+
+AUX = [1, 2, 3]  # inputs of layers, so that outputs of 0, 1 and 2 are read
+SMALL = torch.tensor([i for i in range(VOCAB) if i % 5 != 2])  # the draft's tokens
+
+
+def write_eagle3(folder: Path, **changes: Any) -> Path:
+    """A random head in the published layout."""
+    from safetensors.torch import save_file
+
+    draw, config = torch.Generator().manual_seed(0), layer_json(tiny_config())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(SMALL), "eagle_config": {}}
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = AUX
+    values = {}
+    for name, shape in _shapes(tiny_config(), len(SMALL)).items():
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.2
+        value = scale * torch.randn(shape, generator=draw) + (1.0 if len(shape) == 1 else 0.0)
+        values[name.replace("layers.0.", "midlayer.")] = value
+    values["d2t"] = SMALL - torch.arange(len(SMALL))
+    values["t2d"] = torch.isin(torch.arange(VOCAB), SMALL)
+    values |= changes
+    folder.mkdir(exist_ok=True)
+    save_file({n: v.contiguous() for n, v in values.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def eagle3(folder: Path, **options: Any) -> EagleDrafter:
+    config = EagleConfig(**{"path": str(folder), "topk": 8, "nodes": 40, "depth": 3} | options)
+    return EagleDrafter(config, load_head(folder), 3)
+
+
+def eagle3_logits(folder: Path, decoder: Decoder, tokens: list[int], path: list[int]) -> torch.Tensor:
+    """[V] after ``path`` behind a text, as the authors' code computes it, all rows anew and without a cache."""
+    from safetensors.torch import load_file
+
+    w = {n.removeprefix("midlayer."): v.double() for n, v in load_file(folder / "model.safetensors").items()}
+    norm = lambda x, name: F.rms_norm(x, (32,), w[f"{name}.weight"], 1e-6)  # noqa: E731
+    states = torch.cat([tap for _, tap in sorted(taps_of(decoder, tokens).items())], -1)[:-1] @ w["fc.weight"].T
+    rope, config, outputs = RopeTable(RopeConfig(dim=8), 512, torch.float64, CPU), tiny_config(), []
+    fed, keys, values = [*states], [], []
+    for place, following in enumerate([*tokens[1:], *path]):
+        g = fed[place] if place < len(states) else outputs[-1]
+        x = torch.cat((norm(decoder.embedding[following], "input_layernorm"), norm(g, "hidden_norm")))
+        q, k, v = (w[f"self_attn.{n}_proj.weight"] @ x for n in "qkv")
+        cos, sin = rope.rows(torch.tensor([place]))
+        keys.append(rotate(k.view(1, 2, 8), (cos, sin))[0])
+        values.append(v.view(2, 8))
+        q = rotate(q.view(1, 4, 8), (cos, sin))[0].view(2, 2, 8)
+        weights = (torch.einsum("kgd,tkd->kgt", q, torch.stack(keys)) * config.head_dim**-0.5).softmax(-1)
+        mixed = torch.einsum("kgt,tkd->kgd", weights, torch.stack(values)).flatten()
+        h = g + w["self_attn.o_proj.weight"] @ mixed
+        inner = norm(h, "post_attention_layernorm")
+        gated = F.silu(w["mlp.gate_proj.weight"] @ inner) * (w["mlp.up_proj.weight"] @ inner)
+        outputs.append(h + w["mlp.down_proj.weight"] @ gated)
+    whole = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+    whole[SMALL] = w["lm_head.weight"] @ norm(outputs[-1], "norm")
+    return whole
+
+
+def test_eagle_3_heads_draft_as_their_authors_do(tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head")
+    decoder, drafter = tiny_decoder(), eagle3(folder, topk=2, nodes=6)
+    assert drafter.spec.taps == (0, 1, 2)
+    stage = Stage(drafter, decoder)
+    v = view(text(12, 1), key=1)
+    for _ in range(2):
+        stage.show([v])
+        found = paths_of(drafter.propose(want([v])))
+        assert len(found) == 6 and {token for path in found for token in path} <= {*SMALL.tolist()}
+        with torch.inference_mode():
+            for path, score in found.items():
+                log_q = eagle3_logits(folder, decoder, v.tokens, list(path[:-1])).log_softmax(0)
+                assert score == pytest.approx(found.get(path[:-1], 0.0) + float(log_q[path[-1]]), abs=1e-6)
+        grow(v, [3, 8])
+
+
+def test_eagle_3_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head")
+    plain = [o.outputs[0].token_ids for o in run(assemble(), JOBS)]
+    engine = assemble(eagle3(folder), **TIGHT)
+    outs = run(engine, JOBS)
+    assert [o.outputs[0].token_ids for o in outs] == plain and engine.round.failure is None
+    assert sum(o.stats.accepted for o in outs) > 0
+
+
+def test_eagle_3_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head")
+    with pytest.raises(CapabilityError, match="the target is not known when it is built"):
+        EagleDrafter(EagleConfig(path="x"), load_head(folder))
+    with pytest.raises(CapabilityError, match="inputs of layers 1, 2, 3, and the target has 2"):
+        load_head(folder).taps(2)
+    with pytest.raises(CapabilityError, match="neither trained on nor written"):
+        EagleModel.load(folder)
+    for wrong, message in (
+        ({"d2t": SMALL}, "outside of the 96"),
+        ({"d2t": -torch.arange(len(SMALL))}, "names a token twice"),
+        ({"fc.weight": torch.ones(32, 64)}, "fc.weight has shape"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_head(write_eagle3(tmp_path / "wrong", **wrong))
+
+
 @pytest.mark.parametrize("make", [lyanna, eagle])
 def test_k_v_begins_where_states_do(make: Any) -> None:
     """Behind a prefix that was found in the cache; anew behind a hole; at the last states where nothing was drafted."""
@@ -308,7 +428,7 @@ def test_answers_are_those_of_plain_decoding(name: str, kernels: str) -> None:
     outs = run(engine, JOBS)
     assert [o.outputs[0].token_ids for o in outs] == plain
     assert engine.round.failure is None and drafter.body.pool.idle and not drafter.body.texts
-    assert drafter.body.decoder.stack is not None or kernels == "float64"
+    assert drafter.body.stack is not None or kernels == "float64"
     accepted: dict[str, int] = {}
     for o in outs:
         for source, stats in o.stats.sources.items():
@@ -316,6 +436,8 @@ def test_answers_are_those_of_plain_decoding(name: str, kernels: str) -> None:
     assert accepted[drafter.spec.name] > 3
     assert accepted.get("re-sampled", 0) > 0 or name not in ("top", "equal", "alone")
     assert sum(o.stats.preemptions for o in outs) > 0
+    if name in ("off", "top"):
+        assert (drafter.states_drafted > drafter.states_reused > 0) == (name == "top")
 
 
 def test_an_automatic_budget_asks_lyanna_once_and_learns_of_both_kinds_of_nodes() -> None:

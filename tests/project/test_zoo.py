@@ -20,6 +20,11 @@ def no_chosen_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md")
 SET_FILES = ("streams.json", "README.md")
+HEAD_MB = {
+    "lyanna.safetensors": 6,
+    "medusa.safetensors": 2,
+    "model.safetensors": 8,
+}  # at most; the last is EAGLE's
 PARAMETERS_NO_NUMBER = '{"role": "target", "description": "x", "parameters": "many"}'
 DRAFTER_NO_TEXT = '{"role": "target", "description": "x", "parameters": 1, "drafter": 7}'
 
@@ -43,9 +48,13 @@ def test_target_and_draft_are_there_and_belong_together() -> None:
 @pytest.mark.parametrize("entry", zoo.available(), ids=lambda entry: entry.name)
 def test_every_model_is_complete_and_its_card_is_true(entry: zoo.ZooEntry) -> None:
     trained_set = entry.role in zoo.TRAINED_SETS
-    for name in SET_FILES if trained_set else MODEL_FILES:
+    head = entry.role == "head"
+    for name in ("README.md",) if head else SET_FILES if trained_set else MODEL_FILES:
         assert (entry.path / name).is_file(), name
     file = entry.path / ("streams.safetensors" if trained_set else "model.safetensors")
+    if head:
+        (file,) = entry.path.glob("*.safetensors")
+        assert file.stat().st_size <= HEAD_MB[file.name] * 1e6
     with safe_open(file, "pt") as weights:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]  # noqa: SIM118  (no plain iteration)
     assert sum(math.prod(shape) for shape in shapes) == entry.parameters
@@ -64,6 +73,16 @@ def test_target_and_draft_share_one_tokenizer() -> None:
 def test_what_is_no_name_is_not_found(name: str) -> None:
     assert zoo.find(name) is None
     assert zoo.default_drafter(name) is None
+
+
+def test_a_head_names_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    card = '{"role": "head", "description": "x", "parameters": 1%s}'
+    make_model(tmp_path / "some-lyanna", card % ', "target": "paceline-small"')
+    assert {entry.name: entry for entry in zoo.available()}["some-lyanna"].role == "head"
+    make_model(tmp_path / "other-lyanna", card % "")
+    with pytest.raises(ConfigError, match="names its target"):
+        zoo.available()
 
 
 def test_a_chosen_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

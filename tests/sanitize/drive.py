@@ -15,11 +15,12 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny import tiny_config, tiny_decoder, tiny_streams
+from tiny import tiny_config, tiny_decoder, tiny_streams, tiny_weights
 from torch import Tensor
 
 from paceline import native
@@ -32,6 +33,7 @@ from paceline.target.memory import Arena
 from paceline.target.native import NativeLinear, top
 from paceline.target.native_calls import Asked, Chain, NativeTaps, RowSpan, Seed
 from paceline.target.native_heads import NativeHeads
+from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
 
@@ -260,6 +262,52 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
         assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
 
 
+def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
+    """Lyanna's drafts and EAGLE's trees over a layer that borrows the decoder's ends, up to the cache's end."""
+    d, vocab, dtype = decoder.config.d_model, decoder.config.vocab_size, decoder.dtype
+    shape = replace(decoder.config, num_layers=1, windows=(None,), stretch=1, first_norm=draw.random() < 0.5)
+    body = Decoder(shape, decoder.attention, dtype=dtype, native=True, lender=decoder.handle(), normed=True)
+    tiny_weights(body)
+    stack: Any = body.finish().stack
+    summed, rank = draw.random() < 0.3, draw.choice(RANKS)
+    both, state = (linear_of(n, d, dtype) for n in (d if summed else 2 * d, d))
+    fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), summed, draw.random() < 0.7)
+    hot = draw.choice([None, torch.randint(0, 2, (vocab,), dtype=torch.uint8)])
+    info = NativeTokenInfo(*(linear_of(k, n) for k, n in ((d, rank), (rank, vocab))), torch.eye(rank), hot, 1e-6)
+    sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 2, 5])) for _ in range(3)]
+    cache, order, at = Cache(body, sum(map(sum, sizes))), torch.randperm(sum(map(sum, sizes))), 0
+    contiguous, sprouts, seeds = draw.random() < 0.5, [], []
+    levels, topk = 5, draw.choice([1, 2, 4])
+    for position, count, steps in sizes:
+        total = position + count + max(0, steps - 1)
+        keys: slice | Tensor = slice(at, at + total) if contiguous else order[at : at + total].clone()
+        at += total
+        cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
+        pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)] if steps else []
+        rules, place = draw.choice([None, some_rules(draw, vocab)]), position + count + 9
+        left = draw.choice([None, torch.randn(draw.randint(1, 3), vocab)])
+        sprouts.append(Sprout(pending, position, keys, steps, draw.randrange(vocab), place, rules, left))
+        if steps:
+            room = max(0, steps - 1)
+            seeds.append(Seed(pending, position, room, keys, draw.randint(1, 9), levels, 4 + vocab * 20, rules, 9))
+    states = torch.randn(sum(len(sprout.pending) for sprout in sprouts), d).to(dtype)
+    for branches in (1, topk, 2 * vocab):
+        raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), states, cache)
+        assert not raw.isnan().any()
+        for sprout, trees in zip(sprouts, found, strict=True):
+            assert [tree is not None for tree in trees] == [sprout.steps > 0, sprout.left is not None]
+            for tree in filter(None, trees):
+                assert all(0 <= token < vocab for token in tree.tokens)
+                assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
+    if seeds:
+        grown = stack.grow(seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused, states)
+        assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
+
+
+def linear_of(inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> NativeLinear:
+    return NativeLinear((inputs**-0.5 * torch.randn(outputs, inputs)).to(dtype), None, quant=False)
+
+
 def one_decision(decoder: Decoder, draw: random.Random) -> None:
     """A pass from token ids on: chains and trees, contiguous and gathered, up to the cache's end; half of them with
     streams, on some nodes or none."""
@@ -477,6 +525,7 @@ def sweep(draw: random.Random, quick: bool) -> str:
             for _ in range(4 if quick else 10):
                 alone(lambda decoder=decoder: one_roll(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_growth(decoder, draw))  # type: ignore[misc]
+                alone(lambda decoder=decoder: one_state_draft(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_decision(decoder, draw))  # type: ignore[misc]
             alone(lambda decoder=decoder: refusals(decoder))  # type: ignore[misc]
             counts["passes"] += len(widths)

@@ -30,14 +30,13 @@ from .families import DecoderConfig
 from .linear import LinearOp, quantised
 from .memory import Arena
 from .native_calls import Asked, Chain, Chains, Grown, NativeTaps, Seed, Seeds, hold
-from .native_states import Drawn, Sprout, Sprouts
 from .native_streams import NativeStreams, Riding, Told, limits_of, told
 from .padding import groups_of, padded, widened
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
-    from .native_states import NativeFuse, NativeTokenInfo
+    from .native_states import NativeFuse
     from .streams import StreamSet
 
 _PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
@@ -252,11 +251,11 @@ class Stack:
         library = native.library()
         assert library is not None
         self._run_layers, self._logits, self._norm = library.pl_run_layers, library.pl_logits, library.pl_norm
-        self._roll, self._grow, self._sample = library.pl_roll, library.pl_grow, library.pl_sample
+        self._roll, self._grow = library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
-        self._embedding_at = self._embedding.data_ptr()
+        self.embedding_at = self._embedding.data_ptr()
 
     def _fill(self, made: native.Layer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
         for name in LINEARS:
@@ -453,11 +452,11 @@ class Stack:
         if asked.adapters:
             ranges = self._ranges(asked.adapters, len(asked.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        refused = call(self.reference, run, self._embedding_at, *given, table)
+        refused = call(self.reference, run, self.embedding_at, *given, table)
         if refused == _BAD_POSITION:
             run.rotation = None
             self._rotate(run, self._rope.reach(highest))
-            refused = call(self.reference, run, self._embedding_at, *given, table)
+            refused = call(self.reference, run, self.embedding_at, *given, table)
         require(refused)
         if taps is not None and table is not None:
             taps.ms = table.ms
@@ -551,8 +550,8 @@ class Stack:
                 below 1; nothing was computed.
         """
         table = Chains(chains)
-        run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
-        require(self._roll(self.reference, run, self._embedding_at, limit, table.address, len(chains)))
+        run, limit = self.reaching(cache, table.last), min(limit, self._model.vocab)
+        require(self._roll(self.reference, run, self.embedding_at, limit, table.address, len(chains)))
         return table.read()
 
     def grow(
@@ -587,7 +586,7 @@ class Stack:
             ValueError: as `roll`; nothing was computed.
         """
         table = Seeds(seeds, factors, topk, beam)
-        run, limit = self._reaching(cache, table.last), min(limit, self._model.vocab)
+        run, limit = self.reaching(cache, table.last), min(limit, self._model.vocab)
         more: tuple[Any, Any] = None, None
         if fused is not None and states is not None:
             states = self.states(states)
@@ -595,47 +594,10 @@ class Stack:
                 raise ValueError(f"{len(states)} states for other numbers of pending tokens")
             more = fused.reference, states.data_ptr()
         given = limit, table.address, floor, *table.results, *more
-        require(self._grow(self.reference, run, self._embedding_at, *given))
+        require(self._grow(self.reference, run, self.embedding_at, *given))
         return table.read()
 
-    def sample(
-        self,
-        sprouts: Sequence[Sprout],
-        branches: int,
-        noisy: bool,
-        fused: NativeFuse,
-        info: NativeTokenInfo | None,
-        states: Tensor,
-        cache: KVCache,
-    ) -> tuple[Tensor, list[tuple[Drawn | None, Drawn | None]]]:
-        """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
-
-        Args:
-            sprouts: where each starts.
-            branches: k of Algorithm 1.
-            noisy: whether tokens are ranked with the noise of the target's own choices.
-            fused, info: how rows are made, and what tokens say; None: nothing.
-            states: [pending tokens of all, d_model] in front of them, behind the final norm.
-            cache: K and V; every pending token and every step but the last gets its own.
-
-        Returns:
-            [steps of all, vocab] raw logits; and for each its new tree and the one of the logits left over.
-
-        Raises:
-            ValueError: as `grow`; nothing was computed.
-        """
-        table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, self._model.vocab)
-        states = self.states(states)
-        if len(states) != sum(len(sprout.pending) for sprout in sprouts):
-            raise ValueError(f"{len(states)} states for other numbers of pending tokens")
-        run, limit = self._reaching(cache, table.last), self._model.vocab
-        raw = torch.empty(sum(sprout.steps for sprout in sprouts), limit)
-        known = None if info is None else info.reference
-        given = limit, fused.reference, known, table.address, states.data_ptr(), raw.data_ptr(), *table.results
-        require(self._sample(self.reference, run, self._embedding_at, *given))
-        return raw, table.read()
-
-    def _reaching(self, cache: KVCache, last: int) -> native.Pass:
+    def reaching(self, cache: KVCache, last: int) -> native.Pass:
         """A pass without adapters, whose rotation table reaches beyond position ``last``."""
         run = self._pass(cache)
         run.num_adapters = 0

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import native
+from .native import require
 from .native_calls import hold, keys_of
 
 if TYPE_CHECKING:
-    from .native import NativeLinear
+    from .base import KVCache
+    from .native import NativeLinear, Stack
 
 
 class NativeFuse:
@@ -59,7 +61,7 @@ class NativeTokenInfo:
 
 
 class Sprout(NamedTuple):
-    """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `Stack.sample`."""
+    """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `sample`."""
 
     pending: Sequence[int]  # tokens behind the states that have no K and V yet, the root last; none where steps is 0
     position: int  # of the row of the first of them
@@ -121,6 +123,47 @@ class Sprouts:
         tokens, parents = (self._made[i : i + count].tolist() for i in (at + 1, at + 1 + room))
         places[:] = at + 1 + 2 * room, score + room
         return Drawn(tokens, parents, self._scores[score : score + count].tolist())
+
+
+def sample(
+    stack: Stack,
+    sprouts: Sequence[Sprout],
+    branches: int,
+    noisy: bool,
+    fused: NativeFuse,
+    info: NativeTokenInfo | None,
+    states: Tensor,
+    cache: KVCache,
+) -> tuple[Tensor, list[tuple[Drawn | None, Drawn | None]]]:
+    """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
+
+    Args:
+        stack: the drafter's layer.
+        sprouts: where each starts.
+        branches: k of Algorithm 1.
+        noisy: whether tokens are ranked with the noise of the target's own choices.
+        fused, info: how rows are made, and what tokens say; None: nothing.
+        states: [pending tokens of all, d_model] in front of them, behind the final norm.
+        cache: K and V; every pending token and every step but the last gets its own.
+
+    Returns:
+        [steps of all, vocab] raw logits; and for each its new tree and the one of the logits left over.
+
+    Raises:
+        ValueError: as `Stack.grow`; nothing was computed.
+    """
+    vocab, _ = stack.shape
+    table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, vocab)
+    states = stack.states(states)
+    if len(states) != sum(len(sprout.pending) for sprout in sprouts):
+        raise ValueError(f"{len(states)} states for other numbers of pending tokens")
+    library, run = native.library(), stack.reaching(cache, table.last)
+    assert library is not None, "the stack has it, too"
+    raw = torch.empty(sum(sprout.steps for sprout in sprouts), vocab)
+    known = None if info is None else info.reference
+    given = vocab, fused.reference, known, table.address, states.data_ptr(), raw.data_ptr(), *table.results
+    require(library.pl_sample(stack.reference, run, stack.embedding_at, *given))
+    return raw, table.read()
 
 
 def _most(branches: int, levels: int) -> int:

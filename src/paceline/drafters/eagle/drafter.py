@@ -22,14 +22,17 @@ from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import fingerprint
+from ...target.loader import read_config
 from ...target.native_calls import Seed
 from ..base import DrafterSpec, DraftRequest, StepFeatures
 from ..growth import Grower, Growth, pack_frontier
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
-from ..states.body import LAST, Size, StateBody
+from ..states.body import Size, StateBody, StateNetwork
 from ..states.head import check_fit
-from .model import EagleModel, read_head
+from ..states.network import LAST, HeadNetwork
+from .eagle3 import Eagle3Model, Eagle3Network
+from .model import EagleModel, load_head, read_head
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
@@ -45,7 +48,7 @@ class EagleConfig(DrafterConfig):
     kind: ClassVar[str] = "eagle"
     subject: ClassVar[str] = "path"
 
-    path: str = option(help="EAGLE or EAGLE-2 head: folder, hub name or embedded one")
+    path: str = option(help="head of EAGLE, EAGLE-2 or EAGLE-3: folder, hub name or embedded one")
     depth: int | None = option(
         None, help="levels of the tree; default: as many as it was trained for, or 5", minimum=1, maximum=64
     )
@@ -70,7 +73,8 @@ class EagleConfig(DrafterConfig):
         if facts.fingerprint and context.target_folder is not None:
             marks = {"fingerprint": facts.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
             check_fit(f"drafter={self.kind}:{self.path}", facts.target, *marks, context.target)
-        return EagleDrafter(self, EagleModel.load(folder))
+        layers = None if context.target_folder is None else read_config(context.target_folder).num_layers
+        return EagleDrafter(self, load_head(folder), layers)
 
 
 @dataclass(slots=True)
@@ -86,14 +90,27 @@ class EagleDrafter:
     Args:
         config: shape of the drafts.
         model: the head.
+        num_layers: of the target, of which an EAGLE-3 head reads three; None: not known.
+
+    Raises:
+        CapabilityError: an EAGLE-3 head, and a target that is not known or lacks the layers that it reads.
     """
 
-    def __init__(self, config: EagleConfig, model: EagleModel) -> None:
+    def __init__(self, config: EagleConfig, model: EagleModel | Eagle3Model, num_layers: int | None = None) -> None:
         self.config, self.model = config, model
-        self.depth = config.depth or model.facts.steps or USUAL_DEPTH
+        steps = model.facts.steps if isinstance(model, EagleModel) else 0
+        self.depth = config.depth or steps or USUAL_DEPTH
+        taps: tuple[int, ...] = (LAST,)
+        if isinstance(model, Eagle3Model):
+            if num_layers is None:
+                wrong = "it reads three of the target's layers, and the target is not known when it is built"
+                raise CapabilityError(
+                    f"drafter={config.kind}:{config.path}", wrong, "build it for a target in a folder"
+                )
+            taps = model.taps(num_layers)
         self.spec = DrafterSpec(
             name=config.kind,
-            taps=(LAST,),
+            taps=tuple(sorted({*taps})),
             past=config.past,
             network=True,
             proposes=config.proposes,
@@ -107,18 +124,23 @@ class EagleDrafter:
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the target, and make the layer over its embedding and head."""
-        c, asked = self.model.head.config, f"drafter={self.config.kind}:{self.config.path}"
+        model, asked = self.model, f"drafter={self.config.kind}:{self.config.path}"
+        c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
         ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
-        theirs = {"d_model": target.d_model, "vocab_size": target.vocab_size}
-        check_fit(asked, self.model.facts.target, ours, theirs, target.name)
-        own, lent = self.model.embedding, target.handle.embedding
+        check_fit(asked, name, ours, {"d_model": target.d_model, "vocab_size": target.vocab_size}, target.name)
+        own, lent = model.embedding, target.handle.embedding
         if own is not None and not torch.allclose(own.float(), lent.float().cpu(), rtol=1e-2, atol=1e-3):
             wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
             raise CapabilityError(asked, wrong, "use the target that it was trained for")
-        self.model.embedding = None  # the target's serves both
+        model.embedding = None  # the target's serves both
         room = self.config.topk * max(1, self.depth - 1)
         size = Size(room, self.config.past, max_sequences, pool_tokens)
-        self._body = StateBody(self.model.head, target, size, device)
+        network: StateNetwork
+        if isinstance(model, EagleModel):
+            network = HeadNetwork(model.head, target.handle, device)
+        else:
+            network = Eagle3Network(model, model.taps(target.num_layers), target.handle, device)
+        self._body = StateBody(network, target.handle, size, device)
 
     @inference
     def observe(self, step: StepFeatures) -> None:
@@ -161,14 +183,14 @@ class EagleDrafter:
         found: Tensor | None = states
         level = 0
         while found is not None:
-            grower.expand(growths, self.body.handle.logits(found, normed=True), level)
+            grower.expand(growths, self.body.network.logits(found), level)
             level += 1
             found = self._forward(growths)
         return level
 
     def _sprout(self, growths: Sequence[_Growth], grower: Grower) -> int:
         """The same in one compiled call."""
-        body, stack = self.body, self.body.decoder.stack
+        body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
         views = [growth.sequence for growth in growths]
         for view in views:
@@ -185,7 +207,7 @@ class EagleDrafter:
             rules = None if sampler.plain else sampler.rules
             seeds.append(Seed(tokens, first, room, keys, growth.budget, levels, most, rules, text.start + 1))
         shape = grower.factors, grower.topk, grower.beam, grower.floor
-        vocab = body.decoder.config.vocab_size
+        vocab = len(body.handle.embedding)
         grown = stack.grow(seeds, *shape, body.pool, vocab, body.fuse, states)
         body.settle(views, [*map(len, pending)])
         for growth, tree in zip(growths, grown, strict=True):

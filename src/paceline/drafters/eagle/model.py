@@ -24,6 +24,7 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, shown
 from ...target.files import is_file, read_json
 from ..states.head import StateHead, fill, known, read_tensors, stored
+from .eagle3 import Eagle3Model
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 OWN = "paceline"  # the entry of the config with our facts
@@ -134,13 +135,27 @@ class EagleModel(nn.Module):
         """
         place = Path(folder)
         config, facts = read_head(place)
-        values = {n.removeprefix("model."): v for n, v in read_tensors(place / WEIGHTS_FILE, _PICKLE).items()}
-        refuse_others(values, place)
+        values = read_values(place)
+        if is_third(values):
+            wrong = "it is an EAGLE-3 head, which is drafted with as it is, and neither trained on nor written"
+            raise CapabilityError(f"eagle head {str(place)!r}", wrong, "use a head of EAGLE or EAGLE-2")
         embedding = values.pop(EMBEDDING, None)
         made = EagleModel(config, facts, bias="fc.bias" in values, dtype=dtype, device=device)
         fill(made.head.tensors(), values, place)
         made.embedding = embedding
         return made
+
+
+def load_head(folder: str | Path) -> EagleModel | Eagle3Model:
+    """A head of any of the three published layouts, or one of ours; as `EagleModel.load`."""
+    place = Path(folder)
+    values = read_values(place)
+    return Eagle3Model(read_head(place)[0], values, place) if is_third(values) else EagleModel.load(place)
+
+
+def read_values(place: Path) -> dict[str, Tensor]:
+    """The tensors of a head."""
+    return {n.removeprefix("model."): v for n, v in read_tensors(place / WEIGHTS_FILE, _PICKLE).items()}
 
 
 def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
@@ -163,12 +178,6 @@ def read_head(place: Path) -> tuple[dict[str, Any], EagleFacts]:
     return {"model_type": "llama", **values}, EagleFacts(**own)
 
 
-def refuse_others(values: Mapping[str, Tensor], place: Path) -> None:
-    """Refuse heads that are not of EAGLE's first layout.
-
-    Raises:
-        CapabilityError: EAGLE-3, whose layer and head are others.
-    """
-    if any(name.startswith(("midlayer.", "lm_head.", "d2t", "t2d")) for name in values):
-        wrong = "it is an EAGLE-3 head, with a vocabulary of its own and three taps"
-        raise CapabilityError(f"eagle head {str(place)!r}", wrong, "use a head of EAGLE or EAGLE-2, or train one")
+def is_third(values: Mapping[str, Tensor]) -> bool:
+    """Whether these are the tensors of an EAGLE-3 head: it has an output head of its own, and a norm for states."""
+    return any(name.startswith(("midlayer.", "d2t", "t2d")) or name.endswith("hidden_norm.weight") for name in values)

@@ -22,12 +22,13 @@ from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import fingerprint
 from ...target.native import NativeLinear
-from ...target.native_states import NativeTokenInfo, Sprout
+from ...target.native_states import NativeTokenInfo, Sprout, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
-from ..states.body import LAST, Size, StateBody
+from ..states.body import Size, StateBody
 from ..states.head import check_fit
+from ..states.network import LAST, HeadNetwork
 from .model import LyannaModel, read_shape, tokenizer_mark
 from .token_info import EPS
 from .trees import Bias, Chain, Drafted, Rule, beam_sampling, left_over, token_info_sampling
@@ -129,6 +130,7 @@ class LyannaDrafter:
         self._bias: Bias = lambda tokens: None
         self._info: NativeTokenInfo | None = None  # the same for compiled code
         self._drafted: dict[int, Drafted] = {}  # by sequence: logits that were not used again so far
+        self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
 
     # -- the contract
 
@@ -141,7 +143,9 @@ class LyannaDrafter:
         theirs["tokenizer"] = tokenizer_mark(target.tokenizer)
         check_fit(asked, shape.target, ours, theirs, target.name)
         size = Size(self.depth, self.config.past, max_sequences, pool_tokens)
-        self._body = StateBody(self.model.head, target, size, device, self.model.reads_tokens)
+        reads = self.model.reads_tokens
+        network = HeadNetwork(self.model.head, target.handle, device, reads)
+        self._body = StateBody(network, target.handle, size, device, reads)
         self._bias = _bias(self.model, self._body, device)
         self._info = None if self._body.fuse is None else _compiled_info(self.model)
 
@@ -199,7 +203,7 @@ class LyannaDrafter:
 
     def _sample(self, drafts: Sequence[_Draft]) -> None:
         """What `_grow` does, in one compiled call."""
-        body, stack = self.body, self.body.decoder.stack
+        body, stack = self.body, self.body.stack
         assert stack is not None and body.fuse is not None
         able = [draft for draft in drafts if draft.steps or draft.again is not None]
         fresh = [draft for draft in able if draft.steps]
@@ -215,7 +219,7 @@ class LyannaDrafter:
             self._sprout(draft, waiting.get(draft.view.key, []), firsts.get(draft.view.key, 0)) for draft in able
         ]
         noisy = self.config.proposes == "coupled"
-        raw, found = stack.sample(sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
+        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
         body.settle([draft.view for draft in fresh], [*map(len, pending)])
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
@@ -236,6 +240,7 @@ class LyannaDrafter:
     def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
         """The new draft's chain; its logits [steps, V] stay for the next time."""
         draft.fresh = self._chain(draft.view, logits)
+        self.states_drafted += len(logits)
         self._drafted[draft.view.key] = Drafted(len(draft.view.tokens), logits)
         return draft.fresh
 
@@ -251,6 +256,7 @@ class LyannaDrafter:
             room = self._room(draft.budget)
             if left is not None and room:
                 draft.again = self._chain(draft.view, left[: min(room, draft.max_depth)])
+                self.states_reused += len(draft.again.logits)
         if self.config.resample != "alone" or draft.again is None:
             draft.steps = min(self.depth, most)
 
@@ -288,7 +294,7 @@ class LyannaDrafter:
             states = body.extend([drafts[i].view for i in alive], torch.stack([chains[i][-1] for i in alive]), step)
             for i, state in zip(alive, states, strict=True):
                 chains[i].append(state)
-        logits = body.handle.logits(torch.stack([state for chain in chains for state in chain]), normed=True)
+        logits = body.network.logits(torch.stack([state for chain in chains for state in chain]))
         for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
             self._keep(draft, own)
 

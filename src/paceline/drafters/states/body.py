@@ -1,4 +1,4 @@
-"""A state head at work: its layer over the target's embedding and head, with K/V of its own for the texts that run.
+"""A drafter of states at work: the texts that run, their states, and K/V of the drafter's own for them.
 
 K/V begins at the first state that the drafter was shown and goes on without a gap; where one comes (a prefix that was
 found in the cache, states that nobody took for a while), it begins anew behind it. A row at position p is made of the
@@ -12,30 +12,26 @@ target's own states, which are better than the drafted ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...attention import make_backend
+from ...attention.base import Segment
 from ...core.errors import PoolFullError
 from ...kv.pool import KVPool, SequenceCache
-from ...target.base import ForwardState
-from ...target.decoder import Decoder
-from ...target.linear import LinearOp, make_linear
-from ...target.native import NativeLinear, unsupported
-from ...target.native_states import NativeFuse
+from ...target.base import Batch
 from ...target.packing import RowPacker
 from ..base import SequenceView, StepFeatures
 
 if TYPE_CHECKING:
-    from ...target.base import TargetInfo
-    from .head import StateHead
+    from ...target.handle import TargetHandle
+    from ...target.native import Stack
+    from ...target.native_states import NativeFuse
 
 CATCH_UP_ROWS = 512  # of a text, in one pass
-LAST = -1  # the tap that is read
 
 
 @dataclass(slots=True)
@@ -60,6 +56,30 @@ class Text:
         return whole[:count]
 
 
+class StateNetwork(Protocol):
+    """What computes the rows of a body."""
+
+    cache_shape: tuple[int, int, int]  # layers, K/V heads and a head's width
+    stack: Stack | None  # the compiled layer; None: torch's kernels run it
+    fuse: NativeFuse | None  # how compiled code makes its rows; None: it does not
+
+    def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
+        """See `Planner`."""
+        ...
+
+    def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """[rows, d] the states that rows are made of, from what a pass showed of the taps."""
+        ...
+
+    def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
+        """[rows, d] the states that come next; see `StateBody.run`."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[rows, V] float32 or wider, of states that it predicted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """How much room a body needs."""
@@ -71,55 +91,36 @@ class Size:
 
 
 class StateBody:
-    """Runs a state head.
+    """Texts with states, and the network that drafts from them.
 
     Args:
-        head: its parameters; its layer is of no other use afterwards.
-        target: what it drafts for.
+        network: computes rows.
+        handle: of the target.
         size: of its K/V.
         device: where the target runs.
         reads_tokens: whether the rows of a text see the token that follows them.
-
-    Raises:
-        CapabilityError: a head of another width or vocabulary than the target's.
     """
 
     def __init__(
-        self, head: StateHead, target: TargetInfo, size: Size, device: torch.device, reads_tokens: bool = True
+        self, network: StateNetwork, handle: TargetHandle, size: Size, device: torch.device, reads_tokens: bool = True
     ) -> None:
-        handle, c = target.handle, head.config
-        self._reads_tokens = reads_tokens
-        self.handle, self.room, self.past = handle, size.room, size.past
-        native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
-        backend = "reference" if handle.dtype == torch.float64 else "sdpa"
-        attention = make_backend(backend, handle.dtype)
-        given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native}
-        self.decoder = Decoder(c, attention, lender=handle, normed=True, **given)
-        parameters = dict(self.decoder.named_parameters())
-        for name, value in head.layer.named_parameters():
-            parameters[f"layers.0.{name}"].data.copy_(value.data)
-        self.decoder.finish()
-        make = _compiled if native else make_linear
-        self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
-        self._sum = head.fusion == "sum"
-        self.fuse: NativeFuse | None = None  # the same for compiled code; None: it does not run here
-        if isinstance(self._fuse_all, NativeLinear) and isinstance(self._fuse_state, NativeLinear):
-            parts = self._fuse_all, self._fuse_state, self._constant
-            self.fuse = NativeFuse(*parts, self._sum, reads_tokens)
+        self.network, self.handle, self._device = network, handle, device
+        self.room, self.past, self._reads_tokens = size.room, size.past, reads_tokens
+        self.fuse, self.stack = network.fuse, network.stack
         tokens = size.pool_tokens + size.max_sequences * (size.room + 32)
-        self.pool = KVPool(*self.decoder.cache_shape, tokens, handle.dtype, device)
+        self.pool = KVPool(*network.cache_shape, tokens, handle.dtype, device)
         self.texts: dict[int, Text] = {}
 
     # -- states of the texts
 
     def observe(self, step: StepFeatures) -> None:
         """Note the states that a pass showed."""
-        if LAST not in step.hidden or not len(step.hidden[LAST]):
+        if not step.hidden or not len(next(iter(step.hidden.values()))):
             return
-        normed = self.handle.final(step.hidden[LAST])
+        states = self.network.read(step.hidden)
         for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
             if rows.stop > rows.start:
-                self._note(view, first, normed[rows].clone())
+                self._note(view, first, states[rows].clone())
 
     def _note(self, view: SequenceView, first: int, states: Tensor) -> None:
         text = self.texts.get(view.key)
@@ -218,7 +219,7 @@ class StateBody:
 
     def packer(self) -> RowPacker:
         """Collects the rows of a pass; their tokens are those that the states are fused with."""
-        return RowPacker(self.decoder, self.decoder.device)
+        return RowPacker(self.network, self._device)
 
     def run(self, packer: RowPacker, states: Tensor, tokens: bool = True) -> Tensor:
         """One pass.
@@ -231,16 +232,7 @@ class StateBody:
         Returns:
             [rows, d] the states that come next.
         """
-        batch = packer.batch()
-        fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
-        state = ForwardState(fused, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
-        return self.decoder.run_layers(state, 0, 1, self.pool).hidden
-
-    def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
-        """As `StateHead.fuse`."""
-        if embedded is None:
-            return self._fuse_state.add(states, self._constant)
-        return self._fuse_all(embedded + states if self._sum else torch.cat((embedded, states), -1))
+        return self.network.run(packer.batch(), states, tokens, self.pool)
 
     def extend(self, views: Sequence[SequenceView], states: Tensor, step: int) -> Tensor:
         """Row ``step`` (from 1 on) of a chain behind each text, fused with no token: [B, d] from ``states`` [B, d]."""
@@ -252,22 +244,3 @@ class StateBody:
                 [0], [at], [step], cache.slots(at, at + 1), cache.slots(0, at + 1), at + 1, at
             )  # fmt: skip
         return self.run(packer, states, tokens=False)
-
-
-def _compiled(weight: Tensor, bias: Tensor | None) -> LinearOp:
-    return NativeLinear(weight, bias, quant=False)
-
-
-def _fusing(
-    head: StateHead, dtype: torch.dtype, device: torch.device, make: Callable[[Tensor, Tensor | None], LinearOp]
-) -> tuple[LinearOp, LinearOp, Tensor]:
-    """The map of states with tokens, the map of states without, and what the latter always adds, [1, d]."""
-    weight = head.fc.weight.data.to(device, dtype)
-    bias = None if head.fc.bias is None else head.fc.bias.data.to(device, dtype)
-    width = weight.shape[0]
-    of_state = weight[:, -width:].contiguous()
-    blank = torch.zeros(width) if head.blank is None else head.blank.data
-    constant = (head.fc.weight.data[:, :width].double() @ blank.double()).to(device)
-    if bias is not None:
-        constant = constant + bias.double()
-    return make(weight, bias), make(of_state, None), constant.to(dtype)[None]

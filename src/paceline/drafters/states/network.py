@@ -1,0 +1,100 @@
+"""A state head as the network of a body: its layer over the target's embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...attention import make_backend
+from ...attention.base import Segment
+from ...kv.pool import KVPool
+from ...target.base import Batch, ForwardState
+from ...target.decoder import Decoder
+from ...target.linear import LinearOp, make_linear
+from ...target.native import NativeLinear, unsupported
+from ...target.native_states import NativeFuse
+
+if TYPE_CHECKING:
+    from ...target.handle import TargetHandle
+    from .head import StateHead
+
+LAST = -1  # the tap that is read
+
+
+class HeadNetwork:
+    """Runs a state head; see `StateNetwork`.
+
+    Args:
+        head: its parameters; its layer is of no other use afterwards.
+        handle: of the target.
+        device: where the target runs.
+        reads_tokens: whether the rows of a text see the token that follows them.
+
+    Raises:
+        CapabilityError: a head of another width or vocabulary than the target's.
+    """
+
+    def __init__(self, head: StateHead, handle: TargetHandle, device: torch.device, reads_tokens: bool = True) -> None:
+        c, self.handle = head.config, handle
+        native = handle.stack is not None and unsupported(c, handle.dtype, device) is None
+        attention = make_backend("reference" if handle.dtype == torch.float64 else "sdpa", handle.dtype)
+        given: dict[str, Any] = {"dtype": handle.dtype, "device": device, "native": native}
+        self.decoder = Decoder(c, attention, lender=handle, normed=True, **given)
+        parameters = dict(self.decoder.named_parameters())
+        for name, value in head.layer.named_parameters():
+            parameters[f"layers.0.{name}"].data.copy_(value.data)
+        self.decoder.finish()
+        self.stack, self.cache_shape = self.decoder.stack, self.decoder.cache_shape
+        make = _compiled if native else make_linear
+        self._fuse_all, self._fuse_state, self._constant = _fusing(head, handle.dtype, device, make)
+        self._sum = head.fusion == "sum"
+        self.fuse: NativeFuse | None = None
+        if isinstance(self._fuse_all, NativeLinear) and isinstance(self._fuse_state, NativeLinear):
+            parts = self._fuse_all, self._fuse_state, self._constant
+            self.fuse = NativeFuse(*parts, self._sum, reads_tokens)
+
+    def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
+        """As `StateNetwork.plan`."""
+        return self.decoder.plan(segments, positions)
+
+    def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """As `StateNetwork.read`: behind the final norm."""
+        return self.handle.final(hidden[LAST])
+
+    def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
+        """As `StateNetwork.run`."""
+        fused = self._fused(states, self.handle.embed(batch.tokens) if tokens else None)
+        state = ForwardState(fused, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
+        return self.decoder.run_layers(state, 0, 1, pool).hidden
+
+    def logits(self, states: Tensor) -> Tensor:
+        """As `StateNetwork.logits`: by the target's own head."""
+        return self.handle.logits(states, normed=True)
+
+    def _fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
+        """As `StateHead.fuse`."""
+        if embedded is None:
+            return self._fuse_state.add(states, self._constant)
+        return self._fuse_all(embedded + states if self._sum else torch.cat((embedded, states), -1))
+
+
+def _compiled(weight: Tensor, bias: Tensor | None) -> LinearOp:
+    return NativeLinear(weight, bias, quant=False)
+
+
+def _fusing(
+    head: StateHead, dtype: torch.dtype, device: torch.device, make: Callable[[Tensor, Tensor | None], LinearOp]
+) -> tuple[LinearOp, LinearOp, Tensor]:
+    """The map of states with tokens, the map of states without, and what the latter always adds, [1, d]."""
+    weight = head.fc.weight.data.to(device, dtype)
+    bias = None if head.fc.bias is None else head.fc.bias.data.to(device, dtype)
+    width = weight.shape[0]
+    of_state = weight[:, -width:].contiguous()
+    blank = torch.zeros(width) if head.blank is None else head.blank.data
+    constant = (head.fc.weight.data[:, :width].double() @ blank.double()).to(device)
+    if bias is not None:
+        constant = constant + bias.double()
+    return make(weight, bias), make(of_state, None), constant.to(dtype)[None]
