@@ -19,8 +19,8 @@ from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
 from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
-from paceline.target.native import NativeLinear
 from paceline.target.native_calls import Asked, NativeTaps, RowSpan
+from paceline.target.native_linear import NativeLinear
 from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels

@@ -30,9 +30,9 @@ from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, 
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.memory import Arena
-from paceline.target.native import NativeLinear, top
 from paceline.target.native_calls import Asked, Chain, NativeTaps, RowSpan, Seed
 from paceline.target.native_heads import NativeHeads
+from paceline.target.native_linear import NativeLinear, top
 from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
