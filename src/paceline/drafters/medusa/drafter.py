@@ -21,8 +21,8 @@ from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import check_target, fingerprint
 from ...target.linear import LinearOp, make_linear
-from ...target.native import top
 from ...target.native_heads import NativeHeads
+from ...target.native_linear import top
 from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures
 from ..proposal import Proposal, best_nodes, to_tree
 from ..registry import DrafterConfig, DrafterContext, option

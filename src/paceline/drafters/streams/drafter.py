@@ -23,7 +23,7 @@ from ...core.errors import ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...core.tree_lists import PADDING, TreeLists
 from ...target.files import check_target, fingerprint
-from ...target.native import top
+from ...target.native_linear import top
 from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
 from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures, StreamRules
 from ..proposal import Proposal, best_nodes, to_tree
