@@ -24,7 +24,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.drafters.lyanna import LyannaDrafter
 from paceline.llm import LLM
 from paceline.target.handle import TargetHandle
-from paceline.target.native import top
+from paceline.target.native_linear import top
 from paceline.target.native_states import Sprout, sample
 
 MOST_STEPS = 5  # of the paper's measurement

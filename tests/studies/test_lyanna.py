@@ -22,6 +22,7 @@ from native_kit import needs_kernels
 from stream_sets import MODEL, save_set
 from typer.testing import CliRunner
 
+from paceline import LLM, SamplingParams
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.bench.study import Grid
 from paceline.cli import app
@@ -170,6 +171,17 @@ def test_accepted_nodes_are_counted_by_kind_and_depth() -> None:
         assert tally.won - before == won
     assert tally.proposed == {(kind, depth): 3 for kind in (FRESH, AGAIN) for depth in (1, 2)}
     assert tally.of(AGAIN) == (6, 2)
+
+
+def test_what_is_counted_is_what_the_engine_accepted() -> None:
+    """On trees that are mostly right: the counts are the engine's, but for the last tree of each answer."""
+    llm = LLM(MODEL, drafter=f"draft_model:{MODEL},topk=3,depth=3,nodes=8", budget=8, threads=1)
+    _, tally = reuse.watched(llm)
+    prompts = ["SELECT name FROM", "The quick brown fox"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    accepted = sum(output.stats.accepted for output in outputs)
+    assert accepted > 20 and accepted - 3 * len(prompts) <= tally.won.total() <= accepted
+    assert tally.won[0, 1] >= tally.won[0, 2] >= tally.won[0, 3] > 0
 
 
 def test_states_are_used_again(heads: dict[str, str], tmp_path: Path) -> None:
