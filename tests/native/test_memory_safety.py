@@ -25,8 +25,9 @@ from paceline.kv.pool import KVPool
 from paceline.target.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
-from paceline.target.native import NativeLinear, top, unsupported
+from paceline.target.native import unsupported
 from paceline.target.native_calls import Chain
+from paceline.target.native_linear import NativeLinear, top
 
 CPU = torch.device("cpu")
 

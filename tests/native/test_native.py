@@ -40,8 +40,9 @@ from paceline.kv.pool import KVPool
 from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
 from paceline.target.loader import load_model
-from paceline.target.native import NativeLinear, Stack, top, unsupported
+from paceline.target.native import Stack, unsupported
 from paceline.target.native_calls import Chain
+from paceline.target.native_linear import NativeLinear, top
 from paceline.target.packing import RowPacker
 from paceline.target.rope import RopeConfig
 

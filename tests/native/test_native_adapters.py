@@ -24,7 +24,7 @@ from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, 
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.linear import quantised
-from paceline.target.native import NativeAdapters
+from paceline.target.native_linear import NativeAdapters
 from paceline.target.packing import RowPacker
 from paceline.target.stream_rows import StreamLimit, StreamRows
 

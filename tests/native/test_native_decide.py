@@ -19,8 +19,8 @@ from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
 from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
-from paceline.target.native import NativeLinear
 from paceline.target.native_calls import Asked, NativeTaps, RowSpan
+from paceline.target.native_linear import NativeLinear
 from paceline.target.packing import RowPacker
 
 pytestmark = needs_kernels
@@ -134,7 +134,7 @@ def test_taps_of_one_call_are_those_of_its_parts(kind: str, stretch: int) -> Non
     for layers, rows in (([0, 2, 3], [1, 4, 4, 0]), ([3], [*range(every)]), ([0, 3], None), ([2], []), ([], [1])):
         count = every if rows is None else len(rows)
         room = torch.full((len(layers), count, decoder.config.d_model), torch.nan, dtype=decoder.dtype)
-        given = NativeTaps(layers, rows, room)
+        given = NativeTaps(tuple(layers), rows, room)
         assert at_once(decoder, pool, drafted, wanted, given) == oracle
         assert given.ms >= 0
         for layer, states in zip(layers, room, strict=True):
@@ -145,7 +145,7 @@ def test_taps_of_one_call_are_those_of_its_parts(kind: str, stretch: int) -> Non
     for layers, rows, count in wrong:
         room = torch.full((len(layers), count, decoder.config.d_model), torch.nan, dtype=decoder.dtype)
         with pytest.raises(ValueError):
-            at_once(decoder, pool, drafted, wanted, NativeTaps(layers, rows, room))
+            at_once(decoder, pool, drafted, wanted, NativeTaps(tuple(layers), rows, room))
         assert room.isnan().all()
 
 

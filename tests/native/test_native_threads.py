@@ -16,7 +16,7 @@ import torch
 from native_kit import SHAPES, make, needs_kernels, tokens_of, whole
 from torch import Tensor
 
-from paceline.target.native import NativeLinear
+from paceline.target.native_linear import NativeLinear
 
 pytestmark = needs_kernels
 SIZE = 1024  # weights that are worth eight threads from one row on

@@ -18,7 +18,7 @@ from paceline.rounds import riders
 from paceline.rounds.riders import choose_riders, frontier_chances
 from paceline.target.adapters import AdapterConfig
 from paceline.target.decoder import Decoder
-from paceline.target.native import top
+from paceline.target.native_linear import top
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.streams import StreamSet
 

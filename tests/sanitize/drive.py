@@ -30,9 +30,9 @@ from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, 
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.memory import Arena
-from paceline.target.native import NativeLinear, top
 from paceline.target.native_calls import Asked, Chain, NativeTaps, RowSpan, Seed
 from paceline.target.native_heads import NativeHeads
+from paceline.target.native_linear import NativeLinear, top
 from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig
@@ -373,7 +373,7 @@ def some_taps(decoder: Decoder, draw: random.Random, rows: int) -> NativeTaps | 
     """States of any rows after any layers, or none."""
     if draw.random() < 0.5:
         return None
-    layers = sorted(draw.sample(range(decoder.num_layers), draw.randint(1, decoder.num_layers)))
+    layers = tuple(sorted(draw.sample(range(decoder.num_layers), draw.randint(1, decoder.num_layers))))
     chosen = [draw.randrange(rows) for _ in range(draw.randint(0, rows))]
     room = torch.empty(len(layers), len(chosen), decoder.config.d_model, dtype=decoder.dtype)
     return NativeTaps(layers, chosen, room)

@@ -18,7 +18,7 @@ from paceline.engine.engine import Engine
 from paceline.target import native as compiled_layers
 from paceline.target.adapters import AdapterConfig, LowRank, linear_shapes
 from paceline.target.decoder import Decoder
-from paceline.target.native import NativeAdapters
+from paceline.target.native_linear import NativeAdapters
 from paceline.target.rope import RopeConfig, RopeTable
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -33,7 +33,7 @@ from paceline.target.adapters import AdapterConfig
 from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
 from paceline.target.loader import load_model, resolve_folder
-from paceline.target.native import NativeLinear
+from paceline.target.native_linear import NativeLinear
 from paceline.target.streams import StreamSet
 
 TIMES = 3

@@ -50,16 +50,21 @@ def decide_compiled(p: Pass, target: Decoder, pool: KVPool, tapped: Tapped | Non
 def room_for(tapped: Tapped, p: Pass, target: Decoder) -> NativeTaps:
     """The rows whose states are taken, as compiled code is asked for them."""
     rows = None if tapped.whole else tapped.rows(p)
-    layers = sorted({name % target.num_layers for name in tapped.layers})
-    count = p.main_rows if rows is None else len(rows)
-    return NativeTaps(layers, rows, torch.empty(len(layers), count, target.config.d_model, dtype=target.dtype))
+    count, width = p.main_rows if rows is None else len(rows), target.config.d_model
+    if len(tapped.layers) == 1:  # every tensor that is made takes microseconds
+        return NativeTaps((tapped.layers[0] % target.num_layers,), rows, torch.empty(count, width, dtype=target.dtype))
+    layers = tuple(sorted({name % target.num_layers for name in tapped.layers}))
+    return NativeTaps(layers, rows, torch.empty(len(layers), count, width, dtype=target.dtype))
 
 
 def taken(tapped: Tapped, taps: NativeTaps, target: Decoder) -> None:
     """Note where the states are that compiled code has taken."""
-    places = {layer: i for i, layer in enumerate(taps.layers)}
-    tapped.source = {name: taps.out[places[name % target.num_layers]] for name in tapped.layers}
     tapped.apart, tapped.ms = taps.rows is not None, taps.ms
+    if len(tapped.layers) == 1:
+        tapped.source = {tapped.layers[0]: taps.out}
+    else:
+        states = dict(zip(taps.layers, taps.out, strict=True))
+        tapped.source = {name: states[name % target.num_layers] for name in tapped.layers}
 
 
 def wants(p: Pass) -> Literal["choices", "logits"] | None:

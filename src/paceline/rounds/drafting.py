@@ -12,7 +12,7 @@ from ..core.tree import TokenTree
 from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
 from .base import RunningSequence, Work
 from .passes import Pass
-from .taps import Shown, Tapped, choose_rows
+from .taps import Shown, Tapped, rows_to_tap
 from .verification import make_verifier
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class GuardedDrafter:
 
     def tapped(self, p: Pass) -> Tapped | None:
         """The rows of a pass whose states the drafter is to be shown; None: none."""
-        return None if self.drafter is None or self.failure is not None else choose_rows(p, self.drafter.spec)
+        return None if self.drafter is None or self.failure is not None else rows_to_tap(p, self.drafter.spec)
 
     def observe(
         self,

@@ -143,7 +143,7 @@ class FusedRound:
         self._run(p, carriers, prunes, taps)
         tapped = self.guard.tapped(p)  # of the rows that pruning left
         if tapped is not None and taps is not None:
-            tapped.source = taps.hidden
+            tapped.source = {name: states[: p.main_rows] for name, states in taps.hidden.items()}
         read_logits(p, self.target)
         decide(p, self.guard.verifier.verify)
         return None, tapped

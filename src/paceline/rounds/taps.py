@@ -23,7 +23,7 @@ class Tapped:
     layers: tuple[int, ...]  # behind which; as in `DrafterSpec.taps`
     starts: list[int]  # [B] first row of the pass; behind the work's last one: none
     whole: bool  # all rows of the pass are taken
-    # By layer: states of the rows taken, one behind the other, or of all rows of the pass; once they are there.
+    # By layer: states of the rows taken, one behind the other, or of all main rows of the pass; once they are there.
     source: Mapping[int, Tensor] = field(default_factory=dict)
     apart: bool = False  # which of the two, where not all rows are taken
     ms: float = 0.0  # that taking them took
@@ -43,7 +43,7 @@ class Shown:
     first: list[int]  # [B]
 
 
-def choose_rows(p: Pass, spec: DrafterSpec) -> Tapped | None:
+def rows_to_tap(p: Pass, spec: DrafterSpec) -> Tapped | None:
     """The rows whose states a drafter can use: where drafts may follow, those of the last `DrafterSpec.past` tokens, of
     the root and of all drafted nodes; None: no row."""
     if not spec.taps:
@@ -69,8 +69,13 @@ def _start(work: Work, span: Span, past: int | None) -> int:
 def show(p: Pass, tapped: Tapped) -> Shown:
     """The states of pending tokens and accepted nodes, of a pass whose tokens are emitted and whose K/V is not yet
     committed."""
+    if tapped.whole and p.tree is None:  # all rows are kept
+        caches = [work.sequence.cache for work in p.works]
+        first = [0 if cache is None else cache.committed for cache in caches]
+        return Shown(tapped.source, [slice(span.start, span.stop) for span in p.spans], first)
     rows: list[int] = []
-    slices, first, taken = [], [], 0
+    slices: list[slice] = []
+    first, taken = [], 0
     for i, (work, span, start) in enumerate(zip(p.works, p.spans, tapped.starts, strict=True)):
         cache, begin = work.sequence.cache, len(rows)
         assert cache is not None

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import LinearOp
-from .native import Stack, top
+from .native import Stack
+from .native_linear import top
 
 
 @dataclass(frozen=True, slots=True, eq=False)

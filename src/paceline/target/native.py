@@ -23,33 +23,22 @@ from torch import Tensor
 
 from .. import native
 from ..attention.base import Segment
-from ..core.errors import CapabilityError, ConfigError
-from .adapters import LINEARS, MLP, AdapterRange, LowRank, not_loaded
+from ..core.errors import CapabilityError
+from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
-from .linear import LinearOp, quantised
+from .linear import LinearOp
 from .memory import Arena
 from .native_calls import Asked, Chain, Chains, Grown, NativeTaps, Seed, Seeds, hold
+from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, Riding, Told, limits_of, told
-from .padding import groups_of, padded, widened
+from .padding import groups_of, padded
 from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
     from .decoder import Decoder
     from .native_states import NativeFuse
     from .streams import StreamSet
-
-_PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
-# `Refusal` in the source. Compiled code has done nothing then.
-_BAD_POSITION = 1
-_REFUSALS = {
-    _BAD_POSITION: "a position that is negative or beyond the rotation table",
-    2: "a token id without a row in the embedding",
-    3: "a slot outside the cache",
-    4: "segments that do not cover the rows in order, or have fewer keys than rows",
-    5: "adapters for rows that are out of order or not there",
-    6: "a count, limit or range of layers that cannot be",
-}
 
 
 def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -63,136 +52,6 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
-
-
-class NativeLinear:
-    """A packed weight and its product, on its own; in a pass the layers use the same weight directly.
-
-    Args:
-        weight, bias: [out, in] and [out].
-        quant: int8 weights, with the same bits at every width where ``exact``.
-        groups: inputs, and outputs, that are padded together; see `groups_of`.
-        arena: where the packed weight lies.
-    """
-
-    kind = "native"
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        quant: bool,
-        exact: bool = False,
-        groups: tuple[int, int] = (0, 0),
-        arena: Arena | None = None,
-    ) -> None:
-        library = native.library()
-        assert library is not None
-        scale = None
-        self.dtype, self.shape, self._groups = weight.dtype, weight.shape, groups
-        weight = self.widened_inputs(self.widened_outputs(weight))
-        bias = None if bias is None else self.widened_outputs(bias)
-        if quant:
-            weight, scale = quantised(weight)
-        weight = weight.contiguous()
-        n, k = weight.shape
-        kind = native.INT8_EXACT if quant and exact else native.KINDS[weight.dtype]
-        if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
-            kind = native.BF16_SHORT
-        self.packed = (arena or Arena()).empty(library.pl_packed_size(n, k, kind), weight.dtype)
-        library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
-        self.scale = None if scale is None else scale.float()
-        self.bias = None if bias is None else bias.float()
-        self.struct = native.Linear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
-
-    def widened_inputs(self, weight: Tensor) -> Tensor:
-        """[.., in] as the packed weight has them."""
-        return widened(weight, -1, self._groups[0])
-
-    def widened_outputs(self, weight: Tensor) -> Tensor:
-        """[out, ..] as the packed weight has them."""
-        return widened(weight, 0, self._groups[1])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out], both padded."""
-        return self.wide(x).to(self.dtype)
-
-    def wide(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] float32, both padded."""
-        library = native.library()
-        assert library is not None
-        if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
-            raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
-        rows = x.contiguous()
-        y = torch.empty(rows.shape[0], self.struct.n)
-        require(library.pl_linear(self.struct, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()))
-        return y
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[rows, out] residual + x W^T + b."""
-        return self(x).add_(residual)
-
-
-class NativeAdapters:
-    """The pairs of one `LowRank`, packed for a stack's products.
-
-    Weights are of the model's dtype, bf16 beside int8. The factor alpha / rank is folded into ``up`` before it
-    is rounded, and so is the inverse of an int8 output's scale: the delta then adds to the integer product, unless it
-    stands in place of the MLP.
-
-    Args:
-        adapter: what to pack; parameters that change later are not seen.
-        bases: the base's products of all layers, in the order of `LINEARS`.
-        stretch: layers that a pass goes through for each of these; see `Decoder`.
-
-    Raises:
-        ConfigError: a pair of another shape or layer than the base has, or one that holds NaN.
-    """
-
-    def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear], stretch: int = 1) -> None:
-        self.rank = adapter.config.rank
-        layers = len(bases) // len(LINEARS)
-        self.table = (native.LowRank * (layers * stretch * len(_PAIRS)))()
-        self._arena = Arena()
-        self._held: list[NativeLinear] = []
-        for layer, linear in adapter.names():
-            pair = adapter.pair(layer, linear)
-            if pair is None:
-                continue
-            what = f"the adapter of layer {layer}, {linear}"
-            if layer >= layers:
-                raise ConfigError(what, f"the model has {layers} layers", "use its own adapters")
-            # What stands in place of the MLP has the inputs of its first product and the outputs of its last.
-            ends = ("up", "down") if linear == MLP else (linear, linear)
-            first, last = (bases[layer * len(LINEARS) + LINEARS.index(name)] for name in ends)
-            made = self.table[layer * stretch * len(_PAIRS) + _PAIRS.index(linear)]
-            self._fill(made, what, pair, adapter.scale, first, last, linear != MLP)
-
-    def _fill(
-        self,
-        made: Any,
-        what: str,
-        pair: tuple[Tensor, Tensor],
-        scale: float,
-        first: NativeLinear,
-        last: NativeLinear,
-        beside: bool,
-    ) -> None:
-        (down, up), n, k = pair, last.shape[0], first.shape[1]
-        if down.shape != (self.rank, k) or up.shape != (n, self.rank):
-            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-            wanted = f"({self.rank}, {k}) and ({n}, {self.rank})"
-            raise ConfigError(what, f"down and up are {shapes}, not {wanted}", "use adapters made for this model")
-        if down.isnan().any() or up.isnan().any():
-            raise not_loaded(what)
-        wide = up.detach().float() * scale  # [out, rank]
-        wide = last.widened_outputs(wide)
-        if beside and last.scale is not None:
-            wide = wide / last.scale[:, None]
-        for name, weight in (("down", first.widened_inputs(down.detach())), ("up", wide)):
-            packed = NativeLinear(weight.to("cpu", first.dtype), None, quant=False, arena=self._arena)
-            self._held.append(packed)
-            setattr(made, name, packed.struct)
 
 
 @dataclass(slots=True)
@@ -375,7 +234,7 @@ class Stack:
             run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.now)
         refused = self._run_layers(self.reference, run, start, stop)
-        if refused == _BAD_POSITION:
+        if refused == BAD_POSITION:
             lowest, highest = state.positions.aminmax()
             if lowest < 0:
                 raise ValueError(f"negative position {int(lowest)}")
@@ -453,7 +312,7 @@ class Stack:
             ranges = self._ranges(asked.adapters, len(asked.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
         refused = call(self.reference, run, self.embedding_at, *given, table)
-        if refused == _BAD_POSITION:
+        if refused == BAD_POSITION:
             run.rotation = None
             self._rotate(run, self._rope.reach(highest))
             refused = call(self.reference, run, self.embedding_at, *given, table)
@@ -633,42 +492,9 @@ class Stack:
                 raise ValueError(f"a cache of {found} under a model of {self.dtype} {list(shape)}")
 
 
-def top(logits: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Of each row of logits [rows, V] the k likeliest tokens, best first, and their log-probabilities.
-
-    Raises:
-        ValueError: k below 1.
-    """
-    rows, width = logits.shape
-    k = min(k, width)
-    library = native.library() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
-    if library is None:
-        best = logits.log_softmax(dim=1).topk(k, dim=1)
-        return best.indices.tolist(), best.values.tolist()
-    logits = logits.contiguous()
-    tokens, log_q = (ctypes.c_int64 * (rows * k))(), (ctypes.c_float * (rows * k))()
-    require(library.pl_top(logits.data_ptr(), rows, width, k, tokens, log_q))
-    starts = range(0, rows * k, k)
-    return [tokens[i : i + k] for i in starts], [log_q[i : i + k] for i in starts]
-
-
 def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> None:
     """Where ``count`` keys lie: from a first slot on, or in slots that are listed."""
     if isinstance(keys, slice):
         row.base = keys.start
     else:
         row.base, row.keys = -1, hold(keys, (count,), held)
-
-
-def require(refused: int) -> None:
-    """Raise what compiled code refused.
-
-    Raises:
-        ValueError: what was wrong.
-    """
-    if refused:
-        raise ValueError(f"the compiled layers were given {_REFUSALS[refused]}")
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

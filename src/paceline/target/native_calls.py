@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,26 +93,31 @@ class Asked(NamedTuple):
 class NativeTaps:
     """States that `Stack.decide` is to copy out of a pass."""
 
-    layers: Sequence[int]  # behind which, ascending
+    layers: tuple[int, ...]  # behind which, ascending
     rows: Sequence[int] | None  # of the pass; None: the first ones, as many as there is room for
-    out: Tensor  # [layers, rows, d_model] in the dtype of the states, to be filled
+    out: Tensor  # [layers, rows, d_model], or of one layer [rows, d_model], in the dtype of the states, to be filled
     ms: float = 0.0  # that copying took; set by the call
 
     def struct(self, stretch: int, width: int, dtype: torch.dtype, held: list[Any]) -> native.Taps:
         """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
-        out, count = self.out, len(self.layers)
-        rows = out.shape[1] if self.rows is None else len(self.rows)
-        if out.shape != (count, rows, width) or out.dtype != dtype or not out.is_contiguous():
-            raise ValueError(
-                f"{out.dtype} {list(out.shape)} as room for {[count, rows, width]} of {dtype} in one piece"
-            )
-        after, which = array("q", [(layer + 1) * stretch for layer in self.layers]), None
+        out, shape, count = self.out, self.out.shape, len(self.layers)
+        rows = shape[-2] if self.rows is None else len(self.rows)
+        if shape != (count, rows, width) and not (count == 1 and shape == (rows, width)):
+            raise ValueError(f"{list(shape)} as room for taps: {[count, rows, width]}")
+        if out.dtype != dtype or not out.is_contiguous():
+            raise ValueError(f"room for taps of {out.dtype}, or in pieces: {dtype} in one piece")
+        after, which = _after(self.layers, stretch), None
         if self.rows is not None:
-            which = array("q", self.rows)
-            held.append(which)
-        held.append(after)
-        where = None if which is None else which.buffer_info()[0]
-        return native.Taps(count, after.buffer_info()[0], rows, where, out.data_ptr())
+            named = array("q", self.rows)
+            held.append(named)
+            which = named.buffer_info()[0]
+        return native.Taps(count, after.buffer_info()[0], rows, which, out.data_ptr())
+
+
+@cache
+def _after(layers: tuple[int, ...], stretch: int) -> array[int]:
+    """How many layers have been run behind each of these."""
+    return array("q", [(layer + 1) * stretch for layer in layers])
 
 
 class Seed(NamedTuple):

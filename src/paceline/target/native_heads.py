@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .native import NativeLinear, Stack, require
+from .native import Stack
+from .native_linear import NativeLinear, require
 
 
 class NativeHeads:

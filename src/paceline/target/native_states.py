@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .native import require
 from .native_calls import hold, keys_of
+from .native_linear import require
 
 if TYPE_CHECKING:
     from .base import KVCache
-    from .native import NativeLinear, Stack
+    from .native import Stack
+    from .native_linear import NativeLinear
 
 
 class NativeFuse:

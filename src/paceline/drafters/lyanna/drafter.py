@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import fingerprint
-from ...target.native import NativeLinear
+from ...target.native_linear import NativeLinear
 from ...target.native_states import NativeTokenInfo, Sprout, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree

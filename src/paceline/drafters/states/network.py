@@ -14,7 +14,8 @@ from ...kv.pool import KVPool
 from ...target.base import Batch, ForwardState
 from ...target.decoder import Decoder
 from ...target.linear import LinearOp, make_linear
-from ...target.native import NativeLinear, unsupported
+from ...target.native import unsupported
+from ...target.native_linear import NativeLinear
 from ...target.native_states import NativeFuse
 
 if TYPE_CHECKING:
