@@ -14,7 +14,7 @@ from paceline.bench.study import Table
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DraftRequest, SequenceView
-from paceline.drafters.lyanna.drafter import AGAIN, FRESH
+from paceline.drafters.resampling import AGAIN, FRESH
 from paceline.llm import LLM
 
 

@@ -76,7 +76,7 @@ def test_merge_equals_recording_everything_in_one():
         for _ in range(rng.randrange(5)):
             drafted = rng.randrange(6)
             accepted = rng.randint(0, drafted)
-            sources = {rng.choice(["ngram", "suffix"]): (drafted, accepted)}
+            sources = {rng.choice(["ngram", "suffix"]): (drafted, range(1, accepted + 1))}
             for stats in (part, everything):
                 stats.record_pass(drafted=drafted, accepted=accepted, emitted=accepted + 1, sources=sources)
         merged = merged.merge(part)
@@ -87,12 +87,24 @@ def test_merge_equals_recording_everything_in_one():
     assert sum(s.drafted for s in merged.sources.values()) == merged.drafted
 
 
+def test_sources_say_at_which_depths_their_nodes_were_accepted():
+    """Of a path of three the middle node is another's."""
+    stats = SpecStats()
+    for _ in range(2):
+        stats.record_pass(drafted=6, accepted=3, emitted=4, sources={"a": (4, [1, 3]), "b": (2, [2])})
+    stats.record_pass(drafted=3, accepted=1, emitted=2, sources={"a": (2, []), "b": (1, [1])})
+    assert stats.sources == {"a": SourceStats(10, 4, [2, 0, 2]), "b": SourceStats(5, 3, [1, 2])}
+    assert sum(sum(s.accepted_at) for s in stats.sources.values()) == stats.accepted
+    twice = stats.merge(stats)
+    assert twice.sources["b"] == SourceStats(10, 6, [2, 4]) and stats.sources["b"].accepted_at == [1, 2]
+
+
 def test_merge_leaves_its_parts_alone():
     a, b = chain((2, 1)), chain((4, 4))
-    a.sources["ngram"], b.sources["ngram"] = SourceStats(2, 1), SourceStats(4, 4)
+    a.sources["ngram"], b.sources["ngram"] = SourceStats(2, 1, [1]), SourceStats(4, 4, [1] * 4)
     before = a.as_dict(), b.as_dict()
     merged = a.merge(b)
-    merged.record_pass(drafted=5, accepted=5, emitted=6, sources={"ngram": (5, 5)})
+    merged.record_pass(drafted=5, accepted=5, emitted=6, sources={"ngram": (5, range(1, 6))})
     assert (a.as_dict(), b.as_dict()) == before
 
 
@@ -113,10 +125,10 @@ def test_off_reason_survives_only_while_nothing_was_drafted():
 
 def test_as_dict_is_json_and_detached():
     stats = chain((4, 2))
-    stats.record_pass(drafted=2, accepted=1, emitted=2, sources={"ngram": (2, 1)})
+    stats.record_pass(drafted=2, accepted=1, emitted=2, sources={"ngram": (2, [1])})
     plain = stats.as_dict()
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["sources"] == {"ngram": {"drafted": 2, "accepted": 1}}
+    assert plain["sources"] == {"ngram": {"drafted": 2, "accepted": 1, "accepted_at": [1]}}
     assert plain["mean_accepted_length"] == 2.5
     plain["accepted_histogram"].append(99)
     assert stats.accepted_histogram == [0, 1, 1]

@@ -10,7 +10,7 @@ import torch
 from state_kit import algorithm_1
 from torch import Tensor
 
-from paceline.drafters.lyanna.trees import Chain, Drafted, beam_sampling, left_over, token_info_sampling
+from paceline.drafters.lyanna.trees import Chain, beam_sampling, token_info_sampling
 from paceline.drafters.proposal import Proposal
 
 V = 11
@@ -82,21 +82,6 @@ def test_rules_see_the_paths_and_may_forbid() -> None:
     assert {path[-1] for path in found} == {0, 1} and len(found) == 2 + 4 + 8
     assert all(len(path) == depth for path, depth in seen) and len(seen) == 1 + 2 + 4
     assert {tuple(path) for path, depth in seen if depth} <= found.keys()
-
-
-@pytest.mark.parametrize("levels", [1, 2, 3, 5])
-def test_resampling_takes_the_levels_behind_the_new_root(levels: int) -> None:
-    """After a tokens were accepted of a draft of N levels N - a - 1 are left (Algorithm 2)."""
-    logits, _ = draw(0, levels)
-    drafted = Drafted(20, logits)
-    assert left_over(None, 21, 0) is None and left_over(drafted, 20, 0) is None
-    for accepted, threshold in itertools.product(range(levels + 1), range(levels)):
-        rest = left_over(drafted, 21 + accepted, threshold)
-        remaining = levels - accepted - 1
-        if remaining > threshold:
-            assert rest is not None and torch.equal(rest, logits[accepted + 1 :]) and len(rest) == remaining
-        else:
-            assert rest is None
 
 
 def test_naive_beam_sampling_takes_the_likeliest_paths() -> None:

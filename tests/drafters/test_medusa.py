@@ -23,6 +23,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec, StepFeatures
 from paceline.drafters.hybrid import Hybrid, HybridConfig
+from paceline.drafters.levels import best_levels
 from paceline.drafters.medusa import MedusaConfig, MedusaDrafter
 from paceline.drafters.medusa.drafter import HeadPass, filled, static_trees
 from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load
@@ -136,11 +137,15 @@ def test_the_compiled_call_says_what_its_parts_say(kind: str, own: bool, propose
         shown = states(decoder, seen.tokens[:-1] or [3])[-1]
         seen.tokens[:] = seen.tokens if len(seen.tokens) > 1 else [3, *seen.tokens]
         drafter.observe(StepFeatures([seen], [[]], [0], [[]], {-1: shown}, [slice(0, len(shown))], [0]))
-    together = drafter._levels(views)
-    alone = [drafter._levels([seen])[0] for seen in views]
+
+    def levels(some: list[Any]) -> list[Any]:
+        return best_levels([*zip(some, drafter._said(some), strict=True)], drafter._k, proposes == "coupled")
+
+    together = levels(views)
+    alone = [levels([seen])[0] for seen in views]
     assert together == alone  # the rows of others change no bit
     drafter._pass.native = None
-    for (tokens, log_q), (right, scores) in zip(together, drafter._levels(views), strict=True):
+    for (tokens, log_q), (right, scores) in zip(together, levels(views), strict=True):
         assert tokens == right
         assert torch.allclose(torch.tensor(log_q), torch.tensor(scores), atol=1e-4, equal_nan=True)
 

@@ -151,7 +151,7 @@ def test_lyannas_trees_are_algorithm_1_on_states_drawn_row_by_row(name: str) -> 
         stage.drafter.body.pool.check_integrity()
     assert met > 3
     stage.drafter.release([v.key for v in views])
-    assert stage.drafter.body.pool.idle and not stage.drafter._drafted
+    assert stage.drafter.body.pool.idle and not stage.drafter._resampling._drafted
 
 
 def test_resampling_is_algorithm_2_and_happens_once() -> None:

@@ -180,6 +180,7 @@ OPTION_NAMES = [
     *("max_ngram", "min_ngram", "depth", "tree", "reach", "min_prob", "max_tokens", "model", "topk", "nodes", "beam"),
     *("proposes", "dtype", "lookup", "memory", "pass_cost", "answers", "accept", "seed", "path", "k", "chain", "at"),
     *("best_path_batch", "prune_threshold", "prune_count", "prune_layer", "attention_limit", "gamma", "branching"),
+    *("resample", "extra", "threshold"),
 ]
 VALUES = [
     "0",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from medusa_kit import medusa, taught_heads
@@ -43,6 +44,7 @@ from paceline.core.verify import VerifyOutcome
 from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
 from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.proposal import Proposal
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
@@ -463,6 +465,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
+    "streams_fused": _streams(k=12, nodes=24, extra=24, resample="top"),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "lyanna": _lyanna(resample="off"),
     "lyanna_fused": _lyanna(nodes=8, extra=24),
@@ -473,6 +476,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "hybrid_lyanna": _beside_a_lookup(_lyanna(nodes=14, extra=6)),
     "hybrid_eagle": _beside_a_lookup(_eagle(depth=3, nodes=14)),
     "medusa": _medusa(),
+    "medusa_fused": _medusa(nodes=12, extra=24, resample="top"),
     "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
     "medusa_chain": _medusa(topk=1),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
@@ -568,12 +572,22 @@ class Witness:
             kind = "EOS" if checker.stop_reason is None else "a stop " + type(checker.stop_reason).__name__
             self.marks.add(f"{kind} inside a path")
 
+    def graft(self, fresh: Proposal, other: Proposal) -> list[int]:
+        """`Proposal.graft`, seen."""
+        found = _graft(fresh, other)
+        if len(found) < len(other):
+            self.marks.add("a duplicate merged")
+        return found
+
     def saw_output(self, output: RequestOutput) -> None:
         """Take in the statistics of an answer."""
         if output.stats.preemptions:
             self.marks.add("preemption")
         if output.stats.cached_prompt_tokens:
             self.marks.add("a prefix hit")
+
+
+_graft = Proposal.graft
 
 
 def _wanted(engine: Engine, work: Work) -> int:
@@ -615,7 +629,8 @@ def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, 
     engine = assemble(DRAFTERS[drafter](cases), decoder=target(), **CONDITIONS[condition])
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
-        outputs = run(engine, [(c.prompt, c.params) for c in batch])
+        with patch.object(Proposal, "graft", lambda fresh, other: witness.graft(fresh, other)):
+            outputs = run(engine, [(c.prompt, c.params) for c in batch])
         for output, expected in zip(outputs, batch, strict=True):
             check(output, expected, f"{drafter}, {condition}, {expected.option}, {len(expected.prompt)} prompt tokens")
             witness.saw_output(output)

@@ -70,7 +70,8 @@ TAKEN = {"drafts accepted under penalties"}
 ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a path"}
 BRANCHED = {"a sibling that is not the first"}
 KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
-RESAMPLING = {"lyanna_fused", "lyanna_equal", "lyanna_alone"}
+FUSED = {"lyanna_fused", "lyanna_equal", "medusa_fused", "streams_fused"}  # both trees below one root
+RESAMPLING = FUSED | {"lyanna_alone"}
 BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
     | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
@@ -102,6 +103,8 @@ def _must_meet(drafter: str) -> set[str]:
         marks |= BRANCHED
     if drafter in RESAMPLING:
         marks |= {"a node of a second source"}
+    if drafter in FUSED:
+        marks |= {"a duplicate merged"}
     if drafter in FAILING:
         marks |= {"a failed drafter"}
     return marks

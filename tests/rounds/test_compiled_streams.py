@@ -13,12 +13,12 @@ from tiny import EOS, assemble, run, streams, tiny_application, tiny_config, tin
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import Levels, StepFeatures
+from paceline.drafters.levels import best_levels
 from paceline.engine.engine import Engine
 from paceline.rounds import riders
 from paceline.rounds.riders import choose_riders, frontier_chances
 from paceline.target.adapters import AdapterConfig
 from paceline.target.decoder import Decoder
-from paceline.target.native_linear import top
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.streams import StreamSet
 
@@ -62,7 +62,7 @@ def play(engine: Engine, drafter: Any, requests: Sequence[tuple[list[int], Sampl
         for place, view in enumerate(step.sequences):
             levels = step.stream_levels[place] if step.stream_levels else None
             if step.stream_logits and (logits := step.stream_logits[place]) is not None:
-                levels = top(drafter._scores(view, logits), K)
+                (levels,) = best_levels([(view, logits)], K, drafter.config.proposes == "coupled")
             if levels is not None:
                 said[view.key, len(view.tokens)] = levels
         observe(step)

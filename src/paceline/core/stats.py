@@ -13,7 +13,7 @@ Definitions, once for the whole project:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
@@ -25,10 +25,21 @@ class SourceStats:
 
     drafted: int = 0
     accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # [d - 1]: those of them at depth d
 
-    def add(self, drafted: int, accepted: int) -> None:
+    def add(self, drafted: int, depths: Sequence[int]) -> None:
+        """Count nodes of a pass; ``depths`` of the accepted ones, ascending."""
         self.drafted += drafted
-        self.accepted += accepted
+        self.accepted += len(depths)
+        if depths:
+            self.accepted_at += [0] * (depths[-1] - len(self.accepted_at))
+            for depth in depths:
+                self.accepted_at[depth - 1] += 1
+
+    def merge(self, other: SourceStats) -> SourceStats:
+        """The sum of both."""
+        at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
+        return SourceStats(self.drafted + other.drafted, self.accepted + other.accepted, at)
 
 
 @dataclass(slots=True)
@@ -66,7 +77,7 @@ class SpecStats:
         accepted: int,
         emitted: int,
         offered: int | None = None,
-        sources: Mapping[str, tuple[int, int]] | None = None,
+        sources: Mapping[str, tuple[int, Sequence[int]]] | None = None,
     ) -> None:
         """Count one pass.
 
@@ -76,7 +87,7 @@ class SpecStats:
             emitted: tokens added to the output.
             offered: deepest level at which a node was proposed: one below the accepted path where its
                 end has a child, else the length of the path. Default: as for a chain.
-            sources: name -> (drafted, accepted), where several proposers fill one tree.
+            sources: name -> (drafted, depths of the accepted ones), of each that proposed nodes of the tree.
 
         Raises:
             ValueError: counts that contradict each other.
@@ -134,7 +145,7 @@ class SpecStats:
             setattr(merged, name, [a + b for a, b in pairs])
         for part in (self.sources, other.sources):
             for source, counts in part.items():
-                merged.sources.setdefault(source, SourceStats()).add(counts.drafted, counts.accepted)
+                merged.sources[source] = counts.merge(merged.sources.get(source, SourceStats()))
         merged.elapsed_ms = max(self.elapsed_ms, other.elapsed_ms)
         known = [t for t in (self.ttft_ms, other.ttft_ms) if t is not None]
         merged.ttft_ms = min(known) if known else None

@@ -37,6 +37,7 @@ from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .growth import Grower, Growth, pack_frontier
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
+from .resampling import REFUSED
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class DraftModelConfig(DrafterConfig):
     """A small language model with the target's tokenizer."""
 
     kind: ClassVar[str] = "draft_model"
+    refuses = REFUSED
 
     model: str = option(help="folder, hub name or embedded model that drafts")
     depth: int = option(5, help="levels of the draft", minimum=1, maximum=64)

@@ -9,7 +9,7 @@ group ``paceline.drafters``, whose values point at config classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -63,11 +63,13 @@ class DrafterConfig:
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
-    The field that ``subject`` names takes what follows the colon in ``"name:model"``.
+    The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
+    other drafters have and this one cannot, each with why not and what to do.
     """
 
     kind: ClassVar[str] = ""
     subject: ClassVar[str] = "model"
+    refuses: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self) -> None:
         _hints(type(self))
@@ -173,6 +175,7 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
 
     Raises:
         ConfigError: an unknown drafter or option, a value of the wrong type or out of bounds.
+        CapabilityError: an option that the drafter cannot have, see `DrafterConfig.refuses`.
     """
     if spec is None or isinstance(spec, DrafterConfig):
         return spec
@@ -220,6 +223,9 @@ def _read_options(asked: str, chosen: type[DrafterConfig], given: Sequence[tuple
     hints = _hints(chosen)
     values: dict[str, Any] = {}
     for key, text in given:
+        if key in chosen.refuses:
+            why, remedy = chosen.refuses[key]
+            raise CapabilityError(asked, f"{chosen.kind} {why}", remedy)
         if key not in hints:
             raise ConfigError(asked, f"{chosen.kind} has no option {key!r}", suggest(key, list(hints), "option"))
         if key in values:
@@ -236,7 +242,7 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
     """Make the drafter of a config and check that it implements the contract.
 
     Raises:
-        CapabilityError: the object that ``build`` returned is not a drafter.
+        CapabilityError: the object that ``build`` returned is not a drafter, or it is to re-sample and cannot.
     """
     from .base import DrafterSpec  # here, since base needs torch
 
@@ -250,6 +256,10 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
             f"{type(config).__name__}.build returned a {type(drafter).__name__} without {', '.join(lacks)}",
             "see paceline.drafters.base.Drafter",
         )
+    form = getattr(config, "resample", "off")
+    if form in ("top", "equal", "alone") and not drafter.spec.level_logits:
+        why = "its spec has no level_logits: what it says of a level depends on the tokens drafted in front of it"
+        raise CapabilityError(f"{config.kind},resample={form}", why, "leave resample out, or use another drafter")
     return drafter
 
 

@@ -86,12 +86,24 @@ def _logprobs(p: Pass, i: int) -> list[dict[int, Logprob]]:
     return token_logprobs(rows, torch.tensor(p.tokens[i]), wanted, sequence.state.token_text)
 
 
-def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, int]]:
-    """(drafted, accepted) nodes by the name of who proposed them, from the nodes' marks."""
+def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, Sequence[int]]]:
+    """Drafted nodes, and depths of accepted ones, by the name of who proposed them.
+
+    Args:
+        spec: of the drafter.
+        drafted: the nodes' marks.
+        accepted: those of the accepted path.
+    """
     names = spec.sources or (spec.name,)
     if len(names) == 1 and not any(drafted):
-        return {names[0]: (len(drafted), len(accepted))}
-    return {names[m] if m < len(names) else f"source {m}": (drafted.count(m), accepted.count(m)) for m in {*drafted}}
+        return {names[0]: (len(drafted), range(1, len(accepted) + 1))}
+    return {
+        names[m] if m < len(names) else f"source {m}": (
+            drafted.count(m),
+            [depth for depth, mark in enumerate(accepted, 1) if mark == m],
+        )
+        for m in {*drafted}
+    }
 
 
 def keep(p: Pass, pool: KVPool) -> None:

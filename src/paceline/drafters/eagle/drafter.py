@@ -28,6 +28,7 @@ from ..base import DrafterSpec, DraftRequest, StepFeatures
 from ..growth import Grower, Growth, pack_frontier
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
+from ..resampling import REFUSED
 from ..states.body import Size, StateBody, StateNetwork
 from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
@@ -47,6 +48,7 @@ class EagleConfig(DrafterConfig):
 
     kind: ClassVar[str] = "eagle"
     subject: ClassVar[str] = "path"
+    refuses = REFUSED
 
     path: str = option(help="head of EAGLE, EAGLE-2 or EAGLE-3: folder, hub name or embedded one")
     depth: int | None = option(

@@ -26,18 +26,26 @@ from ...target.native_states import NativeTokenInfo, Sprout, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
+from ..resampling import (
+    Resample,
+    Resampling,
+    check_options,
+    extra_option,
+    merge,
+    resample_option,
+    threshold_option,
+)
 from ..states.body import Size, StateBody
 from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
 from .model import LyannaModel, read_shape, tokenizer_mark
 from .token_info import EPS
-from .trees import Bias, Chain, Drafted, Rule, beam_sampling, left_over, token_info_sampling
+from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
 
 MAX_NODES = 256
-FRESH, AGAIN = 0, 1  # source marks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +61,9 @@ class LyannaConfig(DrafterConfig):
     )
     width: int = option(4, help="children of a node, and nodes of a level that have some", minimum=1, maximum=64)
     nodes: int = option(12, help="nodes of a fresh draft to verify, best first", minimum=1, maximum=MAX_NODES)
-    resample: Literal["off", "top", "equal", "alone"] = option(
-        "top",
-        help="candidates from the states left over by the last draft: off; on top of the fresh nodes; in place of some "
-        "(equal rows); or alone, in place of a draft pass",
-    )
-    extra: int = option(4, help="re-sampled nodes at most", minimum=1, maximum=MAX_NODES)
-    threshold: int = option(0, help="levels left over at or below which nothing is re-sampled", minimum=0)
+    resample: Resample = resample_option("top")
+    extra: int = extra_option()
+    threshold: int = threshold_option()
     sampling: Literal["token_info", "beam"] = option(
         "token_info", help="how tokens are chosen from logits; beam: levels independently (the naive way)"
     )
@@ -70,18 +74,10 @@ class LyannaConfig(DrafterConfig):
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
-        again = self.resample != "off"
-        self.require("threshold", again or not self.threshold, "is of no meaning without re-sampling")
-        equal = self.resample == "equal"
-        self.require("extra", not equal or self.extra < self.nodes, "must leave a fresh node: nodes is the sum")
-        self.require("sampling", self.sampling != "beam" or not again, "by beam knows no re-sampling: resample=off")
+        check_options(self)
         beam = self.sampling == "beam"
+        self.require("sampling", not beam or self.resample == "off", "by beam knows no re-sampling: resample=off")
         self.require("sampling", not beam or self.proposes == "point", "by beam takes likeliest tokens: proposes=point")
-
-    @property
-    def most(self) -> int:
-        """Nodes to verify at most, re-sampled ones among them."""
-        return {"top": self.nodes + self.extra, "alone": max(self.nodes, self.extra)}.get(self.resample, self.nodes)
 
     def build(self, context: DrafterContext) -> LyannaDrafter:
         """Load the trained drafter.
@@ -106,15 +102,13 @@ class LyannaDrafter:
         model: the trained drafter.
 
     Raises:
-        ConfigError: a threshold deeper than the draft.
+        ConfigError: a threshold deeper than the draft, no fresh node left.
     """
 
     def __init__(self, config: LyannaConfig, model: LyannaModel) -> None:
         self.config, self.model = config, model
         self.depth = config.depth or model.shape.steps
-        if config.resample != "off":
-            rule = f"must be below the {self.depth - 1} levels that a draft of {self.depth} can leave over"
-            config.require("threshold", config.threshold < self.depth - 1, rule)
+        self._resampling = Resampling(config, config.nodes, self.depth)
         self.spec = DrafterSpec(
             name=config.kind,
             taps=(LAST,),
@@ -122,14 +116,13 @@ class LyannaDrafter:
             network=True,
             level_logits=True,
             proposes=config.proposes,
-            default_budget=config.most,
-            tree=config.width > 1 or config.resample != "off",
-            sources=(config.kind, "re-sampled"),
+            default_budget=self._resampling.most,
+            tree=config.width > 1 or self._resampling.on,
+            sources=self._resampling.sources(config.kind),
         )
         self._body: StateBody | None = None
         self._bias: Bias = lambda tokens: None
         self._info: NativeTokenInfo | None = None  # the same for compiled code
-        self._drafted: dict[int, Drafted] = {}  # by sequence: logits that were not used again so far
         self.states_drafted = self.states_reused = 0  # so far: states, and how many gave logits a second time
 
     # -- the contract
@@ -156,8 +149,7 @@ class LyannaDrafter:
 
     def release(self, keys: Sequence[int]) -> None:
         """Drop the state of ended or preempted sequences."""
-        for key in keys:
-            self._drafted.pop(key, None)
+        self._resampling.release(keys)
         if self._body is not None:
             self._body.drop(keys)
 
@@ -241,32 +233,20 @@ class LyannaDrafter:
         """The new draft's chain; its logits [steps, V] stay for the next time."""
         draft.fresh = self._chain(draft.view, logits)
         self.states_drafted += len(logits)
-        self._drafted[draft.view.key] = Drafted(len(draft.view.tokens), logits)
+        self._resampling.keep(draft.view, logits)
         return draft.fresh
 
     def _plan(self, draft: _Draft) -> None:
         """Which of both trees a sequence gets: what is left over of the last draft, and how many steps of a new one."""
-        length = len(draft.view.tokens)
-        last = self._drafted.pop(draft.view.key, None)
+        left = self._resampling.take(draft.view, draft.budget, draft.max_depth)
         most = min(draft.budget, draft.max_depth)
         if most <= 0 or not self.body.ready(draft.view):
             return
-        if self.config.resample != "off":
-            left = left_over(last, length, self.config.threshold)
-            room = self._room(draft.budget)
-            if left is not None and room:
-                draft.again = self._chain(draft.view, left[: min(room, draft.max_depth)])
-                self.states_reused += len(draft.again.logits)
-        if self.config.resample != "alone" or draft.again is None:
+        if isinstance(left, Tensor):  # logits are what is kept here
+            draft.again = self._chain(draft.view, left)
+            self.states_reused += len(left)
+        if self._resampling.fresh(left):
             draft.steps = min(self.depth, most)
-
-    def _room(self, budget: int) -> int:
-        """Re-sampled nodes that a budget has room for: fresh ones come first."""
-        c = self.config
-        if c.resample == "alone":
-            return min(c.extra, budget)
-        own = c.nodes - c.extra if c.resample == "equal" else c.nodes
-        return max(0, min(c.extra, budget - own))
 
     def _chain(self, view: SequenceView, logits: Tensor) -> Chain:
         return Chain(view.tokens[-1], logits, self._rule(view))
@@ -300,20 +280,9 @@ class LyannaDrafter:
 
     def _merge(self, draft: _Draft) -> tuple[Proposal, list[int]]:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
-        room = self._room(draft.budget)
-        merged, marks = Proposal(), []
-        if draft.fresh is not None:
-            most = min(self.config.nodes, draft.budget)
-            if draft.again is not None and self.config.resample == "equal":
-                most -= room
-            merged = draft.fresh.tree.best(most)
-            marks = [FRESH] * len(merged)
-        if draft.again is not None:
-            copy = Proposal(merged.tokens[:], merged.parents[:], merged.log_scores[:])
-            merged, before = copy, len(copy)
-            merged.graft(draft.again.tree.best(room))
-            marks += [AGAIN] * (len(merged) - before)
-        return merged, marks
+        own, room = self._resampling.share(draft.budget, draft.again is not None)
+        fresh = Proposal() if draft.fresh is None else draft.fresh.tree.best(own)
+        return merge(fresh, None if draft.again is None else draft.again.tree.best(room))
 
 
 @dataclass(slots=True)

@@ -1,10 +1,10 @@
-"""Token trees from a chain of logits: token-info sampling, re-sampling, and naive beam sampling beside them.
+"""Token trees from a chain of logits: token-info sampling, and naive beam sampling beside it.
 
 The logits of a level do not depend on the tokens drafted in front of it; what a parent's token says about its children
 is a bias on them (`token_info`). So one chain of logits gives a whole tree, and another tree when the true token is
 known.
 
-Source: Lyanna, sections 5.2 (Algorithm 1, naive beam sampling) and 5.3 (Algorithm 2).
+Source: Lyanna, section 5.2 (Algorithm 1, naive beam sampling).
 """
 
 from __future__ import annotations
@@ -93,27 +93,6 @@ def _grow(chain: Chain, rows: Sequence[tuple[list[int], list[float]]], branches:
             if value > -math.inf:  # else a rule forbids it
                 fresh.append(tree.add(node, token, above + value))
     chain.queue = sorted(sorted(fresh, key=lambda node: (-tree.log_scores[node - 1], node))[:branches])
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """Logits of a draft that was made below a text."""
-
-    length: int  # of the text then; its last token was the root
-    logits: Tensor  # [levels, V] raw
-
-
-def left_over(drafted: Drafted | None, length: int, threshold: int) -> Tensor | None:
-    """Algorithm 2's logits, once the draft was verified and the text has ``length`` tokens: [levels, V] raw, of the
-    levels behind the one that the new root stands in; None where there are no more than ``threshold``, and nothing is
-    re-sampled.
-
-    With a tokens accepted the target's own one is at level a + 1: rejected there, or not drafted at all.
-    """
-    if drafted is None or length <= drafted.length:
-        return None
-    rest = drafted.logits[length - drafted.length :]
-    return rest if len(rest) > threshold else None
 
 
 def beam_sampling(logits: Tensor, width: int, budget: int) -> Proposal:

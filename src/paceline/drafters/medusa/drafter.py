@@ -22,10 +22,19 @@ from ...core.tree import TokenTree
 from ...target.files import check_target, fingerprint
 from ...target.linear import LinearOp, make_linear
 from ...target.native_heads import NativeHeads
-from ...target.native_linear import top
-from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures
+from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..levels import Said, best_levels, product_trees
 from ..proposal import Proposal, best_nodes, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
+from ..resampling import (
+    Resample,
+    Resampling,
+    check_options,
+    extra_option,
+    merge,
+    resample_option,
+    threshold_option,
+)
 from .heads import MOST_HEADS, Heads, load, read_config
 
 if TYPE_CHECKING:
@@ -51,6 +60,13 @@ class MedusaConfig(DrafterConfig):
     proposes: Literal["point", "coupled"] = option(
         "coupled", help="point: likeliest tokens; coupled: with the target's noise"
     )
+    resample: Resample = resample_option("off")
+    extra: int = extra_option()
+    threshold: int = threshold_option()
+
+    def validate(self) -> None:
+        """Refuse options that contradict each other."""
+        check_options(self)
 
     def build(self, context: DrafterContext) -> MedusaDrafter:
         """Load the heads, and check that they were trained for the target."""
@@ -69,7 +85,7 @@ class MedusaDrafter:
         heads: trained heads, in the target's dtype.
 
     Raises:
-        ConfigError: more heads are asked for than there are.
+        ConfigError: more heads are asked for than there are, or re-sampling that cannot be.
     """
 
     def __init__(self, config: MedusaConfig, heads: Heads) -> None:
@@ -80,6 +96,7 @@ class MedusaDrafter:
             heads.config.hit_rates(config.topk)[: config.depth], config.nodes if config.topk > 1 else trained
         )
         full = self.trees[-1]
+        self._resampling = Resampling(config, len(full), len(self.trees))
         self._k = 1 + max(rank for tree in self.trees for rank in tree.tokens)
         self.spec = DrafterSpec(
             name=config.kind,
@@ -87,8 +104,9 @@ class MedusaDrafter:
             network=True,
             level_logits=True,
             proposes=config.proposes,
-            default_budget=len(full),
-            tree=not full.is_chain,
+            default_budget=self._resampling.most,
+            tree=not full.is_chain or self._resampling.on,
+            sources=self._resampling.sources(config.kind),
         )
         self._pass: HeadPass | None = None
         self._last: dict[int, tuple[Tensor, int, int]] = {}  # sequence -> states, row of its last one, position behind
@@ -114,22 +132,44 @@ class MedusaDrafter:
 
     def release(self, keys: Sequence[int]) -> None:
         """Forget ended or preempted sequences."""
+        self._resampling.release(keys)
         for key in keys:
             self._last.pop(key, None)
 
     @inference
     def propose(self, want: DraftRequest) -> TokenTree:
-        """One tree a sequence; the root alone where no state of the token in front of it was seen."""
-        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        able = [i for i, (view, budget, depth) in enumerate(rows) if min(budget, depth) > 0 and self._knows(view)]
-        proposals = [Proposal() for _ in want.sequences]
+        """One tree a sequence; the root alone where no state of the token in front of it was seen, and nothing was left
+        over of the last draft."""
+        rows = [*zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        left = [self._resampling.take(*row) for row in rows]
+        fresh, again = self._fresh(want, left), [Proposal() for _ in rows]
+        if self._resampling.on:
+            rooms = [
+                self._resampling.share(budget, rest is not None)[1]
+                for (_, budget, _), rest in zip(rows, left, strict=True)
+            ]
+            again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
+        merged = [*map(merge, fresh, again)]
+        roots = [view.tokens[-1] for view in want.sequences]
+        return to_tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
+
+    def _fresh(self, want: DraftRequest, left: Sequence[Said | None]) -> list[Proposal]:
+        """What the heads say now, as far as they are asked."""
+        views = want.sequences
+        room = [min(*row) for row in zip(want.budgets, want.max_depths, strict=True)]
+        able = [
+            i for i, view in enumerate(views) if room[i] > 0 and self._knows(view) and self._resampling.fresh(left[i])
+        ]
+        proposals = [Proposal() for _ in views]
         want.passes = 1 if able else 0
         if able:
-            found = self._levels([want.sequences[i] for i in able])
-            for i, (tokens, log_q) in zip(able, found, strict=True):
+            said = self._said([views[i] for i in able])
+            found = best_levels([(views[i], own) for i, own in zip(able, said, strict=True)], self._k, self._coupled)
+            for i, own, levels in zip(able, said, found, strict=True):
+                self._resampling.keep(views[i], own)
                 tree = self.trees[min(want.max_depths[i], len(self.trees)) - 1]
-                proposals[i] = filled(tree, tokens, log_q, want.budgets[i])
-        return to_tree([view.tokens[-1] for view in want.sequences], proposals, trusted=True)
+                proposals[i] = filled(tree, *levels, self._resampling.share(want.budgets[i], left[i] is not None)[0])
+        return proposals
 
     # -- the heads
 
@@ -138,35 +178,25 @@ class MedusaDrafter:
         last = self._last.get(view.key)
         return last is not None and last[2] == len(view.tokens) - 1
 
-    def _levels(self, views: Sequence[SequenceView]) -> list[Levels]:
-        """What each head says to each sequence: its best tokens and their log q."""
+    @property
+    def _coupled(self) -> bool:
+        return self.config.proposes == "coupled"
+
+    def _said(self, views: Sequence[SequenceView]) -> list[Said]:
+        """What the heads say to each sequence: in short where compiled code knows its rules, else by logits."""
         assert self._pass is not None, "bind comes before propose"
-        states, k = self._states(views), self._k
-        samplers, noisy = [view.sampler for view in views], self.config.proposes == "coupled"
+        states, samplers = self._states(views), [view.sampler for view in views]
         compiled = self._pass.native
         if compiled is not None and all(s.plain or s.draws for s in samplers):
             rules = None if all(s.plain for s in samplers) else b"".join([s.rules for s in samplers])
-            return compiled.best(states, k, [len(view.tokens) for view in views], rules, noisy)
-        logits = self._pass.logits(states)  # [n, heads, V]
-        scores = torch.cat([self._scores(*row) for row in zip(views, logits, strict=True)])
-        tokens, log_q = top(scores, k)
-        starts = range(0, len(tokens), logits.shape[1])
-        return [(tokens[i : i + logits.shape[1]], log_q[i : i + logits.shape[1]]) for i in starts]
+            return [*compiled.best(states, self._k, [len(view.tokens) for view in views], rules, self._coupled)]
+        return [*self._pass.logits(states)]  # [heads, V] each
 
     def _states(self, views: Sequence[SequenceView]) -> Tensor:
         """[n, d_model] the last states; without a copy where there is one."""
         places = [self._last[view.key] for view in views]
         states = [held[row : row + 1] for held, row, _ in places]
         return states[0] if len(states) == 1 else torch.cat(states)
-
-    def _scores(self, view: SequenceView, logits: Tensor) -> Tensor:
-        """[heads, V]: the softmax of row j is the chance that a token is what the target says there."""
-        if view.sampler.plain:
-            return logits
-        if self.config.proposes == "point":
-            return view.sampler.process(logits)
-        first = len(view.tokens)
-        return view.sampler.scores(logits, None, [*range(first, first + len(logits))])
 
 
 class HeadPass:

@@ -10,7 +10,7 @@ Source: Speculative Streaming, section 2.2; appendix G.1 (trees), appendix L (be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,11 +23,20 @@ from ...core.errors import ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...core.tree_lists import PADDING, TreeLists
 from ...target.files import check_target, fingerprint
-from ...target.native_linear import top
 from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
-from ..base import DrafterSpec, DraftRequest, Levels, SequenceView, StepFeatures, StreamRules
-from ..proposal import Proposal, best_nodes, to_tree
+from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ..levels import Said, count, cut, product_trees
+from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
+from ..resampling import (
+    Resample,
+    Resampling,
+    check_options,
+    extra_option,
+    merge,
+    resample_option,
+    threshold_option,
+)
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
@@ -77,9 +86,17 @@ class StreamsConfig(DrafterConfig):
     proposes: Literal["point", "coupled", "sampled"] = option(
         "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: a drawn chain (rejection)"
     )
+    resample: Resample = resample_option("off")
+    extra: int = extra_option()
+    threshold: int = threshold_option()
 
     def validate(self) -> None:
         """Refuse options that contradict each other."""
+        check_options(self)
+        off = self.resample == "off"
+        drawn = self.proposes == "sampled"
+        self.require("resample", off or not drawn, "cannot go with proposes=sampled: a drawn chain has no second one")
+        self.require("resample", off or not self.chain, "cannot go with chain, which is the best path alone")
         threshold = self.prune_threshold
         self.require("prune_threshold", threshold is None or 0 < threshold < 1, "must be above 0 and below 1")
         for name, unset in (("prune_layer", None), ("prune_exit", "trained")):
@@ -87,7 +104,7 @@ class StreamsConfig(DrafterConfig):
             self.require(name, self.prunes or not given, "means nothing without prune_threshold or prune_count")
         self.require(
             "proposes",
-            self.proposes != "sampled" or not self.prunes,
+            not drawn or not self.prunes,
             "cannot be sampled with pruning: whether a node is checked must not depend on the draw",
         )
         self.require(
@@ -131,7 +148,7 @@ class StreamsDrafter:
         applied: most streams of such an application; 0: not known. Decides the default tree alone.
 
     Raises:
-        ConfigError: more streams than were trained, or a set in shared mode.
+        ConfigError: more streams than were trained, a set in shared mode, or re-sampling that cannot be.
         CapabilityError: pruning with a set that cannot prune.
     """
 
@@ -140,13 +157,16 @@ class StreamsDrafter:
         self.streams = None if streams is None else _fitted(config, streams)
         own = 0 if self.streams is None else self.streams.config.gamma
         self.gamma = own or config.gamma or applied or USUAL_GAMMA
+        self._resampling = Resampling(config, config.num_nodes(self.gamma), self.gamma)
         rotation = None if streams is None else streams.config.value_rotation
         self.spec = DrafterSpec(
             name=config.kind,
             proposes=config.proposes,
             rounds=frozenset({"fused"}),
-            default_budget=config.num_nodes(self.gamma),
-            tree=not config.is_chain,
+            level_logits=True,
+            default_budget=self._resampling.most,
+            tree=not config.is_chain or self._resampling.on,
+            sources=self._resampling.sources(config.kind),
             streams=StreamRules(
                 gamma=own,
                 k=0 if config.proposes == "sampled" else 1 if config.is_chain else config.k,
@@ -162,7 +182,7 @@ class StreamsDrafter:
                 rotates=rotation is not None,
             ),
         )
-        self._heard: dict[int, Tensor | Levels] = {}  # by sequence: what the streams of its last accepted node said
+        self._heard: dict[int, Said] = {}  # by sequence: what the streams of its last accepted node said
 
     # -- the contract
 
@@ -193,6 +213,7 @@ class StreamsDrafter:
 
     def release(self, keys: Sequence[int]) -> None:
         """Forget ended sequences."""
+        self._resampling.release(keys)
         for key in keys:
             self._heard.pop(key, None)
 
@@ -201,13 +222,13 @@ class StreamsDrafter:
         depths = [self._depth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         if self.config.proposes == "sampled":
             return self._drawn(want, depths)
-        ready = sum(depth > 0 for depth in depths)
-        children = 1 if self.config.is_chain or ready >= self.config.best_path_batch else self.config.k
-        proposals = [
-            best_nodes(*levels, self._cap(budget), want.floor / SLACK) if levels else Proposal()
-            for levels, budget in zip(self._levels(want.sequences, depths, children), want.budgets, strict=True)
-        ]
-        return _tree([s.tokens[-1] for s in want.sequences], proposals)
+        batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
+        left = [self._resampling.take(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        if batch:  # the best path alone
+            left = [None] * len(left)
+        merged = self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
+        roots = [sequence.tokens[-1] for sequence in want.sequences]
+        return _tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged])
 
     # -- the tree
 
@@ -219,37 +240,31 @@ class StreamsDrafter:
         heard = self._heard.get(sequence.key)
         if heard is None:
             return 0
-        known = len(heard[0]) if isinstance(heard, tuple) else len(heard)
-        return min(max_depth, self._cap(budget), self.config.gamma or max_depth, known)
+        return min(max_depth, self._cap(budget), self.config.gamma or max_depth, count(heard))
 
-    def _levels(self, sequences: Sequence[SequenceView], depths: Sequence[int], children: int) -> list[Levels | None]:
-        """For each sequence the best tokens of each stream and their log q, best first; None where it has none."""
-        found: list[Levels | None] = [None] * len(sequences)
-        rows: list[Tensor] = []
-        places = []
-        for i, (sequence, depth) in enumerate(zip(sequences, depths, strict=True)):
-            heard = self._heard.get(sequence.key)
-            if depth < 1 or heard is None:
-                continue
-            if isinstance(heard, tuple):
-                tokens, log_q = heard
-                found[i] = [t[:children] for t in tokens[:depth]], [q[:children] for q in log_q[:depth]]
-            else:
-                rows.append(self._scores(sequence, heard[:depth]))
-                places.append(i)
-        for i, levels in zip(places, _best(rows, children), strict=True):
-            found[i] = levels
-        return found
+    def _merged(
+        self, want: DraftRequest, depths: Sequence[int], left: Sequence[Said | None], children: int
+    ) -> list[tuple[Proposal, list[int]]]:
+        """For each sequence the tree of what its streams say now, and that of what was left over below it."""
+        fresh: list[tuple[SequenceView, Said | None, int]] = []
+        again: list[tuple[SequenceView, Said | None, int]] = []
+        for view, budget, depth, rest in zip(want.sequences, want.budgets, depths, left, strict=True):
+            own, room = self._shares(budget, rest)
+            heard = self._hear(view) if depth > 0 and self._resampling.fresh(rest) else None
+            fresh.append((view, None if heard is None else cut(heard, 0, depth), own))
+            again.append((view, rest, room))
+        rules = children, self.config.proposes == "coupled", want.floor / SLACK
+        return [*map(merge, product_trees(fresh, *rules), product_trees(again, *rules))]
 
-    def _scores(self, sequence: SequenceView, logits: Tensor) -> Tensor:
-        """[depth, V]: the softmax of row j - 1 is the chance that a token is what the target says j places on."""
-        sampler = sequence.sampler
-        if sampler.plain:
-            return logits
-        if self.config.proposes == "point":
-            return sampler.process(logits)
-        first = len(sequence.tokens)
-        return sampler.scores(logits, None, [*range(first, first + len(logits))])
+    def _shares(self, budget: int, left: Said | None) -> tuple[int, int]:
+        """Fresh and re-sampled nodes of a sequence."""
+        return self._resampling.share(budget, left is not None) if self._resampling.on else (self._cap(budget), 0)
+
+    def _hear(self, view: SequenceView) -> Said:
+        """What the streams said, of which a draft is made now."""
+        heard = cut(self._heard[view.key], 0, self.config.gamma)
+        self._resampling.keep(view, heard)
+        return heard
 
     # -- drawn chains
 
@@ -269,18 +284,6 @@ class StreamsDrafter:
         return tree.with_q(SparseQ(ids=None, probs=probs.to(tree.tokens.device)))
 
 
-def _best(rows: Sequence[Tensor], children: int) -> Iterator[Levels]:
-    """The best tokens of each stream and their log q, from [depth, V] scores of each sequence, in one call."""
-    if not rows:
-        return
-    tokens, log_q = top(rows[0] if len(rows) == 1 else torch.cat([*rows]), children)
-    start = 0
-    for part in rows:
-        stop = start + len(part)
-        yield tokens[start:stop], log_q[start:stop]
-        start = stop
-
-
 def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tensor | None]:
     """A drawn chain and the distributions [depth, V] it came from; an empty one where there are no logits."""
     if logits is None:
@@ -292,13 +295,13 @@ def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tens
     return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
 
 
-def _tree(roots: Sequence[int], proposals: Sequence[Proposal]) -> TokenTree:
+def _tree(roots: Sequence[int], proposals: Sequence[Proposal], marks: Sequence[Sequence[int]]) -> TokenTree:
     """`to_tree` of what `best_nodes` makes, whose parents come first: only its scores are checked, for NaN."""
     rows = [*zip(roots, proposals, strict=True)]
     lists = TreeLists(
         tokens=[[root, *p.tokens] for root, p in rows],
         parents=[[PADDING, *p.parents] for _, p in rows],
-        sources=[[0] * (len(p.tokens) + 1) for _, p in rows],
+        sources=[[0, *row] for row in marks],
         counts=[len(p.tokens) + 1 for _, p in rows],
         scores=[[0.0, *p.log_scores] for _, p in rows],
     )

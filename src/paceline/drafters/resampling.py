@@ -1,0 +1,207 @@
+"""Re-sampling and verification fusion, for every drafter whose logits of a level do not depend on drafted tokens.
+
+Once the target has said which token is right, the levels behind it still stand: each is of a place in the text. They
+give new candidates below the new root, which are verified on top of the next draft, in place of some of it, or alone.
+
+Source: Lyanna, sections 5.3 (Algorithm 2) and 6.2 (verification fusion).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from .base import SequenceView
+from .levels import Said, count, cut
+from .proposal import Proposal
+from .registry import option
+
+FRESH, AGAIN = 0, 1  # source marks
+MARK = "re-sampled"  # the name of the second
+MOST_EXTRA = 256
+
+Resample = Literal["off", "top", "equal", "alone"]
+
+
+# -- the options, for a config to declare
+
+
+def resample_option(default: Resample) -> Any:
+    """The field ``resample``."""
+    return option(
+        default,
+        help="candidates from what the last draft left over: off; on top of the fresh nodes; in place of some (equal "
+        "rows); or alone, in place of a fresh draft",
+    )
+
+
+def extra_option() -> Any:
+    """The field ``extra``."""
+    return option(4, help="re-sampled nodes at most", minimum=1, maximum=MOST_EXTRA)
+
+
+def threshold_option() -> Any:
+    """The field ``threshold``."""
+    return option(0, help="levels left over at or below which nothing is re-sampled", minimum=0)
+
+
+_WHY = "cannot re-sample: its logits of a level depend on the tokens drafted in front of it, one of which was wrong"
+REFUSED: Mapping[str, tuple[str, str]] = {
+    name: (_WHY, f"leave {name} out, or draft with lyanna, medusa or streams")
+    for name in ("resample", "extra", "threshold")
+}  # for `DrafterConfig.refuses` of drafters without level logits
+
+
+class ResamplingOptions(Protocol):
+    """A config that has the three."""
+
+    @property
+    def resample(self) -> Resample:
+        """Where re-sampled nodes stand."""
+        ...
+
+    @property
+    def extra(self) -> int:
+        """Their number at most."""
+        ...
+
+    @property
+    def threshold(self) -> int:
+        """Levels left over at or below which there are none."""
+        ...
+
+    def require(self, name: str, holds: bool, rule: str) -> None:
+        """See `DrafterConfig.require`."""
+        ...
+
+
+def check_options(config: ResamplingOptions) -> None:
+    """What can be said of the options alone.
+
+    Raises:
+        ConfigError: a threshold without re-sampling.
+    """
+    off = config.resample == "off"
+    config.require("threshold", not off or not config.threshold, "is of no meaning without re-sampling")
+
+
+# -- at work
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a draft was made of, below a text."""
+
+    length: int  # of the text then; its last token was the root
+    said: Said
+
+
+def left_over(drafted: Drafted | None, length: int, threshold: int) -> Said | None:
+    """Algorithm 2's levels, once the draft was verified and the text has ``length`` tokens: those behind the one that
+    the new root stands in; None where there are no more than ``threshold``, and nothing is re-sampled.
+
+    With a tokens accepted the target's own one is at level a + 1: rejected there, or not drafted at all. So the first
+    level is of the place behind the new root, as a fresh draft's first one is. Noise belongs to places: that in levels
+    in short stays right.
+    """
+    if drafted is None or length <= drafted.length:
+        return None
+    rest = cut(drafted.said, length - drafted.length)
+    return rest if count(rest) > threshold else None
+
+
+class Resampling:
+    """What each sequence's last draft left over, and how fresh and re-sampled nodes share a budget.
+
+    Args:
+        config: the options.
+        nodes: of a fresh draft.
+        levels: of a fresh draft.
+
+    Raises:
+        ConfigError: no fresh node is left, or a threshold deeper than the draft.
+    """
+
+    def __init__(self, config: ResamplingOptions, nodes: int, levels: int) -> None:
+        self.form, self.extra, self.threshold, self.nodes = config.resample, config.extra, config.threshold, nodes
+        self._drafted: dict[int, Drafted] = {}  # by sequence: what was not used again so far
+        if self.on:
+            rule = f"must be below the {levels - 1} levels that a draft of {levels} can leave over"
+            config.require("threshold", config.threshold < levels - 1, rule)
+        rule = f"must leave a fresh node: they are to be {nodes} together"
+        config.require("extra", self.form != "equal" or config.extra < nodes, rule)
+
+    @property
+    def on(self) -> bool:
+        """Whether there is any."""
+        return self.form != "off"
+
+    @property
+    def most(self) -> int:
+        """Nodes to verify at most, re-sampled ones among them."""
+        return {"top": self.nodes + self.extra, "alone": max(self.nodes, self.extra)}.get(self.form, self.nodes)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Names of the source marks, for `DrafterSpec.sources` of a drafter called ``name``."""
+        return (name, MARK) if self.on else ()
+
+    def share(self, budget: int, again: bool) -> tuple[int, int]:
+        """How many fresh and how many re-sampled nodes a budget has room for: fresh ones come first.
+
+        Args:
+            budget: nodes.
+            again: whether anything was left over.
+        """
+        whole = min(self.nodes, budget)
+        if not again:
+            return whole, 0
+        room = self._room(budget)
+        return {"alone": 0, "equal": whole - room}.get(self.form, whole), room
+
+    def _room(self, budget: int) -> int:
+        if self.form == "alone":
+            return min(self.extra, budget)
+        own = self.nodes - self.extra if self.form == "equal" else self.nodes
+        return max(0, min(self.extra, budget - own))
+
+    def keep(self, view: SequenceView, said: Said) -> None:
+        """Note what a fresh draft is made of."""
+        if self.on:
+            self._drafted[view.key] = Drafted(len(view.tokens), said)
+
+    def take(self, view: SequenceView, budget: int, max_depth: int) -> Said | None:
+        """The levels that were left over, as many as can be used; None: there are none, or there is no room.
+
+        They are used in the draft that comes next or never.
+        """
+        if not self.on:
+            return None
+        drafted = self._drafted.pop(view.key, None)
+        most = min(self._room(budget), max_depth)
+        left = left_over(drafted, len(view.tokens), self.threshold) if most > 0 else None
+        return None if left is None else cut(left, 0, most)
+
+    def fresh(self, left: Said | None) -> bool:
+        """Whether a sequence gets a fresh draft, given what it has left over."""
+        return self.form != "alone" or left is None
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget ended or preempted sequences."""
+        for key in keys:
+            self._drafted.pop(key, None)
+
+
+def merge(fresh: Proposal, again: Proposal | None) -> tuple[Proposal, list[int]]:
+    """Verification fusion: both trees below one root, and each node's mark. A path that both have is a fresh node.
+
+    Args:
+        fresh: left as it is.
+        again: of the levels left over; None or empty: there is none.
+    """
+    marks = [FRESH] * len(fresh)
+    if not again:
+        return fresh, marks
+    merged = Proposal(fresh.tokens[:], fresh.parents[:], fresh.log_scores[:])
+    merged.graft(again)
+    return merged, marks + [AGAIN] * (len(merged) - len(marks))
