@@ -465,7 +465,6 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "streams_late": _streams(k=12, nodes=24, prune_count=9, prune_layer=2, prune_exit="head", layers=2, at="nodes"),
     "streams_best_path": _streams(k=12, nodes=24, best_path_batch=2),
     "streams_own_mlp": lambda cases: streams(trained=tiny_streams(CONFIG, adapter=OWN_MLP), k=12, nodes=24),
-    "streams_fused": _streams(k=12, nodes=24, extra=24, resample="top"),
     "streams_limited": _streams(k=12, nodes=24, attention_limit=5, at="nodes"),
     "lyanna": _lyanna(resample="off"),
     "lyanna_fused": _lyanna(nodes=8, extra=24),
@@ -476,7 +475,6 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "hybrid_lyanna": _beside_a_lookup(_lyanna(nodes=14, extra=6)),
     "hybrid_eagle": _beside_a_lookup(_eagle(depth=3, nodes=14)),
     "medusa": _medusa(),
-    "medusa_fused": _medusa(nodes=12, extra=24, resample="top"),
     "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
     "medusa_chain": _medusa(topk=1),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
@@ -499,6 +497,9 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
             outside_vocabulary,
         )
     },
+    # Behind the others: the place of a drafter decides which options meet which conditions.
+    "streams_fused": _streams(k=12, nodes=24, extra=24, resample="top"),
+    "medusa_fused": _medusa(nodes=12, extra=24, resample="top"),
 }
 
 FAILING = {"outside_vocabulary"}  # drafters that the engine must put aside
