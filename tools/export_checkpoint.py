@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/export_checkpoint.py RUN --init MODEL --out FOLDER
 
-RUN is the folder of a ``paceline train`` of recipe kind ``target`` that was stopped; MODEL the folder that it started from,
-whose config and tokenizer the weights go with.
+RUN is the folder of a ``paceline train`` of recipe kind ``target`` that was stopped; MODEL the folder that it started
+from, whose config and tokenizer the weights go with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def export(run: Path, init: Path, out: Path) -> tuple[int, int]:
     network, saved = Network(decoder_config(config)), torch.load(run / CHECKPOINT, weights_only=False)
     own = dict(network.named_parameters())
     if own.keys() != saved["parameters"].keys():
-        raise SystemExit(f"{run / CHECKPOINT}: it is of another shape than {init}; name the model that the run started from")
+        raise SystemExit(
+            f"{run / CHECKPOINT}: it is of another shape than {init}; name the model that the run started from"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(saved["parameters"][name])

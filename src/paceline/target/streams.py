@@ -255,8 +255,12 @@ class StreamSet(nn.Module):
             if bool(value.isnan().any()):
                 raise not_loaded(f"the streams' {name}")
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
+
+        Args:
+            folder: where to.
+            dtype: that the parameters are stored in; None: their own.
 
         Raises:
             ConfigError: a parameter that holds NaN.
@@ -264,7 +268,7 @@ class StreamSet(nn.Module):
         self.assert_loaded()
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        values = {name: value.detach().cpu().contiguous() for name, value in self.tensors().items()}
+        values = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.tensors().items()}
         save_file(values, place / WEIGHTS_FILE, metadata={"format": "pt"})
         (place / CONFIG_FILE).write_text(json.dumps(self.config.to_json(), indent=1) + "\n", encoding="utf-8")
 

@@ -392,9 +392,9 @@ class StreamRecipe:
     # -- result
 
     def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """`StreamSet.save`, and ``training.json``: the facts, the number of parameters of each part, and the limit that
-        drafts are best made with."""
-        self.module.save(folder)
+        """`StreamSet.save`, in bf16 as all weights are, and ``training.json``: the facts, the number of parameters of
+        each part, and the limit that drafts are best made with."""
+        self.module.save(folder, torch.bfloat16)
         counted = {"parameters": self.module.parameters_by_part(), "application": self.options.application}
         values = {**facts, **counted, "attention_limit": self.options.attention_limit}
         (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")

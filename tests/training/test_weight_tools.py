@@ -1,0 +1,104 @@
+"""The tools that make weights of weights: the mean of two models, a stopped run as a model, a set made deeper."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stream_sets
+import torch
+from safetensors.torch import load_file, save_file
+from stream_sets import MODEL, save_set
+from toolkit import trainer, write_data, write_target
+
+from paceline.target.loader import resolve_folder
+from paceline.target.streams import StreamSet
+from paceline.training.network import Network
+from paceline.training.target import TargetRecipe
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def model(folder: Path, value: float, rows: int = 2) -> Path:
+    folder.mkdir()
+    save_file({"w": torch.full((rows, 3), value, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(f'"{folder.name}"')
+    return folder
+
+
+def run(*arguments: object, tool: str = "average_weights") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, TOOLS / f"{tool}.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_mean_has_the_later_ones_share_and_files(tmp_path: Path) -> None:
+    earlier, later, out = model(tmp_path / "a", 1.0), model(tmp_path / "b", 2.0), tmp_path / "out"
+    assert run(earlier, later, "--share", 0.25, "--out", out).returncode == 0
+    assert torch.equal(load_file(out / "model.safetensors")["w"], torch.full((2, 3), 1.25, dtype=torch.bfloat16))
+    assert (out / "config.json").read_text() == '"b"'
+
+
+def test_models_of_another_shape_and_shares_beyond_one_are_refused(tmp_path: Path) -> None:
+    earlier, later, out = model(tmp_path / "a", 1.0), model(tmp_path / "b", 2.0, rows=4), tmp_path / "out"
+    assert "average models of one shape" in run(earlier, later, "--out", out).stderr
+    assert "give 0 to 1" in run(earlier, later, "--share", 2, "--out", out).stderr
+    assert not out.exists()
+
+
+def test_a_stopped_run_becomes_a_model(tmp_path: Path) -> None:
+    init, folder, out = tmp_path / "init", tmp_path / "run", tmp_path / "out"
+    init.mkdir()
+    write_target(init, write_data(tmp_path))
+    job = trainer(folder, TargetRecipe(network := Network.load(init), {}))
+    assert not job.run(stop_after=2).finished
+    done = run(folder, "--init", init, "--out", out, tool="export_checkpoint")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ": 2 steps" in done.stdout
+    stored, before = load_file(out / "model.safetensors"), load_file(init / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert stored.keys() == before.keys()
+    assert not torch.equal(stored[name].float(), before[name].to(torch.bfloat16).float())
+    told = dict(Network.load(out).named_parameters())
+    for key, value in network.named_parameters():
+        assert torch.equal(told[key].float(), value.detach().to(torch.bfloat16).float())
+    assert (out / "tokenizer.json").read_bytes() == (init / "tokenizer.json").read_bytes()
+
+
+def test_a_run_of_another_shape_is_not_exported(tmp_path: Path) -> None:
+    init = tmp_path / "init"
+    init.mkdir()
+    write_target(init, write_data(tmp_path))
+    trainer(tmp_path / "run").run(stop_after=1)
+    done = run(tmp_path / "run", "--init", init, "--out", tmp_path / "out", tool="export_checkpoint")
+    assert "of another shape" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_deeper_set_keeps_what_was_trained_and_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_sets, "MODEL", "paceline-small")  # the other has too few layers
+    target, layers, out = resolve_folder("paceline-small"), 3, tmp_path / "out"
+    found = StreamSet.load(save_set(tmp_path / "set", layers=layers - 1))
+    done = run(
+        tmp_path / "set", "--layers", layers, "--target", target, "--out", tmp_path / "out", tool="deepen_streams"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    made = StreamSet.load(out)
+    assert made.config.msa_layers == layers
+    assert made.config.adapter is not None
+    assert made.config.adapter.layers == (9, 10, 11)
+    kept = found.tensors()
+    for name, value in made.tensors().items():
+        if name in kept:
+            assert torch.equal(value, kept[name])
+        elif name.endswith("up"):
+            assert not value.any()
+    assert len(made.tensors()) > len(kept)
+
+
+def test_sets_that_cannot_be_made_deeper_are_refused(tmp_path: Path) -> None:
+    folder = save_set(tmp_path / "set")
+    for layers in (1, 2):
+        done = run(folder, "--layers", layers, "--target", resolve_folder(MODEL), "--out", "x", tool="deepen_streams")
+        assert "can be made deeper" in done.stderr
