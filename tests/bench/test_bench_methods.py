@@ -37,6 +37,14 @@ DRAFT = "paceline-small-draft"
             Method(name="ngram;exact=true;dtype=float32", drafter="ngram", settings={"exact": True}, dtype="float32"),
         ),  # noqa: E501
         (f"hybrid:{DRAFT},dtype=int8", Method(name="hybrid,dtype=int8", drafter=f"hybrid:{DRAFT},dtype=int8")),
+        (
+            f"both=hybrid:suffix;depth=9;max_tokens=0+draft_model:{DRAFT};topk=2,nodes=8;budget=6",
+            Method(
+                name="both",
+                drafter=f"hybrid:suffix;depth=9;max_tokens=0+draft_model:{DRAFT};topk=2,nodes=8",
+                settings={"budget": 6},
+            ),
+        ),
         (f"x=draft_model:{DRAFT},depth=3", Method(name="x", drafter=f"draft_model:{DRAFT},depth=3")),
         ("ngram;round=serial", Method(name="ngram;round=serial", drafter="ngram", round="serial")),
         ("ngram;budget=none", Method(name="ngram;budget=none", drafter="ngram", settings={"budget": None})),
@@ -61,6 +69,8 @@ def test_a_method_is_read(text: str, wanted: Method) -> None:
         ("ngram,depth=0", "depth must be 1 or more"),
         ("ngram;bugdet=3", "did you mean 'budget'"),
         ("ngram;exact=maybe", "no value for exact"),
+        (f"hybrid:{DRAFT};bugdet=3", "did you mean 'budget'"),
+        (f"hybrid:suffix;k=3+draft_model:{DRAFT}", "suffix has no option 'k'"),
         ("ngram;budget", "not option=value"),
         ("ngram;budget=1;budget=2", "given twice"),
         ("ngram;round=mirro", "no round 'mirro'"),

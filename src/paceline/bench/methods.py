@@ -6,6 +6,7 @@ A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the regis
     ngram
     fast=ngram,depth=4;budget=8
     hybrid:paceline-small-draft,dtype=int8
+    hybrid:suffix;depth=14+streams:paceline-small-streams;budget=16
     sql=streams,k=2;application=sql
     llama.cpp/ngram-mod
 
@@ -52,6 +53,7 @@ CELL_SETTINGS: dict[str, Callable[[str], Any]] = {
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
+_OF_METHODS = {*SETTINGS, "round", "dtype", "application"}
 _NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
 _OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
@@ -84,7 +86,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
     Raises:
         ConfigError: no such drafter, peer, mode or option, or a value that does not fit.
     """
-    head, *rest = (part.strip() for part in text.split(";"))
+    head, rest = _cut(text)
     name, body = _named(head)
     if not body:
         raise ConfigError(f"--method {text!r}", "it names no drafter", _FORM)
@@ -143,6 +145,17 @@ def _sweep_value(setting: str, value: str, asked: str) -> Any:
     if setting == "dtype":
         return value
     return _setting_value(setting, value, asked, [*CELL_SETTINGS, "dtype", "round", "DRAFTER.OPTION"])
+
+
+def _cut(text: str) -> tuple[str, list[str]]:
+    """A method's drafter, and its settings. Options of a hybrid's parts stand behind ; as well: what comes before the
+    first setting and is an option of some drafter is theirs."""
+    head, *rest = (part.strip() for part in text.split(";"))
+    if _kind(_named(head)[1]) == "hybrid":
+        options = {option.name for row in registry.describe() for option in row.options} - _OF_METHODS
+        while rest and rest[0].partition("=")[0].strip() in options:
+            head += ";" + rest.pop(0)
+    return head, rest
 
 
 def _named(head: str) -> tuple[str | None, str]:
