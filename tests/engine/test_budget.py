@@ -429,6 +429,26 @@ def test_a_sequence_that_rested_can_say_so() -> None:
     assert budget.rested(sequence) is None  # type: ignore[arg-type]
 
 
+def test_at_rest_states_are_taken_only_before_the_next_look() -> None:
+    """`rests` is said of steps behind which nothing is drafted; where requests come or go, a step later."""
+    world = World(STEP_COSTS["linear"], acceptance=lambda _: 0.0, answer=4000, ask_ms=0.3)
+    budget = auto(world, spares=True)
+    budget.rests = False
+    sequences = [Sequence(key, world) for key in range(3)]
+    said = []
+    for step in range(300):
+        live = sequences[: 1 + (step % 97 > 60)]
+        rested = budget.rests
+        budgets, _ = _step(budget, live, [[WRONG] * 4] * len(live), world)
+        assert not (rested and any(budgets))
+        said.append(budget.rests)
+    assert 0.4 < sum(said[100:]) / 200 < 0.75
+    eager = auto(world)
+    for _ in range(100):
+        _step(eager, sequences[:1], [[WRONG] * 4], world)
+        assert not eager.rests
+
+
 def test_of_several_sources_each_is_asked_where_it_pays() -> None:
     """A free look-up that is right in half of the texts, a dear network that is right in all."""
     world = World(STEP_COSTS["flat"])

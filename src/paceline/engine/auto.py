@@ -51,6 +51,7 @@ class AutoBudget:
         prepares: the source that proposes only what the step before has prepared, in the target's pass and behind it;
             a step that does not ask it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
+        spares: whether a drafter reads states of the step before a draft, and of no earlier one.
         config: what is spent on learning.
 
     Raises:
@@ -69,6 +70,7 @@ class AutoBudget:
         draft_costs: Sequence[DraftCosts] | None = None,
         prepares: int | None = None,
         blind: bool = False,
+        spares: bool = False,
         config: AutoBudgetConfig | None = None,
     ) -> None:
         if not 1 <= cap <= MAX_BUDGET:
@@ -82,8 +84,9 @@ class AutoBudget:
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns = True  # from the coming step
+        self.rests = False  # in the coming step and in the one behind it
         self._numbers = range(len(self.sources))
-        self._prepares, self._blind = prepares, blind
+        self._prepares, self._blind, self._spares = prepares, blind, spares
         self._kinds: dict[str | None, Kind] = {}
         self._books: dict[int, Book] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
@@ -121,6 +124,7 @@ class AutoBudget:
             ],
             prepares=next((k for k, part in enumerate(parts) if part.streams is not None), None),
             blind=spec.proposes == "sampled",
+            spares=bool(spec.taps) and spec.past == 0,
         )
 
     # -- before the step
@@ -128,12 +132,17 @@ class AutoBudget:
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """Nodes that the drafter may propose; see `DraftBudget.plan`."""
         self._steps += 1
-        if self._steps < self._look_at and batch_size == self._batch and self._knows(sequences):
-            self._rested += 1
-            self.learns = self._steps % self.config.listen_every == 0
-            if not self.learns:
-                self._purse.save(self._plain_ms, self._plain_ms)
-            return [0] * len(sequences)
+        if self._steps < self._look_at:
+            same = batch_size == self._batch and self._knows(sequences)
+            if same or self.rests:
+                if not same:  # look at it in the next step: the states that drafts of this one need were not taken
+                    self._look_at = self._steps + 1
+                self._rest()
+                self.learns = self._steps % self.config.listen_every == 0
+                if not self.learns:
+                    self._purse.save(self._plain_ms, self._plain_ms)
+                return [0] * len(sequences)
+        self.rests = False
         books = self._open(sequences, batch_size)
         plain = self._wants_plain()
         heard = self._heard.get(bucket(batch_size), 0)
@@ -142,13 +151,18 @@ class AutoBudget:
             self._purse.save(self._plain_ms, self._plain_ms)
         wanted = self._wanted(books, plain)
         if not wanted:
-            self._rested += 1
             if not plain:
                 self._look_at = self._steps + self.config.rest
+            self._rest()
             return [0] * len(books)
         if self._blind:
             return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
         return [self.cap if i in wanted else 0 for i in range(len(books))]
+
+    def _rest(self) -> None:
+        """Draft nothing in the coming step."""
+        self._rested += 1
+        self.rests = self._spares and self._steps + 1 < self._look_at
 
     def _knows(self, sequences: Sequence[RunningSequence]) -> bool:
         return all([sequence.view.key in self._books for sequence in sequences])
