@@ -42,6 +42,9 @@ class World:
         noise: standard deviation of the log of a step's time.
         hiccup: chance of a step that takes ten times as long.
         table_error: factor by which the table that the budget is given is wrong.
+        batch_error: factor by which it is wrong about batches of more than one, beyond that.
+        spread: by what every other sequence's acceptance is higher, and the others' lower.
+        slowness: factor on what steps take, by step of the world: other work on the machine.
     """
 
     costs: Callable[[float], float]
@@ -56,6 +59,9 @@ class World:
     noise: float = 0.05
     hiccup: float = 0.0
     table_error: float = 1.0
+    batch_error: float = 1.0
+    spread: float = 0.0
+    slowness: Callable[[int], float] = lambda step: 1.0
     prompt: int = 100
     answer: int = 64
     prepares: bool = False  # a sequence drafts only what its last step prepared, where that had a budget
@@ -70,7 +76,7 @@ class World:
         sizes = (1, 2, 4, 8, 16, 32, 64, 128)
         return CostTable(
             chain=tuple((r, self.costs(r) * self.table_error) for r in sizes),
-            plain=tuple((b, self.step_ms(b, 0) * self.table_error) for b in sizes),
+            plain=tuple((b, self.step_ms(b, 0) * self.table_error * (self.batch_error if b > 1 else 1)) for b in sizes),
         )
 
 
@@ -122,7 +128,8 @@ class Drafter:
             offered, sequence.ready = offered if sequence.ready else 0, nodes > 0
         if world.level_ms and world.claimed and floor > 0:
             offered = min(offered, 1 + int(math.log(min(1, floor)) / math.log(world.claimed)))
-        return [RIGHT if self.draw.random() < world.acceptance(step) else WRONG for _ in range(offered)]
+        chance = world.acceptance(step) + world.spread * (2 * (sequence.view.key % 2) - 1)
+        return [RIGHT if self.draw.random() < chance else WRONG for _ in range(offered)]
 
     def tree(self, chains: list[list[int]]) -> TokenTree:
         """One tree a chain."""
@@ -160,7 +167,7 @@ def run(budget: Any, world: World, batch: int, steps: int) -> Ran:
             chain = checked.get(id(sequence), [])
             right = next((i for i, token in enumerate(chain) if token != RIGHT), len(chain))
             accepted.append(min(right, sequence.max_len - len(sequence.view.tokens) - 1))
-        rest_ms = world.step_ms(len(live), sum(drafted)) * math.exp(luck.gauss(0, world.noise))
+        rest_ms = world.step_ms(len(live), sum(drafted)) * world.slowness(step) * math.exp(luck.gauss(0, world.noise))
         # A hiccup is not in the time that is compared, which would be that of the luckier run.
         seen_ms = rest_ms * (10 if luck.random() < world.hiccup else 1)
         for sequence, right in zip(live, accepted, strict=True):

@@ -28,6 +28,7 @@ from paceline.engine.budget import AUTO, FixedBudget, StepRecord, TableBudget, p
 from paceline.engine.calibration import Calibration, Fingerprint
 from paceline.engine.chances import Chances, weigh
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
+from paceline.engine.exploring import AutoBudgetConfig, PlainSteps, Purse
 
 PLAIN = FixedBudget(size=0)
 NETWORK = {"level_ms": 1.0, "unseen_ms": 0.02}  # a drafter that runs a network of its own
@@ -153,6 +154,16 @@ def test_steps_correct_a_table_that_is_off(factor: float) -> None:
         costs.observe(1, 0, 100, world.step_ms(1, 0))
     assert costs.predict(1, 0) == pytest.approx(world.step_ms(1, 0), rel=0.02)
     assert costs.predict(1, 8) == pytest.approx(world.step_ms(1, 8), rel=0.05)  # nothing was drafted yet
+
+
+def test_what_rows_cost_is_believed_at_once() -> None:
+    """Of a kind that is new the table says little: three steps are enough, and the machine is not to blame."""
+    world = World(STEP_COSTS["steep"], batch_error=3.0)
+    costs = StepCosts(world.table())
+    for extra in (0, 0, 0, 8, 8, 8):
+        costs.observe(8, extra, 100, world.step_ms(8, extra))
+    assert costs.predict(8, 0) == pytest.approx(world.step_ms(8, 0), rel=0.02)
+    assert costs.predict(8, 8) == pytest.approx(world.step_ms(8, 8), rel=0.02)
 
 
 def test_one_hiccup_moves_nothing() -> None:
@@ -305,6 +316,19 @@ HARD: dict[str, dict[str, Any]] = {
     "table three times too dear": {"table_error": 3.0, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
     "table three times too cheap": {"table_error": 0.33, "acceptance": lambda _: 0.3, "costs": STEP_COSTS["linear"]},
     "slow network": {**NETWORK, "level_ms": 4.0, "acceptance": lambda _: 0.7, "costs": STEP_COSTS["flat"]},
+    "table and first steps too dear": {
+        "slowness": lambda step: 2.0 if step < 3 else 1.0,
+        "batch_error": 2.0,
+        "acceptance": lambda _: 0.4,
+        "spread": 0.3,
+        "costs": STEP_COSTS["linear"],
+    },
+    "batches priced too dear": {
+        "batch_error": 3.0,
+        "acceptance": lambda _: 0.5,
+        "spread": 0.4,
+        "costs": STEP_COSTS["steep"],
+    },
     "slow look-up": {"ask_ms": 0.8, "offer": 0.3, "acceptance": lambda _: 0.1, "costs": STEP_COSTS["flat"]},
 }
 
@@ -405,6 +429,26 @@ def test_a_sequence_that_rested_can_say_so() -> None:
     assert budget.rested(sequence) is None  # type: ignore[arg-type]
 
 
+def test_at_rest_states_are_taken_only_before_the_next_look() -> None:
+    """`rests` is said of steps behind which nothing is drafted; where requests come or go, a step later."""
+    world = World(STEP_COSTS["linear"], acceptance=lambda _: 0.0, answer=4000, ask_ms=0.3)
+    budget = auto(world, spares=True)
+    budget.rests = False
+    sequences = [Sequence(key, world) for key in range(3)]
+    said = []
+    for step in range(300):
+        live = sequences[: 1 + (step % 97 > 60)]
+        rested = budget.rests
+        budgets, _ = _step(budget, live, [[WRONG] * 4] * len(live), world)
+        assert not (rested and any(budgets))
+        said.append(budget.rests)
+    assert 0.4 < sum(said[100:]) / 200 < 0.75
+    eager = auto(world)
+    for _ in range(100):
+        _step(eager, sequences[:1], [[WRONG] * 4], world)
+        assert not eager.rests
+
+
 def test_of_several_sources_each_is_asked_where_it_pays() -> None:
     """A free look-up that is right in half of the texts, a dear network that is right in all."""
     world = World(STEP_COSTS["flat"])
@@ -414,10 +458,10 @@ def test_of_several_sources_each_is_asked_where_it_pays() -> None:
     )  # fmt: skip
     sequences = [Sequence(1, world), Sequence(2, world)]
     views = [s.view for s in sequences]
-    asked = [0, 0]
+    asked, plain = [0, 0], []
     for step in range(300):
         if not any(budget.plan(sequences, 2)):  # type: ignore[arg-type]
-            assert step < 2  # what a plain step costs is measured first
+            plain.append(step)  # what a plain step costs is measured first, and again
             _check(budget, sequences, [([], 0), ([], 0)], world, 0.0, [0, 0])
             continue
         assert 0 in budget.ask(0, views, [0.0, 0.0])  # type: ignore[arg-type]
@@ -429,6 +473,60 @@ def test_of_several_sources_each_is_asked_where_it_pays() -> None:
         if step >= 100:
             asked = [n + (i in models) for i, n in enumerate(asked)]
     assert asked[0] < 20 and asked[1] > 180
+    assert plain[:2] == [0, 1] and len(plain) < 15
+
+
+def test_rows_are_tried_step_by_step() -> None:
+    """What hundreds of rows cost is a guess of the table: each step checks up to twice as many as were known."""
+    world = World(STEP_COSTS["flat"], acceptance=lambda _: 0.95)
+    most = 0
+    for rows in run(auto(world), world, 32, 60).history:
+        assert rows <= max(AutoBudgetConfig.first_rows, 2 * most)
+        most = max(most, rows)
+    assert most > 100
+
+
+def test_a_plain_step_is_measured_as_often_as_its_share_allows() -> None:
+    """Early and at growing intervals; later by what it costs."""
+    config = AutoBudgetConfig(explore=0.02, plain_most=100)
+
+    def intervals(gain: float, count: int = 9) -> list[int]:
+        steps, found, last = PlainSteps(config), [], 0
+        for step in range(1, 2000):
+            if len(found) < count and steps.due(4, step, len(found), gain):
+                steps.note(4, step)
+                found.append(step - last)
+                last = step
+        return found
+
+    assert intervals(0.0) == [1, 1, 5, 9, 9, 9, 9, 9, 9]
+    assert intervals(0.8) == [1, 1, 5, 9, 17, 33, 41, 41, 41]
+    assert intervals(9.0)[-1] == 101
+
+
+def test_what_is_tried_is_paid_from_a_share_of_the_time() -> None:
+    purse = Purse(AutoBudgetConfig(explore=0.01, purse=1.0, overdraft=4.0))
+    assert not purse.pay(0.1, 10.0)
+    for _ in range(50):
+        purse.save(10.0, 10.0)
+    assert purse.credit_ms(10.0) == pytest.approx(5.0) and purse.pay(4.0, 10.0) and not purse.pay(4.0, 10.0)
+    for _ in range(500):
+        purse.save(10.0, 10.0)
+    assert purse.ms == pytest.approx(10.0) and purse.credit_ms(10.0) == pytest.approx(50.0)  # it may be overdrawn
+
+
+def test_a_wrong_plain_step_is_found_out() -> None:
+    """The first plain steps were slow, so that every row seems free: before long that is noticed."""
+    slow = World(
+        STEP_COSTS["linear"], acceptance=lambda _: 0.4, spread=0.3, batch_error=2.0, noise=0.1,
+        slowness=lambda step: 2.0 if step < 3 else 1.0,
+    )  # fmt: skip
+    for batch in (8, 32):
+        budget = auto(slow)
+        drafted = run(budget, slow, batch, 100).history
+        assert max(drafted[:30]) > 0  # it was misled
+        assert budget._plain_ms == pytest.approx(slow.step_ms(batch, 0), rel=0.25)
+        assert gain(slow, batch, 100) > 0.95
 
 
 def test_the_cap_is_kept_and_checked() -> None:

@@ -20,7 +20,6 @@ Asks that are not expected to pay are made with a stated share of the time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import exp
 from typing import Any, Self
 
@@ -32,36 +31,11 @@ from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, StepRecord
 from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
+from .exploring import AutoBudgetConfig, PlainSteps, Purse
 from .worth import Asked, Book, Choice, Kind, Worth
 
 MARGINAL = 1e-3  # tokens
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoBudgetConfig:
-    """What is spent on learning, and how fast old figures fade."""
-
-    explore: float = 0.01  # share of the time for asks that are not expected to pay
-    purse: float = 1.0  # of that share, plain steps that may be saved up
-    overdraft: float = 4.0  # plain steps that one such ask may cost beyond a full purse: a long prompt to catch up with
-    first_gain: float = 0.5  # tokens that the asks of an unknown look-up are taken to bring
-    first_gain_network: float = 2.5  # the same of a drafter with a network: hopeful enough for a first try
-    pilot: int = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
-    trial: int = 4  # asks of such a drafter for a new request, after which is known what it brings there
-    first_lift: float = 0.35  # tokens an ask by which trials of an unknown one are taken to pay, over their cost
-    quickest: float = 0.08  # least weight of an ask in what its sequence's asks bring
-    rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
-    kind_rate: float = (
-        1 / 256
-    )  # least weight of an ask in what a kind's asks bring: several requests, not the last text
-    horizon: int = 64  # tokens over which catching up must pay; fewer where the request ends earlier
-    plain_first: int = 2  # plain steps seen at a batch size before drafts: what they are compared with must be measured
-    plain_every: int = 512  # steps after which the cost of a plain step is measured again
-    listen_every: int = 3  # steps of which one is observed, once a batch size is known: observing takes time
-    rest: int = 4  # steps after which a batch that nothing is drafted for is looked at again
-    known_after: int = 48  # observed steps after which it is
-    margin: float = 0.1  # by which nodes must be worth more than they cost: of many estimates the best are too good
 
 
 class AutoBudget:
@@ -77,6 +51,7 @@ class AutoBudget:
         prepares: the source that proposes only what the step before has prepared, in the target's pass and behind it;
             a step that does not ask it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
+        spares: whether a drafter reads states of the step before a draft, and of no earlier one.
         config: what is spent on learning.
 
     Raises:
@@ -95,6 +70,7 @@ class AutoBudget:
         draft_costs: Sequence[DraftCosts] | None = None,
         prepares: int | None = None,
         blind: bool = False,
+        spares: bool = False,
         config: AutoBudgetConfig | None = None,
     ) -> None:
         if not 1 <= cap <= MAX_BUDGET:
@@ -108,14 +84,16 @@ class AutoBudget:
         self.costs = StepCosts(table)
         self.draft_costs = [*(draft_costs or [DraftCosts() for _ in sources])]
         self.learns = True  # from the coming step
+        self.rests = False  # in the coming step and in the one behind it
         self._numbers = range(len(self.sources))
-        self._prepares, self._blind = prepares, blind
+        self._prepares, self._blind, self._spares = prepares, blind, spares
         self._kinds: dict[str | None, Kind] = {}
         self._books: dict[int, Book] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
-        self._steps = self._rested = self._plain_at = self._look_at = 0
-        self._purse_ms = 0.0
+        self._steps = self._rested = self._look_at = 0
+        self._purse, self._plain = Purse(self.config), PlainSteps(self.config)
+        self._rows: dict[int, int] = {}  # by bucket of batch sizes: most nodes that were checked at once
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
         self._first: set[int] = set()  # sequences that asking the first source for pays
@@ -146,6 +124,7 @@ class AutoBudget:
             ],
             prepares=next((k for k, part in enumerate(parts) if part.streams is not None), None),
             blind=spec.proposes == "sampled",
+            spares=bool(spec.taps) and spec.past == 0,
         )
 
     # -- before the step
@@ -153,26 +132,37 @@ class AutoBudget:
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """Nodes that the drafter may propose; see `DraftBudget.plan`."""
         self._steps += 1
-        if self._steps < self._look_at and batch_size == self._batch and self._knows(sequences):
-            self._rested += 1
-            self.learns = self._steps % self.config.listen_every == 0
-            if not self.learns:
-                self._save(self._plain_ms)
-            return [0] * len(sequences)
+        if self._steps < self._look_at:
+            same = batch_size == self._batch and self._knows(sequences)
+            if same or self.rests:
+                if not same:  # look at it in the next step: the states that drafts of this one need were not taken
+                    self._look_at = self._steps + 1
+                self._rest()
+                self.learns = self._steps % self.config.listen_every == 0
+                if not self.learns:
+                    self._purse.save(self._plain_ms, self._plain_ms)
+                return [0] * len(sequences)
+        self.rests = False
         books = self._open(sequences, batch_size)
+        plain = self._wants_plain()
         heard = self._heard.get(bucket(batch_size), 0)
-        self.learns = heard < self.config.known_after or self._steps % self.config.listen_every == 0
+        self.learns = plain or heard < self.config.known_after or self._steps % self.config.listen_every == 0
         if not self.learns:
-            self._save(self._plain_ms)
-        wanted = self._wanted(books)
+            self._purse.save(self._plain_ms, self._plain_ms)
+        wanted = self._wanted(books, plain)
         if not wanted:
-            self._rested += 1
-            if not self._wants_plain(batch_size):
+            if not plain:
                 self._look_at = self._steps + self.config.rest
+            self._rest()
             return [0] * len(books)
         if self._blind:
             return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
         return [self.cap if i in wanted else 0 for i in range(len(books))]
+
+    def _rest(self) -> None:
+        """Draft nothing in the coming step."""
+        self._rested += 1
+        self.rests = self._spares and self._steps + 1 < self._look_at
 
     def _knows(self, sequences: Sequence[RunningSequence]) -> bool:
         return all([sequence.view.key in self._books for sequence in sequences])
@@ -222,12 +212,12 @@ class AutoBudget:
             found.append(Worth(known.gain, known.open, min(known.asks, 4), kind=known))
         return found
 
-    def _wanted(self, books: Sequence[Book]) -> set[int]:
-        """The sequences to draft for."""
+    def _wanted(self, books: Sequence[Book], plain: bool) -> set[int]:
+        """The sequences to draft for: none in a plain step."""
         self._trials.clear()
         for asked in self._asked:
             asked.opens, asked.ms, asked.passes = {}, 0.0, 0
-        if self._wants_plain(self._batch):
+        if plain:
             return set()
         paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
         self._first = {books[i].view.key for i in paying[0]}
@@ -247,10 +237,14 @@ class AutoBudget:
         rise = self._rise(8)
         return self._rate * min(rise[1], rise[2] / 2, rise[4] / 4, rise[8] / 8)
 
-    def _wants_plain(self, batch_size: int) -> bool:
-        """Whether a plain step is due, so that what drafts are compared with is measured."""
-        late = self._steps - self._plain_at > self.config.plain_every
-        return late or self.costs.visits(batch_size, 0) < self.config.plain_first
+    def _wants_plain(self) -> bool:
+        """Whether the coming step is to be a plain one, so that what drafts are compared with is measured."""
+        size, gain = bucket(self._batch), self._rate * self._plain_ms / self._batch - 1
+        lost = gain if self._prepares is None else 2 * gain  # the step after it has nothing prepared
+        if not self._plain.due(size, self._steps, self.costs.visits(self._batch, 0), lost):
+            return False
+        self._plain.note(size, self._steps)  # also where prompts make it no plain one
+        return True
 
     def _paying(self, source: int, books: Sequence[Book], opens: Sequence[float]) -> set[int]:
         """The sequences that asking this source for pays, in the mean."""
@@ -307,7 +301,7 @@ class AutoBudget:
     def _explore(self, books: Sequence[Book], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
         the saved share of the time goes."""
-        if self._credit_ms() <= 0 or self.row_chance * (1 + self.config.margin) >= 1:
+        if self._purse.credit_ms(self._plain_ms) <= 0 or self.row_chance * (1 + self.config.margin) >= 1:
             return set()
         found = set()
         waiting = [
@@ -317,9 +311,8 @@ class AutoBudget:
             book = books[i]
             if not book.worths[source].begun:  # else it is paid for
                 cost = self.draft_costs[source].predict(1) + self._behind_ms(source, book)
-                if cost > self._credit_ms():
+                if not self._purse.pay(cost, self._plain_ms):
                     continue
-                self._purse_ms -= cost
             self._trials.add((book.view.key, source))
             found.add(i)
         return found
@@ -327,14 +320,6 @@ class AutoBudget:
     def _behind_ms(self, source: int, book: Book) -> float:
         behind = len(book.view.tokens) - book.worths[source].seen - NEAR
         return max(0, behind) * self.draft_costs[source].catch_up_ms
-
-    def _credit_ms(self) -> float:
-        """What a trial may cost. A full purse may be overdrawn, else an expensive trial would never be made."""
-        full = self._purse_ms >= 0.99 * self.config.purse * self._plain_ms
-        return self._purse_ms + (self.config.overdraft * self._plain_ms if full else 0.0)
-
-    def _save(self, ms: float) -> None:
-        self._purse_ms = min(self.config.purse * self._plain_ms, self._purse_ms + self.config.explore * ms)
 
     def _ahead(self, book: Book) -> int:
         """Nodes of a chain whose scores may not be looked at: by depth alone."""
@@ -417,6 +402,8 @@ class AutoBudget:
         else:
             ranked = [(chance, b, i) for b, offer in enumerate(offers) for i, chance in enumerate(offer.path) if i]
             ranked.sort(key=_by_chance)
+        if not self._blind:  # of so many rows as never yet the cost is a guess: go on from what is known
+            ranked = ranked[: max(self.config.first_rows, 2 * self._rows.get(bucket(self._batch), 0))]
         chances = [chance for chance, _, _ in ranked]
         count, price = self._best(chances)
         if self._blind or self._tries_rows(chances, count):  # decided ahead, or to learn
@@ -428,7 +415,7 @@ class AutoBudget:
             self._asked[0].passes = max(offer.levels for offer in offers) if passes is None else passes
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
         self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
-        if count == len(ranked):
+        if count == sum(lists.counts) - len(views):
             return tree if count else None
         return TokenTree.from_lists(lists.kept([*map(sorted, kept)])) if count else None
 
@@ -458,10 +445,7 @@ class AutoBudget:
             return False
         rise = self._rise(most)
         loss = rise[most] - rise[count] - sum(chances[count:]) / self._rate
-        if loss > self._credit_ms():
-            return False
-        self._purse_ms -= max(0.0, loss)
-        return True
+        return self._purse.pay(loss, self._plain_ms)
 
     # -- learning
 
@@ -501,25 +485,28 @@ class AutoBudget:
                         cost = self._rate * self.draft_costs[source].predict(1)
                         worth.kind.lifted(max(0.0, worth.gain / max(worth.open, LEAST_OPEN) - cost), 1 / 16)
                 if gain and (view.key, source) in self._trials:
-                    self._save(gain / self._rate / self.config.explore)
+                    self._purse.earn(gain / self._rate, self._plain_ms)
 
     def observe(self, step: StepRecord) -> None:
         """Learn what the step cost and earned."""
         if not step.sequences:
             return
         batch, drafted, asked = len(step.sequences), sum(step.drafted), any(step.budgets)
+        size = bucket(batch)
         total_ms = step.draft_ms + step.rest_ms
-        self._save(total_ms)
+        self._purse.save(total_ms, self._plain_ms)
         if step.pure:
             context = sum(len(s.view.tokens) for s in step.sequences)
             if drafted or not (asked and self._rides()):
                 self.costs.observe(batch, drafted, context, step.rest_ms)
-                self._plain_at = self._plain_at if drafted else self._steps
+                if not drafted:
+                    self._plain.note(size, self._steps)
+            self._rows[size] = max(drafted, self._rows.get(size, 0))
             weight = self.config.rate
-            tokens, ms = self._earned.get(bucket(batch), (0.0, 0.0))
+            tokens, ms = self._earned.get(size, (0.0, 0.0))
             earned = sum(step.accepted) + batch
-            self._heard[bucket(batch)] = self._heard.get(bucket(batch), 0) + 1
-            self._earned[bucket(batch)] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
+            self._heard[size] = self._heard.get(size, 0) + 1
+            self._earned[size] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
         if asked:
             others = sum([source.ms for k, source in enumerate(self._asked) if k != self._late])
             self._learn_costs(self._late, self._asked[self._late].passes, step.ask_ms - others)

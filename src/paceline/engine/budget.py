@@ -45,6 +45,12 @@ class DraftBudget(Protocol):
         ...
 
     @property
+    def rests(self) -> bool:
+        """Whether neither the coming step nor the one behind it drafts, so that nothing need be prepared for it; read
+        after `plan`."""
+        ...
+
+    @property
     def rule(self) -> DraftRule | None:
         """What chooses among the proposed nodes; None: all within the budget are checked."""
         ...
@@ -86,6 +92,7 @@ class StaticBudget:
     """Base of budgets that learn nothing."""
 
     learns = False
+    rests = False
     rule = None
 
     def observe(self, step: StepRecord) -> None:

@@ -140,7 +140,7 @@ class _Deviation:
 
     log: float = 0.0
     visits: int = 0
-    recent: deque[float] = field(default_factory=lambda: deque([0.0] * (WINDOW - 1), maxlen=WINDOW))
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
 class Corrections:
@@ -172,7 +172,9 @@ class Corrections:
     def observe(self, key: tuple[int, int], log: float) -> None:
         """Learn from one time: the log of measured over expected."""
         self._known.clear()
-        kind = self._kinds.setdefault(key, _Deviation())
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Deviation(self._nearest(*key))
         kind.visits += 1
         if len(self._first) < WINDOW:  # the first times tell how far off all expectations are, however far
             self._first.append(log)
@@ -180,28 +182,24 @@ class Corrections:
             return
         # As differences from the machine's speed, so that what moved that meanwhile is not counted twice.
         kind.recent.append(log - self._machine)
-        surprise = sorted(kind.recent)[WINDOW // 2] - kind.log
-        surprise = max(-math.log(STEEPEST), min(math.log(STEEPEST), surprise))
-        # What a new kind costs says little of the machine; later surprises say little of the kind.
-        self._machine += MACHINE * (kind.visits - 1) / (kind.visits + 2) * surprise
-        kind.log += max(SLOWEST, 1 / (kind.visits + 1)) * surprise
+        middle = sorted(kind.recent)[(len(kind.recent) - 1) // 2]
+        # Of a new kind the table may be far off; an accident in the first of them is outweighed by the next.
+        most = math.log(STEEPEST) * (1 if kind.visits > WINDOW else WINDOW)
+        surprise = max(-most, min(most, middle - kind.log))
+        # What a new kind costs says nothing of the machine; later surprises say little of the kind.
+        self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
+        kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
 
     def _deviation(self, first: int, second: int) -> float:
-        """The correction of a kind, from its own times and, where there are few, from its likes'."""
+        """The correction of a kind, from its own times or, where there are none, from its likes'."""
         kind = self._kinds.get((first, second))
-        if kind is not None and kind.visits >= WINDOW:
-            return kind.log
-        near = self._nearest(first, second)
-        if kind is None:
-            return near
-        share = kind.visits / WINDOW
-        return share * kind.log + (1 - share) * near
+        return self._nearest(first, second) if kind is None else kind.log
 
     def _nearest(self, first: int, second: int) -> float:
         """The correction of the most similar kind met; a second bucket of 0 is like no other."""
         best, distance = 0.0, 99
         for (a, b), kind in self._kinds.items():
-            if (b > 0) == (second > 0) and kind.visits >= WINDOW:
+            if (b > 0) == (second > 0):
                 apart = 2 * abs(a - first) + abs(b - second)
                 if apart < distance:
                     best, distance = kind.log, apart

@@ -182,6 +182,9 @@ class Scheduler:
                 left -= work.budget
         for work in works:
             work.may_draft = work.max_depth > 1
+        if able and self.budget.rests:
+            for work in able:
+                work.may_draft = False
         return works
 
     def _max_depth(self, sequence: RunningSequence) -> int:

@@ -95,7 +95,7 @@ class Work:
     generates: bool  # whether these reach the last known token, so that a new one is generated
     budget: int  # drafted nodes allowed
     max_depth: int  # deepest useful node (max_tokens, context)
-    may_draft: bool = False  # whether later steps may draft: worth preparing for even where the budget is 0 now
+    may_draft: bool = False  # whether the next step may draft: worth preparing for even where the budget is 0 now
 
 
 @dataclass(slots=True, eq=False)
