@@ -405,11 +405,11 @@ def assemble(
 
 
 def _scratch(drafter: Drafter | None, applications: Sequence[Application], rows: int, sequences: int) -> int:
-    """Slots for streams, as few as an `LLM` takes."""
-    if drafter is None or drafter.spec.streams is None:
+    """Slots for drafts and streams, as few as an `LLM` takes."""
+    if drafter is None:
         return 0
     shared = max((a.streams.config.gamma for a in applications if a.streams is not None), default=0)
-    return drafter.spec.streams.scratch_slots(shared, rows, sequences)
+    return drafter.spec.scratch_slots(shared, rows, sequences)
 
 
 def run(

@@ -265,9 +265,9 @@ def _most_streams(applications: Mapping[str, Application]) -> int:
 
 
 def _scratch_slots(config: LLMConfig, drafter: Drafter | None, streams: int) -> int:
-    """K/V slots that the streams of one pass need; ``streams``: most of a row of an application."""
-    rules = drafter.spec.streams if drafter is not None else None
-    return 0 if rules is None else rules.scratch_slots(streams, config.max_batch_rows, config.max_sequences)
+    """K/V slots that drafts, or the streams of one pass, need; ``streams``: most of a row of an application."""
+    spec = None if drafter is None else drafter.spec
+    return 0 if spec is None else spec.scratch_slots(streams, config.max_batch_rows, config.max_sequences)
 
 
 def _pool_tokens(

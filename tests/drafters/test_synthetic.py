@@ -71,6 +71,7 @@ def info(vocab_size: int) -> TargetInfo:
         bos_id=None,
         tokenizer=None,
         handle=None,  # type: ignore[arg-type]  # recorded answers need no states
+        decoder=None,  # type: ignore[arg-type]
     )
 
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +43,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome
 from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
 from paceline.drafters.hybrid import Hybrid, HybridConfig
+from paceline.drafters.magicdec import MagicDec, MagicDecConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.proposal import Proposal
 from paceline.drafters.suffix import SuffixConfig
@@ -51,9 +52,11 @@ from paceline.rounds.base import StepResult, Work
 from paceline.target.adapters import AdapterConfig
 from paceline.target.base import TargetInfo
 from paceline.target.decoder import Decoder
+from paceline.target.families import DecoderConfig
 
 EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
 CONFIG = tiny_config(eos_ids=EOS_IDS)
+WHOLE = tiny_config(eos_ids=EOS_IDS, windows=(None,) * CONFIG.num_layers)  # for drafters that refuse sliding windows
 OWN_MLP = AdapterConfig(rank=4, layers=(CONFIG.num_layers - 1,), linears=("qkv", "mlp"))  # streams have no other
 VOCAB = CONFIG.vocab_size
 TOKENS = 20  # of an answer, unless an option says otherwise
@@ -64,9 +67,9 @@ BEYOND = 24  # tokens that the oracle goes on for after the end, for drafters th
 
 
 @cache
-def target() -> Decoder:
-    """The one target of the grid: float64, dense reference attention."""
-    return tiny_decoder(CONFIG)
+def target(config: DecoderConfig = CONFIG) -> Decoder:
+    """The target of the grid: float64, dense reference attention."""
+    return tiny_decoder(config, seed=3 if config == WHOLE else 0)  # others of WHOLE repeat themselves
 
 
 @dataclass
@@ -81,19 +84,22 @@ class Answer:
     beyond: list[int] = field(default_factory=list)  # what would have come next, had nothing ended it
 
 
-def plain(prompt: Sequence[int], params: SamplingParams, index: int = 0, beyond: int = 0) -> Answer:
+def plain(
+    prompt: Sequence[int], params: SamplingParams, index: int = 0, beyond: int = 0, config: DecoderConfig = CONFIG
+) -> Answer:
     """Plain decoding of one sample, token by token, everything computed anew for each.
 
     Args:
         prompt, params: the request; it names a seed.
         index: which of its samples.
         beyond: tokens to go on for after the end.
+        config: of the target.
     """
     assert params.seed is not None and params.max_tokens is not None
     sampler = SequenceSampler(params, prompt, seed=params.seed, sample_index=index, vocab_size=VOCAB, eos_ids=EOS_IDS)
     answer, tokens, decode = Answer(), list(prompt), ToyText().push
     while not answer.finish_reason or len(answer.beyond) < beyond:
-        logits = full_logits(target(), tokens)[-1:]
+        logits = full_logits(target(config), tokens)[-1:]
         token = int(sampler.choose(logits, None, [len(tokens)]))
         if answer.finish_reason:
             answer.beyond.append(token)
@@ -135,9 +141,9 @@ def likeliest(logits: Tensor, chosen: int, k: int) -> dict[int, float]:
     return {i: float(logprobs[i]) for i in ids}
 
 
-def prompt_logprobs(prompt: Sequence[int], k: int) -> list[dict[int, float] | None]:
+def prompt_logprobs(prompt: Sequence[int], k: int, config: DecoderConfig) -> list[dict[int, float] | None]:
     """The same for every token of a prompt; nothing precedes the first."""
-    logits = full_logits(target(), prompt)
+    logits = full_logits(target(config), prompt)
     return [None, *(likeliest(logits[i], token, k) for i, token in enumerate(prompt[1:]))]
 
 
@@ -164,18 +170,18 @@ def _params(**options: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": TOKENS, "ignore_eos": True, "seed": 11} | options))
 
 
-Maker = Callable[[Sequence[int]], SamplingParams]  # some options are made for the prompt
+Maker = Callable[[Sequence[int], DecoderConfig], SamplingParams]  # some options are made for the prompt and target
 
 
 def _fixed(**options: Any) -> Maker:
-    return lambda prompt: _params(**options)
+    return lambda prompt, config: _params(**options)
 
 
 def _stop_string(keep: bool = False, **options: Any) -> Maker:
     """Stops at five characters out of the middle of the answer: they span tokens, and begin inside one."""
 
-    def make(prompt: Sequence[int]) -> SamplingParams:
-        text = plain(prompt, _params(**options)).text
+    def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
+        text = plain(prompt, _params(**options), config=config).text
         middle = len(text) // 2 | 1
         return _params(stop=["~~", text[middle : middle + 5]], include_stop_str_in_output=keep, **options)
 
@@ -183,8 +189,8 @@ def _stop_string(keep: bool = False, **options: Any) -> Maker:
 
 
 def _stop_id(**options: Any) -> Maker:
-    def make(prompt: Sequence[int]) -> SamplingParams:
-        ids = plain(prompt, _params(**options)).ids
+    def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
+        ids = plain(prompt, _params(**options), config=config).ids
         return _params(stop_token_ids=[ids[TOKENS // 2]], **options)
 
     return make
@@ -193,11 +199,12 @@ def _stop_id(**options: Any) -> Maker:
 def _eos(**options: Any) -> Maker:
     """Ends at EOS in the middle of the answer, by as much bias towards it as that takes."""
 
-    def make(prompt: Sequence[int]) -> SamplingParams:
-        for seed, bias in product(range(11, 16), range(12)):
+    def make(prompt: Sequence[int], config: DecoderConfig) -> SamplingParams:
+        steps = product(range(11, 16), range(12)), product(range(11, 16), (n / 8 for n in range(-96, 96)))
+        for seed, bias in chain(*steps):
             weights = {i: float(bias) for i in EOS_IDS}
             params = _params(ignore_eos=False, logit_bias=weights, max_tokens=40, seed=seed, **options)
-            if 9 <= len(plain(prompt, params).ids) <= 36:
+            if 9 <= len(plain(prompt, params, config=config).ids) <= 36:
                 return params
         raise AssertionError("no bias ends this answer in its middle: choose other seeds")
 
@@ -266,13 +273,13 @@ class Case:
 
 
 @cache
-def case(option: str, prompt_index: int) -> Case:
+def case(option: str, prompt_index: int, config: DecoderConfig = CONFIG) -> Case:
     """The case of one option and one of `PROMPTS`."""
     prompt = PROMPTS[prompt_index]
-    params = OPTIONS[option](prompt)
-    answers = [plain(prompt, params, i, BEYOND) for i in range(params.n)]
+    params = OPTIONS[option](prompt, config)
+    answers = [plain(prompt, params, i, BEYOND, config) for i in range(params.n)]
     wanted = params.prompt_logprobs
-    return Case(option, prompt, params, answers, None if wanted is None else prompt_logprobs(prompt, wanted))
+    return Case(option, prompt, params, answers, None if wanted is None else prompt_logprobs(prompt, wanted, config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -500,7 +507,18 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     # Behind the others: the place of a drafter decides which options meet which conditions.
     "streams_fused": _streams(k=12, nodes=24, extra=24, resample="top"),
     "medusa_fused": _medusa(nodes=12, extra=24, resample="top"),
+    "magicdec": lambda cases: MagicDecConfig(window=12, sinks=2, depth=4),
+    "magicdec_point": lambda cases: MagicDecConfig(window=5, depth=3, proposes="point"),
+    "magicdec_drawn": lambda cases: MagicDecConfig(window=12, sinks=0, depth=4, proposes="sampled"),
+    "hybrid_magicdec": _beside_a_lookup(lambda cases: MagicDec(MagicDecConfig(window=8, depth=3))),
 }
+TARGETS = {name: WHOLE for name in DRAFTERS if "magicdec" in name}  # of drafters that need another target
+
+
+def config_of(drafter: str) -> DecoderConfig:
+    """The shape of the target that a drafter of the grid drafts for."""
+    return TARGETS.get(drafter, CONFIG)
+
 
 FAILING = {"outside_vocabulary"}  # drafters that the engine must put aside
 
@@ -627,7 +645,7 @@ def _check_logprobs(rows: Sequence[Any], expected: Sequence[Any], where: str) ->
 
 def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, encore: int = 0) -> None:
     """Answer all cases in one engine, then the first ``encore`` again, and compare each with its plain answer."""
-    engine = assemble(DRAFTERS[drafter](cases), decoder=target(), **CONDITIONS[condition])
+    engine = assemble(DRAFTERS[drafter](cases), decoder=target(config_of(drafter)), **CONDITIONS[condition])
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
         with patch.object(Proposal, "graft", lambda fresh, other: witness.graft(fresh, other)):

@@ -13,19 +13,23 @@ import pytest
 import torch
 from grid import (
     CONDITIONS,
+    CONFIG,
     DRAFTERS,
     FAILING,
     OPTIONS,
     PROMPTS,
     SIZES,
+    WHOLE,
     Witness,
     case,
+    config_of,
     play,
     target,
 )
 from tiny import assemble, run
 
 from paceline.core.sampling import SamplingParams
+from paceline.target.families import DecoderConfig
 
 NAMES = list(OPTIONS)
 SETTINGS = list(CONDITIONS)
@@ -60,6 +64,8 @@ ACCEPTED = {
     "too_deep": {*range(1, 8)},
     "later_sibling": {*range(3)},
     "duplicates": {*range(4)},
+    "magicdec": {*range(5)},
+    "magicdec_drawn": {*range(4)},
 }
 assert ACCEPTED.keys() <= DRAFTERS.keys()
 EXACTLY = {"none", "empty", "always_wrong"}  # these must have accepted nothing else
@@ -127,22 +133,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_the_target_varies() -> None:
+@pytest.mark.parametrize("config", [CONFIG, WHOLE], ids=["windowed", "whole"])
+def test_the_target_varies(config: DecoderConfig) -> None:
     """A looping target would make every drafter right and every test empty."""
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    outputs = run(assemble(decoder=target()), [(prompt, params) for prompt in PROMPTS])
+    outputs = run(assemble(decoder=target(config)), [(prompt, params) for prompt in PROMPTS])
     assert all(len(set(o.outputs[0].token_ids)) >= 20 for o in outputs)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_option(drafter: str) -> None:
     """All options once, a share of them in each condition, different options and prompts in one batch."""
-    witness = Witness()
+    witness, config = Witness(), config_of(drafter)
     shift = list(DRAFTERS).index(drafter)  # so that over all drafters each option meets each condition
     for k, condition in enumerate(SETTINGS):
         names = NAMES[(k + shift) % len(SETTINGS) :: len(SETTINGS)]
-        cases = [case(n, (3 * NAMES.index(n) + 1) % 8) for n in names]
-        cases += [case(n, (3 * NAMES.index(n) + 2) % 8) for n in names if n in ENDING]
+        cases = [case(n, (3 * NAMES.index(n) + 1) % 8, config) for n in names]
+        cases += [case(n, (3 * NAMES.index(n) + 2) % 8, config) for n in names if n in ENDING]
         play(drafter, condition, cases, witness, encore=3)
     _assert_met(drafter, witness, least=len(NAMES))
 
@@ -152,10 +159,10 @@ def test_every_option(drafter: str) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_full_product(drafter: str) -> None:
     """Every option in batches of 1, 3 and 8: the large ones with few rows, together and in a tight pool."""
-    witness = Witness()
+    witness, config = Witness(), config_of(drafter)
     for index, option in enumerate(NAMES):
         for size in SIZES:
-            cases = [case(option, (index + i) % len(PROMPTS)) for i in range(size)]
+            cases = [case(option, (index + i) % len(PROMPTS), config) for i in range(size)]
             conditions = SETTINGS[1:] if size == max(SIZES) else [SETTINGS[(index + size) % len(SETTINGS)]]
             for condition in conditions:
                 play(drafter, condition, cases, witness, encore=1)

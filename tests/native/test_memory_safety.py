@@ -26,8 +26,9 @@ from paceline.target.adapters import AdapterConfig, AdapterRange, LowRank, linea
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.native import unsupported
-from paceline.target.native_calls import Chain
+from paceline.target.native_calls import Chain, NativeView
 from paceline.target.native_linear import NativeLinear, top
+from paceline.target.rope import Rotation
 
 CPU = torch.device("cpu")
 
@@ -275,6 +276,11 @@ def test_caches_that_cannot_be(change: str) -> None:
         decoder.run_layers(state, 0, 2, pool)
 
 
+def sparse(sinks: int = 2, window: int = 1, gaps: int = 9) -> NativeView:
+    ones = torch.ones(gaps, 1, 8)
+    return NativeView(sinks, window, Rotation(ones, ones))
+
+
 CHAINS: dict[str, tuple[dict[str, Any], str]] = {
     "an id that the embedding lacks": ({"pending": [3, 203]}, "a token id without"),
     "a negative id": ({"pending": [-1]}, "a token id without"),
@@ -287,6 +293,13 @@ CHAINS: dict[str, tuple[dict[str, Any], str]] = {
     "too few keys": ({"keys": torch.arange(5)}, "where torch.int64 .6. is read"),
     "a key behind the cache": ({"keys": torch.tensor([0, 1, 2, 3, 64, 5])}, "a slot outside"),
     "more steps than slots": ({"steps": 70}, "a slot outside"),
+    "a view for several pending tokens": ({"view": sparse()}, "a count, limit"),
+    "a view without a window": ({"view": sparse(window=0), "pending": [3]}, "a count, limit"),
+    "a view of less than no sinks": ({"view": sparse(sinks=-1), "pending": [3]}, "a count, limit"),
+    "a window without end": ({"view": sparse(window=2**62), "pending": [3]}, "a count, limit"),
+    "sinks behind the cache": ({"view": sparse(), "pending": [3], "scratch": 63}, "a slot outside"),
+    "sinks before it": ({"view": sparse(), "pending": [3], "scratch": -1}, "a slot outside"),
+    "a gap without an angle": ({"view": sparse(gaps=2), "pending": [3]}, "a position that is negative"),
 }
 
 

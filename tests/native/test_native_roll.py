@@ -167,7 +167,7 @@ def test_trees_grow_at_once_as_level_by_level(shape: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(drafter, "_grow", spy)
         monkeypatch.setattr(drafter, "_sprout", lambda *args: (calls.append(1), sprout(*args)))
         if not compiled:
-            monkeypatch.setattr(drafter, "_compiles", lambda growths: False)
+            monkeypatch.setattr("paceline.drafters.draft_model.compiles", lambda *_: False)
         outputs = llm.generate(["SELECT name FROM", "def f(x):\n    return x +"], greedy)
         outputs += llm.generate(["one two three four", "the cat sat on", "1 2 3"], [warm, greedy, warm])
         answers[compiled] = [(o.outputs[0].token_ids, o.stats.accepted, o.stats.drafted) for o in outputs]

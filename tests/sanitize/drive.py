@@ -30,12 +30,12 @@ from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, 
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.memory import Arena
-from paceline.target.native_calls import Asked, Chain, NativeTaps, RowSpan, Seed
+from paceline.target.native_calls import Asked, Chain, NativeTaps, NativeView, RowSpan, Seed
 from paceline.target.native_heads import NativeHeads
 from paceline.target.native_linear import NativeLinear, top
 from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
-from paceline.target.rope import RopeConfig
+from paceline.target.rope import RopeConfig, RopeTable
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
@@ -221,10 +221,21 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
         cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
         pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
         rules = draw.choice([None, some_rules(draw, vocab)])
-        chains.append(Chain(pending, position, steps, keys, draw.choice([-torch.inf, -0.5]), rules))
+        view, scratch = some_view(draw, decoder, count, sum(totals))
+        chains.append(Chain(pending, position, steps, keys, draw.choice([-torch.inf, -0.5]), rules, view, scratch))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     for chain, found in zip(chains, stack.roll(chains, cache, limit), strict=True):
         assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
+
+
+def some_view(draw: random.Random, decoder: Decoder, pending: int, slots: int) -> tuple[NativeView | None, int]:
+    """What the rows of a chain see, and where its sinks may be copied to, up to the cache's end."""
+    assert decoder.config.rope is not None
+    if pending > 1 or any(decoder.config.windows) or draw.random() < 0.3:
+        return None, 0
+    sinks, window = draw.choice([0, 1, min(3, slots)]), draw.choice([1, 2, 15, 2**31 - 1])
+    table = RopeTable(decoder.config.rope, 64, torch.float32, decoder.device)
+    return NativeView(sinks, window, table.reach(slots)), slots - sinks
 
 
 def some_rules(draw: random.Random, vocab: int) -> bytes:

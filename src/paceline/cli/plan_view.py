@@ -17,7 +17,7 @@ from ..bench import figures
 from ..bench.figures import Panel, Series
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..planning.plan import PLAIN, Candidate, Question, compute_bound_from, devices_needed, rank
+from ..planning.plan import PLAIN, SINK, Candidate, Question, compute_bound_from, devices_needed, rank
 from .console import note, stdout
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
@@ -104,7 +104,7 @@ def how_to_run(question: Question, made: Candidate, names: Names) -> tuple[str |
     asked = f"--model {names.target} --batch {question.batch} --context {question.context}"
     dtype = DTYPES[question.precision.weight_bytes]
     more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
-    method = PLAIN if made.drafter == PLAIN else f"{_drafter(made, names)};budget={made.depth * made.width}"
+    method = PLAIN if made.drafter == PLAIN else f"{_drafter(question, made, names)};budget={made.depth * made.width}"
     return f'paceline bench {asked}{more} --method "{method}"', None
 
 
@@ -127,11 +127,13 @@ def _missing(q: Question, made: Candidate, names: Names) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-RUNNABLE = (PLAIN, "ngram", "streams", "draft_model")  # those of the planner's drafters that exist
+RUNNABLE = (PLAIN, "ngram", "streams", "draft_model", "magicdec")  # those of the planner's drafters that exist
 
 
-def _drafter(made: Candidate, names: Names) -> str:
+def _drafter(q: Question, made: Candidate, names: Names) -> str:
     """As ``--method`` has it."""
+    if made.drafter == "magicdec":
+        return f"magicdec,window={q.last_keys},sinks={SINK},depth={made.depth}"
     if made.drafter == "streams":
         return f"streams:{_streams(names)},chain=true"
     if made.drafter == "draft_model":

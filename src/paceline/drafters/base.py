@@ -17,6 +17,7 @@ from ..core.tree import TokenTree
 
 if TYPE_CHECKING:
     from ..core.sampling import SequenceSampler
+    from ..kv.pool import SequenceCache
     from ..target.applications import Application
     from ..target.base import TargetInfo
     from ..target.streams import StreamConfig, StreamSet
@@ -84,7 +85,13 @@ class DrafterSpec:
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
     parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
     streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`
+    scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
+
+    def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
+        """K/V slots that drafts, or the streams of the widest pass, need; arguments as for `StreamRules`."""
+        streams = 0 if self.streams is None else self.streams.scratch_slots(shared, rows, sequences)
+        return max(streams, self.scratch * sequences)
 
 
 @dataclass(slots=True)
@@ -133,6 +140,10 @@ class DraftRequest:
     max_depths: Sequence[int]  # [B] deepest node that can still be used (max_tokens, context)
     floor: float = 0.0  # chance of a path below which another level of a network does not pay
     rule: DraftRule | None = None  # for drafters that ask others; None: all of them, for all
+    caches: Sequence[
+        SequenceCache
+    ] = ()  # [B] the target's K/V of each: of all tokens but the root, which has the first
+    # reserved slot; the reserved ones are free to write to, since verification writes them anew. All else is read only
     passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
     def roots(self) -> Tensor:

@@ -27,14 +27,14 @@ from torch.nn.functional import pad
 
 from ..core.errors import CapabilityError, ConfigError, PoolFullError
 from ..core.inference import inference
-from ..core.tree import SparseQ, TokenTree
+from ..core.tree import TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..target.base import ForwardState
 from ..target.native import Stack
 from ..target.native_calls import Chain, Seed
 from ..target.packing import RowPacker
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from .growth import Grower, Growth, pack_frontier
+from .growth import Grower, Growth, compiles, drawn_from, pack_frontier
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
@@ -210,7 +210,7 @@ class DraftModel:
         """One tree a sequence, level by level, all sequences together."""
         growths = self._grow(want)
         tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths], trusted=True)
-        return tree.with_q(self._q(growths, tree)) if self.config.proposes == "sampled" else tree
+        return tree.with_q(drawn_from(growths, tree, self._vocab)) if self.config.proposes == "sampled" else tree
 
     @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:
@@ -219,7 +219,7 @@ class DraftModel:
         growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
-        if able and stack is not None and self._compiles(able):
+        if able and stack is not None and compiles(able, self.config.proposes):
             if self.config.is_chain:
                 self._roll(able, stack)
             else:
@@ -234,11 +234,6 @@ class DraftModel:
         for growth in able:
             growth.state.draft, growth.state.forwarded = growth.draft, growth.forwarded
         return growths
-
-    def _compiles(self, growths: Sequence[_Growth]) -> bool:
-        """Whether compiled code grows the drafts in one call: of likeliest tokens, or of coupled ones."""
-        proposes, samplers = self.config.proposes, [growth.sequence.sampler for growth in growths]
-        return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
 
     def _roll(self, growths: Sequence[_Growth], stack: Stack) -> None:
         """What `_catch_up`, `_expand` and `_forward_frontier` do level by level, for chains."""
@@ -432,11 +427,3 @@ class DraftModel:
             if growth.frontier:
                 pack_frontier(packer, growth, growth.state.cache)
         return self._logits(self._run(packer), [*range(packer.rows)]) if packer.rows else None
-
-    def _q(self, growths: Sequence[_Growth], tree: TokenTree) -> SparseQ:
-        rows = [(b, node, row) for b, growth in enumerate(growths) for node, row in growth.q_rows.items()]
-        dtype = rows[0][2].dtype if rows else torch.float32
-        probs = torch.zeros(*tree.tokens.shape, self._vocab, dtype=dtype, device=tree.tokens.device)  # [B, N, V]
-        for b, node, row in rows:
-            probs[b, node] = row
-        return SparseQ(ids=None, probs=probs, replacement=False)

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import SequenceCache
 from ..target.packing import RowPacker
 from .base import SequenceView
@@ -163,6 +164,22 @@ def _paths(growth: Growth, device: torch.device) -> Tensor | None:
     if width == 0:
         return None
     return torch.tensor([path + [-1] * (width - len(path)) for path in paths], device=device)
+
+
+def compiles(growths: Sequence[Growth], proposes: str) -> bool:
+    """Whether compiled code can choose the drafts' tokens: likeliest ones, or coupled ones."""
+    samplers = [growth.sequence.sampler for growth in growths]
+    return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
+
+
+def drawn_from(growths: Sequence[Growth], tree: TokenTree, vocab: int) -> SparseQ:
+    """What the nodes of sampled trees were drawn from, over ``vocab`` tokens."""
+    rows = [(b, node, row) for b, growth in enumerate(growths) for node, row in growth.q_rows.items()]
+    dtype = rows[0][2].dtype if rows else torch.float32
+    probs = torch.zeros(*tree.tokens.shape, vocab, dtype=dtype, device=tree.tokens.device)  # [B, N, V]
+    for b, node, row in rows:
+        probs[b, node] = row
+    return SparseQ(ids=None, probs=probs, replacement=False)
 
 
 def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> None:

@@ -129,6 +129,7 @@ class Hybrid:
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
             rounds=frozenset({"fused" if streaming else "serial"}),
             streams=specs[streaming[0]].streams if streaming else None,
+            scratch=max(spec.scratch for spec in specs),
             default_budget=config.nodes,
             tree=True,
             sources=tuple(_distinct([spec.name for spec in specs])),
@@ -201,6 +202,7 @@ class Hybrid:
             budgets=[min(want.budgets[i], most) for i, _ in asked],
             max_depths=[want.max_depths[i] for i, _ in asked],
             floor=UNSURE if want.rule is None else want.rule.level_chance(source, len(asked)),
+            caches=[want.caches[i] for i, _ in asked] if want.caches else (),
         )
         levels = 0
         for (_, draft), found in zip(asked, _proposals(part, request), strict=True):

@@ -36,6 +36,7 @@ _BUILTIN = {
     "streams": "paceline.drafters.streams:StreamsConfig",
     "lyanna": "paceline.drafters.lyanna:LyannaConfig",
     "eagle": "paceline.drafters.eagle:EagleConfig",
+    "magicdec": "paceline.drafters.magicdec:MagicDecConfig",
     "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 

@@ -209,6 +209,20 @@ class KVPool:
         for cache in (self._k, self._v):
             cache.index_copy_(2, places[1], cache.index_select(2, places[0]))
 
+    def copy_turned(self, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Copy K and V of slots of every layer, the keys turned by angles of their own.
+
+        Args:
+            source, target: [n] int64 slots.
+            cos, sin: [n, dim] float32 or wider, for the first dimensions of a head, sin signed; see `Rotation`.
+        """
+        dim = cos.shape[-1]
+        k = self._k.index_select(2, source)  # [layers, kv_heads, n, head_dim]
+        part = k[..., :dim].to(cos.dtype)
+        k[..., :dim] = (part * cos + part.roll(dim // 2, -1) * sin).to(k.dtype)
+        self._k.index_copy_(2, target, k)
+        self._v.index_copy_(2, target, self._v.index_select(2, source))
+
     def forget(self) -> None:
         """Forget the K/V of ended sequences: no later prompt finds any of it."""
         self.allocator.forget()

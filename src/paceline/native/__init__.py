@@ -44,7 +44,7 @@ SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without inst
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
-CHAIN_NUMBERS, CHAIN_MADE = 11, 9  # fields of ``struct Chain``, which take 8 bytes each, and the place of `made`
+CHAIN_NUMBERS, CHAIN_MADE = 13, 9  # fields of ``struct Chain``, which take 8 bytes each, and the place of `made`
 RULES_BYTES = 40  # of ``struct Rules``, which `SequenceSampler.rules` packs
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = AMX = len(ISA_NAMES) - 1
@@ -158,6 +158,14 @@ class Fuse(ctypes.Structure):
         *((name, Linear) for name in ("both", "state")),
         ("constant", ctypes.c_void_p),
         ("sum", ctypes.c_int64),
+    ]
+
+
+class SparseView(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("sinks", "window")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        ("num_gaps", ctypes.c_int64),
     ]
 
 

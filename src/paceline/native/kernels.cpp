@@ -354,6 +354,13 @@ struct Heads {           // Medusa's: x_j = x + SiLU(W_j x + b_j), of a state x 
 
 struct Rules;
 
+struct SparseView {        // the last tokens of a text and its first ones, the sinks, whose keys stand in front of the window
+  int64_t sinks, window;   // the row's own among the latter; what lies between is the gap
+  const float* cos;        // [gaps, rotated / 2] by which the sinks' keys are turned on
+  const float* sin;
+  int64_t num_gaps;        // rows of that table
+};
+
 struct Chain {             // one sequence's draft: its pending tokens, then a token a step
   const int64_t* pending;  // tokens whose K and V are still to be computed; one or more
   int64_t num_pending;
@@ -366,6 +373,8 @@ struct Chain {             // one sequence's draft: its pending tokens, then a t
   float* log_q;            // [steps] out, of each token alone
   int64_t made;            // out: tokens written, each the fruit of one pass
   const Rules* rules;      // tokens are drawn as the sequence will draw its own; null: the likeliest ones
+  const SparseView* view;  // what each row sees of the text; null: all. With one pending token
+  int64_t scratch;         // first of the slots for the view's sinks
 };
 
 struct Rules {         // how a sequence chooses from a row of logits: core/sampling.py, `SequenceSampler.rules`
@@ -461,6 +470,13 @@ Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
   return found == DONE ? check_limits(p) : found;
 }
 
+Refusal check_view(const Model& m, const SparseView& v, const Chain& c, int64_t slots, int64_t keys) {
+  if (v.sinks < 0 || v.window < 1 || v.window > INT32_MAX || c.num_pending != 1) return BAD_COUNT;
+  if (!within(c.scratch, v.sinks, slots)) return BAD_SLOT;
+  const int64_t gap = keys - v.sinks - v.window;  // of the last row
+  return m.rotated && v.sinks && gap >= v.num_gaps ? BAD_POSITION : DONE;
+}
+
 Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
   const int64_t slots = cache_slots(m, p);
   if (c.num_pending < 1 || c.steps < 1) return BAD_COUNT;
@@ -469,7 +485,8 @@ Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
   const int64_t keys = c.position + c.num_pending + c.steps - 1;
   if (m.rotated && keys > p.num_positions) return BAD_POSITION;
   if (!all_within(c.pending, c.num_pending, 0, m.vocab)) return BAD_TOKEN;
-  return keys_within(c.base, c.keys, keys, slots) ? DONE : BAD_SLOT;
+  if (!keys_within(c.base, c.keys, keys, slots)) return BAD_SLOT;
+  return c.view ? check_view(m, *c.view, c, slots, keys) : DONE;
 }
 
 Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* chains, int64_t count) {
@@ -3488,6 +3505,43 @@ int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
   return DONE;
 }
 
+}  // extern "C"
+
+namespace {
+
+// Copies a chain's sinks into its scratch slots, their keys turned on by a gap.
+template <class A> void turn_sinks(const Model& m, const Pass& p, const Chain& c, int64_t gap) {
+  const SparseView& v = *c.view;
+  const int64_t d = m.head_dim, half = m.rotated / 2;
+  std::vector<float> x(d);
+  for (int64_t at = 0; at < p.layers * m.kv_heads; at++) {
+    const int64_t layer = at / m.kv_heads, head = at % m.kv_heads * p.head_stride;
+    A *keys = (A*)p.k_cache[layer] + head, *values = (A*)p.v_cache[layer] + head;
+    for (int64_t j = 0; j < v.sinks; j++) {
+      const int64_t from = c.base >= 0 ? c.base + j : c.keys[j], to = c.scratch + j;
+      for (int64_t i = 0; i < d; i++) x[i] = wide(keys[from * d + i]);
+      if (half) rotate(x.data(), v.cos + gap * half, v.sin + gap * half, m.rotated);
+      for (int64_t i = 0; i < d; i++) put(keys + to * d + i, x[i]);
+      std::memcpy(values + to * d, values + from * d, d * sizeof(A));
+    }
+  }
+}
+
+// What the row at a position of a chain sees through its view, which leaves some out; `slots` is room for it.
+Segment viewed(const Model& m, const Pass& p, const Chain& c, int64_t position, int64_t row, int64_t* slots) {
+  const SparseView& v = *c.view;
+  const int64_t keys = v.sinks + v.window, gap = position + 1 - keys, first = v.sinks + gap;
+  if (m.wide_activations) turn_sinks<float>(m, p, c, gap);
+  else turn_sinks<bf16>(m, p, c, gap);
+  for (int64_t j = 0; j < v.sinks; j++) slots[j] = c.scratch + j;
+  for (int64_t j = 0; j < v.window; j++) slots[v.sinks + j] = c.base >= 0 ? c.base + first + j : c.keys[first + j];
+  return Segment{row, row + 1, keys - 1, keys, -1, slots, nullptr, nullptr};
+}
+
+}  // namespace
+
+extern "C" {
+
 // Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
 // `vocab` rows, as the head does. Returns a `Refusal`.
 int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
@@ -3500,6 +3554,10 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
   std::vector<int64_t> positions(most), slots(most), live(count);
   std::vector<float> score(count, 0.0f);
   std::vector<Segment> segments(count);
+  int64_t seen = 0;  // keys of the largest view that leaves any out
+  for (int64_t i = 0; i < count; i++)
+    if (chains[i].view) seen = std::max(seen, std::min(chains[i].view->sinks + chains[i].view->window, cache_slots(*m, *p)));
+  std::vector<int64_t> view_slots(count * seen);
   while (true) {
     int64_t rows = 0, active = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -3508,6 +3566,8 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
       const int64_t n = c.made ? 1 : c.num_pending;
       const int64_t at = c.made ? c.position + c.num_pending + c.made - 1 : c.position;
       segments[active] = Segment{rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr};
+      if (c.view && at + 1 > c.view->sinks + c.view->window)
+        segments[active] = viewed(*m, *p, c, at, rows, view_slots.data() + i * seen);
       live[active++] = i;
       for (int64_t j = 0; j < n; j++, rows++) {
         const int64_t token = c.made ? c.tokens[c.made - 1] : c.pending[j];

@@ -98,9 +98,14 @@ class Question:
                 raise ConfigError(f"{name}={asked}", f"{self.target.name} has {most} {parts}", f"give 1 to {most}")
 
     @property
+    def last_keys(self) -> int:
+        """Keys of a sparse view's window."""
+        return self.window or max(LEAST_WINDOW, self.context // SHARE - SINK)
+
+    @property
     def keys(self) -> int:
         """Keys of a sparse view."""
-        return min(self.context, (self.window or max(LEAST_WINDOW, self.context // SHARE - SINK)) + SINK)
+        return min(self.context, self.last_keys + SINK)
 
     @property
     def drafting(self) -> ModelShape:

@@ -63,6 +63,7 @@ class GuardedDrafter:
             max_depths=[w.max_depth for w in drafting],
             floor=rule.level_chance(0, len(drafting)) if rule is not None and self._grows else 0.0,
             rule=rule,
+            caches=[w.sequence.cache for w in drafting if w.sequence.cache is not None],
         )
         try:
             tree = self._fit(self.drafter.propose(want), want)

@@ -17,6 +17,7 @@ from ..attention.base import Segment, slot_indices
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
+    from .decoder import Decoder
     from .handle import TargetHandle
     from .stream_rows import StreamRows
 
@@ -35,6 +36,7 @@ class TargetInfo:
     bos_id: int | None
     tokenizer: Any  # the Hugging Face tokenizer, or None for a model without one
     handle: TargetHandle  # its embedding, final norm and head, for drafters that work on its states
+    decoder: Decoder  # itself, for drafters that draft with its layers
 
 
 @dataclass(slots=True)

@@ -194,7 +194,8 @@ class Decoder(nn.Module):
         """What a drafter may know."""
         shared = ("num_layers", "d_model", "vocab_size", "max_position", "eos_ids", "bos_id")
         known: dict[str, Any] = {field: getattr(self.config, field) for field in shared}
-        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, handle=self.handle(), **known)
+        own: dict[str, Any] = {"handle": self.handle(), "decoder": self}
+        return TargetInfo(name=name, dtype=self.dtype, tokenizer=tokenizer, **own, **known)
 
     @property
     def stack(self) -> Stack | None:

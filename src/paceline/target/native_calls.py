@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .. import native
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
+    from .rope import Rotation
 
 _FLOAT, _NUMBER = Struct("=f4x"), Struct("=q")  # a float, and the number that has its bytes
 
@@ -30,6 +32,24 @@ class Chain:
     keys: slice | Tensor  # slots of positions 0 .. position + len(pending) + steps - 2
     floor: float  # it ends once its cumulative log-probability is below this
     rules: bytes | None = None  # `SequenceSampler.rules`: draw with the sequence's noise; None: the likeliest tokens
+    view: NativeView | None = None  # what each row sees of the text; None: all. With one pending token
+    scratch: int = 0  # first of the slots for the view's sinks
+
+
+class NativeView:
+    """A sparse view of texts: ``struct SparseView`` in the source.
+
+    Args:
+        sinks, window: see `SinkWindow`.
+        rotation: by every gap that may come.
+    """
+
+    def __init__(self, sinks: int, window: int, rotation: Rotation) -> None:
+        cos, sin = self._held = rotation.halves
+        if cos.dtype != torch.float32:
+            raise ValueError(f"angles in {cos.dtype}, where float32 is read")
+        self.struct = native.SparseView(sinks, window, cos.data_ptr(), sin.data_ptr(), len(cos))
+        self.address = ctypes.addressof(self.struct)
 
 
 class RowSpan(NamedTuple):
@@ -172,7 +192,8 @@ class Chains:
         keys = keys_of(chain.keys, chain.position + count + chain.steps - 1, self._held)
         (floor,) = _NUMBER.unpack(_FLOAT.pack(chain.floor))
         start = (pending, count, chain.position, chain.steps, *keys, floor)
-        return (*start, tokens, log_q, 0, rules if chain.rules else 0)
+        view = 0 if chain.view is None else chain.view.address
+        return (*start, tokens, log_q, 0, rules if chain.rules else 0, view, chain.scratch)
 
     def read(self) -> list[list[tuple[int, float]]]:
         """Tokens and log-probabilities of each, after the call."""

@@ -1,0 +1,207 @@
+"""The target drafts for itself: with all its layers, over a few first and the last tokens of the text alone.
+
+A draft pass then reads the weights and a constant part of the K/V, where a pass of the target reads all of it. That
+pays where K/V is most of what a pass reads: large batches, long contexts.
+
+The drafter holds nothing. It reads the target's own K/V, and writes that of drafted tokens to the slots that are
+reserved for their verification, which writes them anew. Positions are those within the view, see `PoolView`.
+
+Sources: MagicDec (Chen et al. 2024, arXiv 2408.11049); SPIRe, sections 3.1 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.inference import inference
+from ..core.tree import TokenTree
+from ..kv.pool import SequenceCache
+from ..kv.views import PoolView, SinkWindow
+from ..target.applications import adapter_ranges
+from ..target.native import Stack
+from ..target.native_calls import Chain, NativeView
+from ..target.packing import RowPacker
+from .base import DrafterSpec, DraftRequest, StepFeatures
+from .growth import Grower, Growth, compiles, drawn_from
+from .proposal import to_tree
+from .registry import DrafterConfig, DrafterContext, option
+from .resampling import REFUSED
+
+if TYPE_CHECKING:
+    from ..target.base import TargetInfo
+    from ..target.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagicDecConfig(DrafterConfig):
+    """The target itself, seeing the first and the last tokens of the text alone."""
+
+    kind: ClassVar[str] = "magicdec"
+    refuses = REFUSED
+
+    window: int = option(64, help="last tokens that a drafting pass sees, its own among them", minimum=1)
+    sinks: int = option(1, help="first tokens that it sees beside them", minimum=0)
+    depth: int = option(4, help="tokens of a draft", minimum=1, maximum=64)
+    proposes: Literal["point", "coupled", "sampled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
+    )
+
+    def build(self, context: DrafterContext) -> MagicDec:
+        """The drafter; it gets the target in `bind`."""
+        return MagicDec(self)
+
+
+@dataclass(slots=True)
+class _Growth(Growth):
+    """A draft while it grows, and the target's K/V of its text."""
+
+    cache: SequenceCache | None = None
+
+    @property
+    def rules(self) -> bytes | None:
+        """How compiled code draws coupled drafts; None: the likeliest tokens."""
+        sampler = self.sequence.sampler
+        return None if sampler.plain else sampler.rules
+
+
+class MagicDec:
+    """Drafts chains with the target over a sparse view of its own K/V.
+
+    Args:
+        config: the view, and how long drafts are.
+    """
+
+    def __init__(self, config: MagicDecConfig) -> None:
+        self.config = config
+        self.shape = SinkWindow(config.sinks, config.window)
+        self.spec = DrafterSpec(
+            name=config.kind,
+            network=True,
+            proposes=config.proposes,
+            default_budget=config.depth,
+            observes=False,
+            scratch=config.sinks,
+        )
+        self._grower = Grower((1,) * config.depth, proposes=config.proposes)
+        self._decoder: Decoder | None = None
+        self._view: PoolView | None = None
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check that the target can draft for itself.
+
+        Raises:
+            CapabilityError: layers with a sliding window of their own, or positions that are not rotary.
+            ConfigError: a view that leaves nothing out.
+        """
+        shape = target.decoder.config
+        asked = f"drafter={self.config.kind},window={self.config.window},sinks={self.config.sinks}"
+        if any(window is not None for window in shape.windows):
+            wrong = f"layers of {target.name} have sliding windows of their own, which in-cache positions would move"
+            raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
+        if shape.rope is None:
+            wrong = f"positions of {target.name} are learned: keys cannot be moved to others"
+            raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
+        if self.shape.keys >= target.max_position:
+            wrong = f"{target.name} has {target.max_position} positions, and the view leaves none of them out"
+            raise ConfigError(asked, wrong, f"give window and sinks below {target.max_position} together")
+        self._decoder = target.decoder
+        self._view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
+
+    def observe(self, step: StepFeatures) -> None:
+        """Nothing to do: all that drafts need is in the target's K/V."""
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing is held."""
+
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One chain a sequence, a token a pass, all sequences together."""
+        growths = self._grow(want)
+        tree = to_tree([s.tokens[-1] for s in want.sequences], [g.draft for g in growths], trusted=True)
+        if self.config.proposes != "sampled":
+            return tree
+        return tree.with_q(drawn_from(growths, tree, self.decoder.config.vocab_size))
+
+    # -- its parts
+
+    @property
+    def decoder(self) -> Decoder:
+        """The target."""
+        assert self._decoder is not None, "bind comes first"
+        return self._decoder
+
+    @property
+    def view(self) -> PoolView:
+        """What drafting passes see."""
+        assert self._view is not None, "bind comes first"
+        return self._view
+
+    @inference
+    def _grow(self, want: DraftRequest) -> list[_Growth]:
+        growths = [_Growth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        for growth, cache in zip(growths, want.caches, strict=True):
+            growth.cache = cache
+            # A drafted token's K/V lies where verification will put it.
+            growth.max_depth = min(growth.max_depth, growth.budget, self.config.depth, cache.reserved)
+        able = [growth for growth in growths if growth.max_depth > 0]
+        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
+        floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
+        grower, stack = replace(self._grower, floor=floor), self.decoder.stack
+        adapted = any(growth.sequence.application is not None for growth in able)
+        if able and stack is not None and not adapted and compiles(able, self.config.proposes):
+            self._roll(able, stack, floor)
+        elif able:
+            self._crawl(able, grower)
+        return growths
+
+    def _roll(self, growths: Sequence[_Growth], stack: Stack, floor: float) -> None:
+        """The same as `_crawl`, in one compiled call."""
+        chains = []
+        ends = [len(growth.sequence.tokens) + growth.max_depth - 1 for growth in growths]
+        view = NativeView(self.shape.sinks, self.shape.window, self.view.reach(max(ends) - 1))
+        for index, (growth, end) in enumerate(zip(growths, ends, strict=True)):
+            tokens, cache = growth.sequence.tokens, growth.cache
+            assert cache is not None
+            scratch = self.view.scratch(cache.pool, index).start
+            start = tokens[-1:], len(tokens) - 1, growth.max_depth, cache.slots(0, end)
+            chains.append(Chain(*start, floor, growth.rules, view, scratch))
+        pool = growths[0].cache.pool  # type: ignore[union-attr]  # each has one
+        for growth, drafted in zip(growths, stack.roll(chains, pool, self.decoder.config.vocab_size), strict=True):
+            for node, (token, log_q) in enumerate(drafted):
+                growth.add(node, token, log_q)
+
+    def _crawl(self, growths: Sequence[_Growth], grower: Grower) -> None:
+        """A pass a level."""
+        level = 0
+        while growths:
+            grower.expand(growths, self._forward(growths), level)
+            growths = [growth for growth in growths if growth.frontier]
+            level += 1
+
+    def _forward(self, growths: Sequence[_Growth]) -> Tensor:
+        """[growths, V] logits after the last node of each."""
+        packer, rows = RowPacker(self.decoder, self.decoder.device), []
+        for growth in growths:
+            assert growth.cache is not None
+            rows.append((growth.cache, len(growth.sequence.tokens) - 1 + growth.frontier[0]))
+        pool = rows[0][0].pool
+        self.view.turn(pool, rows)
+        for index, (growth, (cache, position)) in enumerate(zip(growths, rows, strict=True)):
+            (node,) = growth.frontier  # of a chain it is the depth, too
+            token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
+            keys = self.view.keys(cache, position, index)
+            count = min(position + 1, self.shape.keys)
+            packer.add([token], [position], [node], cache.slots(position, position + 1), keys, count, count - 1)
+        state = self.decoder.embed(packer.batch())
+        if any(growth.sequence.application is not None for growth in growths):
+            ranges = [(row, row + 1) for row in range(len(growths))]
+            state.adapters = adapter_ranges([growth.sequence.application for growth in growths], ranges)
+        return self.decoder.logits(self.decoder.run_layers(state, 0, self.decoder.num_layers, pool))

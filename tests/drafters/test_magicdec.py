@@ -1,0 +1,292 @@
+"""MagicDec: what its passes see, against texts with their keys moved by hand; compiled drafts against the long way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from draft_kit import paths_of, text, view
+from tiny import MAX_POSITION, VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
+
+from paceline import native
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.drafters import registry
+from paceline.drafters.base import DraftRequest, SequenceView
+from paceline.drafters.hybrid import Hybrid, HybridConfig
+from paceline.drafters.magicdec import MagicDec, MagicDecConfig
+from paceline.drafters.ngram import NgramConfig
+from paceline.kv.pool import KVPool, SequenceCache
+from paceline.kv.views import SinkWindow
+from paceline.target.decoder import Decoder
+from paceline.target.families import DecoderConfig
+from paceline.target.native import Stack
+from paceline.target.packing import RowPacker
+from paceline.target.rope import RopeConfig, RopeTable
+
+CPU = torch.device("cpu")
+WHOLE = (None, None, None)
+LENGTHS = (3, 14, 15, 40, 97)  # around and beyond what a view of 2 + 12 tokens holds
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def whole(**changes: Any) -> DecoderConfig:
+    return tiny_config(**{"windows": WHOLE} | changes)
+
+
+class Stage:
+    """A target with texts in its pool, and a drafter bound to it."""
+
+    def __init__(self, decoder: Decoder, lengths: tuple[int, ...] = LENGTHS, block_size: int = 16, **options: Any):
+        self.decoder = decoder
+        self.drafter = MagicDec(MagicDecConfig(**{"window": 12, "sinks": 2, "depth": 4} | options))
+        scratch = self.drafter.spec.scratch * len(lengths)
+        shape = decoder.cache_shape
+        self.pool = KVPool(*shape, 1024, decoder.dtype, CPU, block_size, scratch_slots=scratch)
+        self.drafter.bind(decoder.info("tiny"), len(lengths), self.pool.num_tokens, CPU)
+        self.views: list[SequenceView] = []
+        self.caches: list[SequenceCache] = []
+        for key, length in enumerate(lengths):
+            self.add(text(length, key), key)
+
+    def add(self, tokens: list[int], key: int, **params: Any) -> None:
+        """A text, computed up to its root, with room for a draft."""
+        cache = self.pool.open()
+        cache.reserve(len(tokens) + self.drafter.config.depth)
+        if self.pool.block_size < 16:  # blocks out of order, as a full pool gives them
+            random.Random(key).shuffle(cache.blocks)
+            cache._contiguous = len(cache.blocks) < 2
+        cache.reserve(len(tokens) - 1)
+        if len(tokens) > 1:
+            self.compute(cache, tokens[:-1])
+            self.pool.commit([(cache, range(len(tokens) - 1))])
+        cache.reserve(1 + self.drafter.config.depth)
+        self.views.append(view(tokens, key, **params))
+        self.caches.append(cache)
+
+    def compute(self, cache: SequenceCache, tokens: list[int]) -> None:
+        packer, count = RowPacker(self.decoder, CPU), len(tokens)
+        packer.add(tokens, range(count), [-1] * count, cache.slots(0, count), cache.slots(0, count), count, 0)
+        self.decoder.run_layers(self.decoder.embed(packer.batch()), 0, self.decoder.num_layers, self.pool)
+
+    def want(self, **options: Any) -> DraftRequest:
+        many = len(self.views)
+        return DraftRequest(self.views, [64] * many, [64] * many, caches=self.caches, **options)
+
+    def params(self, **params: Any) -> None:
+        """Other sampling rules for all texts."""
+        self.views = [view(v.tokens, v.key, **params) for v in self.views]
+
+
+def moved(x: torch.Tensor, rope: RopeConfig, positions: torch.Tensor, back: bool) -> torch.Tensor:
+    """Keys [layers, heads, n, head_dim] turned by their positions [n], or back."""
+    cos, sin = (part[:, 0] for part in RopeTable(rope, MAX_POSITION, x.dtype, CPU).rows(positions))
+    dim = cos.shape[-1]
+    part = x[..., :dim]
+    turned = part * cos + part.roll(dim // 2, -1) * (-sin if back else sin)
+    return torch.cat((turned, x[..., dim:]), -1)
+
+
+def by_hand(stage: Stage, index: int, path: list[int]) -> torch.Tensor:
+    """[V] what the target says behind a drafted path, over a text that is nothing but sinks and window: all keys of the
+    view lie in a pool of their own at positions 0, 1, .., where the rows of the path are computed."""
+    decoder, shape, rope = stage.decoder, stage.drafter.shape, stage.decoder.config.rope
+    assert rope is not None
+    known = len(stage.views[index].tokens) - 1
+    k, v = (torch.stack(x)[:, :, stage.caches[index].slots(0, known)] for x in (stage.pool.k, stage.pool.v))
+    bare = moved(k, rope, torch.arange(known), back=True)
+    logits = torch.empty(0)
+    own_k, own_v = [], []  # of the rows of the path, bare
+    for step, token in enumerate([stage.views[index].tokens[-1], *path]):
+        position = known + step
+        seen = [p for p in range(position) if p < shape.sinks or p > position - shape.window]
+        old = [p for p in seen if p < known]
+        count = len(seen) + 1
+        pool = KVPool(*decoder.cache_shape, count, decoder.dtype, CPU)
+        keys = torch.cat([bare[:, :, old], *[own_k[p - known] for p in seen if p >= known]], 2)
+        values = torch.cat([v[:, :, old], *[own_v[p - known] for p in seen if p >= known]], 2)
+        pool._k[:, :, : count - 1] = moved(keys, rope, torch.arange(count - 1), back=False)
+        pool._v[:, :, : count - 1] = values
+        packer = RowPacker(decoder, CPU)
+        packer.add([token], [count - 1], [0], slice(count - 1, count), slice(0, count), count, count - 1)
+        state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
+        logits = decoder.logits(state)[0]
+        own_k.append(moved(pool._k[:, :, count - 1 : count], rope, torch.tensor([count - 1]), back=True))
+        own_v.append(pool._v[:, :, count - 1 : count].clone())
+    return logits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rope": RopeConfig(dim=4)}, {"qk_norm": True}, {"num_kv_heads": 4}],
+    ids=["", "part rotated", "normed keys", "one head each"],
+)
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+def test_a_pass_sees_the_view_at_its_own_positions(changes: dict[str, Any], sinks: int) -> None:
+    stage = Stage(tiny_decoder(whole(**changes)), sinks=sinks)
+    tree = stage.drafter.propose(stage.want())
+    for b in range(len(LENGTHS)):
+        found = paths_of(tree, b)
+        assert max(map(len, found)) == 4
+        for path, score in found.items():
+            fresh = by_hand(stage, b, list(path[:-1])).log_softmax(0)
+            assert score - found.get(path[:-1], 0.0) == pytest.approx(float(fresh[path[-1]]), abs=1e-9)
+            assert int(fresh.argmax()) == path[-1]
+
+
+def test_short_texts_are_seen_whole_and_drafts_are_the_targets_own() -> None:
+    """Where the view leaves nothing out, the draft is what the target will say."""
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=1)
+    decoder = tiny_decoder(whole())
+    engine = assemble(MagicDecConfig(window=60, depth=4), decoder=decoder)
+    (output,) = run(engine, [(text(5), params)])
+    assert output.stats.accepted == output.stats.drafted > 12
+
+
+def test_what_is_read_and_held_stays_the_same_as_the_text_grows() -> None:
+    stage = Stage(tiny_decoder(whole()), (20, 90, 300))
+    keys = [stage.drafter.view.keys(c, len(v.tokens) - 1, 0) for v, c in zip(stage.views, stage.caches, strict=True)]
+    assert {len(x) if isinstance(x, torch.Tensor) else x.stop - x.start for x in keys} == {14}
+    shape = SinkWindow(2, 12)
+    assert [shape.gap(p) for p in (0, 13, 14, 99)] == [0, 0, 1, 86]
+
+
+def test_the_targets_k_v_is_left_alone() -> None:
+    stage = Stage(tiny_decoder(whole()), block_size=4)
+    own = torch.cat([torch.as_tensor(range(1024))[c.slots(0, c.committed)] for c in stage.caches])
+    before = stage.pool._k[:, :, own].clone(), stage.pool._v[:, :, own].clone()
+    stage.drafter.propose(stage.want())
+    assert torch.equal(stage.pool._k[:, :, own], before[0]) and torch.equal(stage.pool._v[:, :, own], before[1])
+    stage.drafter.release([0, 1, 99])
+
+
+def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
+    stage = Stage(tiny_decoder(whole()), proposes="sampled")
+    stage.params(temperature=0.8, top_k=30)
+    tree = stage.drafter.propose(stage.want())
+    assert tree.q is not None
+    for b, sequence in enumerate(stage.views):
+        drafted = tree.tokens[b, 1:].tolist()
+        for node in range(4):
+            fresh = sequence.sampler.probs(by_hand(stage, b, drafted[:node])[None], torch.tensor([drafted[:node]]))
+            assert torch.allclose(tree.q.dense(b, node, VOCAB), fresh[0], atol=1e-9)
+            assert fresh[0, drafted[node]] > 0
+
+
+def test_budgets_depths_and_the_floor_are_kept() -> None:
+    stage = Stage(tiny_decoder(whole()))
+    many = len(LENGTHS)
+    tree = stage.drafter.propose(DraftRequest(stage.views, [0, 1, 2, 9, 9], [9, 9, 9, 3, 0], caches=stage.caches))
+    assert tree.num_nodes.tolist() == [1, 2, 3, 4, 1]
+    shy = stage.drafter.propose(stage.want(floor=0.5))
+    bold = stage.drafter.propose(stage.want())
+    assert shy.num_nodes.sum() < bold.num_nodes.sum() == 5 * many
+    for b in range(many):  # the one that falls below it is the last
+        assert all(score > -0.6932 for score in shy.log_score[b, 1 : shy.num_nodes[b] - 1].tolist())  # type: ignore[index]
+
+
+# -- compiled
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("block_size", [16, 4], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("proposes", ["point", "coupled"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_compiled_drafts_are_those_of_the_long_way(
+    kind: str, proposes: str, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, and to the bit the same K/V: of drafted tokens, and of the sinks that were turned."""
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    shape = whole(head_dim=16, rope=RopeConfig(dim=8))
+    decoder = tiny_decoder(shape, dtype=dtype, quant="int8" if kind == "int8" else None, compiled=True)
+    stages = [Stage(decoder, block_size=block_size, proposes=proposes) for _ in range(2)]
+    if block_size == 4:
+        assert all(isinstance(c.slots(0, 2), torch.Tensor) for c in stages[0].caches)
+    trees = []
+    for stage, compiled in zip(stages, (True, False), strict=True):
+        if proposes == "coupled":
+            stage.params(temperature=0.9, top_p=0.95)
+        if not compiled:
+            monkeypatch.setattr("paceline.drafters.magicdec.compiles", lambda *_: False)
+        with patch.object(Stack, "roll", autospec=True, side_effect=Stack.roll) as roll:
+            trees.append(stage.drafter.propose(stage.want()))
+        assert roll.called == compiled
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    assert trees[0].log_score is not None and trees[1].log_score is not None
+    assert torch.allclose(trees[0].log_score, trees[1].log_score, atol=1e-4)
+    for made, expected in zip(
+        (*stages[0].pool.k, *stages[0].pool.v), (*stages[1].pool.k, *stages[1].pool.v), strict=True
+    ):
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_answers_over_compiled_layers_are_the_targets() -> None:
+    """Ids are those of plain decoding, greedy and sampled, with preemption and prefixes that are found again."""
+    decoder = tiny_decoder(whole(head_dim=16), dtype=torch.float32, compiled=True)
+    requests = [
+        (text(n, n), SamplingParams(temperature=t, max_tokens=30, ignore_eos=True, seed=n))
+        for n in (5, 40, 60)
+        for t in (0.0, 0.8)
+    ]
+    expected = [o.outputs[0].token_ids for o in run(assemble(decoder=decoder), requests)]
+    small = {"kv_tokens": 200, "max_model_len": 150, "block_size": 4}
+    for options in ({}, small, {"max_batch_rows": 9}):
+        engine = assemble(MagicDecConfig(window=48), decoder=decoder, **options)  # type: ignore[arg-type]
+        for _ in range(2):
+            outputs = run(engine, requests)
+            assert [o.outputs[0].token_ids for o in outputs] == expected
+        stats = [o.stats for o in outputs]
+        assert sum(s.accepted for s in stats) > 20 and any(s.cached_prompt_tokens for s in stats)
+        assert options is not small or any(s.preemptions for s in stats)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "wrong"),
+    [
+        (tiny_config(), {}, "sliding windows of their own"),
+        (whole(rope=None, learned_positions=MAX_POSITION), {}, "positions of tiny are learned"),
+        (whole(max_position=64), {}, "64 positions, and the view leaves none of them out"),
+    ],
+)
+def test_targets_that_cannot_draft_so(config: DecoderConfig, options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        assemble(MagicDecConfig(**options), decoder=tiny_decoder(config))
+
+
+@pytest.mark.parametrize(
+    ("spec", "wrong"),
+    [
+        ("magicdec,window=0", "window must be 1 or more"),
+        ("magicdec,sinks=-1", "sinks must be 0 or more"),
+        ("magicdec,depth=0", "depth must be 1"),
+        ("magicdec,depth=65", "depth must be"),
+        ("magicdec,proposes=guesses", "proposes"),
+        ("magicdec,resample=top", "re-sampl"),
+        ("magicdec:paceline-small", "runs no model of its own"),
+    ],
+)
+def test_options_that_cannot_be(spec: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        registry.parse(spec)
+
+
+def test_it_goes_beside_a_lookup_and_shares_the_scratch_slots() -> None:
+    parts = [NgramConfig(depth=3).build(None), MagicDec(MagicDecConfig(sinks=3))]  # type: ignore[arg-type]
+    assert Hybrid(HybridConfig(parts="ngram+magicdec"), parts).spec.scratch == 3
+    drawn = [parts[0], MagicDec(MagicDecConfig(proposes="sampled"))]
+    with pytest.raises(CapabilityError, match="draws its drafts"):
+        Hybrid(HybridConfig(parts="ngram+magicdec;proposes=sampled"), drawn)
+    assert draft_model().spec.scratch_slots(0, 8, 4) == 0
