@@ -209,7 +209,7 @@ class AutoBudget:
             if known is None:
                 gain = self.config.first_gain_network if costs.network else self.config.first_gain
                 known = kind.worths[source, size] = Worth(gain, lift=self.config.first_lift)
-            found.append(Worth(known.gain, known.open, min(known.asks, 4), kind=known))
+            found.append(Worth(known.gain, known.open, min(known.asks, self.config.trusted), kind=known))
         return found
 
     def _wanted(self, books: Sequence[Book], plain: bool) -> set[int]:

@@ -17,6 +17,7 @@ class AutoBudgetConfig:
     pilot: int = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
     trial: int = 4  # asks of such a drafter for a new request, after which is known what it brings there
     first_lift: float = 0.35  # tokens an ask by which trials of an unknown one are taken to pay, over their cost
+    trusted: int = 16  # asks of its kind that a new request's own are added to, at most: few of them mislead
     quickest: float = 0.08  # least weight of an ask in what its sequence's asks bring
     rate: float = 1 / 16  # weight of a step in the tokens a millisecond earned
     kind_rate: float = (
