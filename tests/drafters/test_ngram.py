@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_kit import needs_kernels
 
+from paceline import native
 from paceline.core.errors import ConfigError
 from paceline.drafters.base import DraftRequest, SequenceView
 from paceline.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
+from paceline.drafters.proposal import Proposal
 from paceline.drafters.registry import DrafterContext
+from paceline.native.lookup import NgramTexts
 
 # Few distinct tokens: matches of every length occur, and so do contexts without any.
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -136,3 +140,58 @@ def test_default_budget_covers_every_branch():
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         NgramConfig(**options)
+
+
+def bound(**options) -> tuple[NgramDrafter, NgramDrafter]:
+    """A drafter that looks up in compiled code, and one that does not."""
+    assert native.library() is not None
+    fast, slow = drafter(**options), drafter(**options)
+    fast.bind(None, 8, 1000, "cpu")  # type: ignore[arg-type]  # it reads none of them
+    assert fast._texts is not None and slow._texts is None
+    return fast, slow
+
+
+@needs_kernels
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), texts), min_size=1, max_size=30), st.integers(1, 3), st.integers(0, 4),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_compiled_look_ups_are_those_of_the_long_way(more, shortest, wider, depth):
+    """Several texts at once, growing from call to call by any number of tokens; node for node, score for score."""
+    fast, slow = bound(min_ngram=shortest, max_ngram=shortest + wider, depth=depth)
+    views = [view([key], key) for key in range(4)]
+    met = 0
+    for key, tokens in more:
+        views[key].tokens.extend(tokens)
+        rows = [(v, 1 + (len(v.tokens) + key) % 5, depth - (len(tokens) + v.key) % 4) for v in views]
+        found, wanted = fast.propose_all(rows), slow.propose_all(rows)
+        assert found == wanted
+        met += sum(map(len, found))
+        want = DraftRequest(*[[*column] for column in zip(*rows, strict=True)])
+        fast_lists, slow_lists = fast.propose(want).lists(), slow.propose(want).lists()
+        assert (fast_lists.tokens, fast_lists.parents) == (slow_lists.tokens, slow_lists.parents)
+        assert (fast_lists.scores, fast_lists.sources) == (slow_lists.scores, slow_lists.sources)
+    assert met or len(more) < 20
+    fast.release([0, 7])
+    views[0] = view([5, 6, 5], 0)  # nothing of the old text is left
+    anew = drafter(min_ngram=shortest, max_ngram=shortest + wider, depth=depth)
+    assert fast.propose_all([(views[0], 4, 4)]) == anew.propose_all([(views[0], 4, 4)])
+
+
+@needs_kernels
+def test_matches_are_measured_and_repeat_in_compiled_code():
+    fast, slow = bound(depth=12)
+    text = [*range(40)] * 3
+    for tokens in (text, [*text, 7, 8, 9, 0], [5, 1, 2, 3, 1, 2, 3, 1]):
+        row = [(view([*tokens], len(tokens)), 12, 12)]
+        assert fast.propose_all(row) == slow.propose_all(row) != [Proposal()]
+
+
+@needs_kernels
+def test_compiled_look_ups_refuse_what_they_cannot_do():
+    native.library()
+    with pytest.raises(RuntimeError, match="n-grams of 3 to 2"):
+        NgramTexts(3, 2, 8)
+    with pytest.raises(ValueError, match="no token"):
+        NgramTexts(1, 2, 8).draft([(0, [1, 2, 3], 0)])

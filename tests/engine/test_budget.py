@@ -258,7 +258,7 @@ def test_nodes_that_were_not_reached_teach_nothing() -> None:
     offer = _chain([1], [1, 1, 1], 1.0, chances, lean)
     before = [*chances[0].odds]
     offer.judge([1], chances, lean)  # the text has not gone on
-    assert before == chances[0].odds
+    assert before == [*chances[0].odds]
 
 
 def test_of_siblings_one_is_right() -> None:

@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,6 +27,11 @@ from torch import Tensor
 from paceline import native
 from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.core.tree_lists import TreeLists
+from paceline.engine.chances import Chances
+from paceline.engine.weighing import judge_all, weigh_all
+from paceline.engine.worth import Book, Kind
+from paceline.native.lookup import NgramTexts
 from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
@@ -432,6 +438,28 @@ def refusals(decoder: Decoder) -> None:
     cache.check(torch.arange(0))
 
 
+def look_ups(draw: random.Random) -> None:
+    """Growing texts, and the chances of trees of their tokens."""
+    texts: list[list[int]] = [[] for _ in range(4)]
+    found = NgramTexts(1, draw.randint(1, 5), 8)
+    kind = Kind([Chances(), Chances()])
+    views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
+    books = [Book(kind, view, 0, 0, array("d", [0.0, 0.0]), 1, []) for view in views]
+    for _ in range(60):
+        for text in texts:
+            text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))
+        judge_all(native.library(), books)
+        asked = [(key, texts[key], draw.randint(1, 7)) for key in draw.sample(range(4), draw.randint(1, 4))]
+        drafted = [row for _, row in found.draft(asked)]
+        if any(drafted):
+            parents = [[-1, *(draw.randint(0, i) for i in range(len(row)))] for row in drafted]
+            marks = [[0, *draw.choices((0, 1), k=len(row))] for row in drafted]
+            tokens = [[texts[key][-1], *row] for (key, _, _), row in zip(asked, drafted, strict=True)]
+            lists = TreeLists(tokens, parents, marks, [*map(len, tokens)])
+            weigh_all(native.library(), [books[key] for key, _, _ in asked], lists, None, draw.choice([0, 1, 99]))
+        found.drop(draw.randint(0, 40))  # of few of them nothing is known any more
+
+
 def products(draw: random.Random) -> int:
     """One product at a time; its number."""
     count = 0
@@ -518,6 +546,7 @@ def sweep(draw: random.Random, quick: bool) -> str:
         library.pl_init(level)
         torch.set_num_threads(2)
         counts["products"] += products(draw)
+        alone(lambda: look_ups(draw))
         for decoder in networks(draw, SHAPES[:2] if quick else SHAPES):
             counts["networks"] += 1
             first = counts["networks"] <= len(KINDS)  # every width, in the first shape

@@ -42,6 +42,14 @@ class TreeLists:
 
     def kept(self, nodes: Sequence[Sequence[int]]) -> TreeLists:
         """Only the ``nodes`` of each tree, ascending, the root and every kept node's parent among them."""
+        if all(row[-1] + 1 == len(row) for row in nodes):  # the first ones of each: parents come before their children
+            return TreeLists(
+                _first(self.tokens, nodes),
+                _first(self.parents, nodes),
+                _first(self.sources, nodes),
+                [*map(len, nodes)],
+                None if self.scores is None else _first(self.scores, nodes),
+            )
         places = [{old: new for new, old in enumerate((PADDING, *row), start=PADDING)} for row in nodes]
         return TreeLists(
             _picked(self.tokens, nodes),
@@ -54,6 +62,10 @@ class TreeLists:
 
 def _picked(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
     return [[row[n] for n in own] for row, own in zip(rows, nodes, strict=True)]
+
+
+def _first(rows: list[list], nodes: Sequence[Sequence[int]]) -> list[list]:
+    return [row[: len(own)] for row, own in zip(rows, nodes, strict=True)]
 
 
 def depths_below(parents: Sequence[int]) -> list[int]:

@@ -214,8 +214,7 @@ class Hybrid:
 def _proposals(part: Drafter, request: DraftRequest) -> list[Proposal]:
     """What a drafter proposes for each sequence."""
     if isinstance(part, PathDrafter):
-        rows = zip(request.sequences, request.budgets, request.max_depths, strict=True)
-        return [part.propose_paths(*row) for row in rows]
+        return part.propose_all([*zip(request.sequences, request.budgets, request.max_depths, strict=True)])
     tree = part.propose(request)
     lists = tree.lists()
     scores = lists.scores or [[EVEN * depth for depth in depths] for depths in tree.depth_lists()]

@@ -10,11 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
 
+from .. import native
+from ..native.lookup import NgramTexts
 from .base import DrafterSpec, SequenceView
 from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..target.base import TargetInfo
 
 LONGEST = 32  # matched tokens beyond which lengths are not told apart
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step
@@ -92,6 +100,23 @@ class NgramDrafter(PathDrafter):
             observes=False,
         )
         self._indices: dict[int, NgramIndex] = {}
+        self._texts: NgramTexts | None = None  # in their place, where chains are looked up by compiled code
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Look up in compiled code, where the target runs on it."""
+        config = self.config
+        if native.in_use() is not None and config.branches == 1:
+            self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
+
+    def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
+        """`propose_paths` for all rows; chains in one compiled call, where there is one."""
+        texts, most = self._texts, self.config.depth
+        if texts is None:
+            return super().propose_all(rows)
+        depths = [min(most, max_depth, budget) for _, budget, max_depth in rows]
+        asked = [(seq.key, seq.tokens, depth) for (seq, _, _), depth in zip(rows, depths, strict=True) if depth > 0]
+        found = iter(texts.draft(asked) if asked else ())
+        return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
 
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """A chain, or up to ``branches`` chains that part at the root, best guess first."""
@@ -107,6 +132,8 @@ class NgramDrafter(PathDrafter):
         """Forget these sequences."""
         for key in keys:
             self._indices.pop(key, None)
+            if self._texts is not None:
+                self._texts.drop(key)
 
     def _index(self, seq: SequenceView) -> NgramIndex:
         index = self._indices.get(seq.key)
@@ -152,9 +179,21 @@ def _copy(tokens: Sequence[int], follower: int, depth: int) -> list[int]:
 
 
 def _chain(tokens: Sequence[int], n: int, follower: int, depth: int) -> Proposal:
-    m = matched(tokens, n, follower)
-    copied = _copy(tokens, follower, depth)
-    return Proposal(copied, list(range(depth)), [log_trust(m, i) for i in range(1, depth + 1)])
+    return _proposal(matched(tokens, n, follower), _copy(tokens, follower, depth), depth)
+
+
+def _proposal(matched: int, tokens: list[int], depth: int) -> Proposal:
+    return Proposal(tokens, _parents(depth), _trust(matched, depth)) if matched else Proposal()
+
+
+@cache
+def _parents(depth: int) -> list[int]:
+    return [*range(depth)]
+
+
+@cache
+def _trust(n: int, depth: int) -> list[float]:
+    return [log_trust(n, i) for i in range(1, depth + 1)]
 
 
 def _best_of(tokens: Sequence[int], matches: list[tuple[int, int]], depth: int, budget: int) -> Proposal:

@@ -180,9 +180,12 @@ class PathDrafter:
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """[B, N] trees on the CPU; see `propose_paths`."""
-        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        found = [self.propose_paths(*row) for row in rows]
+        found = self.propose_all([*zip(want.sequences, want.budgets, want.max_depths, strict=True)])
         return to_tree([sequence.tokens[-1] for sequence in want.sequences], found, trusted=self.trusted)
+
+    def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
+        """`propose_paths` for every row of its arguments. What comes out is read only."""
+        return [self.propose_paths(*row) for row in rows]
 
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """Draft for one sequence, without a tensor.

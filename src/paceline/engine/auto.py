@@ -19,19 +19,22 @@ Asks that are not expected to pay are made with a stated share of the time.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from math import exp
 from typing import Any, Self
 
+from .. import native
 from ..core.errors import ConfigError
 from ..core.tree import TokenTree
 from ..core.tree_lists import TreeLists
 from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, StepRecord
-from .chances import UNKNOWN, Chances, Offer, cell_of, odds_of, weigh
+from .chances import UNKNOWN, Chances, cell_of, odds_of
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 from .exploring import AutoBudgetConfig, PlainSteps, Purse
+from .weighing import judge_all, weigh_all
 from .worth import Asked, Book, Choice, Kind, Worth
 
 MARGINAL = 1e-3  # tokens
@@ -86,6 +89,7 @@ class AutoBudget:
         self.learns = True  # from the coming step
         self.rests = False  # in the coming step and in the one behind it
         self._numbers = range(len(self.sources))
+        self._library = native.in_use()
         self._prepares, self._blind, self._spares = prepares, blind, spares
         self._kinds: dict[str | None, Kind] = {}
         self._books: dict[int, Book] = {}
@@ -177,10 +181,9 @@ class AutoBudget:
                 book = self._books[view.key] = self._new(view, size)
             elif book.bucket != size:
                 self._move(book, size)
-            if book.offer is not None:
-                book.judge()
             books.append(book)
             context += len(view.tokens)
+        judge_all(self._library, books)
         self._batch, self._context, self._rises = batch_size, context, []
         self._plain_ms = self.costs.predict(batch_size, 0, context)
         tokens, ms = self._earned.get(size, (0.0, 1.0))
@@ -192,7 +195,7 @@ class AutoBudget:
         kind = self._kinds.get(name)
         if kind is None:
             kind = self._kinds[name] = Kind([Chances() for _ in range(self._marks)])
-        lean = [0.0] * self._marks
+        lean = array("d", [0.0] * self._marks)
         return Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
 
     def _move(self, book: Book, size: int) -> None:
@@ -394,37 +397,26 @@ class AutoBudget:
             self._note(0, {view.key: 1.0 for view in views})
         if max(lists.counts) == 1:
             self._choice = Choice(self._batch)
-            self._learn_worths(views, [])
+            self._learn_worths(views)
             return None
-        offers = [self._weigh(view, lists, b) for b, view in enumerate(views)]
-        if len(offers) == 1 and lists.chains:  # in this order already
-            ranked = [(chance, 0, i) for i, chance in enumerate(offers[0].path) if i]
-        else:
-            ranked = [(chance, b, i) for b, offer in enumerate(offers) for i, chance in enumerate(offer.path) if i]
-            ranked.sort(key=_by_chance)
-        if not self._blind:  # of so many rows as never yet the cost is a guess: go on from what is known
-            ranked = ranked[: max(self.config.first_rows, 2 * self._rows.get(bucket(self._batch), 0))]
+        books, most = [self._books[view.key] for view in views], sum(lists.counts) - len(views)
+        # Of so many rows as never yet the cost is a guess: go on from what is known.
+        limit = most if self._blind else max(self.config.first_rows, 2 * self._rows.get(bucket(self._batch), 0))
+        ranked, levels = weigh_all(self._library, books, lists, None if self._blind else lists.scores, limit)
         chances = [chance for chance, _, _ in ranked]
         count, price = self._best(chances)
         if self._blind or self._tries_rows(chances, count):  # decided ahead, or to learn
             count = len(ranked)
-        kept: list[list[int]] = [[0] for _ in views]
-        for _, b, i in ranked[:count]:
-            kept[b].append(i)
+        chosen: list[list[tuple[float, int]]] = [[] for _ in views]
+        for chance, b, i in ranked[:count]:
+            chosen[b].append((chance, i))
         if len(self.sources) == 1:
-            self._asked[0].passes = max(offer.levels for offer in offers) if passes is None else passes
+            self._asked[0].passes = levels if passes is None else passes
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
-        self._learn_worths(views, [*zip(offers, kept, strict=True)], price)
-        if count == sum(lists.counts) - len(views):
+        self._learn_worths(views, chosen, lists, price)
+        if not count or count == most:
             return tree if count else None
-        return TokenTree.from_lists(lists.kept([*map(sorted, kept)])) if count else None
-
-    def _weigh(self, view: SequenceView, lists: TreeLists, b: int) -> Offer:
-        book = self._books[view.key]
-        scores = None if self._blind or lists.scores is None else lists.scores[b]
-        columns = (lists.tokens[b], lists.parents[b], lists.sources[b])
-        book.offer = weigh(len(view.tokens), *columns, scores, book.kind.chances, book.lean)
-        return book.offer
+        return TokenTree.from_lists(lists.kept([[0, *sorted([i for _, i in own])] for own in chosen]))
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many of the nodes pay, given their chances in falling order; and what a row of them costs, in tokens."""
@@ -450,13 +442,18 @@ class AutoBudget:
     # -- learning
 
     def _learn_worths(
-        self, views: Sequence[SequenceView], found: Sequence[tuple[Offer, Sequence[int]]], price: float = 0.0
+        self,
+        views: Sequence[SequenceView],
+        chosen: Sequence[Sequence[tuple[float, int]]] = (),
+        lists: TreeLists | None = None,
+        price: float = 0.0,
     ) -> None:
         """What every ask brought: the chances of its chosen nodes, less the price of their rows.
 
         Args:
             views: the sequences.
-            found: for each its proposal and the nodes that were chosen; empty: nothing was proposed.
+            chosen: for each the nodes that were chosen, and their chances; empty: nothing was proposed.
+            lists: the proposals.
             price: of a row, in tokens.
         """
         for source, asked in enumerate(self._asked):
@@ -473,10 +470,9 @@ class AutoBudget:
                 if worth.begun:  # nothing was prepared: no news
                     continue
                 gain = 0.0
-                if found:
-                    offer, nodes = found[b]
-                    own = [i for i in nodes[1:] if len(self.sources) == 1 or offer.sources[i] == source]
-                    gain = sum([offer.path[i] - price for i in own])
+                if chosen and lists is not None:
+                    marks, one = lists.sources[b], len(self.sources) == 1
+                    gain = sum([chance - price for chance, i in chosen[b] if one or marks[i] == source])
                 worth.learn(gain, open_, self.config.quickest)
                 worth.tried += 1
                 if worth.kind is not None:
@@ -527,10 +523,8 @@ class AutoBudget:
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""
-        for sequence in sequences:
-            book = self._books.pop(sequence.view.key, None)
-            if book is not None:
-                book.judge()
+        ended = [self._books.pop(sequence.view.key, None) for sequence in sequences]
+        judge_all(self._library, [book for book in ended if book is not None])
 
     # -- what it says
 
@@ -602,7 +596,3 @@ class AutoBudget:
             "catch_up_ms": costs.catch_up_ms,
             "held": held[0] if held else [],  # of the first kind met: chance by depth, given the node above
         }
-
-
-def _by_chance(node: tuple[float, int, int]) -> float:
-    return -node[0]

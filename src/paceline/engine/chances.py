@@ -10,8 +10,9 @@ Nothing has to be checked by the target in order to be counted: a proposal is co
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from math import exp
 
@@ -35,9 +36,14 @@ class Chances:
 
     def __init__(self) -> None:
         middles = [EDGES[0] / 2, *((a * b) ** 0.5 for a, b in zip(EDGES, EDGES[1:], strict=False)), EDGES[-1] * 2]
-        self.odds: list[float] = middles * DEPTHS  # by class: the chance over the chance of the contrary
-        self._hits = [PRIOR * odds / (1 + odds) for odds in self.odds]
-        self._tries = [PRIOR] * len(self.odds)
+        self.odds = array("d", middles * DEPTHS)  # by class: the chance over the chance of the contrary
+        self._hits = array("d", [PRIOR * odds / (1 + odds) for odds in self.odds])
+        self._tries = array("d", [PRIOR] * len(self.odds))
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of hits, tries and odds by class, for compiled code."""
+        return self._hits.buffer_info()[0], self._tries.buffer_info()[0], self.odds.buffer_info()[0]
 
     def learn(self, cell: int, right: bool) -> None:
         """Count a node whose parent was right."""
@@ -63,8 +69,10 @@ def cell_of(odds: float, depth: int) -> int:
 
 def odds_of(log_chance: float) -> float:
     """Odds of the log of a chance; one that says nothing (NaN) is `UNKNOWN`."""
+    if log_chance != log_chance:
+        return UNKNOWN
     chance = exp(min(0.0, log_chance))
-    return chance / max(1 - chance, 1e-4) if chance == chance else UNKNOWN
+    return chance / max(1 - chance, 1e-4)
 
 
 @dataclass(slots=True)
@@ -80,7 +88,7 @@ class Offer:
     path: list[float]  # chance of each node, root 1.0; never above its parent's
     levels: int = 0  # depth of the deepest node
 
-    def judge(self, text: Sequence[int], chances: Sequence[Chances], lean: list[float]) -> None:
+    def judge(self, text: Sequence[int], chances: Sequence[Chances], lean: MutableSequence[float]) -> None:
         """Count every node whose parent turned out right and whose place in the text is known.
 
         Args:

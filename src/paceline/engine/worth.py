@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..drafters.base import SequenceView
 from .chances import Chances, Offer
+
+if TYPE_CHECKING:
+    from .weighing import Offers
 
 
 @dataclass(slots=True)
@@ -41,6 +46,12 @@ class Kind:
 
     chances: list[Chances]  # by source
     worths: dict[tuple[int, int], Worth] = field(default_factory=dict)  # by source and bucket of batch sizes
+    odds_at: tuple[int, ...] = field(init=False)  # addresses for compiled code
+    counts_at: tuple[int, ...] = field(init=False)  # of hits, tries and odds
+
+    def __post_init__(self) -> None:
+        self.counts_at = tuple(place for chances in self.chances for place in chances.addresses)
+        self.odds_at = self.counts_at[2::3]
 
 
 @dataclass(slots=True)
@@ -51,16 +62,10 @@ class Book:
     view: SequenceView
     born: int  # step in which it was first seen
     rested_before: int  # steps at rest until then
-    lean: list[float]  # by source
+    lean: array[float]  # by kind of nodes; its place does not change
     bucket: int  # of the batch sizes that `worths` are about
     worths: list[Worth]  # by source
-    offer: Offer | None = None
-
-    def judge(self) -> None:
-        """Compare the last proposal with what followed."""
-        if self.offer is not None:
-            self.offer.judge(self.view.tokens, self.kind.chances, self.lean)
-            self.offer = None
+    offer: Offer | tuple[Offers, int] | None = None  # the last proposal; see `weighing`
 
 
 @dataclass(slots=True)

@@ -190,6 +190,12 @@ def library() -> Any:
     return _load()[0]
 
 
+def in_use() -> Any:
+    """The kernels, where something in this process has asked for them: what runs beside a network (look-ups, chances of
+    nodes) has nothing built for its own sake. None: nothing has, or they cannot be had."""
+    return _load()[0] if _load.cache_info().currsize else None
+
+
 @cache
 def unavailable() -> str | None:
     """Why there are no compiled kernels, or None."""
@@ -275,6 +281,14 @@ def _declared(found: Any) -> Any:
         *(ctypes.POINTER(Model), ctypes.POINTER(Heads), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
     ]
+    found.pl_ngrams_new.restype = ctypes.c_void_p
+    found.pl_ngrams_new.argtypes = [ctypes.c_int64] * 2
+    found.pl_ngrams_free.restype = None
+    found.pl_ngrams_free.argtypes = [ctypes.c_void_p]
+    found.pl_ngrams.argtypes = [ctypes.c_void_p] * 2
+    found.pl_weigh.restype = ctypes.c_int64
+    found.pl_weigh.argtypes = [ctypes.c_void_p] * 7
+    found.pl_judge.argtypes = [ctypes.c_void_p] * 2
     found.pl_norm.argtypes = [ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     found.pl_logits.argtypes = [
         ctypes.POINTER(Model),

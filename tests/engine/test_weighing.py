@@ -1,0 +1,118 @@
+"""Chances of all nodes in one compiled call, against the long way: number for number."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from budget_world import STEP_COSTS, World, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_kit import needs_kernels
+
+from paceline import native
+from paceline.core.tree_lists import TreeLists
+from paceline.engine.auto import AutoBudget
+from paceline.engine.chances import UNKNOWN, Chances, Offer, odds_of
+from paceline.engine.costs import DraftCosts
+from paceline.engine.weighing import Offers, judge_all, weigh_all
+from paceline.engine.worth import Book, Kind
+
+pytestmark = needs_kernels
+KINDS = 2
+# Token, kind, place of the parent, and log of its chance given that one; nothing is said of some.
+node = st.tuples(
+    st.integers(0, 2), st.integers(0, KINDS - 1), st.integers(0, 30), st.one_of(st.floats(-9, 0.1), st.just(math.nan))
+)
+steps = st.lists(
+    st.tuples(st.lists(st.lists(node, max_size=9), min_size=3, max_size=3), st.booleans(), st.integers(0, 20)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def books() -> list[Any]:
+    """Three sequences of two kinds of requests."""
+    kinds = [Kind([Chances() for _ in range(KINDS)]) for _ in range(2)]
+    views: list[Any] = [SimpleNamespace(key=key, tokens=[0, 1]) for key in range(3)]
+    return [Book(kinds[view.key // 2], view, 0, 0, array("d", [0.0] * KINDS), 1, []) for view in views]
+
+
+def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TreeLists:
+    tokens = [[book.view.tokens[-1], *(n[0] for n in row)] for book, row in zip(own, made, strict=True)]
+    parents = [[-1, *(n[2] % (i + 1) for i, n in enumerate(row))] for row in made]
+    scores = []
+    for row, above in zip(made, parents, strict=True):
+        score = [0.0]
+        for i, n in enumerate(row, start=1):
+            score.append(score[above[i]] + n[3])
+        scores.append(score)
+    return TreeLists(tokens, parents, [[0, *(n[1] for n in row)] for row in made], [*map(len, tokens)], scores)
+
+
+def state(own: list[Any]) -> list[Any]:
+    return [
+        (book.lean.tobytes(), [(c.odds.tobytes(), c._hits.tobytes(), c._tries.tobytes()) for c in book.kind.chances])
+        for book in own
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_compiled_chances_are_those_of_the_long_way(steps: Any) -> None:
+    """Trees of several sequences, with and without estimates; judged by texts that go on as drafted or do not."""
+    fast, slow, library = books(), books(), native.library()
+    for made, scored, limit in steps:
+        if not any(made):
+            continue
+        lists = trees(made, fast)
+        given_ = lists.scores if scored else None
+        found = weigh_all(library, fast, lists, given_, limit)
+        assert found == weigh_all(None, slow, lists, given_, limit)
+        for one, other in zip(fast, slow, strict=True):
+            offers, b = one.offer
+            assert isinstance(offers, Offers) and isinstance(other.offer, Offer)
+            part, total = slice(offers.starts[b], offers.starts[b + 1]), offers.starts[-1]
+            assert offers.cells[part].tolist() == other.offer.cells
+            assert offers.chances[:total][part].tolist() == other.offer.given
+            assert offers.chances[total:][part].tolist() == other.offer.path
+        for key, row in enumerate(made):  # as many tokens as the tree has nodes; those of some path
+            for own in (fast, slow):
+                own[key].view.tokens += [n[0] for n in row][: limit % 7]
+        judge_all(library, fast)
+        judge_all(None, slow)
+        assert state(fast) == state(slow)
+        assert all(book.offer is None for book in (*fast, *slow))
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("costs", ["flat", "linear"])
+def test_a_budget_decides_the_same_in_both_ways(costs: str, batch: int) -> None:
+    histories = []
+    for library in (native.library(), None):
+        world = World(STEP_COSTS[costs], acceptance=lambda _: 0.6, spread=0.3, claimed=0.7, offer=0.8)
+        budget = AutoBudget(world.table(), cap=8, draft_costs=[DraftCosts()])
+        budget._library = library
+        ran = run(budget, world, batch, 150)
+        histories.append((ran.history, ran.asked, ran.ms, budget.describe()))
+    assert histories[0] == histories[1] and sum(histories[0][0]) > 100
+
+
+@pytest.mark.parametrize("column", ["parents", "sources", "scores"])
+def test_what_is_no_tree_is_refused(column: str) -> None:
+    own = books()
+    lists = trees([[(1, 0, 0, -1.0)], [(1, 0, 0, -1.0), (1, 1, 1, -0.5)], []], own)
+    scores: Any = lists.scores
+    if column == "scores":
+        scores = [row[:1] for row in scores]
+    else:
+        getattr(lists, column)[1][2] = 5
+    with pytest.raises(ValueError, match="trees whose"):
+        weigh_all(native.library(), own, lists, scores, 9)
+
+
+def test_of_a_node_without_an_estimate_nothing_is_assumed() -> None:
+    assert odds_of(math.nan) == UNKNOWN and odds_of(math.log(0.5)) == pytest.approx(1.0) and odds_of(1.0) == 1e4
