@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.drafters.spire.drafter import SpireConfig, SpireDrafter
 from paceline.drafters.spire.model import SpireShape
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig
+from paceline.training.network import finish, normed, project, rotate
 
 LAYERS = 2
 
@@ -87,3 +89,55 @@ def spire(
     made = SpireShape(**{"layers": LAYERS, "window": 12, "sinks": 2} | (shape or {}))
     source = draft_decoder(config, seed, made.layers, dtype, compiled), memory_of(made)
     return SpireDrafter(SpireConfig(**{"path": "tiny"} | options), made, source, config.num_layers)
+
+
+def drafts_by_hand(
+    net: Decoder, w: Tensor | None, shape: SpireShape, y: Sequence[Tensor], tokens: list[int], path: list[int]
+) -> list[Tensor]:
+    """[d] a draft's states, behind its norm, for the root and each token of a path, by section 3.3 as it is written:
+    one row at a time, all memory vectors anew.
+
+    Args:
+        net: the draft, not finished.
+        w: of its memory.
+        y: of each layer of the target [tokens, d] activations of the text.
+        tokens: the text, its last one the root.
+    """
+    c, n, root = net.config, shape.layers, len(tokens) - 1
+    layers: list[Any] = list(net.layers)
+    mix = None if w is None else w.to(net.embedding.dtype).softmax(-1).expand(n, -1)
+    memory: list[list[Tensor]] = []  # of each position, by layer
+    for position in range(root):
+        if shape.past == "layers":  # y^{N-n-1+i} for i = 1 .. n, of which y^1 is behind the first layer
+            memory.append([y[len(y) - n - 1 + i - 1][position] for i in range(1, n + 1)])
+        else:
+            memory.append([net.embedding[tokens[position]] if shape.past == "embedding" else y[-1][position]] * n)
+
+    def seen(position: int) -> list[int]:
+        stop = position + (0 if shape.feedback else 1)
+        return [j for j in range(stop) if j < shape.sinks or j >= stop - shape.window]
+
+    def place(j: int) -> tuple[Tensor, Tensor]:
+        assert net._rope is not None
+        return net._rope.rows(torch.tensor([j]))
+
+    found = []
+    for step, token in enumerate([tokens[-1], *path]):
+        x, own = [net.embedding[token]], list[Tensor]()
+        for i in range(n):
+            if not shape.feedback:
+                own.append(x[-1])
+                memory = [*memory[: root + step], own]
+            q = project(layers[i], c, x[-1][None], place(root + step))[0]
+            keys, values = [], []
+            for j in seen(root + step):
+                _, k, v = project(layers[i], c, memory[j][i][None], None)
+                keys.append(rotate(k, place(j))[0])
+                values.append(v[0])
+            scores = torch.einsum("kgd,tkd->kgt", q[0].view(c.num_kv_heads, -1, c.head_dim), torch.stack(keys))
+            mixed = torch.einsum("kgt,tkd->kgd", (scores * c.head_dim**-0.5).softmax(-1), torch.stack(values))
+            x.append(finish(layers[i], c, x[-1][None], mixed.reshape(1, -1))[0])
+        if mix is not None:
+            memory.append([torch.einsum("l,ld->d", mix[i], torch.stack(x)) for i in range(n)])
+        found.append(normed(net.norm, x[-1]))
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draft_kit import paths_of, text, view
-from spire_kit import LAYERS, draft_decoder, memory_of, spire, whole
+from spire_kit import LAYERS, draft_decoder, drafts_by_hand, memory_of, spire, whole
 from state_kit import taps_of
 from tiny import VOCAB, assemble, run, tiny_application, tiny_config, tiny_decoder
 from torch import Tensor
@@ -26,7 +26,6 @@ from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.target.decoder import Decoder
 from paceline.target.rope import RopeConfig
-from paceline.training.network import finish, project, rotate
 
 CPU = torch.device("cpu")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -48,59 +47,13 @@ def no_gradients() -> Iterator[None]:
 
 
 def by_hand(drafter: SpireDrafter, target: Decoder, tokens: list[int], path: list[int]) -> list[Tensor]:
-    """[V] what the draft says behind the root and each token of a path, by section 3.3 as it is written: dense, all
-    memory vectors anew."""
-    shape, config = drafter.shape, target.config
-    net = draft_decoder(config, 0, shape.layers)
-    layers: list[Any] = list(net.layers)
-    w = memory_of(shape)
-    mix = None if w is None else w.double().softmax(-1).expand(shape.layers, -1)
-    root, n = len(tokens) - 1, shape.layers
-    y = taps_of(target, tokens)
-    memory: list[list[Tensor]] = []  # of each position, by layer
-    for position in range(root):
-        if shape.past == "layers":  # y^{N-n-1+i} for i = 1 .. n; taps are 0-based
-            memory.append([y[config.num_layers - n - 2 + i][position] for i in range(1, n + 1)])
-        else:
-            last = y[config.num_layers - 1][position]
-            memory.append([net.embedding[tokens[position]] if shape.past == "embedding" else last] * n)
-
-    def seen(position: int) -> list[int]:
-        stop = position + (0 if shape.feedback else 1)
-        return [j for j in range(stop) if j < shape.sinks or j >= stop - shape.window]
-
-    def place(j: int) -> Any:
-        rope = net._rope
-        assert rope is not None
-        return rope.rows(torch.tensor([j]))
-
-    found = []
-    for step, token in enumerate([tokens[-1], *path]):
-        position = root + step
-        x = [net.embedding[token]]
-        for i in range(n):
-            if not shape.feedback:
-                memory = [*memory[:position], [*(memory[position] if position < len(memory) else []), x[-1]]]
-            q, _, _ = project(layers[i], net.config, x[-1][None], place(position))
-            keys, values = [], []
-            for j in seen(position):
-                _, k, v = project(layers[i], net.config, memory[j][i][None], None)
-                keys.append(rotate(k, place(j))[0])
-                values.append(v[0])
-            q = q[0].view(net.config.num_kv_heads, -1, net.config.head_dim)
-            scores = torch.einsum("kgd,tkd->kgt", q, torch.stack(keys)) * net.config.head_dim**-0.5
-            mixed = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), torch.stack(values))
-            x.append(finish(layers[i], net.config, x[-1][None], mixed.reshape(1, -1))[0])
-        if mix is not None:
-            memory.append([torch.einsum("l,ld->d", mix[i], torch.stack(x)) for i in range(n)])
-        found.append(net.head.weight @ normed_(net, x[-1]))  # type: ignore[union-attr]
-    return found
-
-
-def normed_(net: Decoder, x: Tensor) -> Tensor:
-    from paceline.training.network import normed
-
-    return normed(net.norm, x)
+    """[V] what the draft says behind the root and each token of a path."""
+    net = draft_decoder(target.config, 0, drafter.shape.layers)
+    taps = taps_of(target, tokens)
+    states = [taps[layer] for layer in range(target.num_layers)]
+    found = drafts_by_hand(net, memory_of(drafter.shape), drafter.shape, states, tokens, path)
+    assert net.head is not None
+    return [net.head.weight @ state for state in found]
 
 
 def show(drafter: SpireDrafter, target: Decoder, sequence: SequenceView, first: int, stop: int) -> None:
