@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from medusa_kit import medusa, taught_heads
+from spire_kit import spire
 from state_kit import eagle, lyanna
 from tiny import (
     EOS,
@@ -510,9 +511,15 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "magicdec": lambda cases: MagicDecConfig(window=12, sinks=2, depth=4),
     "magicdec_point": lambda cases: MagicDecConfig(window=5, depth=3, proposes="point"),
     "magicdec_drawn": lambda cases: MagicDecConfig(window=12, sinks=0, depth=4, proposes="sampled"),
+    "spire": lambda cases: spire(config=WHOLE, seed=3),
+    "spire_drawn": lambda cases: spire(config=WHOLE, seed=3, depth=3, proposes="sampled"),
+    "spire_plain": lambda cases: spire(config=WHOLE, seed=3, shape={"feedback": False, "past": "embedding"}),
+    "hybrid_spire": _beside_a_lookup(lambda cases: spire(config=WHOLE, seed=3)),
     "hybrid_magicdec": _beside_a_lookup(lambda cases: MagicDec(MagicDecConfig(window=8, depth=3))),
 }
-TARGETS = {name: WHOLE for name in DRAFTERS if "magicdec" in name}  # of drafters that need another target
+TARGETS = {
+    name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name
+}  # of drafters that need another target
 
 
 def config_of(drafter: str) -> DecoderConfig:

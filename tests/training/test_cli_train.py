@@ -167,7 +167,10 @@ def test_the_cache_is_announced(run: Callable[..., Result], data: Path, target: 
     ("args", "message"),
     [
         (["straems"], "Did you mean 'streams'"),
-        (["nonsense"], "there is no such recipe. Use target, draft_model, streams, medusa, lyanna, eagle, answers"),
+        (
+            ["nonsense"],
+            "there is no such recipe. Use target, draft_model, streams, medusa, lyanna, eagle, spire, answers",
+        ),
         (["none.toml", "--data", ".", "--out", "{out}"], "none.toml: there is no such file"),
         (["draft_model", "--data", "{data}", "--out", "{out}"], "Give --target MODEL"),
         (["target", "--data", "none.jsonl", "--out", "{out}", *SMALL], "there is no such file"),

@@ -113,7 +113,6 @@ def _missing(q: Question, made: Candidate, names: Names) -> str | None:
     stored = q.precision
     kv = 4.0 if stored.weight_bytes == 4.0 else 2.0
     reasons = {
-        "there is no such drafter yet": made.drafter not in RUNNABLE,
         "there are no weights of this model": names.target is None,
         "mixtures of experts are not there yet": q.target.experts is not None,
         "several devices are not there yet": q.parallel.devices > 1,
@@ -123,11 +122,9 @@ def _missing(q: Question, made: Candidate, names: Names) -> str | None:
         f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
         "name a draft model with --draft": made.drafter == "draft_model" and names.draft is None,
         "train a set of streams first (paceline train streams)": made.drafter == "streams" and not _streams(names),
+        "train a draft first (paceline train spire)": made.drafter == "spire" and not _spire(names),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-RUNNABLE = (PLAIN, "ngram", "streams", "draft_model", "magicdec")  # those of the planner's drafters that exist
 
 
 def _drafter(q: Question, made: Candidate, names: Names) -> str:
@@ -136,6 +133,8 @@ def _drafter(q: Question, made: Candidate, names: Names) -> str:
         return f"magicdec,window={q.last_keys},sinks={SINK},depth={made.depth}"
     if made.drafter == "streams":
         return f"streams:{_streams(names)},chain=true"
+    if made.drafter == "spire":
+        return f"spire:{_spire(names)},depth={made.depth}"
     if made.drafter == "draft_model":
         tree = (
             "x".join(["1"] * made.depth) if made.width == 1 else "x".join([str(made.width), *["1"] * (made.depth - 1)])
@@ -149,6 +148,13 @@ def _streams(names: Names) -> str | None:
     """The zoo's set of streams for the target."""
     own = parse_model(names.target or "").name
     return next((entry.name for entry in zoo.available() if entry.role == "streams" and entry.target == own), None)
+
+
+def _spire(names: Names) -> str | None:
+    """The zoo's SPIRe draft for the target."""
+    own = parse_model(names.target or "").name
+    heads = (entry for entry in zoo.available() if entry.role == "head" and entry.target == own)
+    return next((entry.name for entry in heads if (entry.path / "spire.json").is_file()), None)
 
 
 def draw(question: Question, file: Path) -> Path:

@@ -23,6 +23,7 @@ from ..core.options import check, option
 from ..drafters.distillation import DraftModelOptions
 from ..drafters.eagle.recipe import EagleOptions
 from ..drafters.lyanna.recipe import LyannaOptions
+from ..drafters.spire.recipe import SpireOptions
 from ..drafters.streams.recipe import StreamOptions
 from ..target.loader import load_tokenizer, resolve_folder
 from ..target.streams import fingerprint
@@ -173,6 +174,7 @@ _command("draft_model", DraftModelOptions, "A small draft model, distilled from 
 _command("streams", StreamOptions, "Speculative streams over a frozen target, or adapters for an application.")
 _command("lyanna", LyannaOptions, "A drafter of states, with token-info at its logits (Lyanna).")
 _command("eagle", EagleOptions, "A drafter of states that reads the tokens it drafts (EAGLE).")
+_command("spire", SpireOptions, "A draft of the target's last layers, with feedback memory (SPIRe).")
 
 
 @app.command(name="file", hidden=True)

@@ -92,6 +92,10 @@ class DraftModelRecipe:
         """The mean over the rows that carry weight, and its two parts."""
         rows, o = batch.weights > 0, self.options
         weights = batch.weights[rows]
+        if not o.distill:  # nothing of the target is learned: it is not run
+            given = self.module(batch)[rows], self.module.head_weight, batch.targets[rows], weights
+            loss = cross_entropy(*given, check=False)
+            return loss, {"ce": float(loss.detach())}
         loss, parts = distilled(
             self.module(batch)[rows],
             self.module.head_weight,
@@ -167,8 +171,8 @@ class DraftModelKind:
     takes_init = True
 
     def imitates(self, options: DraftModelOptions) -> bool:
-        """True: a draft is accepted where it agrees with the target."""
-        return True
+        """Where it learns from the target: a draft is accepted where it agrees with that."""
+        return options.distill > 0
 
     def top(self, options: DraftModelOptions) -> int:
         """Its option."""

@@ -37,6 +37,7 @@ _BUILTIN = {
     "lyanna": "paceline.drafters.lyanna:LyannaConfig",
     "eagle": "paceline.drafters.eagle:EagleConfig",
     "magicdec": "paceline.drafters.magicdec:MagicDecConfig",
+    "spire": "paceline.drafters.spire:SpireConfig",
     "synthetic": "paceline.drafters.synthetic:SyntheticConfig",
 }
 

@@ -31,6 +31,7 @@ KINDS = {
     "medusa": "paceline.drafters.medusa.recipe:MedusaKind",
     "lyanna": "paceline.drafters.lyanna.recipe:LyannaKind",
     "eagle": "paceline.drafters.eagle.recipe:EagleKind",
+    "spire": "paceline.drafters.spire.recipe:SpireKind",
 }
 
 

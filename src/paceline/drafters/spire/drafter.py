@@ -1,0 +1,330 @@
+"""SPIRe's drafter: chains of a draft that reads the target's activations, in constant memory a text.
+
+What rows see of a verified token is a target activation, of the root and of drafted tokens the draft's own memory. The
+root is verified but has no activation yet. When a pass has verified tokens, their memory is written anew from what the
+pass showed; that costs the K and V projections alone.
+
+Source: SPIRe, sections 3.1 and 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...attention import make_backend
+from ...core.errors import CapabilityError
+from ...core.inference import inference
+from ...core.tree import TokenTree
+from ...kv.pool import KVPool
+from ...kv.ring import RingCache
+from ...kv.views import SinkWindow
+from ...target.applications import adapter_ranges
+from ...target.base import Taps
+from ...target.decoder import Decoder
+from ...target.files import fingerprint
+from ...target.loader import load_weights, read_config
+from ...target.native import unsupported
+from ...target.packing import RowPacker
+from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..growth import Grower, Growth, drawn_from
+from ..proposal import to_tree
+from ..registry import DrafterConfig, DrafterContext, option
+from ..resampling import REFUSED
+from ..states.head import check_fit
+from .model import SpireShape, read_memory, read_shape
+from .network import SpireNetwork
+
+if TYPE_CHECKING:
+    from ...target.base import TargetInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpireConfig(DrafterConfig):
+    """SPIRe: a draft of the target's last layers with feedback memory, in constant K/V memory a text."""
+
+    kind: ClassVar[str] = "spire"
+    subject: ClassVar[str] = "path"
+    refuses = REFUSED
+
+    path: str = option(help="folder, hub name or embedded one of a trained draft")
+    depth: int | None = option(
+        None, help="tokens of a draft; default: as many as it was trained for", minimum=1, maximum=64
+    )
+    proposes: Literal["point", "coupled", "sampled"] = option(
+        "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
+    )
+
+    def build(self, context: DrafterContext) -> SpireDrafter:
+        """Read what the draft is; its weights come in `bind`.
+
+        Raises:
+            ConfigError: a folder that holds none.
+            CapabilityError: it was trained for another target.
+        """
+        folder = Path(self.path) if context.find is None else Path(context.find(self.path))
+        shape = read_shape(folder)
+        layers = None
+        if context.target_folder is not None:
+            layers = read_config(context.target_folder).num_layers
+            if shape.fingerprint:
+                marks = {"fingerprint": shape.fingerprint}, {"fingerprint": fingerprint(context.target_folder)}
+                check_fit(f"drafter={self.kind}:{self.path}", shape.target, *marks, context.target)
+        return SpireDrafter(self, shape, folder, layers)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is held of a running sequence: memory of positions ``start`` .. ``seen`` - 1 and of ``sunk`` sinks."""
+
+    ring: int
+    start: int
+    seen: int
+    sunk: int = 0
+
+
+class SpireDrafter:
+    """Drafts chains with a trained draft.
+
+    Args:
+        config: how long drafts are, and how they are drawn.
+        shape: what the draft is.
+        source: the folder of its weights; or the network itself, not yet finished, and its memory's weights.
+        num_layers: of the target; None: not known, which a draft that reads no activations may do without.
+
+    Raises:
+        CapabilityError: a target that is not known, or too small for the draft.
+    """
+
+    def __init__(
+        self,
+        config: SpireConfig,
+        shape: SpireShape,
+        source: Path | tuple[Decoder, Tensor | None],
+        num_layers: int | None = None,
+    ) -> None:
+        self.config, self.shape = config, shape
+        self._asked = f"drafter={config.kind}:{config.path}"
+        if shape.past != "embedding" and (num_layers is None or num_layers <= shape.layers):
+            wrong = f"it reads activations below the target's last {shape.layers} layers, and the target "
+            wrong += "is not known when it is built" if num_layers is None else f"has {num_layers}"
+            raise CapabilityError(self._asked, wrong, "build it for the target that it was trained for")
+        self.depth = config.depth or shape.depth
+        self._taps = shape.taps(num_layers or 0)
+        self.spec = DrafterSpec(
+            name=config.kind,
+            taps=tuple(sorted({*self._taps})),
+            past=shape.window if self._taps else 0,
+            network=True,
+            proposes=config.proposes,
+            default_budget=self.depth,
+            observes=bool(self._taps),
+        )
+        self._grower = Grower((1,) * self.depth, proposes=config.proposes)
+        self._source = source
+        self._texts: dict[int, _Text] = {}
+        self._network: SpireNetwork | None = None
+        self._ring: RingCache | None = None
+        self._target: Decoder | None = None
+
+    # -- the contract
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Check the target, load the draft, and allocate its rings.
+
+        Raises:
+            CapabilityError: layers with sliding windows, positions that are not rotary, or a draft of another target.
+        """
+        self._check(target)
+        self._target = target.decoder
+        decoder, memory, native = self._load(target, device)
+        c = decoder.config
+        ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
+        theirs = {"d_model": target.d_model, "vocab_size": target.vocab_size}
+        check_fit(self._asked, self.shape.target, ours, theirs, target.name)
+        self._network = SpireNetwork(decoder, memory, native)
+        view = SinkWindow(self.shape.sinks, self.shape.window)
+        shape = self._network.decoder.cache_shape
+        self._ring = RingCache(shape, view, self.depth, max_sequences, target.dtype, device)
+
+    def _check(self, target: TargetInfo) -> None:
+        shape = target.decoder.config
+        remedy = "use draft_model or ngram for this target"
+        if any(window is not None for window in shape.windows):
+            wrong = f"layers of {target.name} have sliding windows of their own"
+            raise CapabilityError(self._asked, wrong, remedy)
+        if shape.rope is None:
+            raise CapabilityError(self._asked, f"positions of {target.name} are learned, not rotary", remedy)
+
+    def _load(self, target: TargetInfo, device: torch.device) -> tuple[Decoder, Tensor | None, bool]:
+        """The network, its memory's weights, and whether it is compiled."""
+        if not isinstance(self._source, Path):
+            decoder, memory = self._source
+            return decoder, memory, decoder._native
+        config = read_config(self._source)
+        native = target.decoder.stack is not None and unsupported(config, target.dtype, device) is None
+        attention = make_backend("reference" if target.dtype == torch.float64 else "sdpa", target.dtype)
+        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native)
+        load_weights(decoder, self._source)
+        return decoder, read_memory(self.shape, self._source), native
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Give the rings of ended or preempted sequences back."""
+        for key in keys:
+            text = self._texts.pop(key, None)
+            if text is not None:
+                self.ring.close(text.ring)
+
+    @inference
+    def observe(self, step: StepFeatures) -> None:
+        """Write the memory of verified tokens from the target's activations."""
+        if not step.hidden:
+            return
+        rows: list[int] = []
+        places: list[int] = []
+        slots: list[int] = []
+        for view, taken, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
+            stop = first + taken.stop - taken.start
+            kept = self._note(view.key, first, stop)
+            rows += [taken.start + position - first for position in kept]
+            places += kept
+            slots += self.ring.slots(self._texts[view.key].ring, kept) if kept else []
+        if rows:
+            index = torch.tensor(rows, device=self.network.decoder.device)
+            self.network.write(self.ring, [step.hidden[tap][index] for tap in self._taps], places, slots)
+
+    @inference
+    def propose(self, want: DraftRequest) -> TokenTree:
+        """One chain a sequence, a token a pass, all sequences together."""
+        growths = [Growth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        last = self.network.decoder.config.max_position
+        for growth in growths:
+            room = last - len(growth.sequence.tokens)
+            growth.max_depth = min(growth.max_depth, growth.budget, self.depth, room)
+        able = [g for g in growths if g.max_depth > 0 and self._ready(g.sequence)]
+        sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
+        floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
+        want.passes = self._grow(able, replace(self._grower, floor=floor))
+        tree = to_tree([s.tokens[-1] for s in want.sequences], [g.draft for g in growths], trusted=True)
+        return tree.with_q(drawn_from(growths, tree, self.network.decoder.config.vocab_size)) if sampled else tree
+
+    # -- its parts
+
+    @property
+    def network(self) -> SpireNetwork:
+        """The draft."""
+        assert self._network is not None, "bind comes first"
+        return self._network
+
+    @property
+    def ring(self) -> RingCache:
+        """Its K/V."""
+        assert self._ring is not None, "bind comes first"
+        return self._ring
+
+    def _note(self, key: int, first: int, stop: int) -> list[int]:
+        """Positions first .. stop - 1 of a text are verified: those of them whose memory is kept."""
+        if stop <= first:
+            return []
+        sinks, window = self.shape.sinks, self.shape.window
+        begin = max(first, stop - window)
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = _Text(self.ring.open(), begin, first)
+        if text.seen != first:  # a gap
+            text.start, text.sunk = begin, 0
+        if begin > first:  # what lies before the window is not written
+            text.start = begin
+        if first <= text.sunk < sinks:
+            text.sunk = min(sinks, stop)
+        text.seen = stop
+        return [*range(first, min(sinks, stop)), *range(max(begin, sinks), stop)]
+
+    def _ready(self, view: SequenceView) -> bool:
+        """Whether a draft can start: memory of all that the root sees is there, or made now."""
+        root = len(view.tokens) - 1
+        if root < 1:
+            return False  # nothing is earlier than the root
+        if not self._taps:
+            self._read_tokens(view, root)
+            return True
+        text = self._texts.get(view.key)
+        if text is None or text.seen != root:
+            return False
+        wanted = min(self.shape.sinks, root)
+        if text.sunk < wanted:
+            self._sink(view, text, wanted)
+        return True
+
+    def _read_tokens(self, view: SequenceView, root: int) -> None:
+        """Memory of verified tokens that are the draft's own embeddings of them."""
+        text = self._texts.get(view.key)
+        kept = self._note(view.key, 0 if text is None else text.seen, root)
+        if kept:
+            embedded = self.network.decoder.embedding[
+                torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
+            ]
+            slots = self.ring.slots(self._texts[view.key].ring, kept)
+            self.network.write(self.ring, [embedded] * self.shape.layers, kept, slots)
+
+    def _sink(self, view: SequenceView, text: _Text, count: int) -> None:
+        """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
+        activations depend on nothing behind them."""
+        target = self._target
+        assert target is not None
+        pool = KVPool(*target.cache_shape, count, target.dtype, target.device)
+        packer, places = RowPacker(target, target.device), [*range(count)]
+        packer.add(view.tokens[:count], places, [-1] * count, slice(0, count), slice(0, count), count, 0)
+        state, taps = target.embed(packer.batch()), Taps(self.spec.taps)
+        state.adapters = adapter_ranges([view.application], [(0, count)])
+        target.run_layers(state, 0, target.num_layers, pool, taps)
+        slots = self.ring.slots(text.ring, places)
+        self.network.write(self.ring, [taps.hidden[tap] for tap in self._taps], places, slots)
+        text.sunk = count
+
+    def _grow(self, growths: Sequence[Growth], grower: Grower) -> int:
+        """Grow all chains; returns the passes that it took."""
+        level = 0
+        while growths:
+            logits, memory = self._forward(growths)
+            grower.expand(growths, logits, level)
+            level += 1
+            alive = [row for row, growth in enumerate(growths) if growth.frontier]
+            growths = [growths[row] for row in alive]
+            if alive and memory:
+                self._remember(growths, [own[alive] for own in memory], level - 1)
+        return level
+
+    def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, list[Tensor]]:
+        """Logits after the last node of each, and its memory by layer."""
+        packer = RowPacker(self.network.decoder, self.network.decoder.device)
+        for growth in growths:
+            text, (node,) = self._texts[growth.sequence.key], growth.frontier
+            position = len(growth.sequence.tokens) - 1 + node  # of a chain a node is its depth, too
+            token = growth.draft.tokens[node - 1] if node else growth.sequence.tokens[-1]
+            slots = self.ring.slots(text.ring, self._seen(text, position))
+            own = self.ring.unseen(text.ring) if self.network.feedback else slots[-1]
+            prefix = len(slots) if self.network.feedback else len(slots) - 1
+            where, keys = (torch.tensor(x, device=self.network.decoder.device) for x in ([own], slots))
+            packer.add([token], [position], [node], where, keys, len(slots), prefix)
+        return self.network.run(packer, self.ring)
+
+    def _seen(self, text: _Text, position: int) -> list[int]:
+        """Positions whose memory a row sees: sinks, and a window of strictly earlier tokens; without feedback its own
+        among them."""
+        stop = position if self.network.feedback else position + 1
+        sinks = min(self.shape.sinks, stop)
+        return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
+
+    def _remember(self, growths: Sequence[Growth], memory: list[Tensor], level: int) -> None:
+        """The memory of the rows of a level, for the rows below them."""
+        places = [len(growth.sequence.tokens) - 1 + level for growth in growths]
+        rings = [self._texts[growth.sequence.key].ring for growth in growths]
+        slots = [self.ring.slot(ring, place) for ring, place in zip(rings, places, strict=True)]
+        self.network.write(self.ring, memory, places, slots)

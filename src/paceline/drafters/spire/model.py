@@ -1,0 +1,121 @@
+"""A trained SPIRe drafter: what it is, and its files.
+
+A folder with a Hugging Face checkpoint of the draft's layers and ends (``config.json``, ``model.safetensors``), and
+beside it ``spire.json``, which says what the draft is and for whom, and ``spire.safetensors``, the weights of its
+feedback memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...core.options import check, shown
+from ...target.files import is_file, read_json
+from ..states.head import fill, known, read_tensors, stored
+
+CONFIG_FILE, WEIGHTS_FILE = "spire.json", "spire.safetensors"
+MEMORY = "memory"
+Past = Literal["layers", "embedding", "last"]
+OWN_WEIGHT = 2.0  # at the start, of the layer's own input in its memory; the others have 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpireShape:
+    """What a trained draft is, and for which target. Names of sections are SPIRe's."""
+
+    layers: int = 0  # of the draft, n
+    window: int = 64  # last tokens that a row sees (3.1)
+    sinks: int = 1  # first tokens that it sees beside them
+    depth: int = 4  # k, the passes that it was trained for
+    feedback: bool = True  # rows see memory of earlier tokens (3.3); else the layers' own inputs, their own among them
+    past: Past = "layers"  # what stands for the memory of verified tokens: the target's activations layer by layer; the
+    # draft's embeddings, or the target's last activation for all layers (3.3's worse variants)
+    shared: bool = False  # one memory for all layers (Fan et al. 2021), not one each
+    target: str = ""  # name of the target, for messages
+    fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
+
+    def __post_init__(self) -> None:
+        check(self, "spire with ")
+        for name, low in (("layers", 1), ("window", 1), ("sinks", 0), ("depth", 1)):
+            self._require(name, getattr(self, name) >= low, f"must be {low} or more")
+        self._require("shared", self.feedback or not self.shared, "is of no meaning without feedback memory")
+        whole = self.past != "layers" or not self.shared
+        self._require("shared", whole, "needs a past that is one vector a token (past = embedding or last)")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"spire with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
+
+    def taps(self, num_layers: int) -> tuple[int, ...]:
+        """Of each draft layer the target layer, 0-based, behind which its memory of verified tokens is read; none: it
+        is read from tokens.
+
+        Draft layer i reads y^{N-n-1+i}, 1-based both (3.3 with N=8, n=2: y^6 and y^7): what the target's layer reads
+        that it starts from.
+        """
+        if self.past == "embedding":
+            return ()
+        if self.past == "last":
+            return (num_layers - 1,) * self.layers
+        return tuple(num_layers - self.layers - 1 + i for i in range(self.layers))
+
+    def fresh_memory(self) -> Tensor | None:
+        """[n, n + 1] (or [1, n + 1]) float32 w before training: mostly what the layer itself reads; None: no memory."""
+        if not self.feedback:
+            return None
+        rows = 1 if self.shared else self.layers
+        made = torch.zeros(rows, self.layers + 1)
+        for row in range(rows):
+            made[row, row] = OWN_WEIGHT
+        return made
+
+
+def save_shape(shape: SpireShape, memory: Tensor | None, folder: Path) -> None:
+    """Write what stands beside the checkpoint.
+
+    Raises:
+        ConfigError: weights that hold NaN.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    values: Mapping[str, Tensor] = {} if memory is None else {MEMORY: memory}
+    save_file(stored(values, torch.float32, folder), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(asdict(shape), indent=1) + "\n", encoding="utf-8")
+
+
+def read_shape(folder: Path) -> SpireShape:
+    """What the draft in a folder is.
+
+    Raises:
+        ConfigError: no such folder, or a file that is missing or broken.
+    """
+    file = folder / CONFIG_FILE
+    if not is_file(file):
+        wrong = f"it holds no {CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"spire draft {str(folder)!r}", wrong, "name a folder that `paceline train spire` wrote")
+    values: Any = read_json(file, "restore the file", "not JSON")
+    if not isinstance(values, dict):
+        raise ConfigError(str(file), "not a JSON object", "restore the file")
+    known(values, [f.name for f in fields(SpireShape)], str(file))
+    return SpireShape(**values)
+
+
+@torch.no_grad()
+def read_memory(shape: SpireShape, folder: Path) -> Tensor | None:
+    """The weights of its memory, float32; None: it has none.
+
+    Raises:
+        ConfigError: a file that is missing or broken, or of another shape.
+    """
+    made = shape.fresh_memory()
+    values = read_tensors(folder / WEIGHTS_FILE)
+    fill({} if made is None else {MEMORY: made}, values, folder)
+    return made

@@ -1,0 +1,307 @@
+"""The recipe ``spire``: a draft of the target's last layers, with feedback memory, over a frozen target (SPIRe, 3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import CapabilityError, ConfigError
+from ...core.options import check, option
+from ...target.families import DecoderConfig, decoder_config
+from ...target.files import fingerprint
+from ...target.loader import load_weights
+from ...training.data import TokenBatch
+from ...training.losses import TargetHidden, cross_entropy, mixed
+from ...training.network import Network
+from ...training.prefixes import Blocks, run_blocks
+from ...training.trainer import StepContext
+from .model import Past, SpireShape, read_memory, read_shape, save_shape
+
+if TYPE_CHECKING:
+    from ...training.registry import BuildContext
+
+_EVALUATED_LOGITS = 2**21  # elements held at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpireOptions:
+    """What is trained, and on what loss. The defaults are SPIRe's; figure 5's ablations are one option each."""
+
+    layers: int = option(0, help="of the draft, the target's last ones; 0: a quarter of the target's", minimum=0)
+    window: int = option(64, help="last tokens that a row sees; as many as the context: K/V is not sparse", minimum=1)
+    sinks: int = option(1, help="first tokens that a row sees beside them", minimum=0)
+    depth: int = option(4, help="k: passes, and tokens that will be drafted", minimum=1, maximum=16)
+    feedback: bool = option(True, help="rows see memory of earlier tokens; no: the layers' inputs, their own, too")
+    past: Past = option(
+        "layers", help="memory of verified tokens: the target's activations (layers, last), or draft embeddings"
+    )
+    shared: bool = option(False, help="one memory for all layers; with past = embedding or last")
+    start: Literal["pruned", "random"] = option("pruned", help="from the target's last layers and ends, or at random")
+    loss: Literal["mixed", "text"] = option(
+        "mixed", help="mixed: omega CE(p, q) - (1 - omega) alpha; text: cross-entropy with the text"
+    )
+    omega: float = option(0.5, help="weight of distillation in the mixed loss; 1: it alone", minimum=0, maximum=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def shape(self, layers: int, target: str = "", mark: str = "") -> SpireShape:
+        """What the draft is; refuses what does not go together."""
+        names = ("window", "sinks", "depth", "feedback", "past", "shared")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return SpireShape(layers=layers, target=target, fingerprint=mark, **values)
+
+
+class SpireModule(nn.Module):
+    """The draft in training.
+
+    Args:
+        network: its layers and ends.
+        shape: what it is.
+    """
+
+    def __init__(self, network: Network, shape: SpireShape) -> None:
+        super().__init__()
+        self.network = network
+        made = shape.fresh_memory()
+        self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
+
+
+class Known(NamedTuple):
+    """What the target makes of a batch."""
+
+    past: list[Tensor] | None  # of each layer [B, T, d] the memory of verified tokens; None: the draft's embeddings
+    final: Tensor | None  # [B, T, d] its last states behind the final norm; None: nobody learns from them
+
+
+class Rows(NamedTuple):
+    """The rows of a pass that have something to learn."""
+
+    hidden: Tensor  # [R, d] the draft's last states
+    places: Tensor  # [R] in the flat batch
+    targets: Tensor  # [R] int64 next tokens of the text
+    weights: Tensor  # [R]
+    kept: Tensor  # [B, P] bool which of the blocks' rows they are
+
+
+class SpireRecipe:
+    """Trains a draft by k passes over every k-th prefix.
+
+    Blocks begin at a place of the batch that is drawn anew in each step, so that every token is a root now and then.
+
+    Args:
+        module: the draft.
+        target: the frozen target.
+        shape: what the draft is.
+        options: the loss.
+        config: the draft's config.json.
+        held_out: batches by domain.
+    """
+
+    name = "spire"
+
+    def __init__(
+        self,
+        module: SpireModule,
+        target: Network,
+        shape: SpireShape,
+        options: SpireOptions,
+        config: Mapping[str, Any],
+        held_out: Mapping[str, Sequence[TokenBatch]],
+    ) -> None:
+        self.module, self.target, self.shape, self.options = module, target, shape, options
+        self.config, self.held_out = config, held_out
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """The weighted mean over the rows of all passes, and that of each pass."""
+        offset = int(torch.randint(self.shape.depth, (1,), generator=context.generator))
+        needed = self.shape.past != "embedding" or self.options.loss == "mixed"
+        known = self._known(batch) if needed else Known(None, None)
+        rows = list(self._rows(batch, offset, known))
+        total = sum((part.weights.sum() for part in rows), start=batch.weights.new_zeros(()))
+        if not total > 0:
+            return sum((p.sum() * 0.0 for p in self.module.parameters()), start=torch.zeros(())), {}
+        loss, figures = batch.weights.new_zeros(()), {}
+        for step, part in enumerate(rows, 1):
+            share, mean = part.weights.sum() / total, self._mean(part, known.final)
+            loss = loss + share * mean
+            figures[f"loss_{step}"] = float(mean.detach())
+        return loss, figures
+
+    def _mean(self, part: Rows, final: Tensor | None) -> Tensor:
+        """The loss of the rows of a pass."""
+        head = self.module.network.head_weight
+        if self.options.loss == "text":
+            return cross_entropy(part.hidden, head, part.targets, part.weights, check=False)
+        assert final is not None, "the target was run"
+        says = TargetHidden(final.flatten(0, 1)[part.places], self.target.head_weight)
+        return mixed(part.hidden, head, says, part.weights, check=False, omega=self.options.omega)
+
+    @torch.no_grad()
+    def _known(self, batch: TokenBatch) -> Known:
+        """What the target makes of the tokens."""
+        target, n = self.target, self.shape.layers
+        last, inputs = target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)
+        # y^{N-n-1+i} for draft layer i: what the target's own layer N - n + i reads (section 3.3)
+        past = {"layers": inputs[-n:], "last": [last] * n, "embedding": None}[self.shape.past]
+        return Known(past, target.final(last))
+
+    def _rows(self, batch: TokenBatch, offset: int, known: Known) -> Iterator[Rows]:
+        """Of each pass the rows that have something to learn."""
+        blocks = Blocks.of(batch, self.shape.depth, offset)
+        passes = run_blocks(self.module.network, self.module.memory, self.shape, batch, blocks, known.past)
+        first = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None] * batch.tokens.shape[1]
+        # A document's first token has no earlier one, and no draft begins there.
+        useful = blocks.there & (batch.positions[:, blocks.places[:, 0], None] > 0)
+        targets, weights = batch.targets.flatten(), batch.weights.flatten()
+        for step, hidden in enumerate(passes):
+            places = first + blocks.places[:, step]  # [B, P]
+            own = torch.where(useful[:, :, step], weights[places], 0.0)
+            kept = own > 0
+            yield Rows(hidden[kept], places[kept], targets[places[kept]], own[kept], kept)
+
+    # -- held-out figures
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """By domain, teacher-forced, over blocks of k rows.
+
+        ``tau/DOMAIN``: tokens a round, of drafts of k sampled tokens verified by rejection: 1 + the mean sum of the
+        products of min(1, q/p) at the text's tokens, which is unbiased on text that the target drew.
+        ``alpha/DOMAIN/J``: the mean of sum_x min(p, q) at a block's row J, its expected acceptance.
+        """
+        figures: dict[str, float] = {}
+        device = self.module.network.head_weight.device
+        for domain, batches in self.held_out.items():
+            found = [self._judge(batch.to(device)) for batch in batches]
+            chances, alphas = torch.cat([c for c, _ in found]), torch.cat([a for _, a in found])
+            whole = ~chances.isnan().any(1)
+            if bool(whole.any()):
+                figures[f"tau/{domain}"] = 1 + float(chances[whole].cumprod(1).sum(1).mean())
+                for place, alpha in enumerate(alphas[whole].mean(0).tolist(), 1):
+                    figures[f"alpha/{domain}/{place}"] = alpha
+        return figures
+
+    def _judge(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """[B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there."""
+        known = self._known(batch)
+        assert known.final is not None
+        chances, alphas = [], []
+        for part in self._rows(batch, 0, known):
+            of_rows = torch.full((2, *part.kept.shape), torch.nan, device=part.hidden.device)
+            of_rows[:, part.kept] = self._compare(part, known.final.flatten(0, 1)[part.places])
+            chances.append(of_rows[0].flatten())
+            alphas.append(of_rows[1].flatten())
+        return torch.stack(chances, 1), torch.stack(alphas, 1)
+
+    def _compare(self, part: Rows, final: Tensor) -> Tensor:
+        """[2, R] of the rows of a pass."""
+        weight, found = self.module.network.head_weight, [part.hidden.new_empty(2, 0)]
+        for some in torch.arange(len(final), device=final.device).split(max(1, _EVALUATED_LOGITS // len(weight))):
+            q = self.module.network.logits(part.hidden[some].to(weight.dtype)).float().softmax(-1)
+            p = self.target.logits(final[some]).float().softmax(-1)
+            at = part.targets[some, None]
+            ratio = (q.gather(1, at) / p.gather(1, at)).clamp_max(1.0)[:, 0]
+            found.append(torch.stack((ratio, torch.minimum(p, q).sum(-1))))
+        return torch.cat(found, 1)
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """What users load; the job adds ``training.json``."""
+        self.module.network.save(folder, dict(self.config), torch.bfloat16)
+        save_shape(self.shape, self.module.memory, folder)
+
+
+class SpireKind:
+    """How ``paceline train spire`` builds the recipe."""
+
+    name = "spire"
+    Options = SpireOptions
+    needs_target = True
+    takes_init = True
+
+    def imitates(self, options: SpireOptions) -> bool:
+        """Whether it learns from the target's distribution."""
+        return options.loss == "mixed"
+
+    def top(self, options: SpireOptions) -> int:
+        """0: it reads activations of inner layers, which no cache holds."""
+        return 0
+
+    def states(self, options: SpireOptions) -> bool:
+        """False: see `top`."""
+        return False
+
+    def build(self, options: SpireOptions, context: BuildContext) -> SpireRecipe:
+        """A draft cut out of the target, or one that goes on from ``context.init``.
+
+        Raises:
+            ConfigError: no target, as many layers as it has or more, or a draft of another shape to go on from.
+            CapabilityError: a target with sliding windows, or whose positions are not rotary.
+        """
+        if context.target is None or context.target_folder is None:
+            raise ConfigError("training spire", "there is no target to draft for", "give --target")
+        whole = context.target.config
+        _check_target(whole, context.target_folder.name)
+        layers = options.layers or max(1, round(whole.num_layers / 4))
+        if layers >= whole.num_layers:
+            asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
+            raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
+        shape = options.shape(layers, context.target_folder.name, fingerprint(context.target_folder))
+        config = _config(context.target_folder, layers)
+        network = Network(decoder_config(config), context.device)
+        if context.init is None:
+            _start(network, context.target, options.start, context.seed)
+        module = SpireModule(network, shape)
+        if context.init is not None:
+            _resume(module, shape, context.init)
+        return SpireRecipe(module, context.target, shape, options, config, context.held_out)
+
+
+def _check_target(config: DecoderConfig, name: str) -> None:
+    remedy = "train a draft_model for this target"
+    if any(window is not None for window in config.windows):
+        raise CapabilityError("training spire", f"layers of {name} have sliding windows of their own", remedy)
+    if config.rope is None:
+        raise CapabilityError("training spire", f"positions of {name} are learned, not rotary", remedy)
+
+
+def _config(folder: Path, layers: int) -> dict[str, Any]:
+    """The target's config.json with its last layers alone."""
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if isinstance(values.get("layer_types"), list):
+        values["layer_types"] = values["layer_types"][-layers:]
+    return {**values, "num_hidden_layers": layers}
+
+
+@torch.no_grad()
+def _start(network: Network, target: Network, start: Literal["pruned", "random"], seed: int) -> None:
+    """The target's embedding, last layers, norm and head (section 3.2); or random weights."""
+    if start == "random":
+        network.init_weights(seed)
+        return
+    known, skipped = dict(target.decoder.named_parameters()), len(target.layers) - len(network.layers)
+    for name, parameter in network.decoder.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(int(parts[1]) + skipped)
+        parameter.copy_(known[".".join(parts)])
+
+
+@torch.no_grad()
+def _resume(module: SpireModule, shape: SpireShape, folder: Path) -> None:
+    """Take the weights of another draft, to train them on."""
+    found = read_shape(folder)
+    for name in ("layers", "feedback", "shared"):
+        ours, theirs = getattr(shape, name), getattr(found, name)
+        if ours != theirs:
+            raise ConfigError(f"--init {folder}", f"it has {name}={theirs}, not {ours}", f"train with {name}={theirs}")
+    load_weights(module.network.decoder, folder)
+    memory = read_memory(found, folder)
+    if module.memory is not None and memory is not None:
+        module.memory.copy_(memory)

@@ -1,0 +1,271 @@
+"""SPIRe: drafts against the whole text computed by hand, what is held, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_kit import paths_of, text, view
+from spire_kit import LAYERS, draft_decoder, drafts_by_hand, memory_of, spire, whole
+from state_kit import taps_of
+from tiny import VOCAB, assemble, run, tiny_application, tiny_config, tiny_decoder
+from torch import Tensor
+
+from paceline import native
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.drafters import registry
+from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.spire.drafter import SpireConfig, SpireDrafter
+from paceline.drafters.spire.model import SpireShape, read_memory, read_shape, save_shape
+from paceline.kv.ring import RingCache
+from paceline.kv.views import SinkWindow
+from paceline.target.decoder import Decoder
+from paceline.target.rope import RopeConfig
+
+CPU = torch.device("cpu")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "spire": {},
+    "no sinks": {"sinks": 0},
+    "narrow": {"window": 1, "sinks": 1},
+    "no feedback": {"feedback": False},
+    "embedding": {"past": "embedding"},
+    "shared embedding": {"past": "embedding", "shared": True},
+    "shared last": {"past": "last", "shared": True},
+    "one layer": {"layers": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def by_hand(drafter: SpireDrafter, target: Decoder, tokens: list[int], path: list[int]) -> list[Tensor]:
+    """[V] what the draft says behind the root and each token of a path."""
+    net = draft_decoder(target.config, 0, drafter.shape.layers)
+    taps = taps_of(target, tokens)
+    states = [taps[layer] for layer in range(target.num_layers)]
+    found = drafts_by_hand(net, memory_of(drafter.shape), drafter.shape, states, tokens, path)
+    assert net.head is not None
+    return [net.head.weight @ state for state in found]
+
+
+def show(drafter: SpireDrafter, target: Decoder, sequence: SequenceView, first: int, stop: int) -> None:
+    """What a pass over positions first .. stop - 1 of a text shows."""
+    taps = taps_of(target, sequence.tokens[:stop])
+    hidden = {tap: taps[tap][first:] for tap in drafter.spec.taps}
+    drafter.observe(
+        StepFeatures([sequence], [[]], [0], [[]], hidden=hidden, hidden_rows=[slice(0, stop - first)], first=[first])
+    )
+
+
+def bound(drafter: SpireDrafter, target: Decoder, sequences: int = 4) -> SpireDrafter:
+    drafter.bind(target.info("tiny"), sequences, 1000, CPU)
+    return drafter
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_are_those_of_the_formula(variant: str) -> None:
+    """A conversation: any path is accepted, then a token of any kind; sometimes a pass shows the end of the text alone,
+    as behind a prefix that was found in the cache."""
+    draw = random.Random(3)
+    target = tiny_decoder(whole())
+    drafter = bound(spire(shape=VARIANTS[variant]), target)
+    views = [view(text(n, n), key=n) for n in (2, 7, 40)]
+    window = drafter.shape.window
+    for v in views:  # the first pass: all of the prompt, or its last tokens alone
+        prompt = len(v.tokens)
+        v.tokens.append(5)
+        show(drafter, target, v, 0 if prompt < 20 else prompt - window, prompt)
+    depths = set()
+    for _ in range(4):
+        tree = drafter.propose(DraftRequest(views, [64] * 3, [64] * 3))
+        for b, v in enumerate(views):
+            found = paths_of(tree, b)
+            longest = max(found, key=len)
+            depths.add(len(longest))
+            said = by_hand(drafter, target, v.tokens, list(longest[:-1]))
+            for depth, logits in enumerate(said, 1):
+                fresh = logits.log_softmax(0)
+                before = found.get(longest[: depth - 1], 0.0)
+                token = longest[depth - 1]
+                assert found[longest[:depth]] - before == pytest.approx(float(fresh[token]), abs=1e-8)
+                assert int(fresh.argmax()) == token
+            known = len(v.tokens) - 1
+            v.tokens += [*longest[: draw.choice([0, 1, 4])], draw.randrange(VOCAB)]
+            show(drafter, target, v, known, len(v.tokens) - 1)
+    assert depths == {4}
+    drafter.release([v.key for v in views] + [99])
+    assert drafter.ring.idle
+
+
+def test_what_a_text_takes_is_constant() -> None:
+    """Bytes at contexts 40, 120 and 400, counted in the slots that are written."""
+    target = tiny_decoder(whole())
+    drafter = bound(spire(), target)
+    ring = drafter.ring
+    assert ring.size == 2 + 12 + 4 and ring.bytes_per_text == 2 * LAYERS * 2 * 18 * 8 * 8
+    used = set()
+    for context in (40, 120, 400):
+        v = view(text(context, 1), key=context)
+        show(drafter, target, v, 0, context - 1)
+        drafter.propose(DraftRequest([v], [4], [4]))
+        used.add(int((ring.k[0].abs().sum((0, 2)) > 0).sum()))
+        for x in (*ring.k, *ring.v):
+            x.zero_()
+        drafter.release([context])
+    assert len(used) == 1
+    short = SinkWindow(2, 12)
+    with pytest.raises(IndexError):
+        made = RingCache((1, 1, 8), short, 4, 1, torch.float32, CPU)
+        made.open(), made.open()
+
+
+def test_nothing_is_drafted_where_nothing_is_known() -> None:
+    target = tiny_decoder(whole())
+    drafter = bound(spire(), target)
+    v = view(text(30), key=1)
+    assert drafter.propose(DraftRequest([v], [4], [4])).num_nodes.tolist() == [1]  # no pass has shown anything
+    show(drafter, target, v, 0, 20)
+    assert drafter.propose(DraftRequest([v], [4], [4])).num_nodes.tolist() == [1]  # nor all of it
+    show(drafter, target, v, 20, 29)
+    assert drafter.propose(DraftRequest([v], [4], [4])).num_nodes.tolist() == [5]
+    one = view([3], key=2)
+    assert drafter.propose(DraftRequest([one], [4], [4])).num_nodes.tolist() == [1]  # the root has none before it
+    v.tokens += text(50, 3)
+    show(drafter, target, v, 60, len(v.tokens) - 1)  # a gap: it begins anew behind it
+    assert drafter.propose(DraftRequest([v], [2], [64])).num_nodes.tolist() == [3]
+
+
+def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
+    target = tiny_decoder(whole())
+    drafter = bound(spire(proposes="sampled"), target)
+    v = view(text(30), key=1, temperature=0.9, top_k=40)
+    show(drafter, target, v, 0, 29)
+    tree = drafter.propose(DraftRequest([v], [4], [4]))
+    assert tree.q is not None
+    drafted = tree.tokens[0, 1:].tolist()
+    said = by_hand(drafter, target, v.tokens, drafted)
+    for node in range(4):
+        fresh = v.sampler.probs(said[node][None], torch.tensor([drafted[:node]]))[0]
+        assert torch.allclose(tree.q.dense(0, node, VOCAB), fresh, atol=1e-8) and fresh[drafted[node]] > 0
+
+
+def test_answers_under_an_application_are_its_own() -> None:
+    """Sinks that no pass has shown are computed with the application's adapters."""
+    target = tiny_decoder(whole())
+    application = tiny_application("a", target)
+    requests = [(text(60, n), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for n in (1, 2)]
+    answers = [
+        [o.outputs[0].token_ids for o in run(engine, requests, ["a", None])]
+        for engine in (
+            assemble(decoder=target, applications=[application]),
+            assemble(spire(), decoder=target, applications=[application], max_batch_rows=16),
+        )
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("kind", ["torch", "float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("variant", ["spire", "no feedback", "shared last"])
+def test_fast_layers_draft_what_the_reference_does(kind: str, variant: str) -> None:
+    """On torch's kernels, and on compiled layers, whose heads are padded: the same distributions up to rounding, the
+    target's answers."""
+    dtype, compiled = torch.float32 if kind in ("torch", "float32") else torch.bfloat16, kind != "torch"
+    config = whole(head_dim=8, rope=RopeConfig(dim=4))
+    made = tiny_decoder(config, dtype=dtype, quant="int8" if kind == "int8" else None, compiled=compiled)
+    drafter = spire(config=config, dtype=dtype, compiled=compiled, shape=VARIANTS[variant])
+    requests = [
+        (text(n, n), SamplingParams(temperature=t, max_tokens=24, ignore_eos=True, seed=n))
+        for n in (3, 40)
+        for t in (0.0, 0.8)
+    ]
+    expected = [o.outputs[0].token_ids for o in run(assemble(decoder=made), requests)]
+    engine = assemble(drafter, decoder=made)
+    for _ in range(2):
+        outputs = run(engine, requests)
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert engine.round.failure is None and sum(o.stats.accepted for o in outputs) > 0  # type: ignore[attr-defined]
+    if dtype == torch.float32:
+        plain = bound(spire(config=config, shape=VARIANTS[variant]), exact := tiny_decoder(config))
+        fast = bound(spire(config=config, dtype=dtype, compiled=compiled, shape=VARIANTS[variant]), made)
+        v = view(text(40), key=1)
+        for one, its in ((plain, exact), (fast, made)):
+            show(one, its, v, 0, 39)
+        wanted, found = (paths_of(one.propose(DraftRequest([v], [4], [4]))) for one in (plain, fast))
+        assert found.keys() == wanted.keys()
+        assert [*found.values()] == pytest.approx([*wanted.values()], abs=1e-3)
+
+
+# -- files and refusals
+
+
+def test_files_hold_what_a_draft_is(tmp_path: Path) -> None:
+    shape = SpireShape(layers=2, window=9, past="embedding", shared=True, target="tiny")
+    save_shape(shape, memory_of(shape), tmp_path)
+    assert read_shape(tmp_path) == shape
+    found, wanted = read_memory(shape, tmp_path), memory_of(shape)
+    assert found is not None and wanted is not None and torch.equal(found, wanted)
+    other = SpireShape(layers=3, past="embedding", shared=True)
+    with pytest.raises(ConfigError, match="memory has shape"):
+        read_memory(other, tmp_path)
+    (tmp_path / "spire.json").write_text('{"layers": 2, "width": 3}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown entry 'width'"):
+        read_shape(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        read_shape(tmp_path / "nowhere")
+    bare = SpireShape(layers=2, feedback=False)
+    save_shape(bare, None, tmp_path)
+    assert read_memory(bare, tmp_path) is None
+
+
+def test_memory_begins_with_what_the_layer_reads() -> None:
+    assert SpireShape(layers=2).taps(8) == (5, 6)  # y^6 and y^7, 1-based: section 3.3
+    assert SpireShape(layers=3).taps(12) == (8, 9, 10)
+    assert SpireShape(layers=2, past="last").taps(8) == (7, 7)
+    assert SpireShape(layers=2, past="embedding").taps(8) == ()
+    made = SpireShape(layers=2).fresh_memory()
+    assert made is not None and made.shape == (2, 3) and made.argmax(1).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"layers": 0}, "layers must be 1 or more"),
+        ({"layers": 2, "window": 0}, "window must be 1 or more"),
+        ({"layers": 2, "sinks": -1}, "sinks must be 0 or more"),
+        ({"layers": 2, "depth": 0}, "depth must be 1 or more"),
+        ({"layers": 2, "shared": True}, "needs a past that is one vector"),
+        ({"layers": 2, "shared": True, "feedback": False, "past": "last"}, "no meaning without feedback"),
+        ({"layers": 2, "past": "future"}, "past"),
+    ],
+)
+def test_shapes_that_cannot_be(values: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        SpireShape(**values)
+
+
+def test_targets_that_do_not_fit() -> None:
+    for config, wrong in (
+        (tiny_config(), "sliding windows of their own"),
+        (whole(rope=None, learned_positions=512), "are learned, not rotary"),
+        (whole(d_model=64), "d_model=32, tiny has 64"),
+    ):
+        with pytest.raises(CapabilityError, match=wrong):
+            bound(spire(), tiny_decoder(config))
+    with pytest.raises(CapabilityError, match="and the target has 3"):
+        SpireDrafter(SpireConfig(path="x"), SpireShape(layers=3), Path("x"), 3)
+    for spec, wrong in (
+        ("spire:x,depth=0", "depth must be 1"),
+        ("spire", "needs path"),
+        ("spire:x,extra=3", "re-sampl"),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            registry.parse(spec)

@@ -1,0 +1,323 @@
+"""SPIRe in training: k passes over every k-th prefix are what drafts do; what is learned; the recipe's options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from spire_kit import drafts_by_hand, memory_of
+from tiny import VOCAB, tiny_config
+from toolkit import examples, network, trainer, write_data, write_target
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.distillation import DraftModelKind, DraftModelOptions, DraftModelRecipe
+from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
+from paceline.drafters.spire.recipe import SpireKind, SpireModule, SpireOptions, SpireRecipe, _start
+from paceline.llm import LLM
+from paceline.training.data import Example, SourceSpec, TokenBatch, collate
+from paceline.training.job import Job, prepare, run
+from paceline.training.job import finish as write
+from paceline.training.network import Network
+from paceline.training.prefixes import Blocks, mask_of, run_blocks
+from paceline.training.trainer import StepContext, TrainConfig
+
+WHOLE = (None, None, None)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "spire": {},
+    "no sinks": {"sinks": 0},
+    "narrow": {"window": 2},
+    "dense": {"window": 100},
+    "no feedback": {"feedback": False},
+    "embedding": {"past": "embedding"},
+    "shared last": {"past": "last", "shared": True},
+    "deep": {"depth": 7},
+    "alone": {"depth": 1},
+}
+
+
+def batch(prompt_weight: float = 0.5) -> TokenBatch:
+    """Two rows of packed documents, some shorter than a block, and padding."""
+    short = [Example(torch.randint(8, VOCAB, (n,)).numpy().astype("int32")) for n in (1, 2, 3)]
+    return collate([[*examples(3, 5), *short], examples(2, 6)], 110, prompt_weight)
+
+
+def shape_of(**values: Any) -> SpireShape:
+    return SpireShape(**{"layers": 2, "window": 9, "sinks": 2} | values)
+
+
+def recipe(target: Network | None = None, held_out: Any = None, start: str = "pruned", **options: Any) -> SpireRecipe:
+    target = target or network(2, frozen=True, windows=WHOLE)
+    made = SpireOptions(**{"layers": 2, "window": 9, "sinks": 2, "start": start} | options)
+    shape = made.shape(2)
+    draft = network(1, num_layers=2, windows=WHOLE[:2])
+    _start(draft, target, made.start, 1)
+    return SpireRecipe(SpireModule(draft, shape), target, shape, made, {}, held_out or {})
+
+
+def context(seed: int = 0) -> StepContext:
+    return StepContext(0, torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower with two threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_are_drafts_row_by_row(variant: str) -> None:
+    """The rows of every pass, against section 3.3 one row at a time, over their document alone."""
+    offset, shape, data = len(variant) % 4, shape_of(**VARIANTS[variant]), batch()
+    draft, target = (network(seed, num_layers=n, windows=WHOLE[:n]).double() for seed, n in ((4, 2), (5, 3)))
+    w = memory_of(shape)
+    with torch.no_grad():
+        _, inputs = target.run(target.embed(data.tokens, data.positions), 0, 3, data)
+        last = target.run(target.embed(data.tokens, data.positions), 0, 3, data)[0]
+        y = [*inputs[1:], last]
+        past = {"layers": inputs[-2:], "last": [last] * 2, "embedding": None}[shape.past]
+        blocks = Blocks.of(data, shape.depth, offset)
+        memory = None if w is None else w.double()
+        found = run_blocks(draft, memory, shape, data, blocks, past)
+        assert len(found) == shape.depth and all(x.isfinite().all() for x in found)
+        checked, depths = 0, set()
+        for b in range(2):
+            for number, start in enumerate(blocks.places[:, 0].tolist()):
+                document, position = int(data.documents[b, start]), int(data.positions[b, start])
+                length = int(blocks.there[b, number].sum())
+                if document < 0 or position == 0 or (number + b) % 3:
+                    continue
+                own = (data.documents[b] == document).nonzero()[:, 0]
+                tokens = data.tokens[b, own].tolist()
+                states = [layer[b, own] for layer in y]
+                path = tokens[position + 1 : position + length]
+                wanted = drafts_by_hand(draft.decoder, memory, shape, states, tokens[: position + 1], path)
+                for step, state in enumerate(wanted):
+                    torch.testing.assert_close(found[step][b, number], state, rtol=1e-8, atol=1e-9)
+                checked += len(wanted)
+                depths.add(len(wanted))
+        assert checked >= 20 and shape.depth in depths
+
+
+def test_the_mask_is_figure_2() -> None:
+    """One text of 12 tokens, k = 4, dense: the first and the last pass as they are drawn."""
+    data = collate([[Example(torch.arange(8, 20).numpy().astype("int32"))]], 12)
+    shape = shape_of(window=12, sinks=0)
+    blocks = Blocks.of(data, 4)
+    first, fourth = (mask_of(data, blocks, shape, step)[0, 0].long() for step in (0, 3))
+    assert first.tolist() == [[0] * 12, [1] * 4 + [0] * 8, [1] * 8 + [0] * 4]
+    assert torch.equal(fourth[:, :12], first)  # verified tokens: those in front of the block, in every pass
+    assert torch.equal(fourth[:, 12:], torch.eye(3).long().repeat(1, 3))  # and of its own the three before
+    narrow = mask_of(data, blocks, shape_of(window=2, sinks=1), 3)[0, 0].long()
+    assert narrow[2].tolist() == [1] + [0] * 11 + [0, 0, 0] + [0, 0, 1] + [0, 0, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"omega": 1.0}, {"omega": 0.0}, {"loss": "text"}])
+def test_the_loss_is_its_formula(options: dict[str, Any]) -> None:
+    """MixedLoss (3.4) and cross-entropy, over the rows of all passes at once."""
+    data, made = batch(), recipe(**options)
+    with torch.no_grad():
+        loss, figures = made.loss(data, context())
+        offset = int(torch.randint(4, (1,), generator=context().generator))
+        known = made._known(data)
+        rows = [*made._rows(data, offset, known)]
+        hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])
+        targets, weights = torch.cat([r.targets for r in rows]), torch.cat([r.weights for r in rows])
+        log_q = made.module.network.logits(hidden).log_softmax(-1)
+        assert known.final is not None
+        p = made.target.logits(known.final.flatten(0, 1)[places]).softmax(-1)
+        if "loss" in options:
+            each = -log_q.gather(1, targets[:, None])[:, 0]
+        else:
+            omega = options.get("omega", 0.5)
+            each = -omega * (p * log_q).sum(-1) - (1 - omega) * torch.minimum(p, log_q.exp()).sum(-1)
+        assert float(loss) == pytest.approx(float((each * weights).sum() / weights.sum()), rel=1e-4)
+    assert [*figures] == [f"loss_{step}" for step in (1, 2, 3, 4)]
+    # every row with a weight is in one pass or the other, but those whose block begins at a document's first token
+    length = data.tokens.shape[1]
+    assert set(places.tolist()) < {i for i in range(2 * length) if data.weights.flatten()[i] > 0}
+    assert len(set(places.tolist())) == len(places) > 60
+
+
+def test_gradients_reach_all_of_the_draft_and_none_of_the_target() -> None:
+    made = recipe()
+    made.loss(batch(), context())[0].backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in made.module.parameters())
+    assert made.module.memory is not None and made.module.memory.grad is not None
+    assert all(p.grad is None for p in made.target.parameters())
+    nothing = collate([[Example(torch.tensor([9, 9]).numpy())]], 8)
+    loss, figures = recipe().loss(nothing, context())
+    loss.backward()
+    assert float(loss.detach()) == 0 and not figures
+
+
+def test_a_pruned_start_is_the_target_cut_short() -> None:
+    made = recipe()
+    target, draft = (dict(n.decoder.named_parameters()) for n in (made.target, made.module.network))
+    for name, value in draft.items():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(int(parts[1]) + 1)
+        assert torch.equal(value, target[".".join(parts)])
+    random = recipe(start="random").module.network
+    assert not torch.equal(random.decoder.embedding, made.target.decoder.embedding)
+
+
+def test_held_out_figures_by_hand() -> None:
+    data = batch()
+    made = recipe(held_out={"x": [data, data]})
+    found = made.evaluate(0)
+    with torch.no_grad():
+        known = made._known(data)
+        assert known.final is not None
+        chances, alphas = {}, {}
+        for step, part in enumerate(made._rows(data, 0, known)):
+            q = made.module.network.logits(part.hidden).softmax(-1)
+            p = made.target.logits(known.final.flatten(0, 1)[part.places]).softmax(-1)
+            blocks = part.kept.nonzero().tolist()
+            for row, (b, number) in enumerate(blocks):
+                y = part.targets[row]
+                chances[b, number, step] = min(1.0, float(q[row, y] / p[row, y]))
+                alphas[b, number, step] = float(torch.minimum(p[row], q[row]).sum())
+    whole = {key[:2] for key in chances if all((*key[:2], step) in chances for step in range(4))}
+    tau = 0.0
+    for b, number in whole:
+        product = 1.0
+        for step in range(4):
+            product *= chances[b, number, step]
+            tau += product
+    assert len(whole) > 10 and found["tau/x"] == pytest.approx(1 + tau / len(whole), rel=1e-5)
+    for step in range(4):
+        mean = sum(alphas[b, number, step] for b, number in whole) / len(whole)
+        assert found[f"alpha/x/{step + 1}"] == pytest.approx(mean, rel=1e-5)
+    assert F.relu(torch.tensor(found["tau/x"] - 5)) == 0
+
+
+def test_a_draft_learns_to_be_accepted(tmp_path: Path) -> None:
+    target = network(2, frozen=True, windows=WHOLE)
+    for name, parameter in target.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(6.0)
+    own = recipe(target, held_out={"x": [batch()]}, start="random")
+    before = own.evaluate(0)
+    trainer(tmp_path, own, steps=40, learning_rate=3e-3).run()
+    after = own.evaluate(40)
+    assert after["alpha/x/1"] > before["alpha/x/1"] + 0.05 and after["alpha/x/4"] > before["alpha/x/4"]
+
+
+# -- from a command to a draft at work
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("spire")
+    data = write_data(folder)
+    return data, write_target(folder / "target", data)
+
+
+def job(data: Path, target: Path | None, out: Path, **changes: Any) -> Job:
+    settings = {"steps": 2, "warmup": 1, "precision": "fp32", "log_every": 1, "evaluate_every": 0}
+    values: dict[str, Any] = {
+        "kind": "spire",
+        "options": {"layers": 1, "window": 6, "depth": 3, **changes.pop("options", {})},
+        "config": TrainConfig(**settings),
+        "sources": [SourceSpec(file=str(data))],
+        "target": target,
+        "out": out,
+    }
+    return Job(**values | changes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"past": "embedding", "loss": "text"}, {"feedback": False}, {"past": "last", "shared": True, "omega": 1.0}],
+    ids=str,
+)
+def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Path], tmp_path: Path) -> None:
+    data, target = places
+    one = job(data, target, tmp_path / "out", options=options)
+    trained, outcome = run(one)
+    folder = write(one, trained, outcome)
+    shape = read_shape(folder)
+    assert (shape.layers, shape.window, shape.depth) == (1, 6, 3) and len(shape.fingerprint) == 64
+    assert (read_memory(shape, folder) is None) == (options.get("feedback") is False)
+    prompts = ["What colour is box 3?", "The red box stands beside the other boxes. The"]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=24, ignore_eos=True)
+    plain = LLM(str(target), dtype="float32").generate(prompts, params)
+    llm = LLM(str(target), dtype="float32", drafter=f"spire:{folder}", budget=3)
+    found = llm.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in plain]
+    assert llm.engine.round.failure is None and all(o.stats.drafted for o in found)
+    again = prepare(job(data, target, tmp_path / "again", options=options, init=folder))
+    begun: Any = again.recipe
+    stored = Network.load(folder)
+    assert torch.equal(begun.module.network.decoder.embedding, stored.decoder.embedding)
+
+
+def test_another_target_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
+    data, target = places
+    one = job(data, target, tmp_path / "out")
+    trained, outcome = run(one)
+    folder = write(one, trained, outcome)
+    other = write_target(tmp_path / "other", data, seed=1)
+    with pytest.raises(CapabilityError, match="its weights differ"):
+        LLM(str(other), dtype="float32", drafter=f"spire:{folder}")
+    facts = json.loads((folder / "spire.json").read_text("utf-8"))
+    (folder / "spire.json").write_text(json.dumps(facts | {"feedback": False}))
+    with pytest.raises(ConfigError, match="memory"):
+        LLM(str(target), dtype="float32", drafter=f"spire:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"layers": 2}, "the target has 2 in all"),
+        ({"shared": True}, "needs a past that is one vector"),
+        ({"window": 0}, "window"),
+        ({"depth": 0}, "depth"),
+        ({"omega": 1.5}, "omega"),
+        ({"start": "middle"}, "start"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], wrong: str, places: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        prepare(job(*places, tmp_path / "out", options=options))
+
+
+def test_targets_that_cannot_be(places: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="for a target"):
+        prepare(job(places[0], None, tmp_path / "out"))
+    from paceline.drafters.spire.recipe import _check_target
+
+    with pytest.raises(CapabilityError, match="sliding windows"):
+        _check_target(tiny_config(), "tiny")
+    with pytest.raises(CapabilityError, match="learned"):
+        _check_target(tiny_config(windows=WHOLE, rope=None, learned_positions=64), "tiny")
+    assert SpireKind().top(SpireOptions()) == 0 and SpireKind().imitates(SpireOptions())
+    assert not SpireKind().imitates(SpireOptions(loss="text")) and not SpireKind().states(SpireOptions())
+
+
+def test_the_vanilla_draft_learns_from_the_text_alone() -> None:
+    """`distill=0`: cross-entropy, and the target is not run."""
+    options = DraftModelOptions(distill=0.0, vocab_size=VOCAB)
+    draft, data = network(3), batch()
+
+    class Nobody:
+        def said(self, batch: TokenBatch) -> Any:
+            raise AssertionError("the target was asked")
+
+    made = DraftModelRecipe(draft, network(2, frozen=True), options, {}, {}, Nobody())  # type: ignore[arg-type]
+    loss, figures = made.loss(data, context())
+    rows = data.weights > 0
+    each = F.cross_entropy(draft.logits(draft(data))[rows], data.targets[rows], reduction="none")
+    wanted = float((each.detach() * data.weights[rows]).sum() / data.weights[rows].sum())
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5) and figures == {"ce": float(loss.detach())}
+    assert not DraftModelKind().imitates(options) and DraftModelKind().imitates(DraftModelOptions())
