@@ -426,3 +426,33 @@ def test_text_that_grows():
         if draw.random() < 0.1:
             assert text.whole() == whole
     assert text.whole() == whole
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("options", [{}, {"stop_token_ids": [2]}, {"min_tokens": 5}, {"stop": ["ab"]}, {"logprobs": 0}])
+def test_plain_tokens_are_accepted_as_by_the_long_way(options, seed):
+    """`accept_plain` where it can, else `accept`, against `accept` alone; text that waits for long is among it."""
+    draw, passed = random.Random(seed), 0
+    tokens = draw.choices([1, 2, 3, EOS], [30, 20 * (seed % 2), 30, seed % 3], k=200)
+    found = []
+    for quick in (True, False):
+        sampling = SamplingParams(max_tokens=None, **options)
+        request = Request(id="r", prompt_ids=(1,), params=sampling, arrival=0, seed=3)
+        sampler = SequenceSampler(sampling, (1,), seed=3, sample_index=0, vocab_size=4, eos_ids=(EOS,))
+        text = ByteText([b"", b"a", b"b", b"c"], sure=True)
+        state = SequenceState(request, 0, sampler, StopChecker(sampling, (EOS,), 150, text))
+        for token in tokens:
+            if quick and state.accept_plain([token]):
+                passed += 1
+            else:
+                state.accept([token], 0, [{}] if "logprobs" in options else None)
+            if state.finished:
+                break
+        said = state.checker
+        counts = said.num_tokens, said.finish_reason, said.stop_reason, said.text
+        found.append((state.token_ids, state.origins, state.logprobs, [*sampler.output_ids], counts))
+    assert found[0] == found[1] and found[0][-1][1] is not None
+    if {"stop", "logprobs"} & {*options}:
+        assert not passed
+    elif len(found[0][0]) > 12:
+        assert passed > 3

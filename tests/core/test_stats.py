@@ -145,3 +145,15 @@ def test_summary_is_one_line_with_the_figures():
     stats.off_reason, stats.idle_ms = "the batch is full", 7
     assert "speculation off: the batch is full" in stats.summary()
     assert "idle 7 ms" in stats.summary()
+
+
+def test_a_plain_pass_is_counted_as_any_other():
+    known = chain((4, 2), (0, 0))
+    for _ in range(2):
+        one, other = chain((4, 2)), chain((4, 2))
+        one.record_plain()
+        other.record_pass(drafted=0, accepted=0, emitted=1)
+        assert one == other == known
+    fresh = SpecStats()
+    fresh.record_plain()
+    assert fresh == chain((0, 0))

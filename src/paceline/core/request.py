@@ -220,6 +220,20 @@ class StopChecker:
                 return kept, self.finish_reason, self.stop_reason
         return len(tokens), None, None
 
+    def pass_over(self, token: int) -> bool:
+        """`feed` of one token that ends nothing and whose text can wait; False: it is none, nothing was done."""
+        if (
+            not self._waits
+            or self.num_tokens + 1 >= self.max_tokens
+            or token in self.enders
+            or len(self._unread) + 1 >= _MOST_UNREAD
+            or self.finish_reason is not None
+        ):
+            return False
+        self.num_tokens += 1
+        self._unread.append(token)
+        return True
+
     def end(self, reason: Literal["abort", "error"]) -> None:
         """End the output from outside; its text is unchanged."""
         self.finish_reason, self.stop_reason = reason, None
@@ -372,6 +386,16 @@ class SequenceState:
             self.token_ids += new
             self.sampler.commit(new)
         return kept
+
+    def accept_plain(self, tokens: Sequence[int]) -> bool:
+        """`accept` of one token that was not drafted and of which nothing is asked; False: it is no such token, nothing
+        was done."""
+        if self.request.params.logprobs is not None or not self.checker.pass_over(tokens[0]):
+            return False
+        self.origins += _TARGET
+        self.token_ids += tokens
+        self.sampler.commit(tokens)
+        return True
 
     def fail(self, error: Exception) -> None:
         """End the output with an error; the tokens so far are kept."""

@@ -70,6 +70,15 @@ class SpecStats:
     preemptions: int = 0
     off_reason: str | None = None  # why speculation is off, or was put aside on the way
 
+    def record_plain(self) -> None:
+        """`record_pass` of a pass that drafted nothing and emitted one token."""
+        self.passes += 1
+        self.emitted += 1
+        if self.accepted_histogram:
+            self.accepted_histogram[0] += 1
+        else:
+            self.accepted_histogram.append(1)
+
     def record_pass(
         self,
         *,

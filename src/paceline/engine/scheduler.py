@@ -82,13 +82,16 @@ class Scheduler:
         rows: dict[int, int] = {}
         left = self.config.max_batch_rows
         for sequence in list(self.running):
-            if sequence.cache is None or left == 0:  # preempted a moment ago, or no room in this step
+            cache = sequence.cache
+            if cache is None or left == 0:  # preempted a moment ago, or no room in this step
                 continue
-            wanted = min(sequence.pending, left)
-            if sequence.cache.fits(wanted) or self._make_room(sequence, wanted, rows):
-                sequence.cache.reserve(wanted)
-                rows[id(sequence)] = wanted
-                left -= wanted
+            wanted = min(len(sequence.view.tokens) - cache.committed, left)
+            if not cache.reserve_here(wanted):
+                if not self._make_room(sequence, wanted, rows):
+                    continue
+                cache.reserve(wanted)
+            rows[id(sequence)] = wanted
+            left -= wanted
         if self.waiting:
             left = self._admit(rows, left)
         return self._with_drafts([s for s in self.running if id(s) in rows], rows, left)

@@ -189,9 +189,7 @@ class KVPool:
                     if row != index:
                         sources.append(sequence._slot(sequence.committed + row))
                         targets.append(sequence._slot(sequence.committed + index))
-            assert len(rows) <= sequence.reserved, f"{len(rows)} rows kept of {sequence.reserved} reserved"
-            sequence.committed += len(rows)
-            sequence.reserved = 0
+            sequence.advance(len(rows))
         if sources:
             # index_select copies before the write, so overlapping ranges are safe.
             source = torch.tensor(sources, device=self._k.device)
@@ -309,14 +307,17 @@ class SequenceCache:
         self.blocks.append(block)
         self._slots = None
 
-    def fits(self, rows: int) -> bool:
-        """Whether ``rows`` rows can be reserved in the blocks that the sequence holds."""
-        return self.committed + rows <= len(self.blocks) * self.pool.block_size
-
     def blocks_short(self, rows: int) -> int:
         """Blocks still to be allocated before ``rows`` rows can be reserved."""
         size = self.pool.block_size
         return max(0, -(-(self.committed + rows) // size) - len(self.blocks))
+
+    def reserve_here(self, rows: int) -> bool:
+        """`reserve` in the blocks that the sequence holds; False: they do not suffice, and nothing was changed."""
+        if self.committed + rows > len(self.blocks) * self.pool.block_size:
+            return False
+        self.reserved = rows
+        return True
 
     def reserve(self, rows: int) -> None:
         """Open the speculative region: ``rows`` rows behind the committed ones.
@@ -324,14 +325,21 @@ class SequenceCache:
         Raises:
             PoolFullError: not enough free blocks; nothing was changed.
         """
-        if not self.fits(rows):
-            short = self.blocks_short(rows)
-            allocator = self.pool.allocator
-            if short > allocator.num_free:
-                raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
-            for _ in range(short):
-                self._append(self._allocate())
+        if self.reserve_here(rows):
+            return
+        short = self.blocks_short(rows)
+        allocator = self.pool.allocator
+        if short > allocator.num_free:
+            raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
+        for _ in range(short):
+            self._append(self._allocate())
         self.reserved = rows
+
+    def advance(self, rows: int) -> None:
+        """Keep the first rows of the speculative region, in their place; see `KVPool.commit`."""
+        assert rows <= self.reserved, f"{rows} rows kept of {self.reserved} reserved"
+        self.committed += rows
+        self.reserved = 0
 
     def rollback(self) -> None:
         """Forget the speculative region; its blocks stay for the next one."""

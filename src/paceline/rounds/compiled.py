@@ -91,6 +91,18 @@ def asked(p: Pass) -> Asked:
     wanted: list[int] = []
     spans = []
     for work, span in zip(p.works, p.spans, strict=True):
+        if work.rows == 1 and span.tree_index < 0:
+            cache = work.sequence.cache
+            assert cache is not None
+            first = cache.committed
+            keys = cache.slots(0, first + 1)
+            slots.append(slice(keys.stop - 1, keys.stop) if isinstance(keys, slice) else keys[first:])
+            tokens.append(work.sequence.view.tokens[first])
+            positions.append(first)
+            spans.append(RowSpan(span.start, span.stop, first, keys, None))
+            if work.generates:
+                wanted.append(span.root)
+            continue
         spans.append(_add(work, span, p.tree, tokens, positions, slots))
         if work.generates:
             wanted += range(span.root, span.stop)

@@ -45,6 +45,12 @@ class Emitter:
     def _emit(self, p: Pass, i: int) -> int:
         """Emit the tokens of one work and count them; returns how many were emitted."""
         sequence, path = p.works[i].sequence, p.paths[i]
+        if p.spans[i].tree_index < 0 and sequence.state.accept_plain(p.tokens[i]):
+            sequence.view.tokens += p.tokens[i]
+            stats = sequence.state.stats
+            stats.row_layers += self.num_layers
+            stats.record_plain()
+            return 1
         logprobs = None if sequence.state.request.params.logprobs is None else _logprobs(p, i)
         emitted = sequence.emit(p.tokens[i], len(path), logprobs)
         if emitted:
@@ -113,12 +119,17 @@ def keep(p: Pass, pool: KVPool) -> None:
     """
     kept: list[tuple[SequenceCache, Sequence[int]]] = []
     for i, work in enumerate(p.works):
+        cache, path = work.sequence.cache, p.paths.get(i)
+        assert cache is not None
+        if path:
+            proposed, first = p.kept.get(i), work.rows - 1
+            nodes = path if proposed is None else [proposed[n] for n in path]
+            kept.append((cache, [*range(work.rows), *[first + n for n in nodes]]))
+        else:
+            cache.advance(work.rows)
+    if kept:
+        pool.commit(kept)
+    for work in p.works:
         cache = work.sequence.cache
         assert cache is not None
-        path, proposed = p.paths.get(i, ()), p.kept.get(i)
-        nodes = path if proposed is None else [proposed[n] for n in path]
-        first = work.rows - 1
-        kept.append((cache, [*range(work.rows), *[first + n for n in nodes]] if nodes else range(work.rows)))
-    pool.commit(kept)
-    for work, (cache, _) in zip(p.works, kept, strict=True):
         cache.publish(work.sequence.view.tokens)
