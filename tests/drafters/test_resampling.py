@@ -392,7 +392,7 @@ def test_drafters_whose_logits_depend_on_drafted_tokens_refuse_with_the_reason(s
 def test_the_option_is_where_the_spec_has_level_logits() -> None:
     able = {row.name for row in registry.describe() if any(own.name == "resample" for own in row.options)}
     refusing = {name for name in registry.names() if "resample" in registry.config_class(name).refuses}
-    assert able == {"lyanna", "medusa", "streams"} and refusing == {"eagle", "draft_model"}
+    assert able == {"lyanna", "medusa", "streams"} and refusing == {"eagle", "draft_model", "magicdec", "spire"}
     assert streams().spec.level_logits and medusa(random_heads()).spec.level_logits
 
 
