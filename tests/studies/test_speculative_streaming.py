@@ -358,7 +358,8 @@ def test_the_lossy_rule_is_watched_on_real_prompts(sets: dict[str, str], tmp_pat
     lossy = {name: value for name, value in values["distance"].items() if lines[name]["series"] == "lossy"}
     assert len(lossy) == 2 and all({*v} == {"wikisql", ALL} and v[ALL] == v["wikisql"] for v in lossy.values())
     advanced = [(v[ALL]["lossy"]["tokens"], v[ALL]["exact"]["tokens"]) for v in lossy.values()]
-    assert all(ours >= exact > 0 for ours, exact in advanced) and any(ours > exact for ours, exact in advanced)
+    assert all(ours > exact - 0.02 > 0 for ours, exact in advanced)  # of 2,048 draws each: equal but for noise, or ahead
+    assert any(ours > exact + 0.05 for ours, exact in advanced)
 
 
 def test_two_models_and_streams_answer_the_same_prompts(sets: dict[str, str], tmp_path: Path) -> None:
