@@ -148,10 +148,10 @@ def _sweep_value(setting: str, value: str, asked: str) -> Any:
 
 
 def _cut(text: str) -> tuple[str, list[str]]:
-    """A method's drafter, and its settings. Options of a hybrid's parts stand behind ; as well: what comes before the
-    first setting and is an option of some drafter is theirs."""
+    """A method's drafter, and its settings. Options of drafters inside of a drafter stand behind ; as well: what comes
+    before the first setting and is an option of some drafter is theirs."""
     head, *rest = (part.strip() for part in text.split(";"))
-    if _kind(_named(head)[1]) == "hybrid":
+    if registry.nests(_kind(_named(head)[1])):
         options = {option.name for row in registry.describe() for option in row.options} - _OF_METHODS
         while rest and rest[0].partition("=")[0].strip() in options:
             head += ";" + rest.pop(0)

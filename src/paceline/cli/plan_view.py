@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,28 +120,27 @@ def _missing(q: Question, made: Candidate, names: Names) -> str | None:
         "weights are float32, bfloat16 or int8, keys and values as activations": stored.weight_bytes not in DTYPES
         or stored.kv_bytes != kv,
         f"memory: {devices_needed(q, made.holds)} devices would hold it": made.holds > q.machine.memory,
-        "name a draft model with --draft": made.drafter == "draft_model" and names.draft is None,
-        "train a set of streams first (paceline train streams)": made.drafter == "streams" and not _streams(names),
-        "train a draft first (paceline train spire)": made.drafter == "spire" and not _spire(names),
     }
+    how = HOW.get(made.drafter)
+    if how is not None and how.weights(names) is None:
+        reasons[how.advice] = True
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _drafter(q: Question, made: Candidate, names: Names) -> str:
     """As ``--method`` has it."""
-    if made.drafter == "magicdec":
-        return f"magicdec,window={q.last_keys},sinks={SINK},depth={made.depth}"
-    if made.drafter == "streams":
-        return f"streams:{_streams(names)},chain=true"
-    if made.drafter == "spire":
-        return f"spire:{_spire(names)},depth={made.depth}"
-    if made.drafter == "draft_model":
-        tree = (
-            "x".join(["1"] * made.depth) if made.width == 1 else "x".join([str(made.width), *["1"] * (made.depth - 1)])
-        )
-        form = f"depth={made.depth}" if made.width == 1 else f"branching={tree}"
-        return f"draft_model:{names.draft},{form}"
-    return f"{made.drafter},depth={made.depth}"
+    how = HOW.get(made.drafter)
+    if how is None:
+        return f"{made.drafter},depth={made.depth}"
+    weights = how.weights(names)
+    return made.drafter + (f":{weights}" if weights else "") + "," + how.options(q, made)
+
+
+def _shape(q: Question, made: Candidate) -> str:
+    """A chain, or the widest level first and one child each behind it."""
+    if made.width == 1:
+        return f"depth={made.depth}"
+    return "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)])
 
 
 def _streams(names: Names) -> str | None:
@@ -155,6 +154,31 @@ def _spire(names: Names) -> str | None:
     own = parse_model(names.target or "").name
     heads = (entry for entry in zoo.available() if entry.role == "head" and entry.target == own)
     return next((entry.name for entry in heads if (entry.path / "spire.json").is_file()), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a drafter of the plan is written on the command line: with which options, and with which weights."""
+
+    options: Callable[[Question, Candidate], str]
+    weights: Callable[[Names], str | None] = lambda names: ""  # None: there are none; "": it needs none
+    advice: str = ""  # what to do where there are none
+
+
+HOW = {
+    "magicdec": How(options=lambda q, made: f"window={q.last_keys},sinks={SINK},depth={made.depth}"),
+    "streams": How(
+        options=lambda q, made: "chain=true",
+        weights=_streams,
+        advice="train a set of streams first (paceline train streams)",
+    ),
+    "spire": How(
+        options=lambda q, made: f"depth={made.depth}",
+        weights=_spire,
+        advice="train a draft first (paceline train spire)",
+    ),
+    "draft_model": How(options=_shape, weights=lambda names: names.draft, advice="name a draft model with --draft"),
+}
 
 
 def draw(question: Question, file: Path) -> Path:

@@ -53,6 +53,7 @@ class HybridConfig(DrafterConfig):
 
     kind: ClassVar[str] = "hybrid"
     subject: ClassVar[str] = "parts"
+    nests: ClassVar[bool] = True
 
     parts: str = option(
         help="drafters joined by +, cheapest first, their options behind ;: suffix;depth=8+draft_model:NAME;topk=2, "

@@ -66,11 +66,13 @@ class DrafterConfig:
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
     The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
-    other drafters have and this one cannot, each with why not and what to do.
+    other drafters have and this one cannot, each with why not and what to do. ``nests`` says that the subject is made
+    of drafters' texts, whose options stand behind semicolons.
     """
 
     kind: ClassVar[str] = ""
     subject: ClassVar[str] = "model"
+    nests: ClassVar[bool] = False
     refuses: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self) -> None:
@@ -162,6 +164,11 @@ def config_class(name: str) -> type[DrafterConfig]:
     if not (isinstance(loaded, type) and issubclass(loaded, DrafterConfig)):
         raise ConfigError(f"drafter={name!r}", f"{point.value} is not a subclass of DrafterConfig", remedy)
     return loaded
+
+
+def nests(name: str) -> bool:
+    """Whether a drafter of this name is made of other drafters' texts; an unknown one is not."""
+    return name in names() and config_class(name).nests
 
 
 def _package(point: EntryPoint) -> str:
