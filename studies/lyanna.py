@@ -12,10 +12,10 @@ Source: Make Every Draft Count: Hidden State based Speculative Decoding (Lyanna)
 
 from __future__ import annotations
 
-from lyanna_parts import acceptance, draft_pass, reuse, throughput, trained
+from lyanna_parts import acceptance, draft_pass, export, reuse, throughput, trained
 from lyanna_parts.common import study
 
-PARTS = (acceptance, reuse, trained, throughput, draft_pass)  # imported: each adds its tables and figures
+PARTS = (acceptance, reuse, trained, throughput, draft_pass, export)  # imported: each adds its tables and figures
 
 if __name__ == "__main__":
     study.main()

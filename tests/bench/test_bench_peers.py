@@ -223,6 +223,12 @@ class TestChecks:
         with pytest.raises(ConfigError, match=said):
             peers.check(Method(**{"name": "m", "engine": "llama.cpp", **asked}))
 
+    def test_no_head(self) -> None:
+        with pytest.raises(ConfigError, match="vllm/eagle;head=FOLDER"):
+            peers.check(Method(name="m", engine="vllm", drafter="eagle"))
+        asked = Method(name="m", engine="vllm", drafter="eagle", settings={"head": "somewhere"})
+        assert peers.check(asked)[2] == {"num_speculative_tokens": 3, "head": "somewhere"}
+
     def test_no_draft_and_too_large_a_batch(self) -> None:
         method = Method(name="m", engine="transformers", drafter="assisted")
         with pytest.raises(ConfigError, match="needs a draft model"):
@@ -371,6 +377,7 @@ CASES = [
     pytest.param(name, mode, batch, id=f"{name}-{mode}-{batch}")
     for name, kind in PEERS.items()
     for mode, facts in kind.modes.items()
+    if not facts.head
     for batch in (1, 3)
     if facts.max_batch is None or batch <= facts.max_batch
 ]

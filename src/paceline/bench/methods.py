@@ -315,7 +315,7 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
 
 
 def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
-    """Every mode of these peers.
+    """Every mode of these peers that needs no trained head.
 
     Raises:
         ConfigError: no such peer.
@@ -323,7 +323,8 @@ def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
     return [
         Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype)
         for engine in engines
-        for mode in kind_of(engine).modes
+        for mode, facts in kind_of(engine).modes.items()
+        if not facts.head
     ]
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
 from ..core.options import suggest
+from ..target.loader import resolve_folder
 from .records import PLAIN, Method
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
@@ -40,6 +41,7 @@ class PeerMode:
     """One way of decoding that a peer has."""
 
     draft: bool = False  # needs a draft model
+    head: bool = False  # needs a trained head, which a method names: head=FOLDER
     max_batch: int | None = None  # None: any
     options: Mapping[str, Any] = field(default_factory=dict)  # what a method may set -> default; None: the peer's own
 
@@ -62,6 +64,7 @@ class PeerKind:
 
 ASSISTED = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 # vLLM has no number of its own for n-grams; 5 and 2..5 are those of its documentation's example.
+HEAD = "head"  # the setting that names a trained head
 VLLM_NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 
 PEERS: dict[str, PeerKind] = {
@@ -96,6 +99,7 @@ PEERS: dict[str, PeerKind] = {
                 "plain": PeerMode(),
                 "ngram": PeerMode(options=VLLM_NGRAM),
                 "draft_model": PeerMode(draft=True, options={"num_speculative_tokens": 5}),
+                "eagle": PeerMode(head=True, options={"num_speculative_tokens": 3, HEAD: None}),
             },
         ),
     )
@@ -168,7 +172,7 @@ def check(method: Method, *, draft: bool = True, batch: int = 1) -> tuple[PeerKi
         batch: the largest number of prompts at once.
 
     Raises:
-        ConfigError: an unknown peer, mode, option or dtype, no draft model, too large a batch.
+        ConfigError: an unknown peer, mode, option or dtype, no draft model or head, too large a batch.
     """
     kind = kind_of(method.engine)
     name = PLAIN if method.plain else method.drafter
@@ -184,6 +188,10 @@ def check(method: Method, *, draft: bool = True, batch: int = 1) -> tuple[PeerKi
         raise ConfigError(asked, f"{kind.name} runs {', '.join(kind.dtypes)} here", "choose one of them")
     if mode.draft and not draft:
         raise ConfigError(asked, f"{kind.name} {name} needs a draft model", "name one, or leave the method out")
+    if mode.head and not method.settings.get(HEAD):
+        raise ConfigError(
+            asked, f"{kind.name} {name} needs a trained head", f"name it: {kind.name}/{name};{HEAD}=FOLDER"
+        )
     if mode.max_batch is not None and batch > mode.max_batch:
         raise ConfigError(asked, f"{kind.name} {name} takes {mode.max_batch} prompt at a time", "ask for batch 1")
     options = {key: value for key, value in {**mode.options, **method.settings}.items() if value is not None}
@@ -207,7 +215,7 @@ class Peer:
 
     Raises:
         PeerError: it cannot be started, took too long, ended, or said what cannot be understood.
-        ConfigError: the method asks for what the peer does not have.
+        ConfigError: the method asks for what the peer does not have, or names a head that is not there.
     """
 
     def __init__(
@@ -227,6 +235,8 @@ class Peer:
         self.kind, mode, options = check(method, draft=draft_folder is not None, batch=max_batch)
         model, folder = Path(model_folder).resolve(), peers_folder()
         draft = Path(draft_folder).resolve() if self.kind.modes[mode].draft and draft_folder is not None else None
+        if self.kind.modes[mode].head:
+            draft = resolve_folder(str(options.pop(HEAD))).resolve()
         request = {
             "op": "load",
             "model": str(model),

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: plain, n-gram speculation, a draft model."""
+"""vLLM's build for CPUs: plain, n-gram speculation, a draft model, an EAGLE head."""
 
 import os
 import time
@@ -36,7 +36,7 @@ class Engine:
     def _speculation(self, request):
         if self.mode == "plain":
             return None
-        draft = {"model": request["draft"]} if self.mode == "draft_model" else {}
+        draft = {"model": request["draft"]} if request["draft"] else {}
         return {"method": self.mode, **draft, **request["options"]}
 
     def generate(self, prompts, max_new_tokens, ignore_eos):

@@ -2,8 +2,8 @@
 
 Requests (``op``) and replies:
 
-- ``load``: ``model`` and ``draft`` (folders; draft may be null), ``mode``, ``dtype``, ``threads``,
-  ``max_model_len``, ``max_batch``, ``options`` of the mode, ``cache`` (a folder to keep things in) ->
+- ``load``: ``model`` and ``draft`` (folders; the latter of a draft model or a head, or null), ``mode``, ``dtype``,
+  ``threads``, ``max_model_len``, ``max_batch``, ``options`` of the mode, ``cache`` (a folder to keep things in) ->
   ``{"ok": true, "version": "...", ...}``
 - ``generate``: ``prompts`` (lists of token ids), ``max_new_tokens``, ``ignore_eos`` -> ``{"ok": true, "outputs":
   [[ids]], "wall_ms": ..., "ttft_ms": [..] or null, "waits_ms": [..], "arrivals": [..], "drafted": n,
