@@ -85,7 +85,7 @@ install: $(RUN_STAMP)
 	@echo 'ready: $(BIN)/paceline --help'
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 -m 'not full'
+	$(BIN)/python -m pytest -q -n 2 -m 'not full' --durations 15
 
 test-all: lint
 	$(BIN)/python -m pytest -q -n 2

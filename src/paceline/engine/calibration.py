@@ -23,6 +23,7 @@ import torch
 from ..core.errors import ConfigError
 from ..kv.pool import KVPool, SequenceCache
 from ..target.decoder import Decoder
+from ..target.native_calls import Asked, RowSpan
 from ..target.packing import RowPacker
 from .costs import CostTable
 
@@ -239,11 +240,38 @@ class PassTimer:
 
     @torch.inference_mode()
     def ms(self, sequences: int, rows: int) -> float:
-        """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included."""
+        """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
+
+        As the engine does it: in one compiled call where the layers are compiled. Torch's threads, which would choose
+        among many rows, take the processors from the layers' own just when the next pass begins.
+        """
         caches = self._caches[:sequences]
         for cache in caches:
             cache.reserve(rows)
         began = perf_counter()
+        if self._decoder.stack is None:
+            self._run(caches, rows)
+        else:
+            self._decoder.stack.decide(self._asked(caches, rows), self._pool)
+        elapsed = perf_counter() - began
+        for cache in caches:
+            cache.rollback()
+        return elapsed * 1e3
+
+    def _asked(self, caches: Sequence[SequenceCache], rows: int) -> Asked:
+        """A chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
+        count, vocab = len(caches) * rows, self._decoder.config.vocab_size
+        slots: list[int] = []
+        spans = []
+        for i, cache in enumerate(caches):
+            first = cache.committed
+            found = cache.slots(first, first + rows)
+            slots += range(found.start, found.stop) if isinstance(found, slice) else found.tolist()
+            spans.append(RowSpan(i * rows, (i + 1) * rows, first, cache.slots(0, first + rows), None))
+        positions = [cache.committed + i for cache in caches for i in range(rows)]
+        return Asked([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
+
+    def _run(self, caches: Sequence[SequenceCache], rows: int) -> None:
         packer = RowPacker(self._decoder, self._decoder.device)
         vocab = self._decoder.config.vocab_size
         for cache in caches:
@@ -260,10 +288,6 @@ class PassTimer:
         state = self._decoder.embed(packer.batch())
         self._decoder.run_layers(state, 0, self._decoder.num_layers, self._pool)
         self._decoder.logits(state).argmax(dim=-1).tolist()
-        elapsed = perf_counter() - began
-        for cache in caches:
-            cache.rollback()
-        return elapsed * 1e3
 
 
 def measure(
