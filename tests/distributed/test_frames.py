@@ -125,7 +125,7 @@ def sealed(name: bytes, fields: bytes, shapes: bytes = b"", count: int = 0, bodi
         (sealed(b"close", b"{}", struct.pack("<BBq", 4, 1, -1), 1), "shape"),
         (sealed(b"close", b"{}", struct.pack("<BB2q", 4, 2, 2**40, 2**40), 1), "shape"),
         (sealed(b"close", b"{}", struct.pack("<BBq", 4, 1, 9), 1, bytes(64)), "of which it says"),
-        (sealed(b"close", b"{}", b"", 9), "cut short"),
+        (sealed(b"close", b"{}", b"", 40), "cut short"),
     ],
 )
 def test_what_no_message_says_is_refused(frame: bytearray, why: str):

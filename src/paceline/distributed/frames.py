@@ -19,11 +19,11 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from ..core.errors import PacelineError
@@ -127,7 +127,8 @@ def _raw(tensor: Tensor) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+    whole: Any = flat.view(torch.uint8).numpy()
+    return memoryview(whole)
 
 
 def _shapes(data: bytearray, at: int, count: int) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
@@ -172,7 +173,7 @@ class _Kind:
     """How one message class is written and read."""
 
     made: type[Any]
-    adapter: TypeAdapter[Any]  # of its fields that are no tensors
+    adapter: TypeAdapter[Any]  # checks its fields that are no tensors
     tensors: tuple[str, ...]  # names of its fields that are
     plain: tuple[str, ...]
 
@@ -195,7 +196,7 @@ class Codec:
         """A message as parts to be sent one behind the other; see `encode`."""
         name = self._names[type(message)]
         kind = self._kinds[name]
-        plain = kind.adapter.dump_json({field: getattr(message, field) for field in kind.plain})
+        plain = to_json({field: getattr(message, field) for field in kind.plain}, inf_nan_mode="constants")
         return encode(Frame(name, plain, [getattr(message, field) for field in kind.tensors]))
 
     def decode(self, data: bytearray) -> Any:
@@ -220,14 +221,13 @@ class Codec:
         return kind.made(**plain, **dict(zip(kind.tensors, frame.tensors, strict=True)))
 
 
-@cache
 def _kind(made: type[Any]) -> _Kind:
     hints = _hints(made)
     tensors = tuple(name for name, hint in hints.items() if hint is _AS_TENSOR)
     plain = {name: hint for name, hint in hints.items() if hint is not _AS_TENSOR}
     make: Any = TypedDict
     shape = make(made.__name__, plain)
-    shape.__pydantic_config__ = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
+    shape.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")
     return _Kind(made, TypeAdapter(shape), tensors, tuple(plain))
 
 

@@ -1,4 +1,4 @@
-"""Channels over TCP, between hosts or on the loopback.
+"""Channels over sockets: TCP, between hosts or on the loopback, and the pairs that a process inherits.
 
 Whoever reaches a port may connect: the handshake (`handshake`) asks for a key before anything else is believed.
 """
@@ -80,6 +80,10 @@ class SocketChannel:
             self.close()
             raise
 
+    def takes(self) -> bool:
+        """Whether a short frame goes without a wait; also where the other end is gone, which sending says."""
+        return _ready(self._socket, select.POLLOUT, 0)
+
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
@@ -111,11 +115,9 @@ class Listener:
         Raises:
             Late: none came within so many seconds.
         """
-        self._socket.settimeout(timeout)
-        try:
-            return SocketChannel(self._socket.accept()[0])
-        except TimeoutError:
-            raise Late(f"nobody connected to {self.host}:{self.port} within {timeout:g} s") from None
+        if not _ready(self._socket, select.POLLIN, timeout):
+            raise Late(f"nobody connected to {self.host}:{self.port} within {timeout:g} s")
+        return SocketChannel(self._socket.accept()[0])
 
     def close(self) -> None:
         """Give the port back."""
