@@ -84,14 +84,19 @@ class Line:
         self.channel.close()
 
 
-def prefix(size: int) -> bytes:
-    """What stands in front of a frame on a stream of bytes.
+def fits(size: int) -> None:
+    """Refuse a frame that no channel takes.
 
     Raises:
-        FrameError: no channel takes as many bytes.
+        FrameError: it has too many bytes.
     """
     if size > MOST_BYTES:
         raise FrameError(f"a frame of {size} bytes is larger than the {MOST_BYTES} that a channel takes")
+
+
+def prefix(size: int) -> bytes:
+    """What stands in front of a frame on a stream of bytes; errors as of `fits`."""
+    fits(size)
     return PREFIX.pack(MARK, size)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from ..core.errors import CapabilityError, ConfigError
 from ..native import channels as native
-from .channels import PREFIX, ChannelClosed, Incoming, gone, prefix, size_of
+from .channels import PREFIX, ChannelClosed, Incoming, fits, gone, prefix, size_of
 from .clock import Late
 from .frames import Buffer, FrameError
 
@@ -119,7 +119,7 @@ class Pipe(Protocol):
     """One end of one ring."""
 
     def write(self, data: bytes, timeout: float | None) -> None:
-        """Write all of it. Raises `Late`, where there was no room in time, and `ChannelClosed`."""
+        """Write a frame. Raises `Late`, where there was no room in time, and `ChannelClosed`."""
         ...
 
     def read(self, timeout: float | None) -> bytearray:
@@ -142,52 +142,51 @@ class NativePipe:
         self._staged = bytearray(STAGING)
         self._staging = (ctypes.c_char * STAGING).from_buffer(self._staged)
         self._large: bytearray | None = None
-        self._done = ctypes.c_int64(0)  # bytes of the frame that were read
-        self._pipe_at, self._done_at = ctypes.addressof(self._pipe), ctypes.addressof(self._done)
-        self._staging_at = ctypes.addressof(self._staging)
+        self._written, self._taken = ctypes.c_int64(0), ctypes.c_int64(0)  # bytes of the frame under way
+        self._at = [ctypes.addressof(one) for one in (self._pipe, self._staging, self._written, self._taken)]
 
     def write(self, data: bytes, timeout: float | None) -> None:
-        """Write all of it."""
-        done = ctypes.c_int64(0)
-        at = ctypes.addressof(done)
-        self._call(lambda us: self._write(self._pipe_at, data, len(data), at, us), timeout, lambda: done.value > 0)
+        """Write a frame."""
+        pipe, _, written, _ = self._at
+        self._written.value = 0
+        status = self._write(pipe, data, len(data), written, -1 if timeout is None else int(1e6 * timeout))
+        if status:
+            self._go_on(status, lambda us: self._write(pipe, data, len(data), written, us), timeout, self._written)
 
     def read(self, timeout: float | None) -> bytearray:
         """A frame."""
-        if self._large is None and self._call(self._read_staged, timeout, self._begun) == native.LARGE:
-            self._large, self._done.value = bytearray(size_of(self._staged)), 0
         if self._large is None:
-            return self._small()
-        self._call(self._read_large, timeout, lambda: True)
-        frame, self._large, self._done.value = self._large, None, 0
+            pipe, staging, _, taken = self._at
+            status = self._read(pipe, staging, STAGING, 1, taken, -1 if timeout is None else int(1e6 * timeout))
+            if status:
+                status = self._go_on(status, self._read_staged, timeout, self._taken)
+            size = size_of(self._staged)
+            if not status:
+                self._taken.value = 0
+                return self._staged[PREFIX.size : PREFIX.size + size]
+            self._large, self._taken.value = bytearray(size), 0
+        self._go_on(native.INTERRUPTED, self._read_large, timeout, None)
+        frame, self._large, self._taken.value = self._large, None, 0
         return frame
 
-    def _small(self) -> bytearray:
-        self._done.value = 0
-        size = size_of(self._staged)
-        return self._staged[PREFIX.size : PREFIX.size + size]
-
-    def _begun(self) -> bool:
-        return self._done.value > 0
-
     def _read_staged(self, us: int) -> int:
-        return self._read(self._pipe_at, self._staging_at, STAGING, 1, self._done_at, us)
+        pipe, staging, _, taken = self._at
+        return self._read(pipe, staging, STAGING, 1, taken, us)
 
     def _read_large(self, us: int) -> int:
         assert self._large is not None
         size = len(self._large)
-        return self._read(self._pipe_at, (ctypes.c_char * size).from_buffer(self._large), size, 0, self._done_at, us)
+        return self._read(self._at[0], (ctypes.c_char * size).from_buffer(self._large), size, 0, self._at[3], us)
 
-    def _call(self, call: Callable[[int], int], timeout: float | None, begun: Callable[[], bool]) -> int:
-        """Until it is done, whatever signals come meanwhile."""
+    @staticmethod
+    def _go_on(status: int, call: Callable[[int], int], timeout: float | None, begun: ctypes.c_int64 | None) -> int:
+        """Until it is done, whatever signals come meanwhile; ``begun``: bytes so far, None: some."""
         end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = -1 if end is None else max(0, int(1e6 * (end - time.monotonic()))) if timeout else 0
-            status = call(left)
-            if status in (native.DONE, native.LARGE):
-                return status
-            if status != native.INTERRUPTED:
-                raise _refusal(status, begun())
+        while status == native.INTERRUPTED:
+            status = call(-1 if end is None else max(0, int(1e6 * (end - time.monotonic()))))
+        if status not in (native.DONE, native.LARGE):
+            raise _refusal(status, begun is None or begun.value > 0)
+        return status
 
 
 def _refusal(status: int, begun: bool) -> Exception:
@@ -207,8 +206,8 @@ class PythonPipe:
         self._incoming = Incoming()
 
     def write(self, data: bytes, timeout: float | None) -> None:
-        """Write all of it."""
-        ring, done = self._ring, 0
+        """Write a frame."""
+        ring, done, data = self._ring, 0, prefix(len(data)) + data
         cells, capacity = ring.cells, ring.capacity
         while done < len(data):
             self._wait(lambda: cells[HEAD] - cells[TAIL] != capacity, WRITER, ring.room_fd, timeout, done > 0)
@@ -302,7 +301,8 @@ class SharedChannel:
         """Send one frame."""
         if self._out is None:
             raise gone(False)
-        data = b"".join((prefix(sum(map(len, parts))), *parts))
+        data = b"".join(parts)
+        fits(len(data))
         try:
             self._out.write(data, timeout)
         except Late:

@@ -22,7 +22,8 @@ namespace {
 
 enum Status { DONE, LATE, CLOSED, INTERRUPTED, BROKEN, LARGE };
 
-constexpr int64_t PREFIX = 8;   // bytes in front of a frame: a mark, and its length in the last four
+constexpr char MARK[] = "PLf1";
+constexpr int64_t PREFIX = 8;   // bytes in front of a frame: the mark, and its length
 constexpr int64_t TURNS = 32;   // of a spin between two looks at the time
 
 struct Ring {
@@ -110,7 +111,22 @@ template <class Copy> void around(uint64_t at, int64_t capacity, int64_t size, c
   if (size > straight) copy(0, straight, size - straight);
 }
 
-int write_some(const Pipe& p, const uint8_t* from, int64_t size, int64_t* done, int64_t timeout_us) {
+// A frame's prefix and what follows it, as one run of bytes.
+struct Framed {
+  uint8_t prefix[PREFIX];
+  const uint8_t* data;
+  Framed(const void* from, int64_t size) : data((const uint8_t*)from) {
+    const uint32_t length = (uint32_t)size;
+    memcpy(prefix, MARK, 4), memcpy(prefix + 4, &length, 4);
+  }
+  void copy(int64_t at, int64_t size, uint8_t* to) const {
+    const int64_t head = std::clamp<int64_t>(PREFIX - at, 0, size);
+    memcpy(to, prefix + at * (head > 0), head);
+    memcpy(to + head, data + at + head - PREFIX, size - head);
+  }
+};
+
+int write_some(const Pipe& p, const Framed& frame, int64_t size, int64_t* done, int64_t timeout_us) {
   Ring& r = *p.ring;
   const uint64_t head = r.head.load(std::memory_order_relaxed);
   const auto used = [&] { return head - r.tail.load(std::memory_order_acquire); };
@@ -119,7 +135,7 @@ int write_some(const Pipe& p, const uint8_t* from, int64_t size, int64_t* done, 
   const uint64_t before = used();
   if (before > (uint64_t)p.capacity) return BROKEN;
   const int64_t n = std::min(size - *done, p.capacity - (int64_t)before);
-  around(head, p.capacity, n, [&](int64_t at, int64_t off, int64_t part) { memcpy(r.bytes + at, from + *done + off, part); });
+  around(head, p.capacity, n, [&](int64_t at, int64_t off, int64_t part) { frame.copy(*done + off, part, r.bytes + at); });
   r.head.store(head + (uint64_t)n, std::memory_order_release);
   *done += n;
   ring_bell(p.data_fd, r.reader_parked);
@@ -146,10 +162,12 @@ int read_some(const Pipe& p, uint8_t* to, int64_t size, int64_t* done, int64_t t
 
 extern "C" {
 
-// Writes `size` bytes, of which `*done` are written already; the timeout is that of each wait for room.
+// Writes a frame of `size` bytes with its prefix, of which `*done` bytes are written already; the timeout is that of each wait
+// for room.
 int pl_ring_write(const Pipe* p, const void* from, int64_t size, int64_t* done, int64_t timeout_us) {
-  while (*done < size)
-    if (const int why = write_some(*p, (const uint8_t*)from, size, done, timeout_us); why != DONE) return why;
+  const Framed frame(from, size);
+  while (*done < PREFIX + size)
+    if (const int why = write_some(*p, frame, PREFIX + size, done, timeout_us); why != DONE) return why;
   return DONE;
 }
 
