@@ -78,7 +78,6 @@ class DrafterSpec:
     cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
     level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
-    rounds: frozenset[str] = frozenset({"serial"})
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
