@@ -11,9 +11,10 @@ from ..core.options import MOST_TEXT, shown
 from ..drafters.base import DrafterSpec
 from .base import Round, RoundConfig
 from .fused import FusedConfig
+from .mirror import MirrorConfig
 from .serial import SerialConfig
 
-ROUNDS: dict[str, type[RoundConfig]] = {config.kind: config for config in (SerialConfig, FusedConfig)}
+ROUNDS: dict[str, type[RoundConfig]] = {config.kind: config for config in (SerialConfig, FusedConfig, MirrorConfig)}
 AUTO = "auto"
 
 

@@ -163,6 +163,7 @@ class RoundConfig(NamedConfig):
     """
 
     automatic: ClassVar[bool] = True  # whether it may be chosen where the user names no round
+    weighs: ClassVar[bool] = True  # whether the automatic budget, which adds times of drafts and passes, fits it
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         """Why a drafter (None: no drafter) cannot run in this round, and what to do; None: it can."""
