@@ -29,7 +29,7 @@ from .engine.engine import Engine, EngineLimits
 from .engine.scheduler import SchedulerConfig
 from .engine.tokens import texts_of
 from .kv.pool import KVPool
-from .rounds import make_round
+from .rounds import make_round, parse_round
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
@@ -214,6 +214,15 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
     chosen = parse_budget(config.budget)
     if chosen != AUTO:
         return chosen
+    round_ = parse_round(config.round)
+    if round_ is not None and not round_.weighs:
+        if config.budget is not None:
+            raise CapabilityError(
+                f"budget={config.budget!r} with round={config.round!r}",
+                "the automatic budget adds the times of draft and target, which this round lets run at once",
+                "give a number of nodes or a table, or leave budget out",
+            )
+        return FixedBudget(size=drafter.spec.default_budget)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     return _auto_budget(config, drafter, target)

@@ -1,0 +1,130 @@
+"""The branch-complete rollout: a chain below every token that a pass may say next, a level at a time.
+
+    window    w1 - w2 - w3          verified by the pass under way
+    position  0    1    2    3      after so many accepted tokens
+    branches  c - x - x - x         one for each candidate of each position, all advanced together
+
+Source: Mirror Speculative Decoding, section 3.1, eq. 8 and figure 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...drafters.sessions import ROOT, Ask, DraftSessions, Grown
+
+
+@dataclass(slots=True)
+class Chain:
+    """Drafted tokens in a row, and the session's nodes that hold them."""
+
+    nodes: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def behind(self, place: int) -> int:
+        """The node after so many of its tokens."""
+        return self.nodes[place - 1] if place else ROOT
+
+
+@dataclass(slots=True)
+class Branch:
+    """A chain below one candidate, or below the root."""
+
+    key: int  # of the sequence
+    tip: int  # node below which the next token is drafted
+    levels: int  # tokens wanted
+    candidate: int = -1  # the candidate's node; -1: below the root
+    chain: Chain = field(default_factory=Chain)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that may come next, and how many tokens are wanted below it."""
+
+    parent: int
+    token: int
+    place: int  # position of the window
+    levels: int
+
+
+class Rollout:
+    """Chains of several sequences that grow together, one batched level a call.
+
+    Args:
+        sessions: of the drafter.
+        vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
+    """
+
+    def __init__(self, sessions: DraftSessions, vocab_size: int) -> None:
+        self._sessions, self._vocab = sessions, vocab_size
+        self._given: dict[int, list[Candidate]] = {}
+        self.open: list[Branch] = []
+        self.found: dict[tuple[int, int, int], Branch] = {}  # by sequence, place and token
+        self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
+
+    def prepare(self, key: int, candidates: Sequence[Candidate]) -> None:
+        """A branch for each candidate of a sequence."""
+        if candidates:
+            self._given[key] = [*candidates]
+
+    def start(self, key: int, levels: int) -> None:
+        """A chain below the root."""
+        self.fresh[key] = Branch(key, ROOT, levels)
+        self.open.append(self.fresh[key])
+
+    def advance(self) -> bool:
+        """Draft one level of everything. False: nothing is left to draft.
+
+        Raises:
+            ValueError: the drafter answers nonsense.
+        """
+        by_key: dict[int, list[Branch]] = {key: [] for key in self._given}
+        for branch in self.open:
+            by_key.setdefault(branch.key, []).append(branch)
+        if not by_key:
+            return False
+        asks = [
+            Ask(key, [(c.parent, c.token) for c in self._given.get(key, ())], [branch.tip for branch in branches])
+            for key, branches in by_key.items()
+        ]
+        grown = self._sessions.grow(asks)
+        if len(grown) != len(asks):
+            raise ValueError(f"{len(grown)} answers to {len(asks)} questions")
+        self.open = []
+        for ask, branches, answer in zip(asks, by_key.values(), grown, strict=True):
+            self._check(ask, answer)
+            self._take(branches + self._begun(ask.key, answer), answer)
+        self._given = {}
+        return bool(self.open)
+
+    def _begun(self, key: int, answer: Grown) -> list[Branch]:
+        begun = []
+        for candidate, node in zip(self._given.get(key, ()), answer.given, strict=True):
+            branch = Branch(key, node, candidate.levels, node)
+            self.found[key, candidate.place, candidate.token] = branch
+            begun.append(branch)
+        return begun
+
+    def _take(self, branches: Sequence[Branch], answer: Grown) -> None:
+        """Append to each branch what was drafted below its tip."""
+        below = {parent: at for at, parent in reversed([*enumerate(answer.parents)])}
+        for branch in branches:
+            at = below.get(branch.tip)
+            if at is None:
+                continue  # it goes no further: want of room, or no token is allowed
+            branch.chain.nodes.append(answer.nodes[at])
+            branch.chain.tokens.append(answer.tokens[at])
+            branch.tip = answer.nodes[at]
+            if len(branch.chain) < branch.levels:
+                self.open.append(branch)
+
+    def _check(self, ask: Ask, answer: Grown) -> None:
+        """Refuse what is no answer."""
+        if len(answer.given) != len(ask.given) or not len(answer.parents) == len(answer.nodes) == len(answer.tokens):
+            raise ValueError("an answer of another form than its question")
+        if any(not 0 <= token < self._vocab for token in answer.tokens):
+            raise ValueError("a drafted token lies outside the vocabulary")
