@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import sleep
 from typing import Any
 
 import pytest
@@ -10,15 +11,20 @@ import torch
 from native_kit import needs_kernels
 from tiny import VOCAB, assemble, draft_model, run, streams, tiny_decoder
 
-from paceline.core.errors import ConfigError
+from paceline import LLM
+from paceline.assembly import make_budget
+from paceline.config import LLMConfig
+from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.sessions import Ask, Grown
+from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
 from paceline.rounds.mirror.channel import overlap_mass, speak
-from paceline.rounds.mirror.round import MirrorRound, Verdict
+from paceline.rounds.mirror.records import StepTimes, Verdict
+from paceline.rounds.mirror.round import MirrorRound
 from paceline.target.exits import exit_layer
 
 DECODER = tiny_decoder()
@@ -56,12 +62,12 @@ def plain(jobs: Sequence[Any]) -> list[list[int]]:
     return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
 
 
-@pytest.mark.parametrize("policy", ["wait", "plain"])
+@pytest.mark.parametrize("way", ["policy=wait", "policy=plain", "rollout=beside", "rollout=beside,policy=plain"])
 @pytest.mark.parametrize("name", [*PARAMS])
-def test_it_says_what_plain_decoding_says(name: str, policy: str) -> None:
+def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     """A batch, in a pool so small that sequences are preempted and prompts are computed in chunks."""
     jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
-    engine, round_, verdicts = mirrored(f"{MIRROR},policy={policy}", kv_tokens=96, block_size=4, max_batch_rows=20)
+    engine, round_, verdicts = mirrored(f"{MIRROR},{way}", kv_tokens=96, block_size=4, max_batch_rows=20)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs)
     assert sum(o.stats.accepted for o in outputs) > 5 and sum(o.stats.preemptions for o in outputs)
@@ -117,6 +123,38 @@ def test_windows_are_those_of_serial_speculation(kappa: int, depth: int) -> None
         assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
         assert found.stats.passes == expected.stats.passes and found.stats.drafted == expected.stats.drafted
         assert found.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+class Slow:
+    """Sessions whose levels outlast the target."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        sleep(0.03)
+        return self.inner.grow(asks)
+
+
+def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
+    """Beside the target: branches of outcomes that did not come true end at the next level, the right one goes on."""
+    job, nodes, exposed = (PROMPTS[1], GREEDY), [], []
+    steps = []
+    for way in ("between", "beside"):
+        engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=4)
+        round_.sessions = Slow(round_.sessions)
+        times: list[StepTimes] = []
+        round_.on_step = times.append
+        run(engine, [job])
+        steps.append([(v.window, v.accepted, v.said, v.reused) for v in verdicts])
+        nodes.append(sum(t.nodes for t in times))
+        exposed.append(sum(t.exposed for t in times))
+        assert all(t.draft > 30 for t in times if t.nodes) and any(v.reused for v in verdicts)
+    assert steps[0] == steps[1]
+    assert nodes[1] < nodes[0] / 2 and exposed[1] < exposed[0]
 
 
 def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
@@ -183,10 +221,11 @@ class Dying:
         return grown
 
 
+@pytest.mark.parametrize("way", ["between", "beside"])
 @pytest.mark.parametrize("lies", [False, True], ids=["dies", "lies"])
-def test_a_drafter_that_fails_costs_no_token(lies: bool) -> None:
+def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
     jobs = [(prompt, GREEDY) for prompt in PROMPTS]
-    engine, round_, verdicts = mirrored()
+    engine, round_, verdicts = mirrored(f"{MIRROR},rollout={way}")
     round_.sessions = Dying(round_.sessions, 9, lies)
     outputs = run(engine, jobs)
     assert ids(outputs) == plain(jobs)
@@ -259,3 +298,32 @@ def test_exit_layers() -> None:
             exit_layer(text, 12, "exit")
     with pytest.raises(ConfigError, match="serial"):
         exit_layer("1/2", 1, "exit")
+
+
+def test_its_budget_is_fixed() -> None:
+    """The automatic budget adds times that this round lets pass at once."""
+    options: dict[str, Any] = {"model": "any", "drafter": "draft_model:any", "round": "mirror"}
+    target: Any = None  # not asked
+    assert make_budget(LLMConfig(**options), drafter(depth=3), target) == FixedBudget(size=3)
+    assert make_budget(LLMConfig(**options, budget=2), drafter(depth=3), target).plan([], 1) == []
+    with pytest.raises(CapabilityError, match="lets run at once"):
+        make_budget(LLMConfig(**options, budget="auto"), drafter(depth=3), target)
+    with pytest.raises(ConfigError, match="mirror has no option 'kapa'"):
+        LLMConfig(**options | {"round": "mirror,kapa=3"})
+
+
+def test_from_options_to_answers() -> None:
+    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
+    mirror = LLM(
+        "paceline-small",
+        kv_memory="64MiB",
+        exact=True,
+        drafter="draft_model:paceline-small-draft,depth=3",
+        round="mirror,kappa=2,exit=3/4,rollout=beside",
+        share=plain,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
+    expected, found = plain.generate(texts, params), mirror.generate(texts, params)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert sum(o.stats.accepted for o in found) > 5 and found[0].stats.off_reason is None

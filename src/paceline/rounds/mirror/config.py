@@ -13,6 +13,7 @@ from ...target.decoder import Decoder
 from ...target.exits import UntrainedExit, exit_layer
 from ..base import Round, RoundConfig
 from .round import MirrorRound
+from .running import Beside, Between
 
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
@@ -32,6 +33,9 @@ class MirrorConfig(RoundConfig):
     exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
     policy: Literal["wait", "plain"] = option(
         "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
+    )
+    rollout: Literal["between", "beside"] = option(
+        "between", help="drafts while the target stands still at its exit, or beside its other layers, in a thread"
     )
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
@@ -65,4 +69,5 @@ class MirrorConfig(RoundConfig):
         kappas = KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
         kappas = {batch: min(kappa, vocab) for batch, kappa in kappas.items()}
         exit_head = UntrainedExit(target, layer)
-        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits=self.policy == "wait")
+        runner = Beside() if self.rollout == "beside" else Between()
+        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, self.policy == "wait", runner)

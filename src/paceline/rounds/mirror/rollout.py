@@ -9,10 +9,13 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 8 and figure 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from ...drafters.sessions import ROOT, Ask, DraftSessions, Grown
+
+Outcome = tuple[int, int, int]  # of a pass: a sequence, its accepted tokens, and the token that follows
 
 
 @dataclass(slots=True)
@@ -37,7 +40,8 @@ class Branch:
     key: int  # of the sequence
     tip: int  # node below which the next token is drafted
     levels: int  # tokens wanted
-    candidate: int = -1  # the candidate's node; -1: below the root
+    outcome: Outcome | None = None  # that it is prepared for; None: a chain below the root
+    candidate: int = -1  # node of the outcome's last token; -1: below the root
     chain: Chain = field(default_factory=Chain)
 
 
@@ -63,8 +67,11 @@ class Rollout:
         self._sessions, self._vocab = sessions, vocab_size
         self._given: dict[int, list[Candidate]] = {}
         self.open: list[Branch] = []
-        self.found: dict[tuple[int, int, int], Branch] = {}  # by sequence, place and token
+        self.found: dict[Outcome, Branch] = {}
         self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
+        self.ms = 0.0  # that its levels took
+        self.nodes = 0  # drafted
+        self._outcomes: frozenset[Outcome] | None = None  # after the verdict: those that came true
 
     def prepare(self, key: int, candidates: Sequence[Candidate]) -> None:
         """A branch for each candidate of a sequence."""
@@ -76,12 +83,30 @@ class Rollout:
         self.fresh[key] = Branch(key, ROOT, levels)
         self.open.append(self.fresh[key])
 
+    def narrow(self, outcomes: Iterable[Outcome]) -> None:
+        """The verdict: from the next level on nothing is drafted but for these. Safe from another thread."""
+        self._outcomes = frozenset(outcomes)
+
     def advance(self) -> bool:
         """Draft one level of everything. False: nothing is left to draft.
 
         Raises:
             ValueError: the drafter answers nonsense.
         """
+        began = perf_counter()
+        if self._outcomes is not None:
+            self._drop(self._outcomes)
+        goes_on = self._level()
+        self.ms += (perf_counter() - began) * 1e3
+        return goes_on
+
+    def _drop(self, outcomes: frozenset[Outcome]) -> None:
+        """Leave the branches of outcomes that did not come true as they are."""
+        self.open = [branch for branch in self.open if branch.outcome in outcomes]
+        given = {k: [c for c in own if (k, c.place, c.token) in outcomes] for k, own in self._given.items()}
+        self._given = {key: own for key, own in given.items() if own}
+
+    def _level(self) -> bool:
         by_key: dict[int, list[Branch]] = {key: [] for key in self._given}
         for branch in self.open:
             by_key.setdefault(branch.key, []).append(branch)
@@ -104,8 +129,8 @@ class Rollout:
     def _begun(self, key: int, answer: Grown) -> list[Branch]:
         begun = []
         for candidate, node in zip(self._given.get(key, ()), answer.given, strict=True):
-            branch = Branch(key, node, candidate.levels, node)
-            self.found[key, candidate.place, candidate.token] = branch
+            outcome = key, candidate.place, candidate.token
+            branch = self.found[outcome] = Branch(key, node, candidate.levels, outcome, node)
             begun.append(branch)
         return begun
 
@@ -119,6 +144,7 @@ class Rollout:
             branch.chain.nodes.append(answer.nodes[at])
             branch.chain.tokens.append(answer.tokens[at])
             branch.tip = answer.nodes[at]
+            self.nodes += 1
             if len(branch.chain) < branch.levels:
                 self.open.append(branch)
 

@@ -3,8 +3,8 @@
 fresh windows where there are none -> layers 0 .. e - 1 -> token channel -> rollout below every candidate
 -> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was said, or a fallback
 
-Source: Mirror Speculative Decoding, sections 3.1 and 3.4. Here the rollout runs in the process of the target, one after
-the other; what it gives does not depend on when it runs.
+Source: Mirror Speculative Decoding, sections 3.1 and 3.4. Where the rollout runs changes when a window is there, never
+what it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -29,22 +29,11 @@ from ..outcome import Emitter, keep
 from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from ..verification import make_verifier
 from .channel import Message, overlap_mass, speak
-from .rollout import Candidate, Chain, Rollout
+from .records import StepTimes, Verdict
+from .rollout import Candidate, Chain, Outcome, Rollout
+from .running import Runner, run_to_end
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one sequence's window in one pass."""
-
-    key: int
-    window: list[int]  # tokens that were verified
-    accepted: int
-    said: int  # the correction, or the bonus token
-    told: bool  # whether the exit spoke and a draft could follow: what was said is then reused, or a fallback
-    reused: bool
-    mass: float  # the target's own probability of the candidates where the window ended (eq. 9)
 
 
 class MirrorRound:
@@ -59,6 +48,7 @@ class MirrorRound:
         kappas: candidates of a position by batch size, from each size on.
         waits: whether a fresh window is drafted at once after an outcome that was not prepared for; else the next pass
             has none.
+        runner: runs the rollouts.
 
     Raises:
         ConfigError: a verifier that does not fit the drafter.
@@ -76,10 +66,12 @@ class MirrorRound:
         verifier: str,
         exit_head: ExitHead,
         kappas: Mapping[int, int],
-        waits: bool = True,
+        waits: bool,
+        runner: Runner,
     ) -> None:
         self.target, self.pool, self.drafter = target, pool, drafter
         self.exit, self.kappas, self.waits = exit_head, dict(sorted(kappas.items())), waits
+        self.runner = runner
         self.verifier = make_verifier(verifier, drafter.spec)
         self.emitter = Emitter(target.num_layers, drafter.spec)
         self.gamma = drafter.spec.default_budget
@@ -88,6 +80,8 @@ class MirrorRound:
         self.sessions: DraftSessions = ahead.sessions((self.gamma + 1) * (1 + widest * self.gamma))
         self.failure: str | None = None  # why drafting has ended
         self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
+        self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
+        self._rollout: Rollout | None = None  # the one under way
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
 
@@ -104,29 +98,49 @@ class MirrorRound:
         p.state = self.target.embed(pack(p, self.target))
         p.state.adapters = main_adapters(p)
         self.target.run_layers(p.state, 0, self.exit.layer, self.pool)
-        told = self._speak(p, windows)
         halfway = perf_counter()
+        told = self._speak(p, windows)
         rollout = self._prepare(p, windows, told)
-        self._run(rollout)
         prepared = perf_counter()
+        self._start(rollout)
+        started = perf_counter()
         self.target.run_layers(p.state, self.exit.layer, self.target.num_layers, self.pool)
         read_logits(p, self.target)
         decide(p, self.verifier.verify)
         checked = perf_counter()
-        verdicts = self._verdicts(p, windows, told, rollout) if self.on_verdict is not None else []
+        verdicts = self._verdicts(p, windows, told) if self.on_verdict is not None else []
         self.emitter.emit(p)
         keep(p, self.pool)
         emitted = perf_counter()
-        self._go_on(p, rollout)
-        for verdict in verdicts:
-            self.on_verdict(verdict)  # type: ignore[misc]  # there are none else
+        outcomes = self._outcomes(p)
+        rollout.narrow(outcomes.values())
+        self._finish()
+        waited = perf_counter()
+        self._go_on(p, outcomes, rollout)
         ended = perf_counter()
-        draft = drafted - began + prepared - halfway + ended - emitted
-        verify = halfway - drafted + checked - prepared
-        return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, draft * 1e3)
+        self._tell(verdicts, rollout)
+        late = started - prepared + waited - emitted
+        times = StepTimes(
+            fresh=(drafted - began) * 1e3,
+            prefix=(halfway - drafted) * 1e3,
+            rendezvous_exit=(prepared - halfway) * 1e3,
+            suffix=(checked - started) * 1e3,
+            exposed=late * 1e3,
+            rendezvous_final=(ended - waited) * 1e3,
+            host=(emitted - checked) * 1e3,
+            draft=rollout.ms,
+            nodes=rollout.nodes,
+        )
+        if self.on_step is not None:
+            self.on_step(times)
+        draft = times.fresh + times.rendezvous_exit + times.exposed + times.rendezvous_final
+        return p.result(draft, times.prefix + times.suffix, times.host, draft)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Close the sessions of ended or preempted sequences."""
+        if self._rollout is not None:  # a step ended in its middle
+            self._rollout.narrow(())
+            self._finish()
         for sequence in sequences:
             self._close(sequence.view.key)
 
@@ -158,8 +172,9 @@ class MirrorRound:
             key = work.sequence.view.key
             waits = self.waits or key not in self._fallen
             if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
-                rollout.start(key, min(work.budget, work.max_depth))
-        self._run(rollout)
+                rollout.start(key, min(work.budget, work.max_depth, self.gamma))
+        with self._guarded():
+            run_to_end(rollout)
         for key, branch in rollout.fresh.items():
             if key in self._windows:
                 self._windows[key] = branch.chain
@@ -204,7 +219,7 @@ class MirrorRound:
         rollout = Rollout(self.sessions, self.target.config.vocab_size)
         for i, message in told.items():
             work, window = p.works[i], windows[i]
-            wanted = work.budget or self.gamma
+            wanted = min(work.budget or self.gamma, self.gamma)
             candidates = []
             for place, tokens in enumerate(message.tokens):
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
@@ -213,26 +228,40 @@ class MirrorRound:
             rollout.prepare(work.sequence.view.key, candidates)
         return rollout
 
-    def _run(self, rollout: Rollout) -> None:
-        """Draft all levels."""
+    def _start(self, rollout: Rollout) -> None:
+        """Have the rollout drafted."""
         if self.failure is None:
+            self._rollout = rollout
             with self._guarded():
-                while rollout.advance():
-                    pass
+                self.runner.start(rollout)
+
+    def _finish(self) -> None:
+        """Wait until the rollout has ended."""
+        if self._rollout is not None:
+            with self._guarded():
+                self.runner.finish()
+            self._rollout = None
 
     # -- the verdict
 
-    def _go_on(self, p: Pass, rollout: Rollout) -> None:
-        """Reuse what was prepared for the outcome, or tell the drafter what was said instead (section 3.1)."""
+    def _outcomes(self, p: Pass) -> dict[int, Outcome]:
+        """What became of the works whose answers go on."""
+        found = {}
         for i in p.generating:
             sequence, count = p.works[i].sequence, p.emitted[i]
-            key = sequence.view.key
-            if key not in self._windows or not count or sequence.finished:
+            if count and not sequence.finished:
+                found[i] = sequence.view.key, count - 1, p.tokens[i][count - 1]
+        return found
+
+    def _go_on(self, p: Pass, outcomes: Mapping[int, Outcome], rollout: Rollout) -> None:
+        """Reuse what was prepared for the outcome, or tell the drafter what was said instead (section 3.1)."""
+        for i, outcome in outcomes.items():
+            key, branch = outcome[0], rollout.found.get(outcome)
+            if key not in self._windows:
                 continue
-            branch = rollout.found.get((key, count - 1, p.tokens[i][count - 1]))
             with self._guarded():
                 if branch is None:
-                    self.sessions.commit(key, p.tokens[i][:count])
+                    self.sessions.commit(key, p.tokens[i][: p.emitted[i]])
                     self._windows[key] = Chain()
                     self._fallen.add(key)
                 else:
@@ -240,9 +269,7 @@ class MirrorRound:
                     self._windows[key] = branch.chain
                     self._fallen.discard(key)
 
-    def _verdicts(
-        self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message], rollout: Rollout
-    ) -> list[Verdict]:
+    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message]) -> list[Verdict]:
         """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
         found = []
         for i in p.generating:
@@ -254,10 +281,15 @@ class MirrorRound:
                 logits = p.logits[p.rows[i].start + accepted]
                 mass = overlap_mass(view, window.tokens, accepted, logits, message.tokens[accepted])
             said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
-            reused = (view.key, accepted, said) in rollout.found
             told = message is not None and drafts_follow
-            found.append(Verdict(view.key, window.tokens, accepted, said, told, reused, mass))
+            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, mass))
         return found
+
+    def _tell(self, verdicts: Sequence[Verdict], rollout: Rollout) -> None:
+        """The verdicts, with what is known once the rollout has ended."""
+        for verdict in verdicts:
+            reused = (verdict.key, verdict.accepted, verdict.said) in rollout.found
+            self.on_verdict(replace(verdict, reused=reused))  # type: ignore[misc]  # there are none else
 
     # -- faults
 
