@@ -25,6 +25,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "distributed": {"core", "native", "target", "attention", "kv", "drafters"},
     "config": {"core", "target", "attention", "drafters", "rounds", "engine"},
     "assembly": {"config", *ENGINE, "engine"},
+    "draft_worker": {"config", "assembly", "distributed", "core", "target", "drafters"},
     "chunks": {"core", "engine"},
     "llm": {"native", "config", "assembly", "chunks", "core", "target", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
