@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..core.sampling import SamplingParams, SequenceSampler
 from .base import Drafter, SequenceView
@@ -105,6 +105,47 @@ class DraftSessions(Protocol):
 
     def close(self, key: int) -> None:
         """Drop all state of a sequence."""
+        ...
+
+
+class Growing(Protocol):
+    """A growth of several levels, as far as it is known."""
+
+    levels: list[dict[int, Grown]]  # by level what came, by sequence; sequences of which nothing was left are missing
+    done: bool  # nothing more will come
+
+
+@runtime_checkable
+class GoingSessions(DraftSessions, Protocol):
+    """Sessions served elsewhere: growths go on there by themselves, a level at a time.
+
+    `commit`, `reroot` and `close` of a sequence call off what is left of its growths. Whatever is lost on the way, or
+    comes too late, raises; then all sessions are gone, and are opened anew once `ready` says so.
+    """
+
+    def ready(self) -> bool:
+        """Whether sessions may be opened now.
+
+        Raises:
+            ConfigError: they never will be.
+        """
+        ...
+
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growing:
+        """Begin to grow, and wait for nothing.
+
+        Args:
+            asks: the first level, each of another sequence and with a node or more.
+            levels: of each ask, for every given and every expanded node, tokens wanted below it.
+        """
+        ...
+
+    def look(self) -> None:
+        """Take what came of all growths."""
+        ...
+
+    def wait(self, growing: Growing) -> None:
+        """Until a growth is done."""
         ...
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 from ...core.errors import ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
+from ...drafters.sessions import AheadDrafter
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.exits import UntrainedExit, exit_layer
@@ -69,5 +70,8 @@ class MirrorConfig(RoundConfig):
         kappas = KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
         kappas = {batch: min(kappa, vocab) for batch, kappa in kappas.items()}
         exit_head = UntrainedExit(target, layer)
+        gamma, ahead = drafter.spec.default_budget, cast(AheadDrafter, drafter)  # its spec says so
+        sessions = ahead.sessions((gamma + 1) * (1 + max(kappas.values()) * gamma))
         runner = Beside() if self.rollout == "beside" else Between()
-        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, self.policy == "wait", runner)
+        waits = self.policy == "wait"
+        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits, sessions, runner)

@@ -30,8 +30,7 @@ class StepTimes:
     prefix: float  # T_target^{1:l_e}
     rendezvous_exit: float  # the exit's scores, the token channel, the start of the rollout
     suffix: float  # T_target^{l_e+1:N}, head and verdict
-    exposed: float
-    rendezvous_final: float  # the verdict told, the surviving branch kept
+    exposed: float  # and the verdict told, the surviving branch kept: T_rv^(fv)
     host: float  # emitting tokens, keeping K/V
     draft: float  # T_draft^gen
     nodes: int  # drafted in it

@@ -9,7 +9,7 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 8 and figure 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -64,7 +64,7 @@ class Rollout:
     """
 
     def __init__(self, sessions: DraftSessions, vocab_size: int) -> None:
-        self._sessions, self._vocab = sessions, vocab_size
+        self.sessions, self._vocab = sessions, vocab_size
         self._given: dict[int, list[Candidate]] = {}
         self.open: list[Branch] = []
         self.found: dict[Outcome, Branch] = {}
@@ -94,37 +94,58 @@ class Rollout:
             ValueError: the drafter answers nonsense.
         """
         began = perf_counter()
+        asks, _ = self.asks()
+        if asks:
+            grown = self.sessions.grow(asks)
+            if len(grown) != len(asks):
+                raise ValueError(f"{len(grown)} answers to {len(asks)} questions")
+            self.take({ask.key: answer for ask, answer in zip(asks, grown, strict=True)})
+        self.ms += (perf_counter() - began) * 1e3
+        return bool(self.open)
+
+    def asks(self) -> tuple[list[Ask], list[list[int]]]:
+        """The next level of everything, and how many tokens are wanted below each of its nodes, given ones first."""
         if self._outcomes is not None:
             self._drop(self._outcomes)
-        goes_on = self._level()
-        self.ms += (perf_counter() - began) * 1e3
-        return goes_on
+        by_key = self._by_key()
+        given = [self._given.get(key, []) for key in by_key]
+        asks = [
+            Ask(key, [(c.parent, c.token) for c in own], [branch.tip for branch in branches])
+            for (key, branches), own in zip(by_key.items(), given, strict=True)
+        ]
+        levels = [
+            [*(c.levels for c in own), *(branch.levels - len(branch.chain) for branch in branches)]
+            for branches, own in zip(by_key.values(), given, strict=True)
+        ]
+        return asks, levels
+
+    def take(self, answers: Mapping[int, Grown]) -> None:
+        """One level, by sequence; of those that are missing nothing came.
+
+        Raises:
+            ValueError: the drafter answers nonsense.
+        """
+        by_key, self.open = self._by_key(), []
+        for key, branches in by_key.items():
+            answer = answers.get(key)
+            if answer is None:
+                self.open += branches
+                continue
+            self._check(key, answer)
+            self._append(branches + self._begun(key, answer), answer)
+            self._given.pop(key, None)
+
+    def _by_key(self) -> dict[int, list[Branch]]:
+        found: dict[int, list[Branch]] = {key: [] for key in self._given}
+        for branch in self.open:
+            found.setdefault(branch.key, []).append(branch)
+        return found
 
     def _drop(self, outcomes: frozenset[Outcome]) -> None:
         """Leave the branches of outcomes that did not come true as they are."""
         self.open = [branch for branch in self.open if branch.outcome in outcomes]
         given = {k: [c for c in own if (k, c.place, c.token) in outcomes] for k, own in self._given.items()}
         self._given = {key: own for key, own in given.items() if own}
-
-    def _level(self) -> bool:
-        by_key: dict[int, list[Branch]] = {key: [] for key in self._given}
-        for branch in self.open:
-            by_key.setdefault(branch.key, []).append(branch)
-        if not by_key:
-            return False
-        asks = [
-            Ask(key, [(c.parent, c.token) for c in self._given.get(key, ())], [branch.tip for branch in branches])
-            for key, branches in by_key.items()
-        ]
-        grown = self._sessions.grow(asks)
-        if len(grown) != len(asks):
-            raise ValueError(f"{len(grown)} answers to {len(asks)} questions")
-        self.open = []
-        for ask, branches, answer in zip(asks, by_key.values(), grown, strict=True):
-            self._check(ask, answer)
-            self._take(branches + self._begun(ask.key, answer), answer)
-        self._given = {}
-        return bool(self.open)
 
     def _begun(self, key: int, answer: Grown) -> list[Branch]:
         begun = []
@@ -134,7 +155,7 @@ class Rollout:
             begun.append(branch)
         return begun
 
-    def _take(self, branches: Sequence[Branch], answer: Grown) -> None:
+    def _append(self, branches: Sequence[Branch], answer: Grown) -> None:
         """Append to each branch what was drafted below its tip."""
         below = {parent: at for at, parent in reversed([*enumerate(answer.parents)])}
         for branch in branches:
@@ -148,9 +169,34 @@ class Rollout:
             if len(branch.chain) < branch.levels:
                 self.open.append(branch)
 
-    def _check(self, ask: Ask, answer: Grown) -> None:
+    def _check(self, key: int, answer: Grown) -> None:
         """Refuse what is no answer."""
-        if len(answer.given) != len(ask.given) or not len(answer.parents) == len(answer.nodes) == len(answer.tokens):
+        given = len(self._given.get(key, ()))
+        if len(answer.given) != given or not len(answer.parents) == len(answer.nodes) == len(answer.tokens):
             raise ValueError("an answer of another form than its question")
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")
+
+
+def go_on(rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
+    """Let the drafter go on to what was said, all branches of which it keeps or drops (section 3.1).
+
+    Args:
+        rollout: what was prepared.
+        said: the outcomes that came true, and their tokens.
+        ended: sequences that have ended.
+
+    Returns:
+        The branches that are reused; of the other outcomes nothing is drafted.
+    """
+    reused = {}
+    for key in ended:
+        rollout.sessions.close(key)
+    for outcome, tokens in said.items():
+        branch = rollout.found.get(outcome)
+        if branch is None:
+            rollout.sessions.commit(outcome[0], tokens)
+        else:
+            rollout.sessions.reroot(outcome[0], branch.candidate)
+            reused[outcome] = branch
+    return reused

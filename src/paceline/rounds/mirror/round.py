@@ -17,10 +17,11 @@ from time import perf_counter
 
 import torch
 
+from ...core.errors import ConfigError
 from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...drafters.base import Drafter, DraftRule
-from ...drafters.sessions import AheadDrafter, DraftSessions, Opening
+from ...drafters.sessions import DraftSessions, GoingSessions, Opening
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.exits import ExitHead
@@ -30,8 +31,8 @@ from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from ..verification import make_verifier
 from .channel import Message, overlap_mass, speak
 from .records import StepTimes, Verdict
-from .rollout import Candidate, Chain, Outcome, Rollout
-from .running import Runner, run_to_end
+from .rollout import Branch, Candidate, Chain, Outcome, Rollout
+from .running import Runner
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class MirrorRound:
         kappas: candidates of a position by batch size, from each size on.
         waits: whether a fresh window is drafted at once after an outcome that was not prepared for; else the next pass
             has none.
+        sessions: of the drafter.
         runner: runs the rollouts.
 
     Raises:
@@ -67,21 +69,20 @@ class MirrorRound:
         exit_head: ExitHead,
         kappas: Mapping[int, int],
         waits: bool,
+        sessions: DraftSessions,
         runner: Runner,
     ) -> None:
         self.target, self.pool, self.drafter = target, pool, drafter
         self.exit, self.kappas, self.waits = exit_head, dict(sorted(kappas.items())), waits
-        self.runner = runner
+        self.sessions, self.runner = sessions, runner
         self.verifier = make_verifier(verifier, drafter.spec)
         self.emitter = Emitter(target.num_layers, drafter.spec)
         self.gamma = drafter.spec.default_budget
-        widest = max(kappas.values())
-        ahead: AheadDrafter = drafter  # type: ignore[assignment]  # its spec says so
-        self.sessions: DraftSessions = ahead.sessions((self.gamma + 1) * (1 + widest * self.gamma))
         self.failure: str | None = None  # why drafting has ended
         self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
         self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
         self._rollout: Rollout | None = None  # the one under way
+        self._away = isinstance(sessions, GoingSessions)  # whether they are not there, and may come back
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
 
@@ -112,37 +113,31 @@ class MirrorRound:
         self.emitter.emit(p)
         keep(p, self.pool)
         emitted = perf_counter()
-        outcomes = self._outcomes(p)
-        rollout.narrow(outcomes.values())
-        self._finish()
-        waited = perf_counter()
-        self._go_on(p, outcomes, rollout)
+        reused = self._finish(self._said(p), [w.sequence.view.key for w in works if w.sequence.finished])
         ended = perf_counter()
-        self._tell(verdicts, rollout)
-        late = started - prepared + waited - emitted
+        self._tell(verdicts, reused)
+        late = started - prepared + ended - emitted
         times = StepTimes(
             fresh=(drafted - began) * 1e3,
             prefix=(halfway - drafted) * 1e3,
             rendezvous_exit=(prepared - halfway) * 1e3,
             suffix=(checked - started) * 1e3,
             exposed=late * 1e3,
-            rendezvous_final=(ended - waited) * 1e3,
             host=(emitted - checked) * 1e3,
             draft=rollout.ms,
             nodes=rollout.nodes,
         )
         if self.on_step is not None:
             self.on_step(times)
-        draft = times.fresh + times.rendezvous_exit + times.exposed + times.rendezvous_final
+        draft = times.fresh + times.rendezvous_exit + times.exposed
         return p.result(draft, times.prefix + times.suffix, times.host, draft)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Close the sessions of ended or preempted sequences."""
-        if self._rollout is not None:  # a step ended in its middle
-            self._rollout.narrow(())
-            self._finish()
-        for sequence in sequences:
-            self._close(sequence.view.key)
+        keys = [sequence.view.key for sequence in sequences]
+        self._finish({}, keys)  # where a step ended in its middle
+        for key in keys:
+            self._close(key)
 
     # -- windows
 
@@ -156,12 +151,20 @@ class MirrorRound:
 
     def _open(self, works: Sequence[Work]) -> None:
         """Sessions of sequences that get tokens from now on."""
-        for work in works:
-            view = work.sequence.view
-            if work.generates and work.may_draft and view.key not in self._windows and self.failure is None:
-                with self._guarded():
+        with self._guarded():
+            if not self._there():
+                return
+            for work in works:
+                view = work.sequence.view
+                if work.generates and work.may_draft and view.key not in self._windows:
                     self._windows[view.key] = Chain()
                     self.sessions.open(Opening.of(view))
+
+    def _there(self) -> bool:
+        """Whether sessions can be opened; those that were lost elsewhere come back."""
+        if self.failure is None and self._away and isinstance(self.sessions, GoingSessions):
+            self._away = not self.sessions.ready()
+        return self.failure is None and not self._away
 
     def _draft_fresh(self, works: Sequence[Work]) -> None:
         """A chain below the root where a pass would verify nothing."""
@@ -174,7 +177,7 @@ class MirrorRound:
             if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
                 rollout.start(key, min(work.budget, work.max_depth, self.gamma))
         with self._guarded():
-            run_to_end(rollout)
+            self.runner.run(rollout)
         for key, branch in rollout.fresh.items():
             if key in self._windows:
                 self._windows[key] = branch.chain
@@ -235,39 +238,35 @@ class MirrorRound:
             with self._guarded():
                 self.runner.start(rollout)
 
-    def _finish(self) -> None:
-        """Wait until the rollout has ended."""
-        if self._rollout is not None:
-            with self._guarded():
-                self.runner.finish()
-            self._rollout = None
+    def _finish(self, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]) -> Mapping[Outcome, Branch]:
+        """The verdict: the windows of the branches that are reused, and none where there was nothing to reuse."""
+        rollout, reused = self._rollout, dict[Outcome, Branch]()
+        if rollout is None:
+            return reused
+        with self._guarded():
+            known = {outcome: tokens for outcome, tokens in said.items() if outcome[0] in self._windows}
+            reused = self.runner.finish(rollout, known, [key for key in ended if key in self._windows])
+        self._rollout = None
+        for key in ended:
+            self._forget(key)
+        for outcome in said:
+            key, branch = outcome[0], reused.get(outcome)
+            if key in self._windows:
+                self._windows[key] = Chain() if branch is None else branch.chain
+                (self._fallen.add if branch is None else self._fallen.discard)(key)
+        return reused
 
     # -- the verdict
 
-    def _outcomes(self, p: Pass) -> dict[int, Outcome]:
-        """What became of the works whose answers go on."""
+    def _said(self, p: Pass) -> dict[Outcome, list[int]]:
+        """What was said in answers that go on."""
         found = {}
         for i in p.generating:
             sequence, count = p.works[i].sequence, p.emitted[i]
             if count and not sequence.finished:
-                found[i] = sequence.view.key, count - 1, p.tokens[i][count - 1]
+                said = p.tokens[i][:count]
+                found[sequence.view.key, count - 1, said[-1]] = said
         return found
-
-    def _go_on(self, p: Pass, outcomes: Mapping[int, Outcome], rollout: Rollout) -> None:
-        """Reuse what was prepared for the outcome, or tell the drafter what was said instead (section 3.1)."""
-        for i, outcome in outcomes.items():
-            key, branch = outcome[0], rollout.found.get(outcome)
-            if key not in self._windows:
-                continue
-            with self._guarded():
-                if branch is None:
-                    self.sessions.commit(key, p.tokens[i][: p.emitted[i]])
-                    self._windows[key] = Chain()
-                    self._fallen.add(key)
-                else:
-                    self.sessions.reroot(key, branch.candidate)
-                    self._windows[key] = branch.chain
-                    self._fallen.discard(key)
 
     def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message]) -> list[Verdict]:
         """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
@@ -285,27 +284,34 @@ class MirrorRound:
             found.append(Verdict(view.key, window.tokens, accepted, said, told, False, mass))
         return found
 
-    def _tell(self, verdicts: Sequence[Verdict], rollout: Rollout) -> None:
-        """The verdicts, with what is known once the rollout has ended."""
+    def _tell(self, verdicts: Sequence[Verdict], reused: Mapping[Outcome, Branch]) -> None:
+        """The verdicts, with what became of them."""
         for verdict in verdicts:
-            reused = (verdict.key, verdict.accepted, verdict.said) in rollout.found
-            self.on_verdict(replace(verdict, reused=reused))  # type: ignore[misc]  # there are none else
+            outcome = verdict.key, verdict.accepted, verdict.said
+            self.on_verdict(replace(verdict, reused=outcome in reused))  # type: ignore[misc]  # there are none else
 
     # -- faults
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A drafter's fault costs no request: decoding goes on without it."""
+        """A drafter's fault costs no request: decoding goes on without it, until it comes back where it can."""
         try:
             yield
         except Exception as error:
-            self.failure = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
-            log.error("%s; decoding goes on without it", self.failure, exc_info=error)
+            why = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
+            self._away = isinstance(self.sessions, GoingSessions) and not isinstance(error, ConfigError)
+            if not self._away:
+                self.failure = why
+            log.error("%s; decoding goes on without it", why, exc_info=error)
             self._windows.clear()
+            self._fallen.clear()
 
     def _close(self, key: int) -> None:
-        known = self._windows.pop(key, None)
-        self._fallen.discard(key)
-        if known is not None:
+        if self._forget(key):
             with self._guarded():
                 self.sessions.close(key)
+
+    def _forget(self, key: int) -> bool:
+        """Whether it had a session."""
+        self._fallen.discard(key)
+        return self._windows.pop(key, None) is not None
