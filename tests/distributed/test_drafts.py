@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from distributed_drafts import bound
-from tiny import VOCAB
+from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.channels import Link, LinkedChannel
@@ -20,7 +20,10 @@ from paceline.distributed.clock import Pace, RealClock, VirtualClock
 from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, InProcess, Open, Part, RemoteSessions
 from paceline.distributed.handshake import Facts, Fault
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
-from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
+from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
+from paceline.rounds.mirror.records import Verdict
+from paceline.rounds.mirror.round import MirrorRound
+from paceline.rounds.mirror.running import Elsewhere
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias={7: -3.0, 12: 0.5}, stop=["x"], seed=2**70)
@@ -206,7 +209,42 @@ def test_one_that_is_late_is_given_up():
         sessions.grow([Ask(0, [], [ROOT])])
 
 
-def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch):
+TARGET = tiny_decoder()
+JOBS = [
+    ([(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(6 + 5 * i)], SamplingParams(seed=i, max_tokens=24))
+    for i in range(2)
+]
+
+
+def ids(outputs: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[Verdict]]:
+    """What the mirror round says with these sessions, and what became of its windows."""
+    engine = assemble(draft_model(noise=0.2, depth=4), round="mirror,kappa=4,exit=2", decoder=TARGET)
+    made, verdicts = engine.round, list[Verdict]()
+    assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
+    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits
+    engine.round = MirrorRound(made.target, made.pool, *given, sessions, Elsewhere())
+    engine.round.on_verdict = verdicts.append
+    return ids(run(engine, JOBS)), verdicts
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return ids([run(assemble(decoder=TARGET), [job])[0] for job in JOBS])
+
+
+def test_the_mirror_round_over_a_channel(plain: list[list[int]]):
+    _, there, served = beside()
+    said, verdicts = mirrored(there)
+    assert said == plain and not served.faults
+    assert any(v.reused for v in verdicts) and sum(v.accepted for v in verdicts) > 2
+
+
+def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain: list[list[int]]):
+    """In the midst of a growth, and no token of the round that goes on without it is another one."""
     tests = Path(__file__).parents[1]
     paths = [str(tests / "distributed"), str(tests), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -220,10 +258,15 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch):
         there = RemoteSessions(worker, LONG)
         there.open(opening())
         assert there.grow(ask) == expected
+        there.close(0)
+        said, verdicts = mirrored(there)
+        assert said == plain and any(v.reused for v in verdicts)
+        there.open(opening())
         threading.Timer(0.02, lambda: os.kill(worker.pid or 0, signal.SIGKILL)).start()
         with pytest.raises(DraftsLost):
             while True:
                 there.wait(there.begin([Ask(0, [(ROOT, 21)], [])], [[50]]))
         assert "died: killed by SIGKILL" in worker.faults[0]
+        assert mirrored(there)[0] == plain
     finally:
         worker.stop()

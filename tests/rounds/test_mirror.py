@@ -17,7 +17,6 @@ from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
-from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.sessions import Ask, Grown
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
@@ -266,7 +265,6 @@ def test_abort_and_a_second_request() -> None:
     ("round_", "drafter_", "wrong"),
     [
         ("mirror", None, "it has nothing to draft with"),
-        ("mirror", NgramConfig(), "has no draft sessions"),
         ("mirror", streams(), "streams in the target's own pass"),
         ("mirror", drafter(branching="2x1"), "what is prepared for an outcome is a chain"),
         ("mirror", drafter(proposes="sampled"), "draws its drafts for rejection"),
@@ -289,6 +287,8 @@ def test_drafters_that_need_last_states_are_refused_with_the_reason() -> None:
     for name in ("lyanna", "eagle", "medusa"):
         reason = config.refusal(DrafterSpec(name=name, taps=(-1,), past=None))
         assert reason is not None and "the target's states of a pass" in reason[0]
+    reason = config.refusal(DrafterSpec(name="table"))
+    assert reason is not None and "it has no draft sessions" in reason[0]
 
 
 def test_exit_layers() -> None:

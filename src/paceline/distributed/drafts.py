@@ -21,6 +21,7 @@ from pydantic import Field
 from ..core.errors import PacelineError
 from ..core.sampling import SamplingParams
 from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
+from ..drafters.sessions import Growing as AnyGrowing
 from .channels import ChannelClosed, Line, local_pair
 from .clock import Clock, Late, Pace
 from .frames import Codec, FrameError
@@ -268,7 +269,7 @@ class Growing:
 
 
 class RemoteSessions:
-    """`DraftSessions` that a worker serves.
+    """`DraftSessions` that a worker serves, and that go on by themselves (`GoingSessions`).
 
     Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
 
@@ -336,7 +337,7 @@ class RemoteSessions:
         while self._growing and self._take(0):
             pass
 
-    def wait(self, growing: Growing) -> None:
+    def wait(self, growing: AnyGrowing) -> None:
         """Until a growth is done, a level at a time."""
         while not growing.done:
             if not self._take(self._patience_s):
