@@ -29,7 +29,7 @@ from .engine.engine import Engine, EngineLimits
 from .engine.scheduler import SchedulerConfig
 from .engine.tokens import texts_of
 from .kv.pool import KVPool
-from .rounds import make_round
+from .rounds import make_round, parse_round
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
@@ -54,7 +54,7 @@ class LoadedModel:
 
 def load_target(config: LLMConfig) -> LoadedModel:
     """The target. Everything that can be checked without the weights is checked before they are read."""
-    source = _open(config, config.model, config.dtype)
+    source = open_source(config, config.model, config.dtype)
     kept = cache_shape(source.shape, _native(config, source.shape, source.dtype))
     _pool_tokens(config, kept, source.dtype, _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
@@ -78,7 +78,7 @@ def check_shared(config: LLMConfig, other: LLMConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """A checkpoint whose configuration was read, and nothing else."""
 
     name: str
@@ -87,8 +87,18 @@ class _Source:
     dtype: torch.dtype  # of the activations
     quantised: bool
 
+    def tokenizer(self) -> Any:
+        """Its tokenizer; None for a folder without one."""
+        files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
+        return load_tokenizer(self.folder) if any(map(is_file, files)) else None
 
-def _open(config: LLMConfig, name: str, dtype: str) -> _Source:
+
+def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
+    """A checkpoint's configuration; ``dtype`` as of `LLMConfig`.
+
+    Raises:
+        ConfigError: it is none that can be used.
+    """
     revision = config.revision if name == config.model else None
     spec = parse_model(name)
     folder = resolve_folder(spec.name, revision=revision, offline=config.offline)
@@ -100,10 +110,10 @@ def _open(config: LLMConfig, name: str, dtype: str) -> _Source:
         )
     shape = replace(read_config(folder), stretch=spec.stretch)
     kind, quant = parse_dtype(dtype, shape)
-    return _Source(spec.label, folder, shape, kind, quant is not None)
+    return Source(spec.label, folder, shape, kind, quant is not None)
 
 
-def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
+def _load(config: LLMConfig, source: Source, exact: bool) -> LoadedModel:
     folder, kind = source.folder, source.dtype
     compiled = _native(config, source.shape, kind)
     backend = config.attention
@@ -115,8 +125,6 @@ def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
             "the dense reference does not keep a row's order of summation",
             "use attention='sdpa'",
         )
-    files = [folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
-    tokenizer = load_tokenizer(folder) if any(map(is_file, files)) else None
     decoder = load_model(
         folder,
         attention=make_backend(backend, kind, exact=exact),
@@ -126,7 +134,7 @@ def _load(config: LLMConfig, source: _Source, exact: bool) -> LoadedModel:
         native=compiled,
         stretch=source.shape.stretch,
     )
-    return LoadedModel(source.name, decoder, tokenizer, folder)
+    return LoadedModel(source.name, decoder, source.tokenizer(), folder)
 
 
 def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
@@ -180,7 +188,7 @@ class ModelLoader:
 
     def __call__(self, name: str, dtype: str) -> LoadedModel:
         wanted = str(self.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        return _load(self.config, _open(self.config, name, wanted), exact=False)
+        return _load(self.config, open_source(self.config, name, wanted), exact=False)
 
 
 def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Drafter | None:
@@ -192,19 +200,23 @@ def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Draft
     chosen = registry.parse(config.drafter)
     if chosen is None:
         return None
+    source = target.name, target.folder, target.decoder.dtype
+    return registry.build(chosen, drafter_context(config, *source, streams))
 
-    context = DrafterContext(
-        load_model=ModelLoader(config, target.decoder.dtype),
-        dtype=target.decoder.dtype,
+
+def drafter_context(config: LLMConfig, name: str, folder: Path, dtype: torch.dtype, streams: int = 0) -> DrafterContext:
+    """What a drafter may use while it is built, for a target of this name, folder and dtype."""
+    return DrafterContext(
+        load_model=ModelLoader(config, dtype),
+        dtype=dtype,
         device=parse_device(config.device),
         offline=config.offline,
         revision=config.revision,
         find=partial(resolve_folder, offline=config.offline),
-        target=target.name,
-        target_folder=target.folder,
+        target=name,
+        target_folder=folder,
         streams=streams,
     )
-    return registry.build(chosen, context)
 
 
 def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel) -> DraftBudget:
@@ -214,6 +226,15 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
     chosen = parse_budget(config.budget)
     if chosen != AUTO:
         return chosen
+    round_ = parse_round(config.round)
+    if round_ is not None and not round_.weighs:
+        if config.budget is not None:
+            raise CapabilityError(
+                f"budget={config.budget!r} with round={config.round!r}",
+                "the automatic budget adds the times of draft and target, which this round lets run at once",
+                "give a number of nodes or a table, or leave budget out",
+            )
+        return FixedBudget(size=drafter.spec.default_budget)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     return _auto_budget(config, drafter, target)

@@ -18,7 +18,7 @@ from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .engine.budget import FixedBudget, parse_budget
 from .rounds import AUTO as AUTO_ROUND
-from .rounds import ROUNDS
+from .rounds import ROUNDS, parse_round
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .target.loader import check_dtype, parse_device
 
@@ -37,8 +37,7 @@ class LLMConfig:
     drafter: str | DrafterConfig | None = option(None, help="the drafter: name, name:model, or name:model,option=value")
     round: str = option(
         AUTO_ROUND,
-        help="order of drafting and verification: serial, fused (streams), or auto: the drafter's",
-        choices=(AUTO_ROUND, *ROUNDS),
+        help=f"order of drafting and verification: {', '.join(ROUNDS)}, as name,option=value; or auto: by the drafter",
     )
     verifier: str = option(
         DEFAULT_VERIFIER,
@@ -94,6 +93,7 @@ class LLMConfig:
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory)
         registry.parse(self.drafter)
+        parse_round(self.round)
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:

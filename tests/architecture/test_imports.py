@@ -22,13 +22,15 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "engine": {*ENGINE, "native"},
     "zoo": {"core"},
     "planning": {"core"},
+    "distributed": {"core", "native", "target", "attention", "kv", "drafters"},
     "config": {"core", "target", "attention", "drafters", "rounds", "engine"},
     "assembly": {"config", *ENGINE, "engine"},
+    "draft_worker": {"config", "assembly", "distributed", "core", "target", "drafters"},
     "chunks": {"core", "engine"},
     "llm": {"native", "config", "assembly", "chunks", "core", "target", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
-    "bench": {*ENGINE, "native", "training", "engine", "zoo", "config", "assembly", "llm"},
-    "cli": {*ENGINE, "training", "engine", "zoo", "planning", "config", "llm", "bench"},
+    "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "config", "assembly", "llm"},
+    "cli": {*ENGINE, "distributed", "training", "engine", "zoo", "planning", "config", "llm", "bench"},
 }
 RECIPES = {"recipe.py", "distillation.py"}  # of drafters: how one is trained; these alone may import training
 CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds

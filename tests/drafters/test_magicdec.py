@@ -114,14 +114,14 @@ def by_hand(stage: Stage, index: int, path: list[int]) -> torch.Tensor:
         pool = KVPool(*decoder.cache_shape, count, decoder.dtype, CPU)
         keys = torch.cat([bare[:, :, old], *[own_k[p - known] for p in seen if p >= known]], 2)
         values = torch.cat([v[:, :, old], *[own_v[p - known] for p in seen if p >= known]], 2)
-        pool._k[:, :, : count - 1] = moved(keys, rope, torch.arange(count - 1), back=False)
-        pool._v[:, :, : count - 1] = values
+        pool.tensors.all_k[:, :, : count - 1] = moved(keys, rope, torch.arange(count - 1), back=False)
+        pool.tensors.all_v[:, :, : count - 1] = values
         packer = RowPacker(decoder, CPU)
         packer.add([token], [count - 1], [0], slice(count - 1, count), slice(0, count), count, count - 1)
         state = decoder.run_layers(decoder.embed(packer.batch()), 0, decoder.num_layers, pool)
         logits = decoder.logits(state)[0]
-        own_k.append(moved(pool._k[:, :, count - 1 : count], rope, torch.tensor([count - 1]), back=True))
-        own_v.append(pool._v[:, :, count - 1 : count].clone())
+        own_k.append(moved(pool.tensors.all_k[:, :, count - 1 : count], rope, torch.tensor([count - 1]), back=True))
+        own_v.append(pool.tensors.all_v[:, :, count - 1 : count].clone())
     return logits
 
 
@@ -163,9 +163,10 @@ def test_what_is_read_and_held_stays_the_same_as_the_text_grows() -> None:
 def test_the_targets_k_v_is_left_alone() -> None:
     stage = Stage(tiny_decoder(whole()), block_size=4)
     own = torch.cat([torch.as_tensor(range(1024))[c.slots(0, c.committed)] for c in stage.caches])
-    before = stage.pool._k[:, :, own].clone(), stage.pool._v[:, :, own].clone()
+    kv = stage.pool.tensors
+    before = kv.all_k[:, :, own].clone(), kv.all_v[:, :, own].clone()
     stage.drafter.propose(stage.want())
-    assert torch.equal(stage.pool._k[:, :, own], before[0]) and torch.equal(stage.pool._v[:, :, own], before[1])
+    assert torch.equal(kv.all_k[:, :, own], before[0]) and torch.equal(kv.all_v[:, :, own], before[1])
     stage.drafter.release([0, 1, 99])
 
 

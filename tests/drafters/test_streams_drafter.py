@@ -317,20 +317,24 @@ def test_a_set_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_drafter_finds_its_round() -> None:
-    assert default_round(None) == "serial"
-    assert default_round(NgramConfig().build(DrafterContext()).spec) == "serial"
-    assert default_round(streams().spec) == "fused"
+    assert default_round(None).kind == "serial"
+    assert default_round(NgramConfig().build(DrafterContext()).spec).kind == "serial"
+    assert default_round(streams().spec).kind == "fused"
 
 
 def test_rounds_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="does not run in this round"):
+    with pytest.raises(CapabilityError, match="streams beside the target's rows, and this round has none"):
         assemble(streams(), round="serial")
-    with pytest.raises(ConfigError, match="does not run in this round"):
+    with pytest.raises(CapabilityError, match="it drafts with streams, and this one has none"):
         assemble(NgramConfig(), round="fused")
     with pytest.raises(ConfigError, match="it drafts with streams"):
         assemble(None, round="fused")
     with pytest.raises(ConfigError, match="there is no such round"):
         make_round("sideways")
+    with pytest.raises(ConfigError, match="serial has no option 'kappa'"):
+        make_round("serial,kappa=4")
+    with pytest.raises(ConfigError, match="'kappa' is not option=value"):
+        make_round("fused,kappa")
 
 
 def test_without_a_set_only_applications_draft() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,7 @@ class Guest:
     verifiers: tuple[str, ...] = ()
     fails: bool = False
     streams: bool = False
+    round: str = "auto"  # that it drafts in
 
 
 def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
@@ -242,4 +243,8 @@ GUESTS: dict[str, Guest] = {
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},
+    "mirror": replace(_model(depth=3), round="mirror,kappa=4,exit=1/2"),
+    "mirror_plain": replace(
+        _model(depth=2, proposes="point"), round="mirror,kappa=6,exit=1/2,policy=plain,rollout=beside"
+    ),
 }

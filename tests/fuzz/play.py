@@ -99,6 +99,8 @@ def make_case(seed: int, world: str | None = None, guest: str | None = None) -> 
     longest = max([v.ask.length for v in visits if v.ask], default=8)
     options = _engine_options(longest, draw)
     budget = _budget_kind(draw)
+    if budget == "auto" and GUESTS[name].round != "auto":  # it does not weigh what such rounds do
+        budget = "own"
     tears = {draw.randrange(12): draw.choice(PLACES) for _ in range(draw.choice([1, 2]))} if draw.random() < 0.2 else {}
     return Case(seed, chosen, name, verifier, budget, applications, options, visits, tears)
 
@@ -209,8 +211,9 @@ class Play:
         self.findings: list[str] = []
         self._coming = [case.visits[i] for i in (range(len(case.visits)) if kept is None else kept)]
         self._known = {id(v.ask.params): v.ask for v in self._coming if v.ask and v.ask.params.seed is not None}
-        drafter = GUESTS[case.guest].make(case.world, self._right)
-        self.engine = build(case.world, drafter, case.applications, verifier=case.verifier, **case.options)
+        guest = GUESTS[case.guest]
+        given = {"verifier": case.verifier, "round": guest.round, **case.options}
+        self.engine = build(case.world, guest.make(case.world, self._right), case.applications, **given)
         _set_budget(self.engine, case)
         witness.watch(self.engine)
         self._fuse: str | None = None
@@ -422,7 +425,7 @@ class Play:
         for check in (engine.pool.check_idle, engine.pool.check_integrity):
             self._note(check)
         drafter = engine.round.drafter  # type: ignore[attr-defined]
-        own_pool = getattr(drafter, "_pool", None)
+        own_pool = getattr(drafter, "_pool", None) or getattr(getattr(engine.round, "sessions", None), "pool", None)
         failure = engine.round.failure
         if own_pool is not None and failure is None:
             self._note(own_pool.check_idle)

@@ -27,7 +27,8 @@ class Witness:
     def watch(self, engine: Engine) -> None:
         """See every step of ``engine``, and every verdict on a tree."""
         round_: Any = engine.round
-        step, verify = round_.step, round_.guard.verifier.verify
+        judge = getattr(round_, "guard", round_)  # who has the verifier
+        step, verify = round_.step, judge.verifier.verify
         paths: dict[int, int] = {}
 
         def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
@@ -49,7 +50,7 @@ class Witness:
             return result
 
         round_.step = watched_step
-        round_.guard.verifier = replace(round_.guard.verifier, verify=watched_verify)
+        judge.verifier = replace(judge.verifier, verify=watched_verify)
 
     def _saw_path(self, path: list[int], parents: list[int]) -> None:
         self.met[f"accepted {len(path)}" if len(path) < LONG else f"accepted {LONG} and more"] += 1

@@ -516,7 +516,10 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "spire_plain": lambda cases: spire(config=WHOLE, seed=3, shape={"feedback": False, "past": "embedding"}),
     "hybrid_spire": _beside_a_lookup(lambda cases: spire(config=WHOLE, seed=3)),
     "hybrid_magicdec": _beside_a_lookup(lambda cases: MagicDec(MagicDecConfig(window=8, depth=3))),
+    "mirror": _model(depth=3),
+    "mirror_plain": _model(depth=2, proposes="point"),
 }
+ROUNDS = {"mirror": "mirror,kappa=5,exit=2", "mirror_plain": "mirror,kappa=3,exit=1,policy=plain"}  # else the drafter's
 TARGETS = {
     name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name
 }  # of drafters that need another target
@@ -551,7 +554,8 @@ class Witness:
     def watch(self, engine: Engine) -> None:
         """See every step of ``engine``, and every verdict on a tree."""
         round_: Any = engine.round
-        step, verify = round_.step, round_.guard.verifier.verify
+        judge = getattr(round_, "guard", round_)  # who has the verifier
+        step, verify = round_.step, judge.verifier.verify
         paths: dict[int, list[int]] = {}
 
         def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
@@ -575,7 +579,7 @@ class Witness:
             return result
 
         round_.step = watched_step
-        round_.guard.verifier = replace(round_.guard.verifier, verify=watched_verify)
+        judge.verifier = replace(judge.verifier, verify=watched_verify)
 
     def _saw_path(self, path: list[int], parents: list[int]) -> None:
         self.accepted.add(len(path))
@@ -652,7 +656,8 @@ def _check_logprobs(rows: Sequence[Any], expected: Sequence[Any], where: str) ->
 
 def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, encore: int = 0) -> None:
     """Answer all cases in one engine, then the first ``encore`` again, and compare each with its plain answer."""
-    engine = assemble(DRAFTERS[drafter](cases), decoder=target(config_of(drafter)), **CONDITIONS[condition])
+    options = {"round": ROUNDS.get(drafter, "auto"), **CONDITIONS[condition]}
+    engine = assemble(DRAFTERS[drafter](cases), decoder=target(config_of(drafter)), **options)
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
         with patch.object(Proposal, "graft", lambda fresh, other: witness.graft(fresh, other)):

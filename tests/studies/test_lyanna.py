@@ -28,10 +28,11 @@ from paceline.bench.study import Grid
 from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
-from paceline.drafters.lyanna.model import LyannaModel, LyannaShape, tokenizer_mark
+from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.medusa.heads import Heads, HeadsConfig
 from paceline.drafters.resampling import AGAIN, FRESH
 from paceline.drafters.states.head import layer_json
+from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.target.files import fingerprint
 from paceline.target.loader import load_tokenizer, read_config, resolve_folder
 from paceline.training.data import SourceSpec

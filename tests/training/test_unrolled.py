@@ -18,10 +18,11 @@ from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
-from paceline.drafters.lyanna.model import LyannaModel, LyannaShape, tokenizer_mark
+from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
+from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.target.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures, last_states

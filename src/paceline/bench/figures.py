@@ -122,6 +122,7 @@ def lines(panels: Sequence[Panel], path: Path, width: float = 1.0, kind: str = "
     return path
 
 
+spans = partial(lines, kind="spans")  # bars from ``low`` to ``high`` in the rows that ``x`` names
 points = partial(lines, kind="points")  # that no line joins
 bars = partial(lines, kind="bars")  # horizontal: words ``x`` at the left, the first on top, a bar for each series
 
@@ -130,7 +131,7 @@ def svg(panels: Sequence[Panel], kind: str) -> str:
     """Panels as an ``<svg>`` for a page: as wide as its place there, and never wider than drawn.
 
     Args:
-        kind: lines, points or bars; dots in place of bars; or stacked (the bars of a row one behind the other).
+        kind: lines, points or bars; dots in place of bars; stacked (the bars of a row one behind the other); or spans.
 
     Raises:
         CapabilityError: there is no matplotlib.
@@ -235,6 +236,17 @@ def _stacked(axis: Axes, panel: Panel, place: int) -> None:
     _rows(axis, panel, names, place)
 
 
+def _spans(axis: Axes, panel: Panel, place: int) -> None:
+    """Bars from ``low`` to ``high`` in the rows that ``x`` names."""
+    names = list(dict.fromkeys(str(x) for series in panel.series for x in series.x))
+    for number, series in enumerate(panel.series):
+        low, high = series.low or (), series.high or ()
+        rows, widths = [names.index(str(x)) for x in series.x], [b - a for a, b in zip(low, high, strict=True)]
+        edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
+        axis.barh(rows, widths, 0.6, left=low, label=series.label, color=_colour(series, number), **edge)
+    _rows(axis, panel, names, place)
+
+
 def _rows(axis: Axes, panel: Panel, names: Sequence[str], place: int) -> None:
     """Names of rows at the left, the first on top, whatever rows are missing."""
     axis.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
@@ -272,8 +284,8 @@ def _legend(figure: Figure, axis: Axes, panel: Panel) -> None:
 
 def _rows_high(panels: Sequence[Panel], kind: str) -> float:
     """Inches for the rows of a kind that has rows."""
-    if kind == "stacked":
-        return 1.0 + ROW_HEIGHT * len(panels[0].series[0].x)
+    if kind in ("stacked", "spans"):
+        return 1.0 + ROW_HEIGHT * len({x for series in panels[0].series for x in series.x})
     marks = max((len(s.x) * len(p.series) for p in panels for s in p.series), default=1)
     return 1.1 + (DOT_HEIGHT if kind == "dots" else BAR_HEIGHT) * marks
 
@@ -285,4 +297,5 @@ _KINDS: dict[str, tuple[Callable[..., None], float, float | None]] = {
     "bars": (_bars, PANEL_WIDTH, None),
     "dots": (partial(_bars, dots=True), 1.5 * PANEL_WIDTH, None),
     "stacked": (_stacked, 1.5 * PANEL_WIDTH, None),
+    "spans": (_spans, 2 * PANEL_WIDTH, None),
 }

@@ -32,7 +32,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
-from ..rounds import AUTO, ROUNDS
+from ..rounds import AUTO, ROUNDS, parse_round
 from ..target.loader import resolve_folder
 from ..target.streams import read_config
 from .peers import check as check_peer
@@ -217,8 +217,9 @@ def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str
 
 
 def _known_round(name: str, asked: str) -> str:
-    if name not in (AUTO, *ROUNDS):
+    if name.partition(",")[0].strip() not in (AUTO, *ROUNDS):
         raise ConfigError(asked, f"there is no round {name!r}", suggest(name, [AUTO, *ROUNDS], "round"))
+    parse_round(name)
     return name
 
 

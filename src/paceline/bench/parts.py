@@ -34,11 +34,11 @@ FUNCTIONS = {
     "keep": ("keep",),
     "streams": ("count_streams", "read_streams", "count_told"),
 }
-# part -> methods, from the engine on
+# part -> methods, from the engine on; of those a round has some
 METHODS = {
     "schedule": ("scheduler.schedule",),
     "budget": ("budget.plan", "budget.observe"),
-    "propose": ("round.guard.propose",),
+    "propose": ("round.guard.propose", "round.sessions.grow"),
     "pack": ("round.target.embed",),
     "passes": ("round.target.run_layers",),
     "emit": ("round.emitter.emit",),
@@ -146,7 +146,10 @@ def _watched(engine: Engine, watch: Stopwatch) -> Iterator[None]:
     for part, paths in METHODS.items():
         for path in paths:
             *owners, name = path.split(".")
-            places.append((functools.reduce(getattr, owners, engine), name, part))
+            whole: Any = engine
+            owner = functools.reduce(lambda found, step: getattr(found, step, None), owners, whole)
+            if owner is not None:  # rounds differ in what they are made of
+                places.append((owner, name, part))
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
     try:
         for owner, name, part in places:

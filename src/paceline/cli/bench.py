@@ -14,6 +14,7 @@ from rich.table import Table
 from .. import zoo
 from ..bench import calibrate as calibration
 from ..bench import decode as decoding
+from ..bench import hops as hopping
 from ..bench import machine
 from ..bench import parts as stopwatch
 from ..bench import step as stepping
@@ -292,6 +293,31 @@ def decode(
         "ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()],
     }
     _write(out, figures)
+
+
+@app.command()
+def hops(
+    sizes: Annotated[str, typer.Option(metavar="N,N,..", help="Bytes of a frame.")] = "64,4096,65536",
+    repeats: Annotated[int, typer.Option(help="Round trips of each kind; medians are shown.")] = 2000,
+    out: OutOption = None,
+) -> None:
+    """Time what two processes pass to each other: frames over channels, and a worker's answer to a message."""
+    _positive("--repeats", repeats)
+    counts = _numbers("--sizes", sizes)
+    _check_out(out)
+    with counting("passing frames", 3) as progress:
+        costs = hopping.measure(counts, repeats, progress)
+    facts, console = machine.describe(), stdout()
+    console.print(facts.line())
+    console.print(f"two processes on a core each, shared memory {hopping.compiled()}, {repeats} round trips each")
+    head = ["channel", "wait", "bytes", "median us", "10-90 %"]
+    rows = [
+        [c.channel, c.wait, str(c.size_bytes), f"{c.median_us:.1f}", f"{c.low_us:.1f}-{c.high_us:.1f}"] for c in costs
+    ]
+    console.print(figures_table(head, rows, words=2))
+    console.print("channels: one way; rendezvous: there and back")
+    figures = {"command": "bench hops", "machine": facts.as_dict(), "repeats": repeats}
+    _write(out, {**figures, "hops": [asdict(cost) for cost in costs]})
 
 
 def _cost_table(tables: Mapping[str, CostTable]) -> Table:

@@ -78,8 +78,8 @@ class DrafterSpec:
     cached: bool = False  # keeps K/V of its own for every token, and catches up with those that it has not seen
     level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
-    rounds: frozenset[str] = frozenset({"serial"})
     default_budget: int = 0  # drafted nodes a step where the user names no budget
+    ahead: bool = False  # drafts from tokens alone, below nodes that are not decided on: see `sessions.AheadDrafter`
     observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
@@ -210,12 +210,4 @@ class StreamingDrafter(Drafter, Protocol):
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The lossless set whose streams the sequence's rows carry; None: they carry none."""
-        ...
-
-
-class ExpandingDrafter(Drafter, Protocol):
-    """A drafter that can grow a given tree by one level (Mirror and SpecPipe need it)."""
-
-    def expand(self, tree: TokenTree, leaves: Tensor, k: int) -> TokenTree:
-        """Append up to k children to each of ``leaves`` [B, M] (-1 padded)."""
         ...

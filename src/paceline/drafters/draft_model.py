@@ -35,6 +35,7 @@ from ..target.native_calls import Chain, Seed
 from ..target.packing import RowPacker
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .growth import Grower, Growth, compiles, drawn_from, pack_frontier
+from .model_sessions import ModelSessions
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
@@ -167,12 +168,14 @@ class DraftModel:
             cached=True,
             proposes=config.proposes,
             default_budget=config.num_nodes,
+            ahead=config.proposes != "sampled",
             observes=False,
             tree=not config.is_chain,
         )
         self._states: dict[int, _State] = {}
         self._pool: KVPool | None = None
-        self._vocab = 0
+        self._vocab, self._eos_ids = 0, tuple[int, ...]()
+        self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
         self._grower = Grower(config.factors, config.topk, config.beam or config.topk, config.proposes)
 
     # -- the contract
@@ -180,13 +183,22 @@ class DraftModel:
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Check the tokenizers against each other and allocate the draft's K/V."""
         check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
-        self._vocab = target.vocab_size
-        self._pool = KVPool(
-            *self.decoder.cache_shape,
-            pool_tokens + max_sequences * (self.config.num_nodes + 32),
-            self.decoder.dtype,
-            device,
-        )
+        self._vocab, self._eos_ids = target.vocab_size, target.eos_ids
+        self._size = max_sequences, pool_tokens, device
+        self._pool = self._make_pool(self.config.num_nodes)
+
+    def _make_pool(self, rows: int) -> KVPool:
+        """A pool for texts as long as the target's, and so many drafted rows of each sequence."""
+        sequences, tokens, device = self._size
+        return KVPool(*self.decoder.cache_shape, tokens + sequences * (rows + 32), self.decoder.dtype, device)
+
+    def sessions(self, rows: int) -> ModelSessions:
+        """See `AheadDrafter`; `propose` is not called any more."""
+        assert self._pool is not None and self.config.proposes != "sampled", "bind comes first; see `DrafterSpec.ahead`"
+        self._pool = None
+        floor = math.log(self.config.min_prob) if self.config.min_prob else -math.inf
+        given = self._vocab, self._eos_ids, self.config.proposes, floor
+        return ModelSessions(self.decoder, self._make_pool(rows), *given)
 
     def observe(self, step: StepFeatures) -> None:
         """Nothing to do: committed tokens are read from the sequence at the next `propose`."""

@@ -128,7 +128,6 @@ class Hybrid:
             cached=any(spec.cached for spec in specs),
             level_logits=all(spec.level_logits for spec in specs),
             proposes="coupled" if any(spec.proposes == "coupled" for spec in specs) else "point",
-            rounds=frozenset({"fused" if streaming else "serial"}),
             streams=specs[streaming[0]].streams if streaming else None,
             scratch=max(spec.scratch for spec in specs),
             default_budget=config.nodes,

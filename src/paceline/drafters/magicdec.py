@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.errors import CapabilityError, ConfigError
 from ..core.inference import inference
 from ..core.tree import TokenTree
-from ..kv.pool import SequenceCache
+from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
 from ..target.applications import adapter_ranges
 from ..target.native import Stack
@@ -173,8 +173,8 @@ class MagicDec:
             scratch = self.view.scratch(cache.pool, index).start
             start = tokens[-1:], len(tokens) - 1, growth.max_depth, cache.slots(0, end)
             chains.append(Chain(*start, floor, growth.rules, view, scratch))
-        pool = growths[0].cache.pool  # type: ignore[union-attr]  # each has one
-        for growth, drafted in zip(growths, stack.roll(chains, pool, self.decoder.config.vocab_size), strict=True):
+        pool, vocab = _pool(growths[0].cache), self.decoder.config.vocab_size
+        for growth, drafted in zip(growths, stack.roll(chains, pool, vocab), strict=True):
             for node, (token, log_q) in enumerate(drafted):
                 growth.add(node, token, log_q)
 
@@ -192,7 +192,7 @@ class MagicDec:
         for growth in growths:
             assert growth.cache is not None
             rows.append((growth.cache, len(growth.sequence.tokens) - 1 + growth.frontier[0]))
-        pool = rows[0][0].pool
+        pool = _pool(rows[0][0])
         self.view.turn(pool, rows)
         for index, (growth, (cache, position)) in enumerate(zip(growths, rows, strict=True)):
             (node,) = growth.frontier  # of a chain it is the depth, too
@@ -205,3 +205,9 @@ class MagicDec:
             ranges = [(row, row + 1) for row in range(len(growths))]
             state.adapters = adapter_ranges([growth.sequence.application for growth in growths], ranges)
         return self.decoder.logits(self.decoder.run_layers(state, 0, self.decoder.num_layers, pool))
+
+
+def _pool(cache: SequenceCache | None) -> KVPool:
+    """The target's K/V, which a drafter that runs its layers finds in its own process."""
+    assert cache is not None and isinstance(cache.pool, KVPool)
+    return cache.pool

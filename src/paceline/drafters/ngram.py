@@ -18,6 +18,7 @@ from ..native.lookup import NgramTexts
 from .base import DrafterSpec, SequenceView
 from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
+from .text_sessions import TextSessions
 
 if TYPE_CHECKING:
     import torch
@@ -98,13 +99,16 @@ class NgramDrafter(PathDrafter):
             default_budget=config.depth * config.branches,
             tree=config.branches > 1,
             observes=False,
+            ahead=True,
         )
+        self._target: TargetInfo | None = None
         self._indices: dict[int, NgramIndex] = {}
         self._texts: NgramTexts | None = None  # in their place, where chains are looked up by compiled code
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Look up in compiled code, where the target runs on it."""
         config = self.config
+        self._target = target
         if native.in_use() is not None and config.branches == 1:
             self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
 
@@ -127,6 +131,25 @@ class NgramDrafter(PathDrafter):
         if self.config.branches == 1:
             return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
         return _best_of(seq.tokens, self._continuations(seq.tokens, index), depth, budget)
+
+    def sessions(self, rows: int) -> TextSessions:
+        """See `AheadDrafter`."""
+        assert self._target is not None, "bind comes before sessions"
+        return TextSessions(self, self._target.vocab_size, self._target.eos_ids)
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """See `Continuing`: what followed the longest n-grams of the text that end text and path."""
+        index, tokens = self._index(sequence), [*sequence.tokens, *path]
+        found: dict[int, float] = {}
+        left = 0.0  # log of the chance that none of those before is right
+        for n, follower in index.matches(tokens):
+            if tokens[follower] not in found:
+                m = matched(tokens, n, follower)
+                found[tokens[follower]] = left + log_trust(m, 1)
+                left += math.log(2 / (m + 2))
+            if len(found) == width:
+                break
+        return [*found.items()]
 
     def release(self, keys: Sequence[int]) -> None:
         """Forget these sequences."""

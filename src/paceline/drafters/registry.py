@@ -9,15 +9,16 @@ group ``paceline.drafters``, whose values point at config classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import MOST_TEXT, alternatives, check, read, remedy_of, shown, suggest, type_name, written
+from ..core.named import NamedConfig, hints, made, option_rows, pairs
+from ..core.named import OptionRow as OptionRow
+from ..core.options import MOST_TEXT, shown, suggest
 from ..core.options import option as option
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class DrafterContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
+class DrafterConfig(NamedConfig):
     """Base of every drafter's options: a frozen keyword-only dataclass beside the drafter.
 
     A subclass sets ``kind`` (its name on the command line), declares its options with `option`, checks combinations of
@@ -70,38 +71,12 @@ class DrafterConfig:
     of drafters' texts, whose options stand behind semicolons.
     """
 
-    kind: ClassVar[str] = ""
     subject: ClassVar[str] = "model"
     nests: ClassVar[bool] = False
-    refuses: ClassVar[Mapping[str, tuple[str, str]]] = {}
-
-    def __post_init__(self) -> None:
-        _hints(type(self))
-        check(self, f"{self.kind},")
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise ConfigError (see `require`) where options do not fit together."""
-
-    def require(self, name: str, holds: bool, rule: str) -> None:
-        """Refuse option ``name`` with the sentence ``rule`` unless the condition holds."""
-        if not holds:
-            asked = f"{self.kind},{name}={shown(getattr(self, name))}"
-            raise ConfigError(asked, f"{name} {rule}", remedy_of(type(self), name))
 
     def build(self, context: DrafterContext) -> Drafter:
         """Make the drafter. Weights and caches come later, in its `bind`."""
         raise NotImplementedError(f"{type(self).__name__}.build")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptionRow:
-    """One option, as `paceline drafters` shows it."""
-
-    name: str
-    type: str
-    default: str  # "required" where there is none
-    help: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,52 +174,17 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
     name, subject, rest = match.groups()
     chosen = config_class(name)
     given = [] if subject is None else [_subject(asked, chosen, subject.strip())]
-    given += [_pair(asked, chosen, item) for item in re.split(r",(?![^<]*>)", rest)] if rest is not None else []
-    values = _read_options(asked, chosen, given)
-    for field in fields(chosen):
-        if _default(field) is MISSING and field.name not in values:
-            form = ":MODEL" if field.name == "model" else f",{field.name}=..."
-            raise ConfigError(asked, f"{chosen.kind} needs {field.name}", f"write {chosen.kind}{form}")
-    return chosen(**values)
+    return made(asked, chosen, [*given, *pairs(asked, chosen, rest)])
 
 
 def _subject(asked: str, chosen: type[DrafterConfig], text: str) -> tuple[str, str]:
     """What follows the colon, as an option."""
     name = chosen.subject
-    if name not in _hints(chosen):
+    if name not in hints(chosen):
         raise ConfigError(asked, f"{chosen.kind} runs no model of its own", f"write {chosen.kind!r}")
     if not text:
         raise ConfigError(asked, f"no {name} after the colon", f"write {chosen.kind}:{name.upper()}")
     return name, text
-
-
-def _pair(asked: str, chosen: type[DrafterConfig], item: str) -> tuple[str, str]:
-    """``option=value``."""
-    key, equals, text = (part.strip() for part in item.partition("="))
-    if not key or not equals:
-        known = list(_hints(chosen))
-        remedy = f"its options are {', '.join(known)}" if known else f"{chosen.kind} has no options"
-        raise ConfigError(asked, f"{item!r} is not option=value", remedy)
-    return key, text
-
-
-def _read_options(asked: str, chosen: type[DrafterConfig], given: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    hints = _hints(chosen)
-    values: dict[str, Any] = {}
-    for key, text in given:
-        if key in chosen.refuses:
-            why, remedy = chosen.refuses[key]
-            raise CapabilityError(asked, f"{chosen.kind} {why}", remedy)
-        if key not in hints:
-            raise ConfigError(asked, f"{chosen.kind} has no option {key!r}", suggest(key, list(hints), "option"))
-        if key in values:
-            raise ConfigError(asked, f"{key} is given twice", "give it once")
-        try:
-            values[key] = read(text, hints[key])
-        except ValueError as error:
-            wrong = f"{key} takes {type_name(hints[key])}, not {shown(text)}"
-            raise ConfigError(asked, wrong, remedy_of(chosen, key)) from error
-    return values
 
 
 def build(config: DrafterConfig, context: DrafterContext | None = None) -> Drafter:
@@ -286,42 +226,9 @@ def _describe(name: str) -> DrafterRow:
     except ConfigError as error:
         return DrafterRow(name=name, help="", origin=origin, error=str(error))
     summary = (chosen.__doc__ or "").strip().partition("\n")[0]
-    return DrafterRow(name=name, help=summary, origin=origin, options=tuple(_option_rows(chosen)))
+    return DrafterRow(name=name, help=summary, origin=origin, options=tuple(option_rows(chosen)))
 
 
 def _describe_clash(point: EntryPoint) -> DrafterRow:
     error = f"{point.value} is not used: another drafter has the name"
     return DrafterRow(name=point.name, help="", origin=_package(point), error=error)
-
-
-def _option_rows(chosen: type[DrafterConfig]) -> Iterator[OptionRow]:
-    hints = _hints(chosen)
-    for spec in fields(chosen):
-        default = "required" if _default(spec) is MISSING else written(_default(spec))
-        about = spec.metadata.get("help", "")
-        yield OptionRow(name=spec.name, type=type_name(hints[spec.name]), default=default, help=about)
-
-
-def _hints(chosen: type[DrafterConfig]) -> dict[str, Any]:
-    """The options' types; those that a spec cannot spell are refused."""
-    hints = get_type_hints(chosen)
-    options = {spec.name: hints[spec.name] for spec in fields(chosen)}
-    for name, hint in options.items():
-        if not all(map(_is_spellable, alternatives(hint))):
-            raise ConfigError(
-                f"{chosen.__name__}.{name}: {type_name(hint)}",
-                "an option of this type cannot be written in a drafter's name",
-                "use int, float, bool, str, Literal, tuple[..., ...] or a union of these with None",
-            )
-    return options
-
-
-def _is_spellable(kind: Any) -> bool:
-    if get_origin(kind) is tuple:
-        return len(get_args(kind)) == 2 and get_args(kind)[1] is Ellipsis and get_args(kind)[0] in (int, float, str)
-    return kind in (NoneType, bool, int, float, str) or get_origin(kind) is Literal
-
-
-def _default(spec: Field[Any]) -> Any:
-    """MISSING where one must be given."""
-    return spec.default if spec.default_factory is MISSING else spec.default_factory()

@@ -16,13 +16,19 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..core.tree_lists import depths_below
 from .base import DrafterSpec, SequenceView, StepFeatures
 from .ngram import log_trust
 from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
+from .text_sessions import TextSessions
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..target.base import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +262,36 @@ class SuffixDrafter(PathDrafter):
 
     def __init__(self, config: SuffixConfig) -> None:
         self.config = config
-        self.spec = DrafterSpec(name=config.kind, default_budget=config.tree or config.depth, tree=config.tree > 0)
+        budget = config.tree or config.depth
+        self.spec = DrafterSpec(name=config.kind, default_budget=budget, tree=config.tree > 0, ahead=True)
+        self._target: TargetInfo | None = None
         self.shared = SharedOutputs(config.max_tokens, config.max_match)
         self._sequences: dict[int, _Sequence] = {}
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Note what draft sessions must know of the target."""
+        self._target = target
+
+    def sessions(self, rows: int) -> TextSessions:
+        """See `AheadDrafter`."""
+        assert self._target is not None, "bind comes before sessions"
+        return TextSessions(self, self._target.vocab_size, self._target.eos_ids)
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """See `Continuing`: what follows the longest suffix of text and path, of the own text or the shared outputs."""
+        state = self._sequence(sequence)
+        state.catch_up(sequence.tokens)
+        best: list[tuple[float, int]] = []  # -chance and token
+        longest = self.config.min_match - 1
+        for match in state.matches(self.shared.generations):
+            place, length = match.state, match.matched
+            for token in path:
+                place, length = match.automaton.follow(place, length, token)
+            place, length = match.automaton.continued(place, length)
+            children = self._children(match.automaton, 1.0, 0, place, length, 1) if length > longest else ()
+            if found := [(negative, token) for negative, _, _, token, _, _ in children]:
+                best, longest = found, length
+        return [(token, math.log(-negative) + log_trust(longest, 1)) for negative, token in sorted(best)[:width]]
 
     def observe(self, step: StepFeatures) -> None:
         """Note the running sequences: an output is remembered even if its sequence was never drafted for."""

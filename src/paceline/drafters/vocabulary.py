@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
+
+
+def tokenizer_mark(tokenizer: Any) -> str:
+    """sha256 over a tokenizer's ids and pieces; empty where there is no tokenizer."""
+    if tokenizer is None:
+        return ""
+    pieces = sorted((int(i), piece) for piece, i in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
 
 
 def check_vocabulary(target: TargetInfo, tokenizer: Any, vocab_size: int, name: str) -> None:

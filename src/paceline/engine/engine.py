@@ -18,7 +18,7 @@ from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.stats import SpecStats
 from ..drafters.base import SequenceView
 from ..kv.pool import KVPool
-from ..rounds.base import Round, RunningSequence, StepResult, StreamingRound, Work
+from ..rounds.base import Round, RunningSequence, StepResult, StreamingRound
 from ..target.applications import Application
 from .budget import DraftBudget, StepRecord
 from .lock import FairLock
@@ -258,8 +258,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in flight."""
-        return bool(self.live)
+        """Whether any request is in flight, or rows of one that has ended."""
+        return bool(self.live) or self.round.busy
 
     # -- the loop
 
@@ -276,7 +276,7 @@ class Engine:
                     self._leave(live)
             self._untold = []
         self._end()
-        if not self.live:
+        if not self.busy:
             self.pool.check_idle()
         return told
 
@@ -287,17 +287,15 @@ class Engine:
         if self.scheduler.preempted:
             self.round.release(self.scheduler.preempted)
             self.scheduler.preempted.clear()
-        if not works:
+        if not works and not self.round.busy:
             return {}, False
         learns = self.budget.learns
-        before = _counts(works) if learns else []
         scheduled = perf_counter()
         result = self.round.step(works, self.budget.rule)
         now = perf_counter()
-        if learns:
-            pure = all(w.rows == 1 for w in works)
-            self.budget.observe(_record(before, pure, result, (now - began) * 1e3))
-        _share_times(works, result, result.host_ms + (scheduled - began) * 1e3)
+        if learns and result.works:
+            self.budget.observe(_record(result, (now - began) * 1e3))
+        _share_times(result, result.host_ms + (scheduled - began) * 1e3)
         touched: dict[str, LiveRequest] = {}
         ended = []
         for sequence, tokens in result.emitted:
@@ -416,34 +414,26 @@ def _check_streams(round_: Round, applications: Mapping[str, Application]) -> No
         round_.admit(application.streams)
 
 
-Counts = tuple[Work, int, int]  # a work and its sequence's drafted and accepted tokens before the step
-
-
-def _counts(works: Sequence[Work]) -> list[Counts]:
-    """Counts of the sequences that will get tokens; taken before the step, which changes what is pending."""
-    stats = [(w, w.sequence.state.stats) for w in works if w.generates]
-    return [(w, s.drafted, s.accepted) for w, s in stats]
-
-
-def _share_times(works: Sequence[Work], result: StepResult, host_ms: float) -> None:
+def _share_times(result: StepResult, host_ms: float) -> None:
     """Give each sequence its part of a step's time."""
-    count = len(works)
+    count = len(result.works) or 1
     draft_ms, verify_ms, host_ms = result.draft_ms / count, result.verify_ms / count, host_ms / count
-    for work in works:
+    for work in result.works:
         stats = work.sequence.state.stats
         stats.draft_ms += draft_ms
         stats.verify_ms += verify_ms
         stats.host_ms += host_ms
 
 
-def _record(before: Sequence[Counts], pure: bool, result: StepResult, total_ms: float) -> StepRecord:
-    """What a step did, from the statistics before and after it."""
+def _record(result: StepResult, total_ms: float) -> StepRecord:
+    """What a step did, for the draft budget."""
+    said = [(work, result.counts.get(i, (0, 0))) for i, work in enumerate(result.works) if work.generates]
     return StepRecord(
-        sequences=[w.sequence for w, _, _ in before],
-        budgets=[w.budget for w, _, _ in before],
-        drafted=[w.sequence.state.stats.drafted - drafted for w, drafted, _ in before],
-        accepted=[w.sequence.state.stats.accepted - accepted for w, _, accepted in before],
-        pure=pure,
+        sequences=[work.sequence for work, _ in said],
+        budgets=[work.budget for work, _ in said],
+        drafted=[drafted for _, (drafted, _) in said],
+        accepted=[accepted for _, (_, accepted) in said],
+        pure=all(work.rows == 1 for work in result.works),
         draft_ms=result.draft_ms,
         ask_ms=result.ask_ms,
         rest_ms=total_ms - result.draft_ms,

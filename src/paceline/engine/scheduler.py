@@ -85,7 +85,10 @@ class Scheduler:
             cache = sequence.cache
             if cache is None or left == 0:  # preempted a moment ago, or no room in this step
                 continue
-            wanted = min(len(sequence.view.tokens) - cache.committed, left)
+            pending = len(sequence.view.tokens) - cache.committed - cache.ahead
+            if pending <= 0:  # all of it is under way
+                continue
+            wanted = min(pending, left)
             if not cache.reserve_here(wanted):
                 if not self._make_room(sequence, wanted, rows):
                     continue
@@ -97,7 +100,10 @@ class Scheduler:
         return self._with_drafts([s for s in self.running if id(s) in rows], rows, left)
 
     def _make_room(self, sequence: RunningSequence, wanted: int, rows: dict[int, int]) -> bool:
-        """Have blocks free for pending rows, preempting younger sequences, or this one, if the pool is full."""
+        """Have blocks free for pending rows, preempting younger sequences, or this one, if the pool is full.
+
+        Those of a sequence with passes in flight come free when these are through: False until then, too.
+        """
         assert sequence.cache is not None
         if sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
             for other in self.running:
@@ -105,9 +111,10 @@ class Scheduler:
                     other.cache.trim()
         while sequence.cache.blocks_short(wanted) > self.pool.allocator.num_free:
             victim = self.running[-1]
+            held = victim.cache is not None and victim.cache.held
             self._preempt(victim)
             rows.pop(id(victim), None)
-            if victim is sequence:
+            if victim is sequence or held:
                 return False
         return True
 
@@ -200,8 +207,8 @@ class Scheduler:
         """Reserve as many drafted nodes as the pool has free blocks for. Drafts never preempt."""
         cache = sequence.cache
         assert cache is not None
-        rows = cache.reserved
-        room = cache.capacity - cache.committed + self.pool.allocator.num_free * self.pool.block_size
+        rows = cache.reserved - cache.ahead
+        room = cache.capacity - cache.committed - cache.ahead + self.pool.allocator.num_free * self.pool.block_size
         budget = max(0, min(budget, room - rows))
         cache.reserve(rows + budget)
         return budget

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..attention.base import slot_indices
 from ..target.rope import RopeConfig, RopeTable, Rotation
-from .pool import KVPool, SequenceCache
+from .ledger import Ledger, SequenceCache
+from .pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,9 @@ class PoolView:
         if not sinks:
             return window
         parts = self.scratch(cache.pool, index), window
-        return torch.cat([slot_indices(part, cache.pool.k[0].device) for part in parts])
+        return torch.cat([slot_indices(part, cache.pool.device) for part in parts])
 
-    def scratch(self, pool: KVPool, index: int) -> slice:
+    def scratch(self, pool: Ledger, index: int) -> slice:
         """The scratch slots of a text's sinks."""
         sinks = self.shape.sinks
         whole = pool.scratch(sinks * (index + 1))
@@ -95,7 +96,7 @@ class PoolView:
         targets = torch.cat([slot_indices(self.scratch(pool, i), device) for i in moved])
         by = torch.tensor([gaps[i] for i in moved], device=device).repeat_interleave(self.shape.sinks)
         cos, sin = self._table.rows(by)
-        pool.copy_turned(sources, targets, cos[:, 0], sin[:, 0])
+        pool.tensors.copy_turned(sources, targets, cos[:, 0], sin[:, 0])
 
     def reach(self, position: int) -> Rotation:
         """cos and sin of every gap in texts up to ``position``."""

@@ -32,10 +32,9 @@ import stat
 import subprocess
 import tempfile
 from functools import cache
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
-
-import torch
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +177,7 @@ class TokenInfo(ctypes.Structure):
     ]
 
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # of weights
+FLOAT32, BF16, INT8 = range(3)  # kinds of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
 SHORT_INPUTS = 8
@@ -300,20 +299,33 @@ def _declared(found: Any) -> Any:
     return found
 
 
-def _built(generic: bool) -> Path:
-    """The compiled library of this source, compiler and processor."""
+def built(source: Path) -> Path:
+    """The compiled library of another source of this package, kept and trusted like the kernels.
+
+    Raises:
+        OSError, RuntimeError, subprocess.SubprocessError: it cannot be had; in words.
+    """
+    mode = os.environ.get(SWITCH, "1")
+    if mode == "0":
+        raise RuntimeError(f"{SWITCH}=0")
+    return _built(mode == "generic", source)
+
+
+def _built(generic: bool, other: Path | None = None) -> Path:
+    """The compiled library of a source, this compiler and this processor; by default the kernels."""
+    source = other or SOURCE
     compiler = _compiler()
     flags = [*FLAGS, *([] if generic else ["-march=native"])]
     version = _output([*compiler, "--version"], 60)[1]
     command = " ".join([*compiler, *flags])
-    parts = (SOURCE.read_text("utf-8"), version, command, _processor(), str(torch.__version__))
-    stem = f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+    parts = (source.read_text("utf-8"), version, command, _processor(), installed("torch"))
+    stem = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
     folder = _cache_folder()
     kept = _kept(folder, stem)
     if kept is None:
         _make_folder(folder)
-        log.info("compiling kernels for this processor (once)")
-        kept = _compile(compiler, flags, folder, stem)
+        log.info("compiling %s for this processor (once)", source.stem)
+        kept = _compile(compiler, flags, folder, stem, source)
     return kept
 
 
@@ -397,15 +409,15 @@ def _output(command: list[str], seconds: int) -> tuple[int, str]:
     return done.returncode, done.stderr + done.stdout
 
 
-def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str) -> Path:
+def _compile(compiler: list[str], flags: list[str], folder: Path, stem: str, source: Path) -> Path:
     """Compile, then put the result in place in one step: several processes may do this at once.
 
     No OpenMP runtime is linked: the kernels have threads of their own.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        obj, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
+        obj, made = Path(scratch) / f"{source.stem}.o", Path(scratch) / f"{source.stem}.so"
         link = [*compiler, "-shared", str(obj), "-o", str(made)]
-        for command in ([*compiler, *flags, "-c", str(SOURCE), "-o", str(obj)], link):
+        for command in ([*compiler, *flags, "-c", str(source), "-o", str(obj)], link):
             status, said = _output(command, COMPILE_SECONDS)
             if status:
                 first = " | ".join(said.strip().splitlines()[:3]) or f"exit status {status}"

@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Any
 
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
+from ..core.named import made, pairs
+from ..core.options import MOST_TEXT, shown
 from ..drafters.base import DrafterSpec
-from .base import Round
-from .fused import FusedRound
-from .serial import SerialRound
+from .base import Round, RoundConfig
+from .fused import FusedConfig
+from .mirror import MirrorConfig
+from .serial import SerialConfig
 
-ROUNDS: dict[str, Callable[..., Round]] = {"serial": SerialRound, "fused": FusedRound}
+ROUNDS: dict[str, type[RoundConfig]] = {config.kind: config for config in (SerialConfig, FusedConfig, MirrorConfig)}
 AUTO = "auto"
 
 
-def default_round(spec: DrafterSpec | None) -> str:
-    """The round of a drafter if the user names none: serial if it can run there, else its own."""
-    if spec is None or "serial" in spec.rounds:
-        return "serial"
-    return min(spec.rounds)
-
-
-def make_round(name: str, **parts: Any) -> Round:
-    """The round called ``name``, made of target, pool, drafter and verifier; "auto": by the drafter.
+def parse_round(text: str) -> RoundConfig | None:
+    """Read what a user gives as ``round``: ``name[,option=value]...``; None: by the drafter ("auto").
 
     Raises:
-        ConfigError: unknown name.
+        ConfigError: an unknown round or option, a value of the wrong type or out of bounds.
     """
-    if name == AUTO:
-        drafter = parts.get("drafter")
-        name = default_round(None if drafter is None else drafter.spec)
-    if name not in ROUNDS:
-        known = ", ".join(sorted([*ROUNDS, AUTO]))
-        raise ConfigError(f"round={name!r}", "there is no such round", f"use one of: {known}")
-    return ROUNDS[name](**parts)
+    asked = f"round={shown(text)}"
+    if text == AUTO:
+        return None
+    match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?:,(.*))?", text, re.DOTALL) if len(text) <= MOST_TEXT else None
+    if match is None or match[1] not in ROUNDS:
+        raise ConfigError(asked, "there is no such round", f"use one of: {', '.join([AUTO, *ROUNDS])}")
+    chosen = ROUNDS[match[1]]
+    config: RoundConfig = made(asked, chosen, pairs(asked, chosen, match[2]))
+    return config
+
+
+def default_round(spec: DrafterSpec | None) -> RoundConfig:
+    """The round of a drafter if the user names none: the first one of `ROUNDS` that it can run in.
+
+    Raises:
+        CapabilityError: there is none.
+    """
+    found = [config() for config in ROUNDS.values() if config.automatic]
+    reasons = [(config, config.refusal(spec)) for config in found]
+    for config, reason in reasons:
+        if reason is None:
+            return config
+    name = "no drafter" if spec is None else f"drafter {spec.name!r}"
+    why = "; ".join(f"{config.kind}: {reason[0]}" for config, reason in reasons if reason)
+    raise CapabilityError(f"{name}, and no round named", f"it runs in none ({why})", "name another drafter")
+
+
+def make_round(text: str, **parts: Any) -> Round:
+    """The round that a user named, made of target, pool, drafter and verifier; "auto": by the drafter.
+
+    Raises:
+        ConfigError: an unknown round, or options that do not fit target or drafter.
+        CapabilityError: a drafter that cannot run in it.
+    """
+    drafter, chosen = parts.get("drafter"), parse_round(text)
+    spec = None if drafter is None else drafter.spec
+    if chosen is None:
+        chosen = default_round(spec)
+    reason = chosen.refusal(spec)
+    if reason is not None:
+        who = "no drafter" if spec is None else f"drafter {spec.name!r}"
+        raise CapabilityError(f"round={text!r} with {who}", *reason)
+    return chosen.build(**parts)

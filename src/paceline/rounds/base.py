@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
+from ..core.named import NamedConfig
 from ..core.request import Logprob, SequenceState
 from ..core.sampling import SamplingParams
-from ..drafters.base import DraftRule, SequenceView
-from ..kv.pool import SequenceCache
+from ..drafters.base import Drafter, DrafterSpec, DraftRule, SequenceView
+from ..kv.pool import KVPool, SequenceCache
 from ..target.applications import Application
+from ..target.decoder import Decoder
 from ..target.streams import StreamSet
 
 
@@ -51,8 +53,8 @@ class RunningSequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose K/V is not computed yet: the rest of the prompt, or the root alone."""
-        return len(self.view.tokens) - (self.cache.committed if self.cache else 0)
+        """Tokens whose K/V no pass computes yet: the rest of the prompt, or the root alone."""
+        return len(self.view.tokens) - (self.cache.committed + self.cache.ahead if self.cache else 0)
 
     @property
     def finished(self) -> bool:
@@ -100,8 +102,10 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """The result of one step."""
+    """What came out of one step: of the passes that it ended, which earlier steps may have begun."""
 
+    works: Sequence[Work]  # whose passes ended
+    counts: Mapping[int, tuple[int, int]]  # drafted and accepted tokens by their index; missing: none
     emitted: Sequence[tuple[RunningSequence, int]]  # sequences that got tokens, and how many; 0: ended by a fault
     draft_ms: float
     verify_ms: float
@@ -110,9 +114,19 @@ class StepResult:
 
 
 class Round(Protocol):
-    """One step of drafting and verification, in an order of its own."""
+    """One step of drafting and verification, in an order of its own.
+
+    A round may have several passes in flight, and a step may end passes that earlier ones began. Such a round *enters*
+    the rows of a pass that goes on behind the step (`SequenceCache.enter`), so that they are not scheduled again, and
+    *holds* their cache until the pass has written its last row, so that the slots go to nobody else.
+    """
 
     name: str
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do without new work: passes are in flight."""
+        ...
 
     @property
     def failure(self) -> str | None:
@@ -128,16 +142,46 @@ class Round(Protocol):
         """One target pass over the rows of ``works``, with whatever drafting belongs to it.
 
         Args:
-            works: the sequences' parts of it.
+            works: the sequences' parts of it; empty only while the round is busy.
             rule: chooses which of the proposed nodes are checked; None: all.
 
-        Tokens, caches, statistics and the drafter's state are updated when it returns.
+        Tokens, caches, statistics and the drafter's state of what came out are updated when it returns.
         """
         ...
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """The sequences ended or were preempted: let the drafter drop their state."""
+        """The sequences ended or were preempted: let the drafter drop their state. Nothing of them comes out any more,
+        and of their passes in flight none touches a sequence again; their caches are let go as these end."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundConfig(NamedConfig):
+    """Base of a round's options: its name, what it needs of a drafter, and how it is made.
+
+    Which rounds a drafter can run in follows from what it declares: a round says what it needs in `refusal`.
+    """
+
+    automatic: ClassVar[bool] = True  # whether it may be chosen where the user names no round
+    weighs: ClassVar[bool] = True  # whether the automatic budget, which adds times of drafts and passes, fits it
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        """Why a drafter (None: no drafter) cannot run in this round, and what to do; None: it can."""
+        raise NotImplementedError(f"{type(self).__name__}.refusal")
+
+    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
+        """Make the round.
+
+        Args:
+            target: the model that verifies.
+            pool: its K/V.
+            drafter: one that `refusal` has nothing against.
+            verifier: name of the verifier.
+
+        Raises:
+            ConfigError: options, or a verifier, that do not fit the target or the drafter.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.build")
 
 
 @runtime_checkable

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..core.errors import ConfigError
 from ..core.tree import TokenTree
 from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
 from .base import RunningSequence, Work
@@ -23,22 +22,15 @@ class GuardedDrafter:
 
     Args:
         drafter: the drafter; None: nothing is drafted.
-        round_name: of the round that calls.
         verifier: name of the verifier of the drafts.
         vocab_size: of the target.
 
     Raises:
-        ConfigError: a drafter that does not run in this round, or an unknown verifier.
+        ConfigError: an unknown verifier.
         CapabilityError: a verifier that these drafts do not fit.
     """
 
-    def __init__(self, drafter: Drafter | None, round_name: str, verifier: str, vocab_size: int) -> None:
-        if drafter is not None and round_name not in drafter.spec.rounds:
-            raise ConfigError(
-                f"round={round_name!r} with drafter {drafter.spec.name!r}",
-                "the drafter does not run in this round",
-                f"use one of its rounds: {', '.join(sorted(drafter.spec.rounds))}",
-            )
+    def __init__(self, drafter: Drafter | None, verifier: str, vocab_size: int) -> None:
         self.drafter = drafter
         spec = None if drafter is None else drafter.spec
         # Whether it heeds the floor: look-ups do not, and one that asks others tells each its own.

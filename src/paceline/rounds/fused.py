@@ -9,16 +9,18 @@ Source: Speculative Streaming, sections 2.1 to 2.3 and appendix G.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
+from typing import ClassVar
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError
 from ..core.inference import inference
-from ..drafters.base import Drafter, DraftRule, StreamingDrafter
+from ..drafters.base import Drafter, DrafterSpec, DraftRule, StreamingDrafter
 from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
 from ..target.streams import StreamSet, check_exit
-from .base import RunningSequence, StepResult, Work
+from .base import Round, RoundConfig, RunningSequence, StepResult, Work
 from .compiled_streams import StreamsTold, count_told, decide_streams_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
@@ -28,6 +30,22 @@ from .stream_reading import count_streams, read_streams
 from .stream_rows import Carriers, StreamInsertion, choose_carriers
 from .taps import Shown, Tapped, show
 from .verification import DEFAULT_VERIFIER, match
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedConfig(RoundConfig):
+    """One pass of the target verifies the last draft and makes the next, with streams."""
+
+    kind: ClassVar[str] = "fused"
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        if spec is not None and spec.streams is not None:
+            return None
+        return "it drafts with streams, and this one has none", "use drafter='streams:FOLDER', or round='serial'"
+
+    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER) -> Round:
+        assert drafter is not None
+        return FusedRound(target, pool, drafter, verifier)
 
 
 class FusedRound:
@@ -40,23 +58,16 @@ class FusedRound:
         verifier: name of the verifier.
 
     Raises:
-        ConfigError: no drafter, or one that does not run in this round.
+        ConfigError: a verifier that does not fit the drafter.
         CapabilityError: stream rules that these layers do not support.
     """
 
     name = "fused"
+    busy = False  # a pass ends in the step that began it
 
-    def __init__(
-        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER
-    ) -> None:
-        self.guard = GuardedDrafter(drafter, self.name, verifier, target.config.vocab_size)
-        if drafter is None or drafter.spec.streams is None:
-            who = "no drafter" if drafter is None else f"drafter {drafter.spec.name!r}"
-            raise ConfigError(
-                f"round={self.name!r} with {who}",
-                "it drafts with streams",
-                "use drafter='streams:FOLDER', or round='serial'",
-            )
+    def __init__(self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str) -> None:
+        self.guard = GuardedDrafter(drafter, verifier, target.config.vocab_size)
+        assert drafter.spec.streams is not None
         low = [tap for tap in drafter.spec.taps if tap not in (-1, target.num_layers - 1)]
         if low and drafter.spec.streams.prunes:
             raise CapabilityError(

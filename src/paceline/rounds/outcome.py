@@ -66,6 +66,7 @@ class Emitter:
             stats.record_pass(drafted=0, accepted=0, emitted=emitted)
             return
         accepted = path[:emitted]
+        p.counts[i] = nodes - 1, len(accepted)
         lists = p.tree.lists()
         parents = lists.parents[span.tree_index][1:nodes]
         marks = lists.sources[span.tree_index][:nodes]

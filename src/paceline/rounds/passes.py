@@ -55,6 +55,7 @@ class Pass:
     tokens: dict[int, list[int]] = field(default_factory=dict)  # generating work -> accepted tokens, then the next
     paths: dict[int, list[int]] = field(default_factory=dict)  # generating work -> accepted nodes
     emitted: list[int] = field(init=False)  # [B] tokens emitted, after the stop rules' cut
+    counts: dict[int, tuple[int, int]] = field(default_factory=dict)  # work -> tokens drafted, accepted
 
     @property
     def main_rows(self) -> int:
@@ -72,7 +73,7 @@ class Pass:
         for work, count in zip(self.works, self.emitted, strict=True):
             if count or work.sequence.view.fault is not None:
                 said.append((work.sequence, count))
-        return StepResult(said, draft_ms, verify_ms, host_ms, ask_ms)
+        return StepResult(self.works, self.counts, said, draft_ms, verify_ms, host_ms, ask_ms)
 
 
 def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> Pass:

@@ -6,20 +6,37 @@ propose -> one target pass over pending rows and tree nodes -> decide -> emit ->
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
+from typing import ClassVar
 
 from ..core.inference import inference
-from ..drafters.base import Drafter, DraftRule
+from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
-from .base import RunningSequence, StepResult, Work
+from .base import Round, RoundConfig, RunningSequence, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
 from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from .taps import Tapped, show
 from .verification import DEFAULT_VERIFIER, match
+
+
+@dataclass(frozen=True, kw_only=True)
+class SerialConfig(RoundConfig):
+    """Draft, verify, repeat."""
+
+    kind: ClassVar[str] = "serial"
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        if spec is None or spec.streams is None:
+            return None
+        return "it drafts with streams beside the target's rows, and this round has none", "use round='fused'"
+
+    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER) -> Round:
+        return SerialRound(target, pool, drafter, verifier)
 
 
 class SerialRound:
@@ -32,16 +49,15 @@ class SerialRound:
         verifier: name of the verifier.
 
     Raises:
-        ConfigError: a drafter that does not run in this round, or a verifier that does not fit it.
+        ConfigError: a verifier that does not fit the drafter.
     """
 
     name = "serial"
+    busy = False  # a pass ends in the step that began it
 
-    def __init__(
-        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER
-    ) -> None:
+    def __init__(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> None:
         self.target, self.pool, self.drafter = target, pool, drafter
-        self.guard = GuardedDrafter(drafter, self.name, verifier, target.config.vocab_size)
+        self.guard = GuardedDrafter(drafter, verifier, target.config.vocab_size)
         self.emitter = Emitter(target.num_layers, drafter.spec if drafter else None)
         # Whether a pass may be one compiled call: its verdict is the default one.
         self.compiled = self.guard.verifier.verify is match

@@ -16,6 +16,7 @@ from .linear import quantised
 from .memory import Arena
 from .padding import widened
 
+KINDS = {torch.float32: native.FLOAT32, torch.bfloat16: native.BF16, torch.int8: native.INT8}  # of weights
 _PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
 BAD_POSITION = 1
@@ -60,7 +61,7 @@ class NativeLinear:
             weight, scale = quantised(weight)
         weight = weight.contiguous()
         n, k = weight.shape
-        kind = native.INT8_EXACT if quant and exact else native.KINDS[weight.dtype]
+        kind = native.INT8_EXACT if quant and exact else KINDS[weight.dtype]
         if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
             kind = native.BF16_SHORT
         self.packed = (arena or Arena()).empty(library.pl_packed_size(n, k, kind), weight.dtype)

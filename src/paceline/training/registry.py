@@ -29,6 +29,7 @@ KINDS = {
     "draft_model": "paceline.drafters.distillation:DraftModelKind",
     "streams": "paceline.drafters.streams.recipe:StreamsKind",
     "medusa": "paceline.drafters.medusa.recipe:MedusaKind",
+    "exits": "paceline.training.exits:ExitsKind",
     "lyanna": "paceline.drafters.lyanna.recipe:LyannaKind",
     "eagle": "paceline.drafters.eagle.recipe:EagleKind",
     "spire": "paceline.drafters.spire.recipe:SpireKind",

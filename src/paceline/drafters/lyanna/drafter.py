@@ -38,7 +38,8 @@ from ..resampling import (
 from ..states.body import Size, StateBody
 from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
-from .model import LyannaModel, read_shape, tokenizer_mark
+from ..vocabulary import tokenizer_mark
+from .model import LyannaModel, read_shape
 from .token_info import EPS
 from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
 

@@ -6,7 +6,6 @@ that they make, and collapsed at load (section 5.1).
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -54,14 +53,6 @@ class LyannaShape:
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ConfigError(f"lyanna with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
-
-
-def tokenizer_mark(tokenizer: Any) -> str:
-    """sha256 over a tokenizer's ids and pieces; empty where there is no tokenizer."""
-    if tokenizer is None:
-        return ""
-    pieces = sorted((int(i), piece) for piece, i in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
 
 
 class LyannaModel(nn.Module):

@@ -16,7 +16,8 @@ from ...core.options import option
 from ...target.files import fingerprint
 from ...training.unrolled import UnrolledRecipe, UnrollOptions
 from ..states.head import layer_json
-from .model import LyannaModel, LyannaShape, tokenizer_mark
+from ..vocabulary import tokenizer_mark
+from .model import LyannaModel, LyannaShape
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext

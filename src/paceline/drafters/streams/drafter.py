@@ -162,7 +162,6 @@ class StreamsDrafter:
         self.spec = DrafterSpec(
             name=config.kind,
             proposes=config.proposes,
-            rounds=frozenset({"fused"}),
             level_logits=True,
             default_budget=self._resampling.most,
             tree=not config.is_chain or self._resampling.on,

@@ -1,0 +1,200 @@
+"""What it costs to pass something to another process: frames over channels, and a question with its answer.
+
+A hop is half of a round trip of one frame between two processes that are pinned to a core each. A rendezvous is a round
+trip of messages: encoded, sent, decoded and answered by a worker's main loop.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..distributed import shared, tcp
+from ..distributed.channels import Channel, ChannelClosed
+from ..distributed.handshake import Facts
+from ..distributed.placement import Placement, cores, pin, share_cores
+from ..distributed.worker import Patience, Worker, WorkerSpec
+from ..native import channels as native
+
+WARM_UP = 200  # round trips that are not counted
+SPIN_US, PARKED_PAUSE_S = 100_000, 3e-4  # never parks; long enough for the other side to be asleep
+PATIENCE_S = 60.0
+CANDIDATES = 24  # of a rendezvous: tokens and log-probabilities of (gamma + 1) x kappa candidates, and as many drafted
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopCost:
+    """One kind of frame over one channel; microseconds of one way."""
+
+    channel: str
+    wait: str  # spinning, or parked
+    size_bytes: int
+    median_us: float
+    low_us: float  # 10th percentile
+    high_us: float  # 90th percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a rendezvous carries to the worker."""
+
+    tokens: list[int]
+    log_p: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What it carries back."""
+
+    tokens: list[int]
+    log_q: list[float]
+
+
+KINDS: dict[str, type[Any]] = {"question": Question, "answer": Answer}
+
+
+class Answering:
+    """A worker that knows its answer at once."""
+
+    kinds = KINDS
+    facts = Facts()
+
+    def handle(self, message: Question) -> list[Answer]:
+        """The question's own numbers."""
+        return [Answer(message.tokens, message.log_p)]
+
+    def work(self) -> None:
+        """There is none."""
+
+
+def answering(device: str) -> Answering:
+    """The service of the rendezvous."""
+    return Answering()
+
+
+def measure(sizes: Sequence[int], repeats: int, progress: Callable[[int], None] | None = None) -> list[HopCost]:
+    """Time hops of frames of every size over every channel, and rendezvous.
+
+    Args:
+        sizes: bytes of a frame.
+        repeats: round trips of each kind.
+        progress: called with the number of kinds that are done.
+
+    Raises:
+        ConfigError: this process may use fewer than two cores.
+        CapabilityError: this system pins no process, or has no such memory.
+    """
+    own, other = share_cores([1, 1])
+    kinds = [("shared memory", "spinning"), ("shared memory", "parked"), ("tcp", "parked")]
+    found: list[HopCost] = []
+    with _pinned(own):
+        for channel, wait in kinds:
+            with _echoed(channel, wait, other) as end:
+                for size in sizes:
+                    found.append(_cost(channel, wait, size, _hops(end, size, wait, repeats)))
+            if progress is not None:
+                progress(len(found) // len(sizes))
+        for wait in ("spinning", "parked"):
+            found.append(_cost("rendezvous", wait, 16 * CANDIDATES, _meetings(other, wait, repeats)))
+    return found
+
+
+def compiled() -> str:
+    """What moves the bytes of shared memory, for a heading."""
+    return "compiled" if native.library() is not None else "in Python"
+
+
+def _cost(channel: str, wait: str, size: int, times: list[float]) -> HopCost:
+    low, median, high = (1e6 * float(np.quantile(times[WARM_UP:], q)) for q in (0.1, 0.5, 0.9))
+    return HopCost(channel=channel, wait=wait, size_bytes=size, median_us=median, low_us=low, high_us=high)
+
+
+@contextmanager
+def _pinned(placement: Placement) -> Iterator[None]:
+    """Keep this process on its core meanwhile."""
+    before = cores()
+    pin(placement.cores)
+    try:
+        yield
+    finally:
+        pin(before)
+
+
+@contextmanager
+def _echoed(channel: str, wait: str, placement: Placement) -> Iterator[Channel]:
+    """An end of a channel to a process that sends every frame back."""
+    spin = SPIN_US if wait == "spinning" else 0
+    command = [sys.executable, "-m", __name__, str(spin), str(placement.cores[0])]
+    if channel == "tcp":
+        listener = tcp.Listener()
+        child = subprocess.Popen([*command, f"{listener.host}:{listener.port}"])
+        end: Channel = listener.accept(PATIENCE_S)
+    else:
+        own, theirs = shared.shared_pair()
+        child = subprocess.Popen([*command, str(theirs)], pass_fds=theirs.fds)
+        theirs.drop()
+        end = shared.SharedChannel(own, spin)
+    try:
+        yield end
+    finally:
+        end.close()
+        child.wait(PATIENCE_S)
+
+
+def _hops(end: Channel, size: int, wait: str, repeats: int) -> list[float]:
+    """Seconds of one way."""
+    frame, times = [bytes(size)], []
+    for _ in range(repeats + WARM_UP):
+        if wait == "parked":
+            time.sleep(PARKED_PAUSE_S)
+        began = time.perf_counter()
+        end.send(frame)
+        end.receive(PATIENCE_S)
+        times.append((time.perf_counter() - began) / 2)
+    return times
+
+
+def _meetings(placement: Placement, wait: str, repeats: int) -> list[float]:
+    """Seconds of both ways."""
+    spin = SPIN_US if wait == "spinning" else 0
+    spec = WorkerSpec(name="answering", service=f"{__name__}:answering", kinds=KINDS, placement=placement, spin_us=spin)
+    question, times = Question([50_000] * CANDIDATES, [-1.25] * CANDIDATES), []
+    worker = Worker(spec, Patience(silent_s=PATIENCE_S))
+    try:
+        line = worker.start()
+        for _ in range(repeats + WARM_UP):
+            if wait == "parked":
+                time.sleep(PARKED_PAUSE_S)
+            began = time.perf_counter()
+            line.send(question)
+            line.receive(PATIENCE_S)
+            times.append(time.perf_counter() - began)
+    finally:
+        worker.stop()
+    return times
+
+
+def _echo(spin_us: int, core: int, way: str) -> None:
+    """Send every frame back, until the other end is gone."""
+    os.sched_setaffinity(0, {core})
+    host, colon, port = way.rpartition(":")
+    channel: Channel = (
+        tcp.connect(host, int(port), PATIENCE_S)
+        if colon
+        else shared.SharedChannel(shared.SharedEnd.parse(way), spin_us)
+    )
+    with suppress(ChannelClosed):
+        while True:
+            channel.send([channel.receive()])
+
+
+if __name__ == "__main__":
+    _echo(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

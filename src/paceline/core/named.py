@@ -1,0 +1,140 @@
+"""Things that a user names in text with options, such as drafters and rounds: ``name,option=value,..``.
+
+The config class is the whole registration: its fields are the options, their types and metadata are the help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from .errors import CapabilityError, ConfigError
+from .options import alternatives, check, read, remedy_of, shown, suggest, type_name, written
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedConfig:
+    """Base of such options: a frozen keyword-only dataclass beside what it configures.
+
+    A subclass sets ``kind`` (its name), declares its options with `option` and checks combinations of options in
+    `validate`. The first line of its docstring is its help text. ``refuses`` has options that others of its sort have
+    and this one cannot, each with why not and what to do.
+    """
+
+    kind: ClassVar[str] = ""
+    refuses: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def __post_init__(self) -> None:
+        hints(type(self))
+        check(self, f"{self.kind},")
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise ConfigError (see `require`) where options do not fit together."""
+
+    def require(self, name: str, holds: bool, rule: str) -> None:
+        """Refuse option ``name`` with the sentence ``rule`` unless the condition holds."""
+        if not holds:
+            asked = f"{self.kind},{name}={shown(getattr(self, name))}"
+            raise ConfigError(asked, f"{name} {rule}", remedy_of(type(self), name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionRow:
+    """One option, as a listing shows it."""
+
+    name: str
+    type: str
+    default: str  # "required" where there is none
+    help: str
+
+
+def made(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]) -> Any:
+    """A config from options as they are written.
+
+    Args:
+        asked: what the user gave, for messages.
+        chosen: its class.
+        given: names and values of options.
+
+    Raises:
+        ConfigError: an unknown option, one that lacks, a value of the wrong type or out of bounds.
+        CapabilityError: an option that this one cannot have, see `NamedConfig.refuses`.
+    """
+    values = _read_options(asked, chosen, given)
+    for field in fields(chosen):
+        if default(field) is MISSING and field.name not in values:
+            form = ":MODEL" if field.name == "model" else f",{field.name}=..."
+            raise ConfigError(asked, f"{chosen.kind} needs {field.name}", f"write {chosen.kind}{form}")
+    return chosen(**values)
+
+
+def pairs(asked: str, chosen: type[NamedConfig], rest: str | None) -> list[tuple[str, str]]:
+    """``option=value,option=value``; a tuple is written ``<1,1,3>``; None: there are none."""
+    return [] if rest is None else [_pair(asked, chosen, item) for item in re.split(r",(?![^<]*>)", rest)]
+
+
+def _pair(asked: str, chosen: type[NamedConfig], item: str) -> tuple[str, str]:
+    """``option=value``."""
+    key, equals, text = (part.strip() for part in item.partition("="))
+    if not key or not equals:
+        known = list(hints(chosen))
+        remedy = f"its options are {', '.join(known)}" if known else f"{chosen.kind} has no options"
+        raise ConfigError(asked, f"{item!r} is not option=value", remedy)
+    return key, text
+
+
+def _read_options(asked: str, chosen: type[NamedConfig], given: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    known = hints(chosen)
+    values: dict[str, Any] = {}
+    for key, text in given:
+        if key in chosen.refuses:
+            why, remedy = chosen.refuses[key]
+            raise CapabilityError(asked, f"{chosen.kind} {why}", remedy)
+        if key not in known:
+            raise ConfigError(asked, f"{chosen.kind} has no option {key!r}", suggest(key, list(known), "option"))
+        if key in values:
+            raise ConfigError(asked, f"{key} is given twice", "give it once")
+        try:
+            values[key] = read(text, known[key])
+        except ValueError as error:
+            wrong = f"{key} takes {type_name(known[key])}, not {shown(text)}"
+            raise ConfigError(asked, wrong, remedy_of(chosen, key)) from error
+    return values
+
+
+def option_rows(chosen: type[NamedConfig]) -> Iterator[OptionRow]:
+    """The options of a config class."""
+    known = hints(chosen)
+    for spec in fields(chosen):
+        value = "required" if default(spec) is MISSING else written(default(spec))
+        about = spec.metadata.get("help", "")
+        yield OptionRow(name=spec.name, type=type_name(known[spec.name]), default=value, help=about)
+
+
+def hints(chosen: type[NamedConfig]) -> dict[str, Any]:
+    """The options' types; those that a text cannot spell are refused."""
+    found = get_type_hints(chosen)
+    options = {spec.name: found[spec.name] for spec in fields(chosen)}
+    for name, hint in options.items():
+        if not all(map(_is_spellable, alternatives(hint))):
+            raise ConfigError(
+                f"{chosen.__name__}.{name}: {type_name(hint)}",
+                "an option of this type cannot be written in a drafter's name",
+                "use int, float, bool, str, Literal, tuple[..., ...] or a union of these with None",
+            )
+    return options
+
+
+def _is_spellable(kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return len(get_args(kind)) == 2 and get_args(kind)[1] is Ellipsis and get_args(kind)[0] in (int, float, str)
+    return kind in (NoneType, bool, int, float, str) or get_origin(kind) is Literal
+
+
+def default(spec: Field[Any]) -> Any:
+    """Of an option; MISSING where one must be given."""
+    return spec.default if spec.default_factory is MISSING else spec.default_factory()

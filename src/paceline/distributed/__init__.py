@@ -1,0 +1,4 @@
+"""Where each part runs: clocks, channels, workers in processes of their own, and the timeline of what they did.
+
+Nothing here imports torch before it is asked for tensors, so that a worker can be pinned to its cores first.
+"""

@@ -1,0 +1,445 @@
+"""Draft sessions in another process: the messages, who serves them, and who asks.
+
+    open, commit, reroot, close    as of `drafters.sessions.DraftSessions`; they have no answer
+    grow                           is answered by a `Grew` a level
+
+A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
+calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
+3.1). Every growth ends with a `Grew` that says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+from ..core.errors import PacelineError
+from ..core.sampling import SamplingParams
+from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
+from ..drafters.sessions import Growing as AnyGrowing
+from .channels import ChannelClosed, Line, local_pair
+from .clock import Clock, Late, Pace
+from .frames import Codec, FrameError
+from .handshake import GREETINGS, Facts, Fault
+from .serving import serve
+
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence, as an `Opening` says it."""
+
+    key: int
+    tokens: list[int]
+    prompt_len: int
+    params: dict[str, Any]  # of `SamplingParams`
+    seed: int
+    sample_index: int
+    max_len: int | None
+
+    @staticmethod
+    def of(opening: Opening) -> Open:
+        """The message."""
+        o = opening
+        return Open(o.key, [*o.tokens], o.prompt_len, asdict(o.params), o.seed, o.sample_index, o.max_len)
+
+    def opening(self) -> Opening:
+        """What it says.
+
+        Raises:
+            ConfigError: parameters that no request has.
+        """
+        params = dict(self.params)
+        if params.get("logit_bias"):  # JSON has no numbers for names
+            params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        rules = SamplingParams(**params)
+        return Opening(self.key, self.tokens, self.prompt_len, rules, self.seed, self.sample_index, self.max_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One sequence's part of a growth: an `Ask`, and how far it goes on."""
+
+    key: int
+    given: list[tuple[int, int]]
+    expand: list[int]
+    width: Annotated[int, Field(ge=1)]
+    levels: list[
+        Count
+    ]  # of each given node, then of each of ``expand``: tokens below it; behind the first one in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Grow the trees of several sequences."""
+
+    ticket: int  # of the asker's
+    wanted: list[Wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one sequence's tree has grown by, see `Grown`."""
+
+    key: int
+    given: list[Count]
+    parents: list[Count]
+    nodes: list[Count]
+    tokens: list[Count]
+    log_q: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """One level; sequences of which nothing is left are not in it."""
+
+    ticket: int
+    parts: list[Part]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reroot:
+    """The text goes on to a node."""
+
+    key: int
+    node: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The text goes on with other tokens."""
+
+    key: int
+    tokens: list[Count]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The sequence has ended."""
+
+    key: int
+
+
+KINDS: dict[str, type[Any]] = {
+    "open": Open, "grow": Grow, "grew": Grew, "reroot": Reroot, "commit": Commit, "close": Close
+}  # fmt: skip
+
+
+# -- who serves
+
+
+@dataclass(slots=True)
+class _Growth:
+    """One growth that is under way."""
+
+    ticket: int
+    asks: dict[int, Ask]  # by sequence, of the next level
+    left: dict[int, dict[int, int]]  # by sequence: of each node in its ask how many levels are wanted below it
+    given: dict[int, list[int]]  # by sequence: of each given node the same, until these have numbers
+
+    @staticmethod
+    def of(message: Grow) -> _Growth:
+        """Its beginning."""
+        asks, left, given = {}, {}, {}
+        for w in message.wanted:
+            asks[w.key] = Ask(w.key, w.given, w.expand, w.width)
+            given[w.key] = w.levels[: len(w.given)]
+            left[w.key] = dict(zip(w.expand, w.levels[len(w.given) :], strict=True))
+        return _Growth(message.ticket, asks, left, given)
+
+    def grew(self, key: int, grown: Grown) -> None:
+        """The next level of a sequence, after this one."""
+        left = self.left.pop(key) | dict(zip(grown.given, self.given.pop(key, ()), strict=True))
+        below = {node: left[parent] - 1 for parent, node in zip(grown.parents, grown.nodes, strict=True)}
+        tips = {node: levels for node, levels in below.items() if levels > 0}
+        del self.asks[key]
+        if tips:
+            self.asks[key], self.left[key], self.given[key] = Ask(key, (), [*tips]), tips, []
+
+    def call_off(self, key: int) -> None:
+        """Nothing more of a sequence."""
+        for part in (self.asks, self.left, self.given):
+            part.pop(key, None)
+
+
+class DraftService:
+    """Draft sessions behind a line.
+
+    Args:
+        sessions: of a drafter that is bound.
+        facts: about it.
+        pace: the time that a level takes, by the rows that it expands, where it is given one.
+    """
+
+    kinds = KINDS
+
+    def __init__(self, sessions: DraftSessions, facts: Facts, pace: Pace | None = None) -> None:
+        self.sessions, self.facts, self._pace = sessions, facts, pace
+        self._growths: deque[_Growth] = deque()
+
+    def handle(self, message: Any) -> Iterable[Any]:
+        """Do what a message says; growths are left for `work`."""
+        if isinstance(message, Grow):
+            self._growths.append(_Growth.of(message))
+            return ()
+        for growth in self._growths:
+            growth.call_off(message.key)
+        self._obey(message)
+        return ()
+
+    def _obey(self, message: Any) -> None:
+        if isinstance(message, Open):
+            self.sessions.open(message.opening())
+        elif isinstance(message, Reroot):
+            self.sessions.reroot(message.key, message.node)
+        elif isinstance(message, Commit):
+            self.sessions.commit(message.key, message.tokens)
+        else:
+            self.sessions.close(message.key)
+
+    def work(self) -> Iterable[Grew] | None:
+        """One level of the oldest growth."""
+        if not self._growths:
+            return None
+        growth = self._growths[0]
+        asks = [*growth.asks.values()]
+        grown = self._level(asks) if asks else []
+        for ask, one in zip(asks, grown, strict=True):
+            growth.grew(ask.key, one)
+        last = not growth.asks
+        if last:
+            self._growths.popleft()
+        parts = [
+            Part(ask.key, one.given, one.parents, one.nodes, one.tokens, one.log_q)
+            for ask, one in zip(asks, grown, strict=True)
+        ]
+        return [Grew(growth.ticket, parts, last)]
+
+    def _level(self, asks: Sequence[Ask]) -> list[Grown]:
+        if self._pace is None:
+            return self.sessions.grow(asks)
+        with self._pace.work(sum(len(ask.given) + len(ask.expand) for ask in asks)):
+            return self.sessions.grow(asks)
+
+
+# -- who asks
+
+
+class DraftsLost(PacelineError):
+    """The drafter's worker is gone, late, or says what it should not: all sessions are lost.
+
+    They may be opened anew when `RemoteSessions.ready` says so.
+    """
+
+
+class Served(Protocol):
+    """A worker, or what stands for one."""
+
+    line: Line | None
+
+    def poll(self) -> bool:
+        """See `Worker.poll`."""
+        ...
+
+    def failed(self, why: str) -> None:
+        """See `Worker.failed`."""
+        ...
+
+    def lost(self) -> None:
+        """See `Worker.lost`."""
+        ...
+
+
+@dataclass(slots=True)
+class Growing:
+    """A growth, as far as it is known."""
+
+    ticket: int
+    given: dict[int, int]  # by sequence: nodes that were given
+    most: int = 1  # levels
+    levels: list[dict[int, Grown]] = field(default_factory=list)  # by level: what came, by sequence
+    done: bool = False
+
+
+class RemoteSessions:
+    """`DraftSessions` that a worker serves, and that go on by themselves (`GoingSessions`).
+
+    Nothing waits but `grow` and `wait`: all else is a message that is sent, or what came meanwhile.
+
+    Args:
+        worker: that serves a `DraftService`.
+        patience_s: how long a level is waited for.
+    """
+
+    def __init__(self, worker: Served, patience_s: float = 5.0) -> None:
+        self._worker, self._patience_s = worker, patience_s
+        self._tickets = count(1)
+        self._growing: dict[int, Growing] = {}
+
+    def ready(self) -> bool:
+        """Whether sessions may be opened and used; looks after the worker in passing.
+
+        Raises:
+            ConfigError: as of `Worker.poll`.
+        """
+        return self._worker.poll()
+
+    def open(self, opening: Opening) -> None:
+        """See `DraftSessions`; this and all that follows raises `DraftsLost`."""
+        self._send(Open.of(opening))
+
+    def reroot(self, key: int, node: int) -> None:
+        """See `DraftSessions`; calls off what is left of growths of the sequence."""
+        self._send(Reroot(key, node))
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """See `DraftSessions`; calls off what is left of growths of the sequence."""
+        self._send(Commit(key, [*tokens]))
+
+    def close(self, key: int) -> None:
+        """See `DraftSessions`."""
+        self._send(Close(key))
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        """See `DraftSessions`; waits for one level."""
+        growing = self.begin(asks)
+        self.wait(growing)
+        (level,) = growing.levels
+        if len(level) < len(asks):
+            self._give_up("leaves a sequence out")
+        return [level[ask.key] for ask in asks]
+
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]] | None = None) -> Growing:
+        """Begin to grow, and wait for nothing.
+
+        Args:
+            asks: the first level, each of another sequence and with a node or more.
+            levels: of each ask, for every given and every expanded node, tokens wanted below it; None: one each.
+        """
+        each = levels or [[1] * (len(ask.given) + len(ask.expand)) for ask in asks]
+        wanted = [
+            Wanted(ask.key, [*ask.given], [*ask.expand], ask.width, [*own]) for ask, own in zip(asks, each, strict=True)
+        ]
+        growing = Growing(next(self._tickets), {ask.key: len(ask.given) for ask in asks}, max(map(max, each)))
+        self._send(Grow(growing.ticket, wanted))
+        self._growing[growing.ticket] = growing
+        return growing
+
+    def look(self) -> None:
+        """Take what came."""
+        while self._growing and self._take(0):
+            pass
+
+    def wait(self, growing: AnyGrowing) -> None:
+        """Until a growth is done, a level at a time."""
+        while not growing.done:
+            if not self._take(self._patience_s):
+                self._give_up(f"answered nothing for {self._patience_s:g} s")
+
+    def drop(self, growing: Growing) -> None:
+        """What is still to come of a growth is of no interest."""
+        self._growing.pop(growing.ticket, None)
+
+    def _send(self, message: Any) -> None:
+        line = self._line()
+        try:
+            line.send(message, self._patience_s)
+        except ChannelClosed:
+            self._lost()
+
+    def _take(self, timeout: float) -> bool:
+        """One message, if it comes in time."""
+        line = self._line()
+        try:
+            message = line.receive(timeout)
+        except Late:
+            return False
+        except ChannelClosed:
+            self._lost()
+        except FrameError as error:
+            self._give_up(f"says what is no message: {error}")
+        if isinstance(message, Fault):
+            self._give_up(f"failed: {message.why}")
+        if not isinstance(message, Grew):
+            self._give_up(f"says {type(message).__name__}, which is no answer")
+        growing = self._growing.get(message.ticket)
+        if growing is not None:
+            self._note(growing, message)
+        return True
+
+    def _note(self, growing: Growing, message: Grew) -> None:
+        parts, first = message.parts, not growing.levels
+        once = len({part.key for part in parts}) == len(parts) and (parts or message.last)
+        if (
+            len(growing.levels) >= growing.most
+            or not once
+            or not all(_fits(part, growing.given, first) for part in parts)
+        ):
+            self._give_up("gives an answer of another form than its question")
+        growing.levels.append({p.key: Grown(p.given, p.parents, p.nodes, p.tokens, p.log_q) for p in parts})
+        if message.last:
+            growing.done = True
+            self.drop(growing)
+
+    def _line(self) -> Line:
+        if self._worker.line is None:
+            raise DraftsLost("the drafter's worker is not there")
+        return self._worker.line
+
+    def _lost(self) -> Any:
+        self._growing.clear()
+        self._worker.lost()
+        raise DraftsLost("the drafter's worker is gone")
+
+    def _give_up(self, why: str) -> Any:
+        self._growing.clear()
+        self._worker.failed(why)
+        raise DraftsLost(f"the drafter's worker {why}")
+
+
+def _fits(part: Part, given: Mapping[int, int], first: bool) -> bool:
+    """Whether it is an answer for one of the sequences that were asked for, on the first level or a later one."""
+    lists = part.parents, part.nodes, part.tokens, part.log_q
+    even = len({len(one) for one in lists}) == 1
+    return even and part.key in given and len(part.given) == (given[part.key] if first else 0)
+
+
+class InProcess:
+    """A service beside who asks, in the same process: a thread, or an activity of virtual time.
+
+    Args:
+        service: what it serves.
+        clock: real or virtual.
+        link: makes an emulated link of each end of its channel; None: messages take no time.
+    """
+
+    def __init__(self, service: Any, clock: Clock, link: Any = None) -> None:
+        own, other = local_pair(clock)
+        if link is not None:
+            own, other = link(own), link(other)
+        codec = Codec(**GREETINGS, **service.kinds)
+        self.line: Line | None = Line(own, codec)
+        self.faults: list[str] = []
+        clock.start("service", lambda: serve(service, Line(other, codec)))
+
+    def poll(self) -> bool:
+        """Whether it is there."""
+        return self.line is not None
+
+    def failed(self, why: str) -> None:
+        """It is not used any more."""
+        self.faults.append(why)
+        if self.line is not None:
+            self.line.close()
+        self.line = None
+
+    def lost(self) -> None:
+        """It is not there any more."""
+        self.failed("closed its line")

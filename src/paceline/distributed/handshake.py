@@ -1,0 +1,103 @@
+"""What is said before work begins: where a worker is to run and what it is to serve, and whether it fits.
+
+There are two lines to a worker. Over the one it is told to begin, and it says that it lives. Over the other it says
+hello, and then whatever its service says.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .. import __version__
+from ..core.errors import CapabilityError
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What both sides must agree in. Empty: it does not matter here."""
+
+    weights: str = ""  # fingerprint of the checkpoint (`target.files.fingerprint`)
+    vocabulary: str = ""  # of token ids and their pieces
+    dtype: str = ""
+    version: str = __version__
+
+
+_REMEDIES = {
+    "weights": "give both sides the same checkpoint",
+    "vocabulary": "use models with the same tokenizer",
+    "dtype": "give both sides the same dtype",
+    "version": "install the same version on both sides",
+}
+
+
+def compare(who: str, expected: Facts, found: Facts) -> None:
+    """Refuse a worker that is not what was asked for.
+
+    Raises:
+        CapabilityError: the first fact that differs.
+    """
+    for field in fields(Facts):
+        mine, theirs = getattr(expected, field.name), getattr(found, field.name)
+        if mine and mine != theirs:
+            wrong = f"its {field.name} is {theirs or 'not said'}, and {mine} is asked for"
+            raise CapabilityError(f"worker {who}", wrong, _REMEDIES[field.name])
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """To a worker that was just started."""
+
+    name: str
+    service: str  # "module:function" that makes it
+    options: dict[str, Any]  # of that function
+    way: str  # the line to be opened: "shared:..." or "tcp:host:port"
+    key: str  # to be said in `Hello`
+    cores: list[int]
+    device: str
+    spin_us: int
+    beat_s: float  # between two beats
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """From a worker, every so often."""
+
+    handled: int  # pieces of work so far
+    busy_s: float  # how long it has been at the present one; 0: it waits for work
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From a worker that is ready."""
+
+    key: str
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """From a worker that cannot serve what it was asked to: the three parts of the error."""
+
+    key: str
+    asked: str
+    wrong: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """From a worker that could not make anything of a message, or failed at it."""
+
+    why: str
+    fatal: bool  # it ends now
+
+
+LIFE: dict[str, type[Any]] = {"begin": Begin, "beat": Beat}
+GREETINGS: dict[str, type[Any]] = {"hello": Hello, "refused": Refused, "fault": Fault}
+
+
+def knows(key: str, said: str) -> bool:
+    """Whether who connects was started by who listens."""
+    return hmac.compare_digest(key.encode(), said.encode())

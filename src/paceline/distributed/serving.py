@@ -1,0 +1,159 @@
+"""A worker's side: the main loop, which a thread or an activity of virtual time may run as well as a process.
+
+A process begins with `begin`, which pins it before anything imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any, Protocol
+
+from ..core.errors import ConfigError
+from . import tcp
+from .channels import Channel, ChannelClosed, Line
+from .clock import Late
+from .frames import Codec, FrameError
+from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused
+from .shared import SharedChannel, SharedEnd
+from .tcp import SocketChannel
+
+CONNECT_S = 30.0
+
+
+class Service(Protocol):
+    """What a worker does."""
+
+    kinds: dict[str, type[Any]]  # messages of both directions, by name; see `Codec`
+    facts: Facts
+
+    def handle(self, message: Any) -> Iterable[Any]:
+        """Answer a message; the answers are sent as they come."""
+        ...
+
+    def work(self) -> Iterable[Any] | None:
+        """Do a piece of the work that is left, such as a level of a draft, and say what there is to say; None: there is
+        none. Messages that came meanwhile are handled between two pieces: they may call off the rest."""
+        ...
+
+
+class Progress:
+    """How far a worker is, for who watches it."""
+
+    def __init__(self) -> None:
+        self.handled = 0
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """A piece of work begins."""
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        """It has ended."""
+        self._since = None
+        self.handled += 1
+
+    def beat(self) -> Beat:
+        """As it is now."""
+        since = self._since
+        return Beat(self.handled, 0.0 if since is None else time.monotonic() - since)
+
+
+def serve(service: Service, line: Line, progress: Progress | None = None) -> None:
+    """Answer messages, and work while none comes, until the other end is gone.
+
+    Bytes that are no message are answered with a `Fault`, and work goes on. Where the service itself fails, its state
+    is not known any more: a last `Fault` is sent.
+
+    Raises:
+        Exception: what the service raised.
+    """
+    progress, left = progress or Progress(), False
+    while True:
+        try:
+            left = _turn(service, line, progress, left)
+        except ChannelClosed:
+            return
+
+
+def _turn(service: Service, line: Line, progress: Progress, left: bool) -> bool:
+    """One message or, where none has come, one piece of work; whether work may be left."""
+    try:
+        message = line.receive(0 if left else None)
+    except FrameError as error:
+        line.send(Fault(str(error), False))
+        return left
+    except Late:
+        return _do(service.work, line, progress)
+    _do(lambda: service.handle(message), line, progress)
+    return True
+
+
+def _do(work: Callable[[], Iterable[Any] | None], line: Line, progress: Progress) -> bool:
+    """Do a piece of work and send what comes of it; False: there was none."""
+    progress.begin()
+    try:
+        said = work()
+        for answer in said or ():
+            line.send(answer)
+    except ChannelClosed:
+        raise
+    except Exception as error:
+        line.send(Fault(f"{type(error).__name__}: {error}", True))
+        raise
+    finally:
+        progress.end()
+    return said is not None
+
+
+def main(asked: Begin, life: SocketChannel) -> int:
+    """A worker process from here on: build the service, say hello, serve. The exit status."""
+    progress = Progress()
+    threading.Thread(target=_beat, args=(life, progress, asked.beat_s), daemon=True).start()
+    channel = _opened(asked)
+    try:
+        service = _built(asked)
+    except ConfigError as error:
+        Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, error.asked, error.wrong, error.remedy))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        Line(channel, Codec(**GREETINGS)).send(Fault(f"{type(error).__name__}: {error}", True))
+        return 1
+    line = Line(channel, Codec(**GREETINGS, **service.kinds))
+    line.send(Hello(asked.key, asdict(service.facts)))
+    serve(service, line, progress)
+    return 0
+
+
+def _built(asked: Begin) -> Service:
+    module, _, name = asked.service.partition(":")
+    return getattr(import_module(module), name)(device=asked.device, **asked.options)
+
+
+def _opened(asked: Begin) -> Channel:
+    kind, _, where = asked.way.partition(":")
+    if kind == "shared":
+        return SharedChannel(SharedEnd.parse(where), asked.spin_us)
+    host, _, port = where.rpartition(":")
+    return tcp.connect(host, int(port), CONNECT_S)
+
+
+def _beat(life: SocketChannel, progress: Progress, seconds: float) -> None:
+    """Say that this process lives, until nobody is there: then it ends, whatever it is at.
+
+    Where nobody looks for a long time, beats are left out.
+    """
+    codec = Codec(**LIFE)
+    while True:
+        try:
+            if life.takes():
+                life.send(codec.encode(progress.beat()))
+        except ChannelClosed:
+            os._exit(1)
+        time.sleep(seconds)

@@ -1,0 +1,345 @@
+"""A worker as who uses it sees it: started, greeted, watched, and started again where it failed.
+
+Nothing here waits but `Worker.start`: `Worker.poll` looks after it in passing, once a step, and one that is gone comes
+back while the engine goes on without it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from ..core.errors import ConfigError, PacelineError
+from ..core.options import check, option
+from .channels import Channel, ChannelClosed, Line
+from .clock import Clock, Late, RealClock
+from .frames import Codec, FrameError
+from .handshake import GREETINGS, LIFE, Beat, Begin, Facts, Fault, Hello, Refused, compare, knows
+from .placement import Placement
+from .shared import SPIN_US, SharedChannel, shared_pair
+from .tcp import Listener, SocketChannel
+
+LOOK_S = 0.05  # between two looks at a worker that is well
+
+
+class WorkerFailed(PacelineError):
+    """A worker that died, hangs or says what it should not; it is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long is waited for a worker, and how it comes back."""
+
+    start_s: float = option(120.0, help="seconds from its start to its hello", above=0.0)
+    silent_s: float = option(3.0, help="seconds without a sign of life after which it is taken for dead", above=0.0)
+    stuck_s: float = option(30.0, help="seconds at one piece of work after which it is taken to hang", above=0.0)
+    rest_s: float = option(0.1, help="seconds before it is started again, doubled with every failure", above=0.0)
+    most_rest_s: float = option(5.0, help="seconds, at most", above=0.0)
+    healthy_s: float = option(10.0, help="seconds after which earlier failures are forgotten", above=0.0)
+
+    def __post_init__(self) -> None:
+        check(self, "patience ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What a worker is to be."""
+
+    name: str
+    service: str  # "module:function" that makes a `Service`; called with ``device`` and the options
+    options: Mapping[str, Any] = field(default_factory=dict)  # ready for JSON
+    kinds: Mapping[str, type[Any]] = field(default_factory=dict)  # the messages of its service
+    expected: Facts = Facts()
+    placement: Placement = field(default_factory=Placement)
+    channel: Literal["shared", "tcp"] = "shared"
+    spin_us: int = SPIN_US
+
+
+class Process(Protocol):
+    """A process somewhere."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit status, below 0 a signal's number; None: it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
+@dataclass(slots=True)
+class Launched:
+    """A worker that was just started."""
+
+    process: Process
+    life: Line
+    key: str
+    connect: Callable[[], Channel]  # an end of the way to it; raises `Late` while there is none
+    close: Callable[[], None]  # of what waits for a connection, or of that end
+
+
+Launch = Callable[[WorkerSpec, float], Launched]  # of a worker, and the seconds between two of its beats
+
+
+@dataclass(slots=True)
+class _Way:
+    """A channel to a process that is to be started."""
+
+    address: str  # for `Begin.way`
+    inherited: tuple[int, ...]  # file descriptors
+    connect: Callable[[], Channel]
+    close: Callable[[], None]
+    given: Callable[[], None] = lambda: None  # once the process has its own
+
+
+def launch_here(spec: WorkerSpec, beat_s: float) -> Launched:
+    """Start a worker on this host.
+
+    Raises:
+        ConfigError, CapabilityError: its channel cannot be opened.
+    """
+    way = _way(spec)
+    own, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "paceline.distributed.begin", str(theirs.fileno())]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(), *way.inherited),
+        env=os.environ | spec.placement.environment(),
+        process_group=0,  # Ctrl-C is for who started it, with whom it ends
+    )
+    theirs.close()
+    way.given()
+    life, key = Line(SocketChannel(own), Codec(**LIFE)), secrets.token_hex(16)
+    with suppress(ChannelClosed):  # one that has ended already is looked after like any other
+        life.send(_begin(spec, way.address, key, beat_s), timeout=beat_s)
+    return Launched(process, life, key, way.connect, way.close)
+
+
+def _begin(spec: WorkerSpec, way: str, key: str, beat_s: float) -> Begin:
+    where = spec.placement
+    return Begin(
+        spec.name, spec.service, dict(spec.options), way, key, [*where.cores], where.device, spec.spin_us, beat_s
+    )
+
+
+def _way(spec: WorkerSpec) -> _Way:
+    if spec.channel == "tcp":
+        listener = Listener()
+        return _Way(f"tcp:{listener.host}:{listener.port}", (), lambda: listener.accept(0), listener.close)
+    own, theirs = shared_pair()
+    channel = SharedChannel(own, spec.spin_us)
+    return _Way(f"shared:{theirs}", theirs.fds, lambda: channel, channel.close, theirs.drop)
+
+
+class Worker:
+    """One worker and its successors.
+
+    Args:
+        spec: what it is.
+        patience: how long is waited for it.
+        launch: how it is started; Ray or another way to other hosts would be another function.
+        clock: its time.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        patience: Patience | None = None,
+        launch: Launch = launch_here,
+        clock: Clock | None = None,
+    ) -> None:
+        self.spec, self.patience = spec, patience or Patience()
+        self.line: Line | None = None  # to it, while it is ready
+        self.faults: list[str] = []  # each names the worker and its process
+        self.starts = 0
+        self._launch, self._clock = launch, clock or RealClock()
+        self._codec = Codec(**GREETINGS, **spec.kinds)
+        self._launched: Launched | None = None
+        self._greeted: Line | None = None  # it is connected, and has not said hello
+        self._refused: ConfigError | None = None
+        self._next = self._clock.now()  # when to start it
+        self._since = self._looked = self._beat_at = 0.0
+        self._in_a_row = 0
+        self._stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None: there is none at the moment."""
+        return None if self._launched is None else self._launched.process.pid
+
+    def start(self) -> Line:
+        """Start it, and wait until it is ready.
+
+        Raises:
+            ConfigError: it cannot serve what it is asked to, or is not what is expected.
+            WorkerFailed: it did not come to that.
+        """
+        while not self.poll():
+            if self.faults:
+                self.stop()
+                raise WorkerFailed(self.faults[-1])
+            time.sleep(LOOK_S / 10)
+        assert self.line is not None
+        return self.line
+
+    def poll(self) -> bool:
+        """Look after it, without waiting. Whether it is ready: its `line` may be used.
+
+        Raises:
+            ConfigError: it cannot serve any more what it is asked to; it is not started again.
+        """
+        if self._refused is not None:
+            raise self._refused
+        now = self._clock.now()
+        if self._stopped or (self.line is not None and now - self._looked < LOOK_S):
+            return self.line is not None
+        self._looked, launched = now, self._launched
+        if launched is None:
+            if now >= self._next:
+                self._begin(now)
+        elif why := self._wrong(launched, now):
+            self.failed(why)
+        elif self._launched is launched and self.line is None:
+            self._look_for_hello(launched)
+        return self.line is not None
+
+    def failed(self, why: str) -> None:
+        """It is of no use as it is: end it, and start it again in a while.
+
+        Args:
+            why: what it did; `faults` gets it with the worker's name.
+        """
+        now = self._clock.now()
+        healthy = self.line is not None and now - self._since > self.patience.healthy_s
+        self._in_a_row = 1 if healthy else self._in_a_row + 1
+        self.faults.append(f"worker {self.spec.name} (pid {self.pid}) {why}")
+        self._end()
+        rest = self.patience.rest_s * 2.0 ** min(self._in_a_row - 1, 60)
+        self._next = now + min(rest, self.patience.most_rest_s)
+
+    def lost(self) -> None:
+        """Its line is closed: note why, and start it again in a while."""
+        if self._launched is not None:
+            status = _status(self._launched.process)
+            self.failed("closed its line" if status is None else ended(status))
+
+    def stop(self) -> None:
+        """End it for good."""
+        self._stopped = True
+        self._end()
+
+    def _begin(self, now: float) -> None:
+        self._since = self._beat_at = now
+        try:
+            self._launched = self._launch(self.spec, self.patience.silent_s / 6)
+        except (OSError, PacelineError) as error:
+            if not self.starts:
+                raise
+            self.failed(f"could not be started: {error}")
+        self.starts += 1
+
+    def _end(self) -> None:
+        """End its process and the ways to it."""
+        launched, self._launched = self._launched, None
+        for line in (self.line, self._greeted, None if launched is None else launched.life):
+            if line is not None:
+                line.close()
+        self.line = self._greeted = None
+        if launched is not None:
+            launched.process.kill()
+            launched.close()
+            _status(launched.process)
+
+    def _wrong(self, launched: Launched, now: float) -> str:
+        """What is wrong with it; empty: nothing."""
+        status = launched.process.poll()
+        if status is not None:
+            return "" if self._explained(launched) else ended(status)
+        beat = self._beats(launched.life, now)
+        if now - self._beat_at > self.patience.silent_s and self.line is not None:
+            return f"hangs: no sign of life for {now - self._beat_at:.1f} s"
+        if beat is not None and beat.busy_s > self.patience.stuck_s:
+            return f"hangs: at one piece of work for {beat.busy_s:.1f} s"
+        if self.line is None and now - self._since > self.patience.start_s:
+            return f"is not ready {now - self._since:.1f} s after its start"
+        return ""
+
+    def _explained(self, launched: Launched) -> bool:
+        """Whether one that ended before its hello had said why."""
+        if self.line is not None:
+            return False
+        try:
+            self._greet(launched)
+        except (Late, ChannelClosed, FrameError):
+            return False
+        return self._launched is None
+
+    def _beats(self, life: Line, now: float) -> Beat | None:
+        """The last of those that came."""
+        beat: Beat | None = None
+        try:
+            while True:
+                beat = life.receive(0)
+                self._beat_at = now
+        except (Late, ChannelClosed, FrameError):
+            return beat
+
+    def _look_for_hello(self, launched: Launched) -> None:
+        try:
+            self._greet(launched)
+        except Late:
+            return
+        except (ChannelClosed, FrameError) as error:
+            self.failed(f"said no hello: {error}")
+
+    def _greet(self, launched: Launched) -> None:
+        """Take its hello; errors as of `Channel.receive`."""
+        line = self._greeted = self._greeted or Line(launched.connect(), self._codec)
+        said = line.receive(0)
+        if isinstance(said, Fault):
+            self.failed(f"failed at its start: {said.why}")
+        elif not isinstance(said, Hello | Refused) or not knows(launched.key, said.key):
+            line.close()
+            self._greeted = None  # a stranger; the worker itself may still come
+        elif isinstance(said, Refused):
+            self._refuse(ConfigError(said.asked, said.wrong, said.remedy))
+        else:
+            self._welcome(line, said)
+
+    def _welcome(self, line: Line, said: Hello) -> None:
+        try:
+            compare(self.spec.name, self.spec.expected, Facts(**said.facts))
+        except ConfigError as error:
+            self._refuse(error)
+        self.line, self._greeted, self._since = line, None, self._clock.now()
+
+    def _refuse(self, error: ConfigError) -> None:
+        self._refused = error
+        self._end()
+        raise error
+
+
+def ended(status: int) -> str:
+    """An exit status in words."""
+    return f"died: killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _status(process: Process) -> int | None:
+    """The exit status of a process that is about to end; so it leaves no zombie."""
+    for _ in range(100):
+        if (status := process.poll()) is not None:
+            return status
+        time.sleep(0.001)
+    return None

@@ -1,0 +1,111 @@
+"""A drafter in a process of its own: from the options of an `LLM` to a worker that serves its draft sessions.
+
+The target is not loaded there: of it a drafter that runs ahead knows name, sizes and tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from .assembly import Source, drafter_context, open_source
+from .config import LLMConfig
+from .core.errors import CapabilityError, ConfigError
+from .core.model_spec import parse_model
+from .core.options import written
+from .distributed.drafts import KINDS, DraftService
+from .distributed.handshake import Facts
+from .distributed.placement import Placement
+from .distributed.worker import WorkerSpec
+from .drafters import registry
+from .drafters.registry import DrafterConfig
+from .drafters.vocabulary import tokenizer_mark
+from .target.base import TargetInfo
+from .target.files import fingerprint
+from .target.loader import parse_device, resolve_folder
+
+# What the drafter's process must know of the options; the rest is the target's and its engine's.
+OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
+
+
+def draft_worker(config: LLMConfig, rows: int, pool_tokens: int, placement: Placement) -> WorkerSpec:
+    """A worker that serves the draft sessions of the drafter that the configuration names.
+
+    Args:
+        config: the options of the target's process.
+        rows: drafted nodes that a sequence may hold at once.
+        pool_tokens: tokens that the target's K/V pool holds.
+        placement: where it runs.
+
+    Raises:
+        ConfigError: no drafter is named, or one that cannot run ahead of the target.
+    """
+    chosen = _chosen(config)
+    options = {name: getattr(config, name) for name in OPTIONS} | {"drafter": named(chosen)}
+    return WorkerSpec(
+        name="draft",
+        service=f"{__name__}:service",
+        options={"options": options, "rows": rows, "pool_tokens": pool_tokens},
+        kinds=KINDS,
+        expected=_facts(config, chosen, open_source(config, config.model, config.dtype)),
+        placement=placement,
+    )
+
+
+def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int) -> DraftService:
+    """What that worker makes, in its own process; arguments as of `draft_worker`.
+
+    Raises:
+        ConfigError: the drafter cannot be had, or is not for the target.
+    """
+    config = LLMConfig(**{**options, "device": device})
+    chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
+    drafter: Any = registry.build(chosen, drafter_context(config, source.name, source.folder, source.dtype))
+    if not drafter.spec.ahead:
+        wrong = "it cannot draft below tokens that are not decided on"
+        raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
+    drafter.bind(_info(source), config.max_sequences, pool_tokens, parse_device(device))
+    return DraftService(drafter.sessions(rows), _facts(config, chosen, source))
+
+
+def named(chosen: DrafterConfig) -> str:
+    """A drafter's options as they are written; `registry.parse` reads it."""
+    given = [(spec.name, getattr(chosen, spec.name), spec.default) for spec in fields(chosen)]
+    return ",".join([chosen.kind, *(f"{name}={written(value)}" for name, value, usual in given if value != usual)])
+
+
+def _chosen(config: LLMConfig) -> DrafterConfig:
+    chosen = registry.parse(config.drafter)
+    if chosen is None:
+        raise ConfigError("a drafter in a process of its own", "no drafter is named", "name one, such as draft_model")
+    return chosen
+
+
+def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
+    """The draft's weights, where it has any, and the target's vocabulary and dtype."""
+    name = getattr(chosen, "model", None)
+    folder = None if name is None else resolve_folder(parse_model(name).name, offline=config.offline)
+    return Facts(
+        weights="" if folder is None else fingerprint(folder),
+        vocabulary=tokenizer_mark(source.tokenizer()),
+        dtype=str(source.dtype).removeprefix("torch."),
+    )
+
+
+def _info(source: Source) -> TargetInfo:
+    """What a drafter that runs ahead may know of a target that is elsewhere: nothing that reads its weights."""
+    elsewhere: dict[str, Any] = {"handle": None, "decoder": None}
+    shape = source.shape
+    return TargetInfo(
+        name=source.name,
+        num_layers=shape.num_layers,
+        d_model=shape.d_model,
+        vocab_size=shape.vocab_size,
+        max_position=shape.max_position,
+        dtype=source.dtype,
+        eos_ids=shape.eos_ids,
+        bos_id=shape.bos_id,
+        tokenizer=source.tokenizer(),
+        **elsewhere,
+    )

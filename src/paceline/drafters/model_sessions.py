@@ -1,0 +1,343 @@
+"""Draft sessions of a draft model: a tree below each text, whose rows keep their K/V while the tree is cut.
+
+    the K/V of one sequence      text that is computed | rows of nodes, in the order in which they were computed
+    a node's row sees            all of it             | its ancestors, and itself
+
+A row's ancestors are fixed when it is computed: cutting the tree drops rows, and moves those that stay together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..core.errors import PoolFullError
+from ..core.inference import inference
+from ..kv.pool import KVPool, SequenceCache
+from ..target.decoder import Decoder
+from ..target.packing import RowPacker
+from .base import SequenceView
+from .sessions import ROOT, Ask, Grown, Opening
+
+PREFILL_ROWS = 512  # rows of one pass over a long text
+
+
+@dataclass(slots=True)
+class Node:
+    """A node of a session's tree."""
+
+    parent: int
+    token: int
+    depth: int  # below the root, as of now
+    score: float = 0.0  # log q of the drafted tokens behind the last given one
+    row: int = -1  # of its K/V, behind the text's; -1: not computed
+
+
+@dataclass(slots=True)
+class Session:
+    """One sequence: its text, its tree, and what is computed of both."""
+
+    view: SequenceView
+    cache: SequenceCache
+    nodes: dict[int, Node] = field(default_factory=dict)
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # parent and token -> node
+    fresh: int = ROOT + 1  # the next number
+    read: int = 0  # leading tokens of the text that the draft has an embedding for
+
+    @property
+    def pending(self) -> int:
+        """Tokens of the text without K/V."""
+        return len(self.view.tokens) - self.cache.committed
+
+    def add(self, parent: int, token: int, score: float) -> int:
+        """A child of a node, new or there already."""
+        found = self.children.get((parent, token))
+        if found is not None:
+            return found
+        if parent != ROOT and parent not in self.nodes:
+            raise KeyError(f"node {parent} of sequence {self.view.key}")
+        number, self.fresh = self.fresh, self.fresh + 1
+        self.nodes[number] = Node(parent, token, self.depth(parent) + 1, score)
+        self.children[parent, token] = number
+        return number
+
+    def depth(self, node: int) -> int:
+        """Of a node; the root's is 0."""
+        return self.nodes[node].depth if node != ROOT else 0
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        found: list[int] = []
+        while node != ROOT:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def uncomputed(self, wanted: Iterable[int]) -> list[int]:
+        """The nodes to compute so that the wanted ones have logits: these, and ancestors without K/V; parents first."""
+        found = {node for end in wanted for node in self.path(end) if node == end or self.nodes[node].row < 0}
+        return sorted(found, key=lambda node: (self.nodes[node].depth, node))
+
+    def cut(self, root: int) -> tuple[list[int], int]:
+        """Make a node the root and drop all that is not below it.
+
+        Returns:
+            Rows that stay, ascending, and how many of them, the first ones, are of the text now.
+        """
+        path, depth = self.path(root), self.depth(root)
+        below = {root}
+        for number in sorted(self.nodes):  # children have higher numbers than their parents
+            if self.nodes[number].parent in below:
+                below.add(number)
+        stays = [number for number in [*path, *sorted(below - {root})] if self.nodes[number].row >= 0]
+        done = sum(self.nodes[number].row >= 0 for number in path)
+        rows = sorted(self.nodes[number].row for number in stays)
+        moved = {row: place - done for place, row in enumerate(rows)}
+        kept = {number: self.nodes[number] for number in below - {root}}
+        for node in kept.values():
+            node.depth -= depth
+            node.parent = ROOT if node.parent == root else node.parent
+            node.row = moved.get(node.row, -1)
+        self.nodes = kept
+        self.children = {(node.parent, node.token): number for number, node in kept.items()}
+        return rows, done
+
+
+class ModelSessions:
+    """Sessions of one draft model over a K/V pool of their own.
+
+    Args:
+        decoder: the draft.
+        pool: its K/V.
+        vocab_size, eos_ids: of the target.
+        proposes: children are the likeliest tokens, or those that the target's own noise favours.
+        floor: log of the chance of a path below which nothing is expanded.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        proposes: Literal["point", "coupled"],
+        floor: float,
+    ) -> None:
+        self.decoder, self.pool = decoder, pool
+        self._vocab, self._eos_ids = vocab_size, eos_ids
+        self._proposes, self._floor = proposes, floor
+        self._open: dict[int, Session] = {}
+
+    def open(self, opening: Opening) -> None:
+        """See `DraftSessions`."""
+        self.close(opening.key)
+        view = opening.view(self._vocab, self._eos_ids)
+        self._open[opening.key] = Session(view, self.pool.open(view.tokens, expected=opening.max_len))
+
+    def close(self, key: int) -> None:
+        """See `DraftSessions`."""
+        session = self._open.pop(key, None)
+        if session is not None:
+            session.cache.release()
+        if not self._open and not self.pool.idle:  # a level or a release ended in its middle
+            self.pool.reset()
+
+    def reroot(self, key: int, node: int) -> None:
+        """See `DraftSessions`."""
+        session = self._open[key]
+        said = [session.nodes[number].token for number in session.path(node)]
+        rows, done = session.cut(node)
+        self._go_on(session, said, rows, done)
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """See `DraftSessions`. K/V of drafted nodes that became text is kept, but for the last token: what is drafted
+        next needs the logits behind it."""
+        session, node = self._open[key], ROOT
+        rows: list[int] = []
+        for token in tokens[:-1]:
+            node = session.children.get((node, token), -1)
+            if node < 0 or session.nodes[node].row < 0:
+                break
+            rows.append(session.nodes[node].row)
+        session.nodes, session.children = {}, {}
+        self._go_on(session, tokens, rows, len(rows))
+
+    def _go_on(self, session: Session, said: Sequence[int], rows: Sequence[int], done: int) -> None:
+        self.pool.settle([(session.cache, rows, done)])
+        session.view.tokens += said
+        session.view.sampler.commit(said)
+        session.cache.publish(session.view.tokens)
+
+    # -- growing
+
+    @inference
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        """See `DraftSessions`."""
+        grown = [Grown() for _ in asks]
+        ready: list[tuple[int, Session, list[int], list[int]]] = []  # ask, session, nodes to expand, nodes to compute
+        for index, ask in enumerate(asks):
+            session = self._open[ask.key]
+            grown[index].given = [session.add(parent, token, 0.0) for parent, token in ask.given]
+            wanted = [node for node in [*grown[index].given, *ask.expand] if self._may_expand(session, node)]
+            wanted = [*dict.fromkeys(wanted)]
+            computed = session.uncomputed(wanted)
+            if wanted and self._make_room(session, len(computed)):
+                ready.append((index, session, wanted, computed))
+        if ready:
+            self._expand(asks, grown, ready)
+        return grown
+
+    def _may_expand(self, session: Session, node: int) -> bool:
+        """Whether a node's own pass is possible and of use: the draft has its tokens and its position.
+
+        The root is expanded while its K/V is not there; after that it has children.
+        """
+        if node == ROOT and not session.pending:
+            return False
+        known = self.decoder.config.vocab_size
+        tokens = session.view.tokens
+        while session.read < len(tokens) and tokens[session.read] < known:
+            session.read += 1
+        path = session.path(node)
+        if session.read < len(tokens) or any(session.nodes[n].token >= known for n in path):
+            return False
+        fits = len(tokens) + len(path) <= self.decoder.config.max_position
+        return fits and (node == ROOT or session.nodes[node].score >= self._floor)
+
+    def _make_room(self, session: Session, rows: int) -> bool:
+        """Compute all but the last part of a long text, and reserve rows; False: the pool is full."""
+        try:
+            while session.pending > PREFILL_ROWS:
+                session.cache.reserve(PREFILL_ROWS)
+                packer = RowPacker(self.decoder, self.decoder.device)
+                self._pack(packer, session, PREFILL_ROWS, [])
+                self._run(packer)
+                self.pool.settle([(session.cache, range(PREFILL_ROWS), PREFILL_ROWS)])
+                session.cache.publish(session.view.tokens)
+            session.cache.reserve(session.pending + rows)
+        except PoolFullError:
+            return False
+        return True
+
+    def _expand(
+        self, asks: Sequence[Ask], grown: list[Grown], ready: Sequence[tuple[int, Session, list[int], list[int]]]
+    ) -> None:
+        """One pass over all that is to be computed, and the children from its logits."""
+        packer = RowPacker(self.decoder, self.decoder.device)
+        rows: list[int] = []  # of the pass, whose logits are wanted
+        for _, session, wanted, computed in ready:
+            first, pending = packer.rows, session.pending
+            self._pack(packer, session, pending, computed)
+            place = {node: first + pending + i for i, node in enumerate(computed)}
+            rows += [place[node] if node != ROOT else first + pending - 1 for node in wanted]
+        logits = self._logits(packer, rows)
+        begin = 0
+        for index, session, wanted, computed in ready:
+            self._entered(session, computed)
+            self._add_children(session, wanted, logits[begin : begin + len(wanted)], asks[index].width, grown[index])
+            begin += len(wanted)
+
+    def _pack(self, packer: RowPacker, session: Session, pending: int, computed: Sequence[int]) -> None:
+        """The rows of a text's pending tokens, then of nodes, behind what is computed."""
+        cache, nodes, tokens = session.cache, session.nodes, session.view.tokens
+        base, first = cache.committed, cache.enter()
+        root = len(tokens) - 1
+        stop = first + pending + len(computed)
+        ahead = [0] * (first - base)  # positions of the rows that are there
+        for node in nodes.values():
+            if node.row >= 0:
+                ahead[node.row] = root + node.depth
+        places = [*range(base, base + pending), *(root + nodes[n].depth for n in computed)]
+        chain = not computed and not ahead
+        packer.add(
+            [*tokens[base : base + pending], *(nodes[n].token for n in computed)],
+            places,
+            [-1] * pending + [*computed],
+            slots=cache.slots(first, stop),
+            keys=cache.slots(0, stop),
+            num_keys=stop,
+            prefix=base,
+            visible=None if chain else self._visible(session, pending, computed, len(ahead)),
+            block_positions=None if chain else [*ahead, *places],
+        )
+
+    @staticmethod
+    def _visible(session: Session, pending: int, computed: Sequence[int], ahead: int) -> Tensor:
+        """[pending + computed, ahead + pending + computed] bool: ancestors and itself; a text's token sees the text."""
+        count = pending + len(computed)
+        mask = torch.zeros(count, ahead + count, dtype=torch.bool)
+        mask[:pending, ahead : ahead + pending] = torch.ones(pending, pending, dtype=torch.bool).tril()
+        mask[pending:, ahead : ahead + pending] = True
+        place = {node: ahead + pending + i for i, node in enumerate(computed)}
+        for row, node in enumerate(computed, start=pending):
+            for above in session.path(node):
+                mask[row, place[above] if above in place else session.nodes[above].row] = True
+        return mask
+
+    def _entered(self, session: Session, computed: Sequence[int]) -> None:
+        """After the pass: the text's rows are committed, those of nodes stay."""
+        cache, pending = session.cache, session.pending
+        start = cache.ahead - len(computed) - pending
+        for row, node in enumerate(computed, start=start):
+            if (
+                session.nodes[node].row < 0
+            ):  # one that was expanded before keeps its row, which its descendants have seen
+                session.nodes[node].row = row
+        if pending:
+            assert start == 0, "a node has K/V though its text has none"
+            self.pool.settle([(cache, range(cache.ahead), pending)])
+            cache.publish(session.view.tokens)
+
+    def _run(self, packer: RowPacker) -> Tensor:
+        """[rows, d_model] states behind the last layer."""
+        state = self.decoder.embed(packer.batch())
+        return self.decoder.run_layers(state, 0, self.decoder.num_layers, self.pool).hidden
+
+    def _logits(self, packer: RowPacker, rows: list[int]) -> Tensor:
+        """[len(rows), V] over the target's vocabulary; tokens that the draft lacks are impossible."""
+        hidden = self._run(packer)
+        chosen = hidden if rows == [*range(len(hidden))] else hidden[torch.tensor(rows, device=hidden.device)]
+        logits = self.decoder.read(chosen)[:, : self._vocab]
+        missing = self._vocab - logits.shape[-1]
+        return pad(logits, (0, missing), value=-math.inf) if missing else logits
+
+    def _add_children(self, session: Session, wanted: list[int], logits: Tensor, width: int, grown: Grown) -> None:
+        scores = self._scores(session, wanted, logits)
+        if scores is None:
+            return
+        log_q = scores.log_softmax(dim=-1)  # [wanted, V]
+        # Of equals `topk` takes any; a chain takes the one that the drafter takes elsewhere.
+        best = log_q.max(dim=-1, keepdim=True) if width == 1 else log_q.topk(min(width, log_q.shape[-1]), dim=-1)
+        for parent, values, tokens in zip(wanted, best[0].tolist(), best[1].tolist(), strict=True):
+            above = 0.0 if parent == ROOT else session.nodes[parent].score
+            for value, token in zip(values, tokens, strict=True):
+                if value == -math.inf:  # a rule forbids it
+                    break
+                grown.parents.append(parent)
+                grown.nodes.append(session.add(parent, token, above + value))
+                grown.tokens.append(token)
+                grown.log_q.append(value)
+
+    def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor) -> Tensor | None:
+        """What children are ranked by, see `Grower`; None: the request's own rules fail, and will end it."""
+        sampler = session.view.sampler
+        if sampler.plain:
+            return logits
+        paths = [[session.nodes[n].token for n in session.path(node)] for node in wanted]
+        width = max(map(len, paths))
+        below = [path + [-1] * (width - len(path)) for path in paths]
+        drafted = torch.tensor(below, device=logits.device) if width else None
+        try:
+            if self._proposes == "point":
+                return sampler.process(logits, drafted)
+            return sampler.scores(logits, drafted, [len(session.view.tokens) + len(path) for path in paths])
+        except Exception:
+            if sampler.fault is None:
+                raise
+            return None

@@ -1,0 +1,161 @@
+"""Draft sessions: drafting below nodes of a tree that the target has not decided on yet.
+
+A round that drafts while the target computes asks for levels, not for drafts. A session holds one sequence's text and
+the nodes drafted below it, until the verdict says which of them the text goes on with:
+
+    open      the sequence, as plain data
+    grow      one level: nodes that are given with their tokens, and drafted children below them and below others
+    reroot    the text goes on to a drafted node: what hangs below it stays, all else goes
+    commit    the text goes on with other tokens: every node goes
+    close     the sequence ended or was preempted
+
+All that is said or answered is plain data, so that sessions can be served in another process as well. Node 0 is the
+root, the text's last token, whichever that is; other nodes have the number that they were given while they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from ..core.sampling import SamplingParams, SequenceSampler
+from .base import Drafter, SequenceView
+
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A sequence as a session begins with it."""
+
+    key: int  # unique while the session is open
+    tokens: Sequence[int]  # prompt and output so far
+    prompt_len: int
+    params: SamplingParams
+    seed: int  # with ``sample_index`` the noise of the target's own choices
+    sample_index: int
+    max_len: int | None = None  # prompt and output together cannot grow beyond this
+
+    @staticmethod
+    def of(view: SequenceView) -> Opening:
+        """A running sequence, as it is now."""
+        sampler = view.sampler
+        given = sampler.params, sampler.seed, sampler.sample_index
+        return Opening(view.key, [*view.tokens], view.prompt_len, *given, view.max_len)
+
+    def view(self, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
+        """The sequence with a sampler of its own, for a target of so many tokens."""
+        tokens, prompt = [*self.tokens], [*self.tokens[: self.prompt_len]]
+        sampler = SequenceSampler(
+            self.params,
+            prompt,
+            seed=self.seed,
+            sample_index=self.sample_index,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+        )
+        sampler.commit(tokens[self.prompt_len :])
+        return SequenceView(self.key, tokens, self.prompt_len, sampler, self.max_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One level that a session's tree is to grow by."""
+
+    key: int
+    given: Sequence[tuple[int, int]] = ()  # parent and token of nodes to add; below each of them children are drafted
+    expand: Sequence[int] = ()  # nodes that are there already below which children are drafted
+    width: int = 1  # children of each
+
+
+@dataclass(slots=True)
+class Grown:
+    """What a session's tree has grown by."""
+
+    given: list[int] = field(default_factory=list)  # the nodes of `Ask.given`; a child with that token is taken again
+    parents: list[int] = field(default_factory=list)  # of each drafted child
+    nodes: list[int] = field(default_factory=list)  # its number
+    tokens: list[int] = field(default_factory=list)
+    log_q: list[float] = field(default_factory=list)  # of its token, among those that the sequence's rules allow
+
+
+class DraftSessions(Protocol):
+    """Sessions of several sequences, which grow together. A level costs one pass, whatever the number of nodes."""
+
+    def open(self, opening: Opening) -> None:
+        """Begin with a sequence."""
+        ...
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
+
+        Raises:
+            KeyError: a sequence, or a node, that is not there.
+        """
+        ...
+
+    def reroot(self, key: int, node: int) -> None:
+        """The text goes on with the tokens from below the root to ``node``, which becomes the root."""
+        ...
+
+    def commit(self, key: int, tokens: Sequence[int]) -> None:
+        """The text goes on with ``tokens``, drafted or not; no node stays but the last of them, the root."""
+        ...
+
+    def close(self, key: int) -> None:
+        """Drop all state of a sequence."""
+        ...
+
+
+class Growing(Protocol):
+    """A growth of several levels, as far as it is known."""
+
+    levels: list[dict[int, Grown]]  # by level what came, by sequence; sequences of which nothing was left are missing
+    done: bool  # nothing more will come
+
+
+@runtime_checkable
+class GoingSessions(DraftSessions, Protocol):
+    """Sessions served elsewhere: growths go on there by themselves, a level at a time.
+
+    `commit`, `reroot` and `close` of a sequence call off what is left of its growths. Whatever is lost on the way, or
+    comes too late, raises; then all sessions are gone, and are opened anew once `ready` says so.
+    """
+
+    def ready(self) -> bool:
+        """Whether sessions may be opened now.
+
+        Raises:
+            ConfigError: they never will be.
+        """
+        ...
+
+    def begin(self, asks: Sequence[Ask], levels: Sequence[Sequence[int]]) -> Growing:
+        """Begin to grow, and wait for nothing.
+
+        Args:
+            asks: the first level, each of another sequence and with a node or more.
+            levels: of each ask, for every given and every expanded node, tokens wanted below it.
+        """
+        ...
+
+    def look(self) -> None:
+        """Take what came of all growths."""
+        ...
+
+    def wait(self, growing: Growing) -> None:
+        """Until a growth is done."""
+        ...
+
+
+class AheadDrafter(Drafter, Protocol):
+    """A drafter that drafts from tokens alone, so that it can run ahead of the target; `DrafterSpec.ahead` is set."""
+
+    def sessions(self, rows: int) -> DraftSessions:
+        """Its sessions. Called once, after `bind`, by rounds that use them in place of `propose`.
+
+        Args:
+            rows: drafted nodes that a sequence may hold at once.
+        """
+        ...

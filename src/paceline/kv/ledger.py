@@ -1,0 +1,420 @@
+"""The ledger of K/V slots: who holds which, and what is committed. K and V themselves lie in stores, one a process.
+
+    a sequence's logical positions
+
+        0 ............. committed | ... committed + ahead | ... committed + reserved | room left in the last block
+        K/V of tokens that are    | rows of passes that   | rows of the next pass    |
+        part of the answer        | are not settled yet   |                          |
+                                  |            the speculative region                |
+
+`reserve` opens the region for a pass. `commit` keeps some of its rows (a longer committed length for a chain, a
+compaction for a tree) and drops the others; `settle` lets rows stay while fewer are committed, for subtrees that were
+computed ahead. With several passes in flight, `enter` says that a pass has begun: what is reserved then lies behind it.
+
+Rows are moved by `settle` and `commit` alone. A store in another process learns of that in the order of the passes, so
+that a pass that was sent before a move has written its rows before they are moved; until then pruned rows are dropped
+from what later rows see, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError, PoolFullError
+from .blocks import ROOT_CONTENT, BlockAllocator
+
+# Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
+PADDING_SLOTS = 64
+# A reused prefix is copied rather than shared while this many times its blocks are empty.
+COPY_MARGIN = 4
+
+
+class SlotStore(Protocol):
+    """Where K and V of the slots lie: in this process, in others, or in several."""
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy K and V of every layer, all reads before the first write, behind all passes begun before."""
+        ...
+
+
+class Ledger:
+    """Blocks, prefixes and sequences of one pool of slots.
+
+    Args:
+        num_tokens: slots wanted; rounded up to whole blocks.
+        store: copies K and V where rows are moved, or prefixes copied.
+        device: where index tensors of scattered slots go.
+        block_size: slots a block.
+        scratch_slots: slots that belong to no sequence, for K and V that only one pass needs.
+
+    Raises:
+        ConfigError: no slot.
+    """
+
+    def __init__(
+        self, num_tokens: int, store: SlotStore, device: torch.device, block_size: int = 16, scratch_slots: int = 0
+    ) -> None:
+        num_blocks = -(-num_tokens // block_size)
+        if num_blocks < 1:
+            raise ConfigError(f"a K/V pool of {num_tokens} tokens", "it holds no block", "raise kv_memory")
+        self.block_size = block_size
+        self.num_tokens = num_blocks * block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.sequences: set[SequenceCache] = set()
+        self.store, self.device = store, device
+        self.scratch_slots = scratch_slots
+        self._roots: dict[str, int] = {}  # identity -> its root content
+
+    def scratch(self, count: int) -> slice:
+        """The first ``count`` scratch slots. What a pass writes there the next one overwrites.
+
+        Raises:
+            PoolFullError: there are fewer.
+        """
+        if count > self.scratch_slots:
+            raise PoolFullError(f"{count} scratch slots wanted, the pool has {self.scratch_slots}")
+        first = self.num_tokens + PADDING_SLOTS
+        return slice(first, first + count)
+
+    def content_root(self, identity: str | None) -> int:
+        """The content id before the first block, of sequences whose K/V depends on more than their tokens.
+
+        Args:
+            identity: of what it depends on (an adapter); None: the base model alone.
+        """
+        if identity is None:
+            return ROOT_CONTENT
+        return self._roots.setdefault(identity, ROOT_CONTENT - 1 - len(self._roots))
+
+    def open(
+        self,
+        tokens: Sequence[int] = (),
+        reuse: int | None = None,
+        expected: int | None = None,
+        identity: str | None = None,
+        shareable: int | None = None,
+    ) -> SequenceCache:
+        """A new sequence, which starts with the longest published prefix of ``tokens``.
+
+        At least one token is left to compute, since a sequence needs the output of its last token.
+
+        Args:
+            tokens: what the sequence begins with.
+            reuse: leading tokens that may be found at most: the others are to be computed, since more is wanted of
+                them than K/V; None: all.
+            expected: tokens that the sequence may come to hold, where that is known: it is placed where that
+                many slots in a row are empty. Nothing is reserved for it.
+            identity: only blocks of the same identity are found; see `content_root`.
+            shareable: leading tokens whose K/V depends on tokens and identity alone, so that blocks of them are
+                found and published; None: all.
+        """
+        sequence = SequenceCache(self, expected, self.content_root(identity), shareable)
+        self.sequences.add(sequence)
+        if reuse is None or reuse > 0:
+            sequence._adopt(tokens, reuse)
+        return sequence
+
+    def cached_prefix(self, tokens: Sequence[int], identity: str | None = None, shareable: int | None = None) -> int:
+        """How many leading ``tokens`` a new sequence would find computed; arguments as for `open`."""
+        return len(self._lookup(tokens, self.content_root(identity), shareable, None)) * self.block_size
+
+    def cost(
+        self,
+        tokens: Sequence[int],
+        most: int,
+        reuse: int | None = None,
+        identity: str | None = None,
+        shareable: int | None = None,
+    ) -> tuple[int, int]:
+        """What it would take to `open` a sequence and to reserve rows for its next tokens; nothing is changed.
+
+        Args:
+            tokens, reuse, identity, shareable: as for `open`.
+            most: rows to reserve at most.
+
+        Returns:
+            The rows to reserve, and the free blocks that are gone then.
+        """
+        root = self.content_root(identity)
+        found = [block for block, _ in self._lookup(tokens, root, shareable, reuse)]
+        prefix = len(found) * self.block_size
+        rows = min(len(tokens) - prefix, most)
+        fresh = -(-(prefix + rows) // self.block_size) - len(found)
+        adopted = len(found) if self._copies(found) else sum(self.allocator.is_free(block) for block in found)
+        return rows, fresh + adopted
+
+    def _copies(self, prefix: Sequence[int]) -> bool:
+        """Whether a new sequence copies these blocks rather than share them.
+
+        A sequence that cannot grow right behind the shared blocks would be gathered in every step. One copy
+        costs as much as one such gather, so it is copied while there is plenty of empty room.
+        """
+        if not prefix:
+            return False
+        in_place = all(b == prefix[0] + i for i, b in enumerate(prefix)) and self.allocator.is_empty(prefix[-1] + 1)
+        return not in_place and self.allocator.num_empty > COPY_MARGIN * len(prefix)
+
+    def _lookup(self, tokens: Sequence[int], root: int, *limits: int | None) -> list[tuple[int, int]]:
+        """(block, content id) of every published block at the front of ``tokens``, up to the least of the limits."""
+        found: list[tuple[int, int]] = []
+        content = root
+        most = min([len(tokens) - 1, *[limit for limit in limits if limit is not None]])
+        for start in range(0, most - self.block_size + 1, self.block_size):
+            hit = self.allocator.find(content, tokens[start : start + self.block_size])
+            if hit is None:
+                break
+            found.append(hit)
+            content = hit[1]
+        return found
+
+    def commit(self, kept: Sequence[tuple[SequenceCache, Sequence[int]]]) -> None:
+        """Keep rows of several sequences' speculative regions and drop the others.
+
+        Args:
+            kept: for each sequence the rows to keep, ascending, counted from its committed length.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        for sequence, rows in kept:
+            if rows and rows[-1] != len(rows) - 1:  # some that lie between are dropped
+                sequence.moves(rows, sources, targets)
+            sequence.advance(len(rows))
+        if sources:
+            self.store.copy_slots(sources, targets)
+
+    def settle(self, kept: Sequence[tuple[SequenceCache, Sequence[int], int]]) -> None:
+        """Keep rows of several sequences' speculative regions, of which the first are committed; drop the others.
+
+        What is kept without being committed becomes the first rows of the region, in its order, and counts as entered.
+
+        Args:
+            kept: for each sequence the rows to keep, ascending, counted from its committed length; and how many of
+                them are part of the answer now.
+        """
+        sources: list[int] = []
+        targets: list[int] = []
+        for sequence, rows, commit in kept:
+            sequence.moves(rows, sources, targets)
+            sequence.advance(commit)
+            sequence.ahead = sequence.reserved = len(rows) - commit
+        if sources:
+            self.store.copy_slots(sources, targets)
+
+    def _copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy K and V of whole blocks."""
+        size = range(self.block_size)
+        sources, targets = ([b * self.block_size + i for b in blocks for i in size] for blocks in (source, target))
+        self.store.copy_slots(sources, targets)
+
+    def forget(self) -> None:
+        """Forget the K/V of ended sequences: no later prompt finds any of it."""
+        self.allocator.forget()
+
+    def reset(self) -> None:
+        """Empty the pool, whatever state it is in: every sequence's view of it ends, and nothing is found again."""
+        self.allocator = BlockAllocator(self.allocator.num_blocks)
+        for sequence in self.sequences:
+            sequence.detach()
+        self.sequences = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held."""
+        return not self.sequences and self.allocator.num_free == self.allocator.num_blocks
+
+    def check_idle(self) -> None:
+        """Assert that nothing is held while nothing runs (cheap; `check_integrity` looks at every block)."""
+        assert not self.sequences, f"{len(self.sequences)} sequences still hold blocks"
+        assert self.allocator.num_free == self.allocator.num_blocks, "blocks were lost"
+
+    def check_integrity(self) -> None:
+        """Assert the standing invariants of pool, tables and allocator."""
+        for sequence in self.sequences:
+            assert 0 <= sequence.committed <= sequence.capacity
+            assert 0 <= sequence.ahead <= sequence.reserved
+            assert sequence.committed + sequence.reserved <= sequence.capacity
+        self.allocator.check_integrity([sequence.blocks for sequence in self.sequences])
+
+
+@dataclass(slots=True, eq=False)
+class SequenceCache:
+    """One sequence's view of the pool: a block table and the length that is committed."""
+
+    pool: Ledger
+    expected: int | None = None  # tokens it may come to hold; None: not known
+    _content: int = ROOT_CONTENT  # content id of the last published block
+    shareable: int | None = None  # leading tokens whose blocks others may use; None: all
+    blocks: list[int] = field(default_factory=list)
+    committed: int = 0  # tokens whose K/V is kept
+    reserved: int = 0  # rows of the speculative region
+    ahead: int = 0  # the first of them, which passes have begun to compute and which are not settled yet
+    reused: int = 0  # tokens found in the pool when the sequence was opened
+    _contiguous: bool = True
+    _slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
+    _published: int = 0  # blocks published or adopted
+    held: int = 0  # passes in flight that write to its slots
+    _ended: bool = False  # released, while passes were in flight
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the blocks that the sequence holds."""
+        return len(self.blocks) * self.pool.block_size
+
+    def _adopt(self, tokens: Sequence[int], most: int | None) -> None:
+        """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays."""
+        pool, allocator = self.pool, self.pool.allocator
+        found = pool._lookup(tokens, self._content, self.shareable, most)
+        if not found:
+            return
+        blocks = [block for block, _ in found]
+        copies = pool._copies(blocks)
+        for block in blocks:
+            allocator.share(block)
+        if copies:
+            for _ in blocks:
+                self._append(self._allocate())
+            pool._copy_blocks(blocks, self.blocks)
+            for block in reversed(blocks):
+                allocator.free(block)
+        else:
+            for block in blocks:
+                self._append(block)
+        self._content = found[-1][1]
+        self._published = len(self.blocks)
+        self.committed = self.reused = self.capacity
+
+    def _allocate(self) -> int:
+        """The next block, behind the last one if that is possible."""
+        want = None
+        if self.expected is not None:
+            want = max(1, -(-self.expected // self.pool.block_size) - len(self.blocks))
+        return self.pool.allocator.allocate(self.blocks[-1] if self.blocks else None, want)
+
+    def _append(self, block: int) -> None:
+        if self.blocks and block != self.blocks[-1] + 1:
+            self._contiguous = False
+        self.blocks.append(block)
+        self._slots = None
+
+    def blocks_short(self, rows: int) -> int:
+        """Blocks still to be allocated before ``rows`` rows can be reserved."""
+        size = self.pool.block_size
+        return max(0, -(-(self.committed + self.ahead + rows) // size) - len(self.blocks))
+
+    def reserve_here(self, rows: int) -> bool:
+        """`reserve` in the blocks that the sequence holds; False: they do not suffice, and nothing was changed."""
+        if self.committed + self.ahead + rows > len(self.blocks) * self.pool.block_size:
+            return False
+        self.reserved = self.ahead + rows
+        return True
+
+    def reserve(self, rows: int) -> None:
+        """Open the speculative region for a pass: ``rows`` rows behind the committed ones and those ahead.
+
+        Raises:
+            PoolFullError: not enough free blocks; nothing was changed.
+        """
+        if self.reserve_here(rows):
+            return
+        short = self.blocks_short(rows)
+        allocator = self.pool.allocator
+        if short > allocator.num_free:
+            raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
+        for _ in range(short):
+            self._append(self._allocate())
+        self.reserved = self.ahead + rows
+
+    def enter(self) -> int:
+        """A pass begins to compute what is reserved; returns the position of its first row.
+
+        For passes that begin before the ones in front of them are settled; a row's ancestors are fixed from here on.
+        """
+        first = self.committed + self.ahead
+        self.ahead = self.reserved
+        return first
+
+    def moves(self, rows: Sequence[int], sources: list[int], targets: list[int]) -> None:
+        """Append the slots that rows of the speculative region leave, and take, when these alone are kept."""
+        assert not rows or rows[-1] < self.reserved, f"row {rows[-1]} kept of {self.reserved} reserved"
+        for index, row in enumerate(rows):
+            if row != index:
+                sources.append(self._slot(self.committed + row))
+                targets.append(self._slot(self.committed + index))
+
+    def advance(self, rows: int) -> None:
+        """Keep the first rows of the speculative region, in their place; see `Ledger.commit`."""
+        assert rows <= self.reserved, f"{rows} rows kept of {self.reserved} reserved"
+        self.committed += rows
+        self.reserved = self.ahead = 0
+
+    def rollback(self) -> None:
+        """Forget the speculative region; its blocks stay for the next one."""
+        self.reserved = self.ahead = 0
+
+    def trim(self) -> None:
+        """Give back blocks behind the reserved region (memory is short)."""
+        needed = -(-(self.committed + self.reserved) // self.pool.block_size)
+        while len(self.blocks) > needed:
+            self.pool.allocator.free(self.blocks.pop())
+            self._slots = None
+        self._contiguous = all(b == self.blocks[0] + i for i, b in enumerate(self.blocks))
+
+    def _slot(self, position: int) -> int:
+        size = self.pool.block_size
+        return self.blocks[position // size] * size + position % size
+
+    def slots(self, start: int, stop: int) -> slice | Tensor:
+        """Slots of the logical positions start .. stop - 1: a slice where they are contiguous."""
+        if self._contiguous:
+            base = self.blocks[0] * self.pool.block_size if self.blocks else 0
+            return slice(base + start, base + stop)
+        if self._slots is None:
+            size = self.pool.block_size
+            blocks = torch.tensor(self.blocks)[:, None] * size + torch.arange(size)
+            self._slots = blocks.reshape(-1).to(self.pool.device)
+        return self._slots[start:stop]
+
+    def publish(self, tokens: Sequence[int]) -> None:
+        """Make the committed full blocks findable; ``tokens`` are the sequence's, from its first on."""
+        size = self.pool.block_size
+        if (self._published + 1) * size > self.committed:
+            return
+        most = self.committed if self.shareable is None else min(self.committed, self.shareable)
+        while (self._published + 1) * size <= most:
+            start = self._published * size
+            self._content = self.pool.allocator.publish(
+                self.blocks[self._published], self._content, tokens[start : start + size]
+            )
+            self._published += 1
+
+    def detach(self) -> None:
+        """Hold nothing any more, without giving anything back: for a pool that starts anew."""
+        self.blocks = []
+        self.committed = self.reserved = self.ahead = 0
+
+    def hold(self) -> None:
+        """A pass is in flight that writes to its slots: they go to nobody else before `let_go`."""
+        self.held += 1
+
+    def let_go(self) -> None:
+        """That pass is through, or will never write."""
+        self.held -= 1
+        if self._ended and not self.held:
+            self.release()
+
+    def release(self) -> None:
+        """Give all blocks back, once no pass in flight writes to them. Published ones can be found again until they
+        are evicted."""
+        if self.held:
+            self._ended = True
+            return
+        for block in reversed(self.blocks):
+            self.pool.allocator.free(block)
+        self.blocks.clear()
+        self.committed = self.reserved = self.ahead = 0
+        self.pool.sequences.discard(self)

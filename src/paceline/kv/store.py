@@ -1,0 +1,52 @@
+"""K and V themselves: the tensors of one process, by slot. Who holds a slot is the ledger's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVStore:
+    """K and V of a range of layers.
+
+    Args:
+        num_layers: layers that have K and V here.
+        kv_heads: K/V heads a layer.
+        head_dim: width of a head.
+        slots: of the tensors, scratch and padding included.
+        dtype, device: of the tensors.
+    """
+
+    def __init__(
+        self, num_layers: int, kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # Zeros, not empty: a masked key is multiplied by weight 0, and 0 * NaN would not be 0.
+        # Heads first: what one head reads in a pass lies in one piece.
+        shape = (num_layers, kv_heads, slots, head_dim)
+        self.all_k = torch.zeros(shape, dtype=dtype, device=device)  # [layers, kv_heads, slots, head_dim]
+        self.all_v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = list(self.all_k.unbind(0))  # one a layer: [kv_heads, slots, head_dim]
+        self.v = list(self.all_v.unbind(0))
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy K and V of slots of every layer; ranges may overlap, since all are read before the first is written."""
+        source = torch.tensor(sources, device=self.all_k.device)
+        target = torch.tensor(targets, device=self.all_k.device)
+        for cache in (self.all_k, self.all_v):
+            cache.index_copy_(2, target, cache.index_select(2, source))
+
+    def copy_turned(self, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Copy K and V of slots of every layer, the keys turned by angles of their own.
+
+        Args:
+            source, target: [n] int64 slots.
+            cos, sin: [n, dim] float32 or wider, for the first dimensions of a head, sin signed; see `Rotation`.
+        """
+        dim = cos.shape[-1]
+        k = self.all_k.index_select(2, source)  # [layers, kv_heads, n, head_dim]
+        part = k[..., :dim].to(cos.dtype)
+        k[..., :dim] = (part * cos + part.roll(dim // 2, -1) * sin).to(k.dtype)
+        self.all_k.index_copy_(2, target, k)
+        self.all_v.index_copy_(2, target, self.all_v.index_select(2, source))

@@ -1,0 +1,87 @@
+"""The token channel: what the target may be about to say at each position of a pass, told at mid-depth.
+
+Source: Mirror Speculative Decoding, section 3.1, eq. 7 and 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...drafters.base import SequenceView
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """M_t of one sequence: for each of the gamma + 1 verified positions up to kappa tokens, likeliest first.
+
+    Those of position j are the corrections that may come after j accepted tokens; of the last one, the bonus token. The
+    window's own next token is left out: it cannot be the correction there.
+    """
+
+    tokens: list[list[int]]  # [gamma + 1][<= kappa]
+    log_p: list[list[float]]  # the same, log of their shares of the exit's scores
+
+
+def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int) -> Message | None:
+    """What the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
+
+    The scores go through the rules of the request and are ranked with the noise of the target's own choices, so that at
+    temperature > 0 the tokens are those that the target would say if its exit were its end.
+
+    Args:
+        view: the sequence.
+        window: [gamma] drafted tokens under verification.
+        logits: [gamma + 1, V] of the exit.
+        kappa: tokens of a position.
+    """
+    try:
+        log_p = _scores(view, window, logits).log_softmax(dim=-1)
+    except Exception:
+        if view.sampler.fault is None:
+            raise
+        return None
+    best = log_p.topk(min(kappa + 1, log_p.shape[-1]), dim=-1)
+    message = Message([], [])
+    for place, (values, tokens) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+        own = window[place] if place < len(window) else -1
+        rows = zip(tokens, values, strict=True)
+        kept = [(token, value) for token, value in rows if token != own and value > float("-inf")][:kappa]
+        message.tokens.append([token for token, _ in kept])
+        message.log_p.append([value for _, value in kept])
+    return message
+
+
+def overlap_mass(
+    view: SequenceView, window: Sequence[int], accepted: int, logits: Tensor, said: Sequence[int]
+) -> float:
+    """The target's own probability that a correction was among the candidates, at the position where it came (eq. 9).
+
+    In front of the window's end it is renormalised without the window's own next token, which was wrong.
+
+    Args:
+        view: the sequence, as it was before the pass.
+        window: [gamma] drafted tokens.
+        accepted: how many of them were.
+        logits: [V] of the target behind the last accepted one.
+        said: the candidates of that position.
+    """
+    path = torch.tensor([window[:accepted]], device=logits.device) if accepted else None
+    p = view.sampler.probs(logits[None], path)[0]
+    left = 1.0 - float(p[window[accepted]]) if accepted < len(window) else 1.0
+    return float(p[list(said)].sum()) / left if left > 0 else 0.0
+
+
+def _scores(view: SequenceView, window: Sequence[int], logits: Tensor) -> Tensor:
+    """[gamma + 1, V]; see `SequenceSampler.scores`."""
+    if view.sampler.plain:
+        return logits
+    count, width = len(logits), len(window)
+    paths = torch.full((count, width), -1, device=logits.device) if width else None
+    for place in range(1, count):
+        assert paths is not None
+        paths[place, :place] = torch.tensor(window[:place], device=logits.device)
+    return view.sampler.scores(logits, paths, range(len(view.tokens), len(view.tokens) + count))

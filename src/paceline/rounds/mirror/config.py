@@ -1,0 +1,77 @@
+"""The options of the mirror round, and the drafters that can run in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+from ...core.errors import ConfigError
+from ...core.options import option
+from ...drafters.base import Drafter, DrafterSpec
+from ...drafters.sessions import AheadDrafter
+from ...kv.pool import KVPool
+from ...target.decoder import Decoder
+from ...target.exits import UntrainedExit, exit_layer
+from ..base import Round, RoundConfig
+from .round import MirrorRound
+from .running import Beside, Between
+
+# Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
+KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorConfig(RoundConfig):
+    """Drafts for every likely outcome of a pass while the pass is under way (Mirror Speculative Decoding)."""
+
+    kind: ClassVar[str] = "mirror"
+    automatic: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+
+    kappa: int | None = option(
+        None, help="candidates of each position, 1 or more; none: by batch size, from 8 alone to 1 of 64", minimum=1
+    )
+    exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
+    policy: Literal["wait", "plain"] = option(
+        "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
+    )
+    rollout: Literal["between", "beside"] = option(
+        "between", help="drafts while the target stands still at its exit, or beside its other layers, in a thread"
+    )
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        remedy = "use drafter='draft_model:MODEL'"
+        if spec is None:
+            return "it has nothing to draft with", remedy
+        who = spec.name
+        if spec.streams is not None:
+            return f"{who} drafts with streams in the target's own pass, which ends too late", remedy
+        if spec.taps:
+            return f"{who} drafts from the target's states of a pass, and drafting begins in its middle", remedy
+        if spec.proposes == "sampled":
+            return (
+                f"{who} draws its drafts for rejection, which decides against other tokens",
+                "leave out proposes=sampled",
+            )
+        if not spec.ahead:
+            return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
+        if spec.tree:
+            return f"{who} drafts trees, and what is prepared for an outcome is a chain", "leave out branching and topk"
+        return None
+
+    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
+        assert drafter is not None
+        asked = f"round='mirror,exit={self.exit}'"
+        layer = exit_layer(self.exit, target.num_layers, asked)
+        vocab = target.config.vocab_size
+        if self.kappa is not None and self.kappa > vocab:
+            wrong = f"the vocabulary has {vocab} tokens"
+            raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
+        kappas = KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
+        kappas = {batch: min(kappa, vocab) for batch, kappa in kappas.items()}
+        exit_head = UntrainedExit(target, layer)
+        gamma, ahead = drafter.spec.default_budget, cast(AheadDrafter, drafter)  # its spec says so
+        sessions = ahead.sessions((gamma + 1) * (1 + max(kappas.values()) * gamma))
+        runner = Beside() if self.rollout == "beside" else Between()
+        waits = self.policy == "wait"
+        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits, sessions, runner)

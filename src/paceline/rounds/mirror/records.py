@@ -1,0 +1,36 @@
+"""What the mirror round tells those who listen: verdicts, and the times of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one sequence's window in one pass."""
+
+    key: int
+    window: list[int]  # tokens that were verified
+    accepted: int
+    said: int  # the correction, or the bonus token
+    told: bool  # whether the exit spoke and a draft could follow: what was said is then reused, or a fallback
+    reused: bool
+    mass: float  # the target's own probability of the candidates where the window ended (eq. 9)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The terms of eq. 10 and 14 in one step, in ms. All of them add up to the step, but for ``draft``.
+
+    While the rollout runs beside the target ``exposed`` is what of ``draft`` the step had to wait for; between the
+    layers it is all of it.
+    """
+
+    fresh: float  # windows drafted before the pass, after outcomes that were not prepared for
+    prefix: float  # T_target^{1:l_e}
+    rendezvous_exit: float  # the exit's scores, the token channel, the start of the rollout
+    suffix: float  # T_target^{l_e+1:N}, head and verdict
+    exposed: float  # and the verdict told, the surviving branch kept: T_rv^(fv)
+    host: float  # emitting tokens, keeping K/V
+    draft: float  # T_draft^gen
+    nodes: int  # drafted in it

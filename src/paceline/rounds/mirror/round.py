@@ -1,0 +1,317 @@
+"""The mirror round: while the target's upper layers decide on a window, the drafter prepares the next for all outcomes.
+
+fresh windows where there are none -> layers 0 .. e - 1 -> token channel -> rollout below every candidate
+-> layers e .. N - 1 -> decide -> emit -> keep K/V -> the branch of what was said, or a fallback
+
+Source: Mirror Speculative Decoding, sections 3.1 and 3.4. Where the rollout runs changes when a window is there, never
+what it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.inference import inference
+from ...core.tree import TokenTree
+from ...drafters.base import Drafter, DraftRule
+from ...drafters.sessions import DraftSessions, GoingSessions, Opening
+from ...kv.pool import KVPool
+from ...target.decoder import Decoder
+from ...target.exits import ExitHead
+from ..base import RunningSequence, StepResult, Work
+from ..outcome import Emitter, keep
+from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits
+from ..verification import make_verifier
+from .channel import Message, overlap_mass, speak
+from .records import StepTimes, Verdict
+from .rollout import Branch, Candidate, Chain, Outcome, Rollout
+from .running import Runner
+
+log = logging.getLogger(__name__)
+
+
+class MirrorRound:
+    """Verification of one window and drafting of the next at the same time.
+
+    Args:
+        target: the model that verifies.
+        pool: its K/V.
+        drafter: one with draft sessions.
+        verifier: name of the verifier.
+        exit_head: what the target says in the middle of its layers.
+        kappas: candidates of a position by batch size, from each size on.
+        waits: whether a fresh window is drafted at once after an outcome that was not prepared for; else the next pass
+            has none.
+        sessions: of the drafter.
+        runner: runs the rollouts.
+
+    Raises:
+        ConfigError: a verifier that does not fit the drafter.
+    """
+
+    name = "mirror"
+    busy = False  # a pass ends in the step that began it
+    past = 0
+
+    def __init__(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter,
+        verifier: str,
+        exit_head: ExitHead,
+        kappas: Mapping[int, int],
+        waits: bool,
+        sessions: DraftSessions,
+        runner: Runner,
+    ) -> None:
+        self.target, self.pool, self.drafter = target, pool, drafter
+        self.exit, self.kappas, self.waits = exit_head, dict(sorted(kappas.items())), waits
+        self.sessions, self.runner = sessions, runner
+        self.verifier = make_verifier(verifier, drafter.spec)
+        self.emitter = Emitter(target.num_layers, drafter.spec)
+        self.gamma = drafter.spec.default_budget
+        self.failure: str | None = None  # why drafting has ended
+        self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
+        self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
+        self._rollout: Rollout | None = None  # the one under way
+        self._away = isinstance(sessions, GoingSessions)  # whether they are not there, and may come back
+        self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
+        self._fallen: set[int] = set()  # whose last outcome was not prepared for
+
+    @inference
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        """One pass of the target, and one rollout while it is under way."""
+        began = perf_counter()
+        self._open(works)
+        self._draft_fresh(works)
+        drafting = [w for w in works if w.budget > 0 and w.generates and len(self._window(w))]
+        p = lay_out(works, drafting, self._trees(drafting))
+        windows = {i: self._window(p.works[i]) if p.spans[i].tree_index >= 0 else Chain() for i in p.generating}
+        drafted = perf_counter()
+        p.state = self.target.embed(pack(p, self.target))
+        p.state.adapters = main_adapters(p)
+        self.target.run_layers(p.state, 0, self.exit.layer, self.pool)
+        halfway = perf_counter()
+        told = self._speak(p, windows)
+        rollout = self._prepare(p, windows, told)
+        prepared = perf_counter()
+        self._start(rollout)
+        started = perf_counter()
+        self.target.run_layers(p.state, self.exit.layer, self.target.num_layers, self.pool)
+        read_logits(p, self.target)
+        decide(p, self.verifier.verify)
+        checked = perf_counter()
+        verdicts = self._verdicts(p, windows, told) if self.on_verdict is not None else []
+        self.emitter.emit(p)
+        keep(p, self.pool)
+        emitted = perf_counter()
+        reused = self._finish(self._said(p), [w.sequence.view.key for w in works if w.sequence.finished])
+        ended = perf_counter()
+        self._tell(verdicts, reused)
+        late = started - prepared + ended - emitted
+        times = StepTimes(
+            fresh=(drafted - began) * 1e3,
+            prefix=(halfway - drafted) * 1e3,
+            rendezvous_exit=(prepared - halfway) * 1e3,
+            suffix=(checked - started) * 1e3,
+            exposed=late * 1e3,
+            host=(emitted - checked) * 1e3,
+            draft=rollout.ms,
+            nodes=rollout.nodes,
+        )
+        if self.on_step is not None:
+            self.on_step(times)
+        draft = times.fresh + times.rendezvous_exit + times.exposed
+        return p.result(draft, times.prefix + times.suffix, times.host, draft)
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """Close the sessions of ended or preempted sequences."""
+        keys = [sequence.view.key for sequence in sequences]
+        self._finish({}, keys)  # where a step ended in its middle
+        for key in keys:
+            self._close(key)
+
+    # -- windows
+
+    def _window(self, work: Work) -> Chain:
+        """What is to be verified of a sequence, within its limits."""
+        whole = self._windows.get(work.sequence.view.key)
+        if whole is None:
+            return Chain()
+        most = min(work.budget, work.max_depth)
+        return Chain(whole.nodes[:most], whole.tokens[:most])
+
+    def _open(self, works: Sequence[Work]) -> None:
+        """Sessions of sequences that get tokens from now on."""
+        with self._guarded():
+            if not self._there():
+                return
+            for work in works:
+                view = work.sequence.view
+                if work.generates and work.may_draft and view.key not in self._windows:
+                    self._windows[view.key] = Chain()
+                    self.sessions.open(Opening.of(view))
+
+    def _there(self) -> bool:
+        """Whether sessions can be opened; those that were lost elsewhere come back."""
+        if self.failure is None and self._away and isinstance(self.sessions, GoingSessions):
+            self._away = not self.sessions.ready()
+        return self.failure is None and not self._away
+
+    def _draft_fresh(self, works: Sequence[Work]) -> None:
+        """A chain below the root where a pass would verify nothing."""
+        if self.failure is not None:
+            return
+        rollout = Rollout(self.sessions, self.target.config.vocab_size)
+        for work in works:
+            key = work.sequence.view.key
+            waits = self.waits or key not in self._fallen
+            if work.budget > 0 and work.generates and waits and key in self._windows and not self._windows[key]:
+                rollout.start(key, min(work.budget, work.max_depth, self.gamma))
+        with self._guarded():
+            self.runner.run(rollout)
+        for key, branch in rollout.fresh.items():
+            if key in self._windows:
+                self._windows[key] = branch.chain
+
+    def _trees(self, drafting: Sequence[Work]) -> TokenTree | None:
+        if not drafting:
+            return None
+        roots = [work.sequence.view.tokens[-1] for work in drafting]
+        return TokenTree.from_paths(roots, [[self._window(work).tokens] for work in drafting])
+
+    # -- while the pass is under way
+
+    def _speak(self, p: Pass, windows: Mapping[int, Chain]) -> dict[int, Message]:
+        """The token channel: by work, where a draft may follow."""
+        told: dict[int, Message] = {}
+        kappa = self._kappa(len(p.generating))
+        listening = [i for i in p.generating if self._listens(p.works[i])] if kappa else []
+        if not listening:
+            return told
+        rows = [row for i in listening for row in range(p.spans[i].root, p.spans[i].stop)]
+        logits = self.exit.logits(p.state.hidden[torch.tensor(rows, device=p.state.hidden.device)])
+        begin = 0
+        for i in listening:
+            end = begin + p.spans[i].nodes
+            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa)
+            if message is not None:
+                told[i] = message
+            begin = end
+        return told
+
+    def _listens(self, work: Work) -> bool:
+        """Whether a draft may follow the pass: not where the batch is too large for any."""
+        resting = work.rows == 1 and work.budget == 0
+        return work.may_draft and not resting and work.sequence.view.key in self._windows
+
+    def _kappa(self, batch: int) -> int:
+        """Candidates of a position at a batch size."""
+        return next((k for size, k in reversed(self.kappas.items()) if batch >= size), 0)
+
+    def _prepare(self, p: Pass, windows: Mapping[int, Chain], told: Mapping[int, Message]) -> Rollout:
+        """A branch below every candidate that leaves room for a draft."""
+        rollout = Rollout(self.sessions, self.target.config.vocab_size)
+        for i, message in told.items():
+            work, window = p.works[i], windows[i]
+            wanted = min(work.budget or self.gamma, self.gamma)
+            candidates = []
+            for place, tokens in enumerate(message.tokens):
+                levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
+                if levels > 0:
+                    candidates += [Candidate(window.behind(place), token, place, levels) for token in tokens]
+            rollout.prepare(work.sequence.view.key, candidates)
+        return rollout
+
+    def _start(self, rollout: Rollout) -> None:
+        """Have the rollout drafted."""
+        if self.failure is None:
+            self._rollout = rollout
+            with self._guarded():
+                self.runner.start(rollout)
+
+    def _finish(self, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]) -> Mapping[Outcome, Branch]:
+        """The verdict: the windows of the branches that are reused, and none where there was nothing to reuse."""
+        rollout, reused = self._rollout, dict[Outcome, Branch]()
+        if rollout is None:
+            return reused
+        with self._guarded():
+            known = {outcome: tokens for outcome, tokens in said.items() if outcome[0] in self._windows}
+            reused = self.runner.finish(rollout, known, [key for key in ended if key in self._windows])
+        self._rollout = None
+        for key in ended:
+            self._forget(key)
+        for outcome in said:
+            key, branch = outcome[0], reused.get(outcome)
+            if key in self._windows:
+                self._windows[key] = Chain() if branch is None else branch.chain
+                (self._fallen.add if branch is None else self._fallen.discard)(key)
+        return reused
+
+    # -- the verdict
+
+    def _said(self, p: Pass) -> dict[Outcome, list[int]]:
+        """What was said in answers that go on."""
+        found = {}
+        for i in p.generating:
+            sequence, count = p.works[i].sequence, p.emitted[i]
+            if count and not sequence.finished:
+                said = p.tokens[i][:count]
+                found[sequence.view.key, count - 1, said[-1]] = said
+        return found
+
+    def _verdicts(self, p: Pass, windows: Mapping[int, Chain], messages: Mapping[int, Message]) -> list[Verdict]:
+        """What came out of the windows; taken before tokens are emitted, while samplers stand in front of them."""
+        found = []
+        for i in p.generating:
+            view, window = p.works[i].sequence.view, windows[i]
+            if view.fault is not None or p.works[i].rows > 1:
+                continue
+            accepted, message, mass = len(p.paths[i]), messages.get(i), 0.0
+            if message is not None:
+                logits = p.logits[p.rows[i].start + accepted]
+                mass = overlap_mass(view, window.tokens, accepted, logits, message.tokens[accepted])
+            said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
+            told = message is not None and drafts_follow
+            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, mass))
+        return found
+
+    def _tell(self, verdicts: Sequence[Verdict], reused: Mapping[Outcome, Branch]) -> None:
+        """The verdicts, with what became of them."""
+        for verdict in verdicts:
+            outcome = verdict.key, verdict.accepted, verdict.said
+            self.on_verdict(replace(verdict, reused=outcome in reused))  # type: ignore[misc]  # there are none else
+
+    # -- faults
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A drafter's fault costs no request: decoding goes on without it, until it comes back where it can."""
+        try:
+            yield
+        except Exception as error:
+            why = f"drafter {self.drafter.spec.name!r} failed: {type(error).__name__}: {error}"
+            self._away = isinstance(self.sessions, GoingSessions) and not isinstance(error, ConfigError)
+            if not self._away:
+                self.failure = why
+            log.error("%s; decoding goes on without it", why, exc_info=error)
+            self._windows.clear()
+            self._fallen.clear()
+
+    def _close(self, key: int) -> None:
+        if self._forget(key):
+            with self._guarded():
+                self.sessions.close(key)
+
+    def _forget(self, key: int) -> bool:
+        """Whether it had a session."""
+        self._fallen.discard(key)
+        return self._windows.pop(key, None) is not None

@@ -1,0 +1,219 @@
+"""The recipe ``exits``: early exits at several depths of a frozen target, trained together.
+
+Source: Mirror Speculative Decoding, E.2, eq. 15, with distillation from the target beside the text (``distill``; the
+paper has none: 0).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from ..core.options import check, option
+from ..target.exit_heads import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
+from ..target.files import fingerprint
+from .ahead import EVALUATED_LOGITS
+from .data import TokenBatch
+from .losses import TargetHidden, distilled
+from .network import Network
+from .registry import BuildContext
+from .trainer import StepContext
+
+KAPPAS = (1, 4, 8)  # candidates whose overlap mass is logged (eq. 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitOptions:
+    """Where exits are, and what they learn from."""
+
+    depths: tuple[float, ...] = option((0.25, 0.5, 0.75), help="shares of the target's depth, such as <0.25,0.5,0.75>")
+    distill: float = option(
+        0.0, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not 0 < len(self.depths) <= MOST_EXITS or not all(0 < depth < 1 for depth in self.depths):
+            asked = f"depths={self.depths}"
+            raise ConfigError(asked, f"1 to {MOST_EXITS} shares between 0 and 1 are wanted", "use <0.25,0.5,0.75>")
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Held-out figures of one domain, of every exit."""
+
+    rows: int = 0
+    hits: Tensor = field(default_factory=lambda: torch.zeros(2))  # [2, K] of the text, of the target
+    mass: Tensor = field(default_factory=lambda: torch.zeros(1))  # [kappas, K]
+
+
+class ExitRecipe:
+    """sum_e (w KL(p, q_e) + (1 - w) CE_e) / K over the tokens with weight (eq. 15).
+
+    Args:
+        heads: what is trained.
+        target: the frozen target.
+        options: the loss.
+        held_out: batches by domain.
+    """
+
+    name = "exits"
+
+    def __init__(
+        self,
+        heads: ExitHeads,
+        target: Network,
+        options: ExitOptions,
+        held_out: Mapping[str, Sequence[TokenBatch]] | None = None,
+    ) -> None:
+        self.module, self.target, self.options, self.held_out = heads, target, options, held_out or {}
+
+    @torch.no_grad()
+    def states(self, batch: TokenBatch) -> list[Tensor]:
+        """[rows, d_model] of the tokens with weight: behind the layers of every exit, and behind the last layer."""
+        rows = batch.weights > 0
+        hidden, found, start = self.target.embed(batch.tokens, batch.positions), [], 0
+        for stop in (*self.module.config.layers, self.target.config.num_layers):
+            hidden, start = self.target.run(hidden, start, stop, batch)[0], stop
+            found.append(hidden[rows])
+        return found
+
+    def loss(self, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, float]]:
+        """The mean over the exits, and each one's parts (nats)."""
+        *states, last = self.states(batch)
+        rows, count = batch.weights > 0, len(states)
+        weights, tokens = batch.weights[rows], batch.targets[rows]
+        made = torch.cat([self._normed(place, hidden) for place, hidden in enumerate(states)])
+        loss, parts = distilled(
+            made,
+            self.target.head_weight,
+            TargetHidden(self.target.final(last).repeat(count, 1), self.target.head_weight),
+            tokens.repeat(count),
+            weights.repeat(count),
+            share=self.options.distill,
+            check=False,
+        )
+        means = (parts.unflatten(1, (count, -1)) * weights).sum(-1) / weights.sum().clamp_min(1e-9)  # [2, K]
+        layers = self.module.config.layers
+        named = {"kl": means[0], "ce": means[1]}
+        return loss, {
+            f"{what}_{layer}": value
+            for what, values in named.items()
+            for layer, value in zip(layers, values.tolist(), strict=True)
+        }
+
+    def _normed(self, place: int, hidden: Tensor) -> Tensor:
+        """What the target's head reads of one exit."""
+        return self.target.final(self.module.adapt(place, hidden))
+
+    # -- held-out figures (figure 9)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """By domain and layer: how often the likeliest token is the text's (accuracy) and the target's (agreement), and
+        the target's own probability of the kappa likeliest (overlap mass, eq. 9, at every position)."""
+        figures: dict[str, float] = {}
+        for domain, batches in self.held_out.items():
+            sums = self._sums(batches)
+            for place, layer in enumerate(self.module.config.layers):
+                where = f"{domain}/{layer}"
+                figures[f"accuracy/{where}"] = float(sums.hits[0, place]) / max(1, sums.rows)
+                figures[f"agreement/{where}"] = float(sums.hits[1, place]) / max(1, sums.rows)
+                for kappa, mass in zip(KAPPAS, sums.mass[:, place].tolist(), strict=True):
+                    figures[f"mass_{kappa}/{where}"] = mass / max(1, sums.rows)
+        return figures
+
+    def _sums(self, batches: Sequence[TokenBatch]) -> _Sums:
+        count = len(self.module.config.layers)
+        sums = _Sums(0, torch.zeros(2, count), torch.zeros(len(KAPPAS), count))
+        for batch in batches:
+            for states, last, tokens in self._parts(batch.to(self.target.head_weight.device)):
+                p = self.target.logits(self.target.final(last)).float().softmax(-1)
+                for place, hidden in enumerate(states):
+                    said = self.target.logits(self._normed(place, hidden)).topk(min(max(KAPPAS), p.shape[-1])).indices
+                    both = torch.stack((tokens, p.argmax(-1)))
+                    sums.hits[:, place] += (said[:, 0] == both).sum(-1).cpu()
+                    mass = p.gather(-1, said).cumsum(-1).sum(0).cpu()
+                    sums.mass[:, place] += torch.stack([mass[min(kappa, len(mass)) - 1] for kappa in KAPPAS])
+                sums.rows += len(tokens)
+        return sums
+
+    def _parts(self, batch: TokenBatch) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
+        """States of the exits, last states and the text's next tokens, some rows at a time."""
+        *states, last = self.states(batch)
+        size = max(1, EVALUATED_LOGITS // self.target.head_weight.shape[0])
+        parts = zip(*(hidden.split(size) for hidden in states), strict=True)
+        rest = last.split(size), batch.targets[batch.weights > 0].split(size)
+        for part, final, tokens in zip(parts, *rest, strict=True):
+            yield list(part), final, tokens
+
+    # -- result
+
+    def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """`ExitHeads.save` in bf16, and ``training.json``: facts, parameters, and their share of the target's."""
+        self.module.save(folder)
+        own, all_ = (sum(p.numel() for p in part.parameters()) for part in (self.module, self.target))
+        values = {**facts, "parameters": own, "share_of_target": own / all_}
+        (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+class ExitsKind:
+    """How ``paceline train exits`` builds the recipe."""
+
+    name = "exits"
+    needs_target = True
+    takes_init = True  # trained exits to go on from, of the same shape
+    Options: ClassVar[type[ExitOptions]] = ExitOptions
+
+    def imitates(self, options: ExitOptions) -> bool:
+        """True: an exit is to say what the target will say."""
+        return True
+
+    def top(self, options: ExitOptions) -> int:
+        """0: states in the middle of the layers are in no cache."""
+        return 0
+
+    def states(self, options: ExitOptions) -> bool:
+        """False: not the last ones alone."""
+        return False
+
+    def build(self, options: ExitOptions, context: BuildContext) -> ExitRecipe:
+        """Fresh exits of the context's target, or those in ``context.init``.
+
+        Raises:
+            ConfigError: no target, one without a middle, or exits of another shape to go on from.
+        """
+        if context.target is None or context.target_folder is None:
+            raise ConfigError("training early exits", "there is no target to train them for", "give --target")
+        shape, folder = context.target.config, Path(context.target_folder)
+        config = ExitsConfig(
+            layers=shares(shape.num_layers, options.depths),
+            num_layers=shape.num_layers,
+            d_model=shape.d_model,
+            vocab_size=shape.vocab_size,
+            target=folder.name,
+            fingerprint=fingerprint(folder),
+        )
+        if context.init is None:
+            heads = ExitHeads.fresh(config, torch.Generator().manual_seed(context.seed))
+        else:
+            heads = _continued(context.init, config)
+        return ExitRecipe(heads.to(context.device), context.target, options, context.held_out)
+
+
+def _continued(folder: Path, config: ExitsConfig) -> ExitHeads:
+    """The exits in ``folder``, to be trained on; their target may have been an earlier state of this one."""
+    heads = load(folder, torch.float32).requires_grad_(True)
+    found = replace(heads.config, target=config.target, fingerprint=config.fingerprint)
+    if found != config:
+        wrong = f"its layers are {heads.config.layers} of {heads.config.num_layers}, this run's {config.layers}"
+        raise ConfigError(f"going on from {folder}", wrong, "train with its options, or without --init")
+    heads.config = config
+    return heads

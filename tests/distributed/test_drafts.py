@@ -1,0 +1,272 @@
+"""Draft sessions over a channel say what they say in the process, go on by themselves, and end with the verdict."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed_drafts import bound
+from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+
+from paceline.core.sampling import SamplingParams
+from paceline.distributed.channels import Link, LinkedChannel
+from paceline.distributed.clock import Pace, RealClock, VirtualClock
+from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, InProcess, Open, Part, RemoteSessions
+from paceline.distributed.handshake import Facts, Fault
+from paceline.distributed.worker import Patience, Worker, WorkerSpec
+from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
+from paceline.rounds.mirror.records import Verdict
+from paceline.rounds.mirror.round import MirrorRound
+from paceline.rounds.mirror.running import Elsewhere
+
+LONG = 120.0  # seconds: an end of waiting that no test comes to
+WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias={7: -3.0, 12: 0.5}, stop=["x"], seed=2**70)
+PROMPT = [(5 * i + 11) % (VOCAB - 10) + 10 for i in range(21)]
+
+
+def opening(key: int = 0, length: int = 21, params: SamplingParams = WARM) -> Opening:
+    return Opening(key, PROMPT[:length], length - 3, params, seed=2**70, sample_index=1, max_len=200)
+
+
+def beside() -> tuple[Any, RemoteSessions, InProcess]:
+    """Sessions here, and the same ones behind a channel."""
+    served = InProcess(DraftService(bound(), Facts()), RealClock())
+    return bound(), RemoteSessions(served, LONG), served
+
+
+def test_an_opening_comes_back():
+    for params in (WARM, SamplingParams()):
+        assert Open.of(opening(params=params)).opening() == opening(params=params)
+
+
+def test_random_lives_are_the_same_here_and_there():
+    draw = random.Random(4)
+    here, there, _ = beside()
+    nodes: dict[int, list[int]] = {}
+    drafted = rerooted = 0
+    for key in range(2):
+        for one in (here, there):
+            one.open(opening(key, 10 + 6 * key))
+        nodes[key] = []
+    for turn in range(40):
+        asks = []
+        for key, known in nodes.items():
+            given = [(draw.choice([ROOT, *known]), draw.randrange(10, VOCAB))]
+            asks.append(Ask(key, given, [draw.choice(known)] if known else [ROOT], draw.choice([1, 3])))
+        found = here.grow(asks)
+        assert there.grow(asks) == found
+        for ask, grown in zip(asks, found, strict=True):
+            nodes[ask.key] += [n for n in (*grown.given, *grown.nodes) if n not in nodes[ask.key]]
+            drafted += len(grown.nodes)
+        key = draw.choice([*nodes])
+        if turn % 4 == 0:
+            node = draw.choice(nodes[key])
+            for one in (here, there):
+                one.reroot(key, node)
+            nodes[key] = [*here._open[key].nodes]
+            rerooted += 1
+        elif turn % 7 == 0:
+            said = [draw.randrange(10, VOCAB) for _ in range(2)]
+            for one in (here, there):
+                one.commit(key, said)
+            nodes[key] = []
+    assert drafted > 60 and rerooted == 10
+    for key in nodes:
+        there.close(key)
+
+
+def chains(sessions: Any, asks: list[Ask], levels: list[list[int]]) -> list[dict[int, Grown]]:
+    """What a growth of several levels says, asked for level by level."""
+    left = {
+        ask.key: dict(zip(ask.expand, own[len(ask.given) :], strict=True))
+        for ask, own in zip(asks, levels, strict=True)
+    }
+    given = {ask.key: own[: len(ask.given)] for ask, own in zip(asks, levels, strict=True)}
+    found = []
+    while asks:
+        level = dict(zip([ask.key for ask in asks], sessions.grow(asks), strict=True))
+        found.append(level)
+        asks = []
+        for key, grown in level.items():
+            more = left[key] | dict(zip(grown.given, given[key], strict=False))
+            left[key] = {n: more[p] - 1 for p, n in zip(grown.parents, grown.nodes, strict=True) if more[p] > 1}
+            if left[key]:
+                asks.append(Ask(key, (), [*left[key]]))
+    return found
+
+
+def test_a_growth_goes_on_by_itself():
+    """Branches of unequal depth, as of a rollout; two sequences, of which one is done before the other."""
+    here, there, _ = beside()
+    for key in (0, 1):
+        for one in (here, there):
+            one.open(opening(key))
+    asks = [Ask(0, [(ROOT, 20), (ROOT, 30)], [ROOT]), Ask(1, [], [ROOT])]
+    levels = [[4, 1, 3], [2]]
+    growing = there.begin(asks, levels)
+    there.wait(growing)
+    assert growing.levels == chains(here, asks, levels)
+    assert [len(level) for level in growing.levels] == [2, 2, 1, 1] and growing.done
+
+
+class Timed:
+    """Virtual time: a level takes 2 ms, a message 0.5 ms."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.rows: list[int] = []
+        pace = Pace(clock, lambda rows: self.rows.append(rows) or 0.002)  # type: ignore[func-returns-value]
+        link = Link(latency_ms=0.5)
+        self.clock = clock
+        self.served = InProcess(
+            DraftService(bound(), Facts(), pace), clock, lambda end: LinkedChannel(end, link, clock)
+        )
+        self.sessions = RemoteSessions(self.served, LONG)
+        self.sessions.open(opening())
+
+
+@pytest.fixture
+def timed() -> Iterator[Timed]:
+    with VirtualClock() as clock:
+        yield Timed(clock)
+
+
+def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Timed):
+    clock, sessions = timed.clock, timed.sessions
+    growing = sessions.begin([Ask(0, [(ROOT, 20), (ROOT, 30)], [ROOT])], [[9, 9, 9]])
+    clock.sleep_until(0.0071)  # levels end at 2.5, 4.5 and 6.5 ms, and are known 0.5 ms later
+    sessions.look()
+    assert len(growing.levels) == 3 and not growing.done
+    sessions.reroot(0, growing.levels[0][0].given[0])  # is there at 7.6 ms, after the level that ends at 8.5 ms
+    sessions.wait(growing)
+    assert len(growing.levels) == 5 and growing.levels[4] == {}
+    assert clock.now() == pytest.approx(0.009) and timed.rows == [3, 3, 3, 3]
+    again = sessions.begin([Ask(0, [], [n for n in growing.levels[3][0].nodes if n][:1])])
+    clock.sleep_until(0.1)
+    sessions.drop(again)
+    sessions.look()
+    assert not again.done and sessions.ready()
+
+
+def test_other_sequences_go_on_after_a_verdict(timed: Timed):
+    sessions = timed.sessions
+    sessions.open(opening(1))
+    growing = sessions.begin([Ask(0, [], [ROOT]), Ask(1, [], [ROOT])], [[3], [5]])
+    sessions.commit(0, [40, 41])
+    sessions.wait(growing)
+    assert [sorted(level) for level in growing.levels] in ([[0, 1], *[[1]] * 4], [[1]] * 5)
+    assert sum(1 in level for level in growing.levels) == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (Fault("ValueError: no", True), "failed: ValueError: no"),
+        (Open.of(opening()), "says Open, which is no answer"),
+        (Grew(1, [Part(9, [], [], [], [], [])], True), "another form"),
+        (Grew(1, [Part(0, [], [0], [1], [2], [])], True), "another form"),
+        (Grew(1, [Part(0, [], [], [], [], []), Part(0, [], [], [], [], [])], True), "another form"),
+        (Grew(1, [Part(0, [1], [], [], [], [])], True), "another form"),
+        (Grew(1, [], False), "another form"),
+        (Grew(1, [Part(0, [], [], [], [], [])], False), "another form"),  # one level more than asked for
+        (Grew(1, [], True), "leaves a sequence out"),
+    ],
+)
+def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
+    class Liar:
+        kinds = KINDS
+
+        def handle(self, message: Any) -> Any:
+            return [answer, answer] if not isinstance(message, Open) else []
+
+        def work(self) -> None:
+            return None
+
+    served = InProcess(Liar(), RealClock())
+    sessions = RemoteSessions(served, LONG)
+    sessions.open(opening())
+    with pytest.raises(DraftsLost, match=why):
+        sessions.grow([Ask(0, [], [ROOT])])
+    assert why in served.faults[0] and not sessions.ready()
+    with pytest.raises(DraftsLost, match="is not there"):
+        sessions.open(opening())
+
+
+def test_one_that_is_late_is_given_up():
+    class Sleeper(DraftService):
+        def work(self) -> Any:
+            return None
+
+    served = InProcess(Sleeper(bound(), Facts()), RealClock())
+    sessions = RemoteSessions(served, 0.05)
+    sessions.open(opening())
+    with pytest.raises(DraftsLost, match="answered nothing for 0.05 s"):
+        sessions.grow([Ask(0, [], [ROOT])])
+
+
+TARGET = tiny_decoder()
+JOBS = [
+    ([(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(6 + 5 * i)], SamplingParams(seed=i, max_tokens=24))
+    for i in range(2)
+]
+
+
+def ids(outputs: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[Verdict]]:
+    """What the mirror round says with these sessions, and what became of its windows."""
+    engine = assemble(draft_model(noise=0.2, depth=4), round="mirror,kappa=4,exit=2", decoder=TARGET)
+    made, verdicts = engine.round, list[Verdict]()
+    assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
+    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits
+    engine.round = MirrorRound(made.target, made.pool, *given, sessions, Elsewhere())
+    engine.round.on_verdict = verdicts.append
+    return ids(run(engine, JOBS)), verdicts
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return ids([run(assemble(decoder=TARGET), [job])[0] for job in JOBS])
+
+
+def test_the_mirror_round_over_a_channel(plain: list[list[int]]):
+    _, there, served = beside()
+    said, verdicts = mirrored(there)
+    assert said == plain and not served.faults
+    assert any(v.reused for v in verdicts) and sum(v.accepted for v in verdicts) > 2
+
+
+def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain: list[list[int]]):
+    """In the midst of a growth, and no token of the round that goes on without it is another one."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests / "distributed"), str(tests), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    spec = WorkerSpec(name="draft", service="distributed_drafts:service", kinds=KINDS, expected=Facts(weights="tiny"))
+    worker = Worker(spec, Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01))
+    here, ask = bound(), [Ask(0, [(ROOT, 20)], [ROOT])]
+    here.open(opening())
+    expected = here.grow(ask)
+    try:
+        worker.start()
+        there = RemoteSessions(worker, LONG)
+        there.open(opening())
+        assert there.grow(ask) == expected
+        there.close(0)
+        said, verdicts = mirrored(there)
+        assert said == plain and any(v.reused for v in verdicts)
+        there.open(opening())
+        threading.Timer(0.02, lambda: os.kill(worker.pid or 0, signal.SIGKILL)).start()
+        with pytest.raises(DraftsLost):
+            while True:
+                there.wait(there.begin([Ask(0, [(ROOT, 21)], [])], [[50]]))
+        assert "died: killed by SIGKILL" in worker.faults[0]
+        assert mirrored(there)[0] == plain
+    finally:
+        worker.stop()

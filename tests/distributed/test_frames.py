@@ -1,0 +1,159 @@
+"""Messages come back as they were sent, and no bytes whatever are taken for one that was not."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from paceline.distributed import frames
+from paceline.distributed.frames import DTYPES, HEAD, Codec, Frame, FrameError, decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """A message of every kind of field."""
+
+    session: Annotated[int, Field(ge=0)]
+    tokens: list[int]
+    scores: dict[str, float]
+    hidden: Tensor
+    why: str | None
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    session: int
+
+
+CODEC = Codec(grow=Grow, close=Close)
+
+
+def bytes_of(message: object) -> bytearray:
+    return bytearray(b"".join(CODEC.encode(message)))
+
+
+def grow() -> Grow:
+    hidden = torch.arange(12).reshape(3, 4).to(torch.bfloat16)
+    return Grow(7, [1, 2**60, -3], {"p": 0.1, "q": -math.inf}, hidden, None, torch.tensor([True, False]))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def test_a_message_comes_back():
+    sent, found = grow(), CODEC.decode(bytes_of(grow()))
+    assert (found.session, found.tokens, found.why) == (7, [1, 2**60, -3], None)
+    assert found.scores == {"p": 0.1, "q": -math.inf}
+    assert same(found.hidden, sent.hidden) and same(found.mask, sent.mask)
+    assert CODEC.decode(bytes_of(Close(3))) == Close(3)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_and_shape_comes_back(name: str):
+    dtype = getattr(torch, name)
+    full = torch.randint(0, 2, (3, 5, 7)).to(dtype)
+    deep = torch.zeros([1] * frames.MOST_DIMENSIONS).to(dtype)
+    sent = [full, full[1, 2, 3], full[:0], full.transpose(0, 2), full[:, ::2], deep]
+    found = decode(bytearray(b"".join(encode(Frame("t", b"{}", sent)))))
+    assert all(same(one, other) for one, other in zip(sent, found.tensors, strict=True))
+
+
+def test_nan_comes_back_and_so_does_every_float():
+    scores = {"nan": math.nan, "tiny": 5e-324, "third": 1 / 3}
+    message = Grow(0, [], scores, torch.tensor(math.nan), "ä\n\0", torch.empty(0))
+    found = CODEC.decode(bytes_of(message))
+    assert math.isnan(found.scores["nan"]) and (found.scores["tiny"], found.scores["third"]) == (5e-324, 1 / 3)
+    assert bool(found.hidden.isnan()) and found.why == "ä\n\0"
+
+
+def test_a_frame_that_is_cut_short_or_too_long_is_refused():
+    whole = bytes_of(grow())
+    for size in range(len(whole)):
+        with pytest.raises(FrameError):
+            CODEC.decode(whole[:size])
+    with pytest.raises(FrameError):
+        CODEC.decode(whole + b"\0")
+
+
+def test_a_torn_frame_is_refused():
+    """A bit that changed in front of the tensors' bytes is seen; in these it changes a number and nothing else."""
+    whole, draw = bytes_of(grow()), random.Random(0)
+    head, refused = len(whole) - 2 * 64, 0
+    for at in range(head):
+        torn = bytearray(whole)
+        torn[at] ^= 1 << draw.randrange(8)
+        with pytest.raises(FrameError):
+            CODEC.decode(torn)
+        refused += 1
+    assert refused == head > 100
+    whole[head] ^= 1
+    assert CODEC.decode(whole).tokens == grow().tokens
+
+
+def sealed(name: bytes, fields: bytes, shapes: bytes = b"", count: int = 0, bodies: bytes = b"") -> bytearray:
+    """A frame with a right checksum, whatever is in it."""
+    head = HEAD.pack(0, frames.PROTOCOL, len(name), count, len(fields))[4:] + name + fields + shapes
+    head += bytes(-(len(head) + 4) % 64) if count else b""
+    return bytearray(struct.pack("<I", zlib.crc32(head)) + head + bodies)
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (sealed(b"steal", b"{}"), "not expected here"),
+        (sealed(b"close", b"{}"), "session"),
+        (sealed(b"close", b'{"session": "7"}'), "session"),
+        (sealed(b"close", b'{"session": 7.5}'), "session"),
+        (sealed(b"close", b'{"session": 7, "more": 1}'), "more"),
+        (sealed(b"close", b"[" * 5000), "fields"),
+        (sealed(b"close", b"\xff\xfe"), "fields"),
+        (sealed(b"close", b'{"session": 7}', b"\x00\x00", 1, bytes(64)), "1 tensors"),
+        (sealed(b"\xff", b"{}"), "no text"),
+        (sealed(b"close", b"{}", b"\x63\x00", 1), "no known kind"),
+        (sealed(b"close", b"{}", b"\x00\x09", 1), "no known kind"),
+        (sealed(b"close", b"{}", struct.pack("<BBq", 4, 1, -1), 1), "shape"),
+        (sealed(b"close", b"{}", struct.pack("<BB2q", 4, 2, 2**40, 2**40), 1), "shape"),
+        (sealed(b"close", b"{}", struct.pack("<BBq", 4, 1, 9), 1, bytes(64)), "of which it says"),
+        (sealed(b"close", b"{}", b"", 40), "cut short"),
+    ],
+)
+def test_what_no_message_says_is_refused(frame: bytearray, why: str):
+    with pytest.raises(FrameError, match=why):
+        CODEC.decode(frame)
+
+
+def test_another_protocol_is_named(monkeypatch: pytest.MonkeyPatch):
+    whole = bytes_of(Close(1))
+    monkeypatch.setattr(frames, "PROTOCOL", 2)
+    with pytest.raises(FrameError, match="protocol 1, this is protocol 2"):
+        CODEC.decode(whole)
+
+
+def test_noise_is_no_message():
+    draw = random.Random(1)
+    for _ in range(300):
+        with pytest.raises(FrameError):
+            CODEC.decode(bytearray(draw.randbytes(draw.randrange(200))))
+
+
+def test_what_goes_into_no_frame():
+    with pytest.raises(FrameError, match="complex64"):
+        encode(Frame("t", b"{}", [torch.zeros(2, dtype=torch.complex64)]))
+
+
+def test_a_byte_that_is_no_truth_value_becomes_one():
+    whole = bytes_of(grow())
+    whole[-64] = 7
+    assert CODEC.decode(whole).mask.tolist() == [True, False]
+    assert CODEC.decode(whole).mask.view(torch.uint8).tolist() == [1, 0]

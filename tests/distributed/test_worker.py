@@ -1,0 +1,358 @@
+"""Workers: placed, greeted, watched, named where they fail, and back after a rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed_services import KINDS, About, Count, Echo, Say
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.distributed.channels import Channel, ChannelClosed, Line, local_pair
+from paceline.distributed.clock import Late, RealClock, VirtualClock
+from paceline.distributed.frames import Codec
+from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
+from paceline.distributed.placement import Placement, cores, share_cores
+from paceline.distributed.serving import Progress, serve
+from paceline.distributed.worker import Launched, Patience, Worker, WorkerFailed, WorkerSpec, ended
+
+LONG = 120.0  # seconds: an end of waiting that no test comes to
+LAZY = Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01)
+SPEC = WorkerSpec(name="echo", service="distributed_services:echo", kinds=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where workers find the service of these tests."""
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    made: list[Worker] = []
+    yield made
+    for worker in made:
+        worker.stop()
+
+
+def say(line: Line, text: str) -> Any:
+    line.send(Say(text))
+    return line.receive(LONG)
+
+
+def until_ready(worker: Worker) -> Line:
+    """Poll as an engine does."""
+    end = time.monotonic() + LONG
+    while not worker.poll():
+        assert time.monotonic() < end, worker.faults
+        time.sleep(0.005)
+    assert worker.line is not None
+    return worker.line
+
+
+@pytest.mark.parametrize("channel", ["shared", "tcp"])
+def test_a_worker_serves_on_its_cores_until_it_is_stopped(workers: list[Worker], channel: Any):
+    core = cores()[-1]
+    placed = replace(SPEC, channel=channel, placement=Placement(cores=(core,)))
+    workers.append(worker := Worker(placed, LAZY))
+    line = worker.start()
+    assert say(line, "hello") == Say("HELLO")
+    about = say(line, "about")
+    assert about == About(worker.pid or 0, [core], "1", False)  # nothing loads torch that does not need it
+    line.channel.send([b"no message"])
+    assert line.receive(LONG) == Fault("a frame of 10 bytes is cut short", False)
+    line.send(Count(5))
+    assert [line.receive(LONG) for _ in range(5)] == [Say(str(n)) for n in range(1, 6)]
+    assert worker.faults == [] and worker.starts == 1
+    worker.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(about.pid, 0)
+    assert not worker.poll() and worker.line is None
+
+
+def test_one_that_dies_is_named_and_comes_back(workers: list[Worker]):
+    """By a signal from outside, by its own hand in the midst of an answer, and by a fault of its service."""
+    workers.append(worker := Worker(SPEC, LAZY))
+    worker.start()
+    orders = {"": "died: killed by SIGKILL", "die": "died: killed by SIGKILL", "fail": "ended with status 1"}
+    pids = []
+    for order, words in orders.items():
+        line = until_ready(worker)
+        pids.append(worker.pid)
+        if order:
+            line.send(Say(order))
+        else:
+            os.kill(worker.pid or 0, signal.SIGKILL)
+        if order == "fail":
+            assert line.receive(LONG) == Fault("ValueError: no such thing", True)
+        with pytest.raises(ChannelClosed):
+            line.receive(LONG)
+        worker.lost()
+        assert worker.faults[-1] == f"worker echo (pid {pids[-1]}) {words}"
+    assert say(until_ready(worker), "back") == Say("BACK")
+    assert len(set(pids)) == 3 and worker.starts == 4 and len(worker.faults) == 3
+
+
+def test_one_that_hangs_is_named(workers: list[Worker]):
+    """Stopped as a whole, and at work without an end."""
+    for patience, words in (
+        (replace(LAZY, silent_s=1.0), "no sign of life"),
+        (replace(LAZY, stuck_s=0.3), "at one piece"),
+    ):
+        workers.append(worker := Worker(SPEC, replace(patience, silent_s=min(patience.silent_s, 6.0), rest_s=LONG)))
+        line = worker.start()
+        line.send(Say("hang"))
+        if words == "no sign of life":
+            os.kill(worker.pid or 0, signal.SIGSTOP)
+        while not worker.faults:
+            worker.poll()
+        assert words in worker.faults[0] and worker.faults[0].startswith("worker echo (pid ")
+        assert worker.pid is None and worker.line is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "error", "why"),
+    [
+        ({"refuse": True}, Facts(), ConfigError, "device cpu: it is not liked. Use another."),
+        ({"fail": True}, Facts(), WorkerFailed, r"failed at its start: RuntimeError: out of order"),
+        ({"weights": "b"}, Facts(weights="a"), CapabilityError, "worker echo: its weights is b, and a is asked for"),
+    ],
+)
+def test_one_that_cannot_serve_says_why(
+    workers: list[Worker], options: dict[str, Any], expected: Facts, error: type[Exception], why: str
+):
+    workers.append(worker := Worker(replace(SPEC, options=options, expected=expected), LAZY))
+    with pytest.raises(error, match=why):
+        worker.start()
+    if error is not WorkerFailed:
+        with pytest.raises(error):
+            worker.poll()
+    assert worker.pid is None
+
+
+# -- without processes: the same worker in another hand
+
+
+@dataclass
+class Hand:
+    """Starts workers that do what a test says."""
+
+    clock: VirtualClock
+    began: list[float] = field(default_factory=list)
+    status: int | None = None
+    pid: int = 7
+    lines: list[tuple[Line, Line]] = field(default_factory=list)  # the worker's ends: life, and the other
+    broken: bool = False
+
+    def launch(self, spec: WorkerSpec, beat_s: float) -> Launched:
+        if self.broken:
+            raise OSError("no more processes")
+        self.began.append(self.clock.now())
+        self.status, (mine, theirs), (own, other) = None, local_pair(self.clock), local_pair(self.clock)
+        self.lines.append((Line(theirs, Codec(**LIFE)), Line(other, Codec(**GREETINGS, **KINDS))))
+        return Launched(self, Line(mine, Codec(**LIFE)), "key", lambda: own, lambda: None)
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def kill(self) -> None:
+        self.status = -signal.SIGKILL
+
+    def hello(self, **facts: str) -> None:
+        self.lines[-1][1].send(Hello("key", {"weights": "", "vocabulary": "v", "dtype": "", "version": "1", **facts}))
+
+    def pass_time(self, worker: Worker, seconds: float, beats: bool = True, busy_s: float = 0.0) -> None:
+        for _ in range(round(seconds * 10)):
+            self.clock.sleep_until(self.clock.now() + 0.1)
+            if beats and worker.pid is not None:
+                self.lines[-1][0].send(Beat(1, busy_s))
+            worker.poll()
+
+
+@pytest.fixture
+def hand() -> Iterator[Hand]:
+    with VirtualClock() as clock:
+        yield Hand(clock)
+
+
+def watched(hand: Hand, patience: Patience | None = None, **expected: str) -> Worker:
+    spec = replace(SPEC, expected=Facts(version=expected.pop("version", ""), **expected))
+    worker = Worker(spec, patience or Patience(start_s=20.0), hand.launch, hand.clock)
+    worker.poll()
+    return worker
+
+
+def test_a_silent_worker_is_named_in_time_and_rests_grow(hand: Hand):
+    worker = watched(hand)
+    for number in range(8):
+        while worker.pid is None:
+            hand.pass_time(worker, 0.1)
+        hand.hello()
+        hand.pass_time(worker, 1.0)
+        assert worker.line is not None and len(worker.faults) == number
+        hand.pass_time(worker, 3.5, beats=False)  # within five seconds
+        assert len(worker.faults) == number + 1 and "no sign of life for 3." in worker.faults[-1]
+    rests = [b - a - 4.0 for a, b in zip(hand.began, hand.began[1:], strict=False)]
+    assert rests == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0], abs=0.7)
+    assert rests == sorted(rests)
+
+
+def test_failures_of_long_ago_are_forgotten(hand: Hand):
+    worker, rests = watched(hand), []
+    for seconds in (1.0, 1.0, 1.0, 11.0):
+        while worker.pid is None:
+            hand.pass_time(worker, 0.1)
+        hand.hello()
+        hand.pass_time(worker, seconds)
+        hand.status = 3
+        hand.pass_time(worker, 0.1)
+        rests.append(worker._next - hand.clock.now())
+    assert rests == pytest.approx([0.1, 0.2, 0.4, 0.1], abs=0.05)
+    assert worker.faults == ["worker echo (pid 7) ended with status 3"] * 4
+
+
+def test_a_worker_at_one_piece_of_work_hangs(hand: Hand):
+    worker = watched(hand)
+    hand.hello()
+    hand.pass_time(worker, 1.0, busy_s=29.0)
+    assert worker.faults == []
+    hand.pass_time(worker, 0.1, busy_s=31.0)
+    assert worker.faults == ["worker echo (pid 7) hangs: at one piece of work for 31.0 s"]
+
+
+def test_a_worker_that_says_no_hello_is_started_again(hand: Hand):
+    worker = watched(hand)
+    hand.pass_time(worker, 20.5)
+    assert "is not ready 20." in worker.faults[0]
+    hand.pass_time(worker, 1.0)
+    hand.lines[-1][1].close()
+    hand.pass_time(worker, 0.1)
+    worker.lost()  # it is already known to be
+    assert "said no hello: the other end is gone" in worker.faults[1]
+    hand.broken = True
+    hand.pass_time(worker, 1.0)
+    assert "could not be started: no more processes" in worker.faults[2]
+    hand.broken = False
+    hand.pass_time(worker, 5.0)
+    hand.hello()
+    hand.pass_time(worker, 0.1)
+    assert worker.line is not None
+    hand.broken = True
+    with pytest.raises(OSError):
+        watched(hand)  # the first start is who asks for it to know
+
+
+def test_a_stranger_is_not_believed(hand: Hand):
+    worker = watched(hand)
+    hand.lines[-1][1].send(Hello("another key", {}))
+    hand.pass_time(worker, 0.1)
+    assert worker.line is None and worker.faults == []
+    with pytest.raises(ChannelClosed):
+        hand.lines[-1][1].receive(0)
+
+
+@pytest.mark.parametrize("fact", ["weights", "vocabulary", "dtype", "version"])
+def test_every_fact_is_compared(hand: Hand, fact: str):
+    worker = watched(hand, **{fact: "one"})
+    hand.hello(**{fact: "other"})
+    with pytest.raises(CapabilityError, match=f"its {fact} is other, and one is asked for"):
+        hand.pass_time(worker, 1.0)
+    fits = watched(hand, **{fact: "one"})
+    hand.hello(**{fact: "one"})
+    hand.pass_time(fits, 0.1)
+    assert fits.line is not None
+
+
+def test_a_refusal_after_a_restart_is_final(hand: Hand):
+    worker = watched(hand)
+    hand.lines[-1][1].send(Refused("key", "draft x", "its file is gone", "put it back"))
+    hand.status = 2
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="its file is gone"):
+            hand.pass_time(worker, 1.0)
+    assert len(hand.began) == 1
+
+
+def served(clock: Any, service: Echo) -> tuple[Line, list[BaseException]]:
+    own, other = local_pair(clock)
+    raised: list[BaseException] = []
+
+    def run(channel: Channel) -> None:
+        try:
+            serve(service, Line(channel, Codec(**GREETINGS, **KINDS)), Progress())
+        except ValueError as error:
+            raised.append(error)
+            channel.close()
+
+    clock.start("service", lambda: run(other))
+    return Line(own, Codec(**GREETINGS, **KINDS)), raised
+
+
+def test_the_same_loop_in_virtual_time_and_a_message_calls_off_what_is_left():
+    class Slow(Echo):
+        def work(self) -> Any:
+            said = super().work()
+            if said is not None:
+                clock.sleep_until(clock.now() + 2.0)
+            return said
+
+    with VirtualClock() as clock:
+        line, _ = served(clock, Slow())
+        line.send(Count(100))
+        clock.sleep_until(7.0)  # three pieces are done, the fourth is under way
+        line.send(Say("enough"))
+        line.send(Count(0))
+        clock.sleep_until(50.0)
+        said = [line.receive(0) for _ in range(5)]
+        assert said == [Say("1"), Say("2"), Say("3"), Say("4"), Say("ENOUGH")]
+        with pytest.raises(Late):
+            line.receive(0)
+
+
+def test_a_service_that_fails_says_so_last():
+    line, raised = served(RealClock(), Echo())
+    assert say(line, "fail") == Fault("ValueError: no such thing", True)
+    with pytest.raises(ChannelClosed):
+        line.receive(LONG)
+    assert "no such thing" in str(raised[0])
+
+
+# -- placement
+
+
+def test_cores_that_are_not_there():
+    usable = cores()
+    for bad, why in (((4096,), "core 4096 is none"), ((usable[0], usable[0]), "a core is there twice")):
+        with pytest.raises(ConfigError, match=why):
+            Placement(cores=bad)
+    with pytest.raises(ConfigError, match="1 cores for 2 threads"):
+        Placement(cores=(usable[0],), threads=2)
+    with pytest.raises(ConfigError, match=f"this process may use {len(usable)}"):
+        share_cores([len(usable), 1])
+    with pytest.raises(ConfigError, match="threads"):
+        Placement(threads=0)
+    with pytest.raises(CapabilityError, match="workers are started on this host alone"):
+        Placement(host="elsewhere")
+
+
+def test_workers_share_the_cores():
+    usable = cores()
+    first, *others = share_cores([1] * len(usable))
+    assert [p.cores for p in (first, *others)] == [(core,) for core in usable]
+    assert first.environment() == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    assert Placement().environment() == {} and Placement(threads=3).num_threads == 3
+
+
+def test_an_exit_status_in_words():
+    assert (ended(-9), ended(-11), ended(2)) == (
+        "died: killed by SIGKILL",
+        "died: killed by SIGSEGV",
+        "ended with status 2",
+    )

@@ -1,0 +1,157 @@
+"""Draft sessions against the whole text computed anew: after any growth, cut and commit the draft says the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, draft_model, full_logits, tiny_decoder
+
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.model_sessions import ModelSessions
+from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
+
+TARGET = tiny_decoder()
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, max_tokens=64)
+PROMPT = [(5 * i + 11) % (VOCAB - 10) + 10 for i in range(21)]
+
+
+def sessions(
+    rows: int = 64, pool_tokens: int = 1024, sequences: int = 4, **options: Any
+) -> tuple[DraftModel, ModelSessions]:
+    drafter = draft_model(noise=0.2, depth=4, **options)
+    drafter.bind(TARGET.info("tiny"), sequences, pool_tokens, torch.device("cpu"))
+    return drafter, drafter.sessions(rows)
+
+
+def opening(key: int, tokens: list[int], params: SamplingParams = GREEDY, prompt_len: int | None = None) -> Opening:
+    return Opening(key, tokens, prompt_len or len(tokens), params, seed=5, sample_index=0)
+
+
+class Twin:
+    """A session's text and tree in plain lists, and what the draft says of it when everything is computed anew."""
+
+    def __init__(self, drafter: DraftModel, opened: Opening) -> None:
+        self.decoder, self.opened = drafter.decoder, opened
+        self.text = [*opened.tokens]
+        self.tokens: dict[int, int] = {}
+        self.parents: dict[int, int] = {}
+
+    def path(self, node: int) -> list[int]:
+        return [] if node == ROOT else [*self.path(self.parents[node]), node]
+
+    def drafted(self, node: int) -> list[int]:
+        return [self.tokens[n] for n in self.path(node)]
+
+    def says(self, node: int, width: int) -> tuple[list[int], list[float]]:
+        path = self.drafted(node)
+        logits = full_logits(self.decoder, [*self.text, *path])[-1:]
+        sampler = self.opened.view(VOCAB, ()).sampler
+        sampler.commit(self.text[len(self.opened.tokens) :])
+        below = torch.tensor([path]) if path else None
+        log_q = sampler.scores(logits, below, [len(self.text) + len(path)]).log_softmax(-1)[0]
+        best = log_q.topk(width)
+        return best.indices.tolist(), best.values.tolist()
+
+    def grow(self, ask: Ask, grown: Grown) -> None:
+        for (parent, token), node in zip(ask.given, grown.given, strict=True):
+            self.parents[node], self.tokens[node] = parent, token
+        children: dict[int, list[tuple[int, float]]] = {}
+        for parent, node, token, log_q in zip(grown.parents, grown.nodes, grown.tokens, grown.log_q, strict=True):
+            self.parents[node], self.tokens[node] = parent, token
+            children.setdefault(parent, []).append((token, log_q))
+        assert {*children} == {*grown.given, *ask.expand}
+        for parent, said in children.items():
+            tokens, log_q = self.says(parent, ask.width)
+            assert [token for token, _ in said] == tokens
+            assert [value for _, value in said] == pytest.approx(log_q, abs=1e-9)
+
+    def go_on(self, said: list[int], root: int | None) -> None:
+        below = {n for n in self.tokens if root is not None and root in self.path(n)[:-1]}
+        self.text += said
+        self.parents = {n: ROOT if self.parents[n] == root else self.parents[n] for n in below}
+        self.tokens = {n: self.tokens[n] for n in below}
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_random_lives(params: SamplingParams) -> None:
+    draw = random.Random(3)
+    drafter, served = sessions(proposes="coupled")
+    opened = [opening(key, PROMPT[: 5 + 7 * key], params) for key in range(2)]
+    twins = {one.key: Twin(drafter, one) for one in opened}
+    for one in opened:
+        served.open(one)
+    rerooted = stayed = 0
+    for _ in range(60):
+        asks = []
+        for key, twin in twins.items():
+            fresh = [n for n in twin.tokens if n not in twin.parents.values()]
+            places = [ROOT, *twin.tokens]
+            given = {(draw.choice(places), draw.randrange(10, VOCAB)) for _ in range(draw.randrange(3))}
+            given -= {(twin.parents[n], twin.tokens[n]) for n in twin.tokens}
+            expand = draw.sample(fresh, min(len(fresh), 2))
+            if served._open[key].pending and draw.random() < 0.7:
+                expand.append(ROOT)
+            if given or expand:
+                asks.append(Ask(key, sorted(given), expand, draw.choice([1, 3])))
+        if asks:
+            for ask, grown in zip(asks, served.grow(asks), strict=True):
+                twins[ask.key].grow(ask, grown)
+        key = draw.choice([*twins])
+        twin = twins[key]
+        if twin.tokens and draw.random() < 0.3:
+            node = draw.choice(sorted(twin.tokens)[:3])
+            said = twin.drafted(node)
+            served.reroot(key, node)
+            twin.go_on(said, node)
+            rerooted += 1
+            stayed += served._open[key].cache.ahead
+        elif draw.random() < 0.2:
+            said = [*(twin.drafted(draw.choice([*twin.tokens])) if twin.tokens else []), draw.randrange(10, VOCAB)]
+            served.commit(key, said)
+            twin.go_on(said, None)
+        assert served._open[key].view.tokens == twin.text
+        assert {*served._open[key].nodes} == {*twin.tokens}
+        served.pool.check_integrity()
+    assert rerooted > 3 and stayed > 3
+    for key in twins:
+        served.close(key)
+    served.pool.check_idle()
+
+
+def test_a_text_that_ends_in_another_token_keeps_what_was_computed_of_it() -> None:
+    _, served = sessions()
+    served.open(opening(0, PROMPT))
+    (first,) = served.grow([Ask(0, expand=[ROOT])])
+    (second,) = served.grow([Ask(0, expand=first.nodes)])
+    served.grow([Ask(0, expand=second.nodes)])
+    before = served._open[0].cache.committed
+    served.commit(0, [*first.tokens, *second.tokens, 12])
+    assert served._open[0].cache.committed == before + 2 and served._open[0].pending == 1
+
+
+def test_nothing_grows_where_there_is_no_room() -> None:
+    """A pool that is full, the end of the draft's context, a token that the draft lacks: no child, and no fault."""
+    _, served = sessions(rows=1, pool_tokens=16, sequences=1)
+    served.open(opening(0, PROMPT))
+    grown = served.grow([Ask(0, [(ROOT, 10 + i) for i in range(60)])])[0]
+    assert len(grown.given) == 60 and not grown.nodes
+    assert served.grow([Ask(0, expand=[ROOT])])[0].nodes
+    _, served = sessions()
+    last = served.decoder.config.max_position
+    served.open(opening(1, [12] * last))
+    (grown,) = served.grow([Ask(1, expand=[ROOT])])
+    assert grown.nodes and not served.grow([Ask(1, expand=grown.nodes)])[0].nodes
+
+
+def test_an_unknown_node_or_sequence() -> None:
+    _, served = sessions()
+    served.open(opening(0, PROMPT))
+    with pytest.raises(KeyError):
+        served.grow([Ask(0, [(77, 12)])])
+    with pytest.raises(KeyError):
+        served.grow([Ask(5, expand=[ROOT])])

@@ -1,0 +1,50 @@
+"""The drafter of an `LLM`, built again from what its worker is told, is the same drafter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.assembly import build_drafter, load_target
+from paceline.config import LLMConfig
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.distributed.placement import Placement
+from paceline.draft_worker import draft_worker, named, service
+from paceline.drafters import registry
+from paceline.drafters.sessions import ROOT, Ask, Opening
+
+DRAFTER = "draft_model:paceline-small-draft,depth=3,min_prob=0.01"
+
+
+def test_it_drafts_what_the_drafter_here_drafts():
+    config = LLMConfig(model="paceline-small-draft", drafter=DRAFTER, max_sequences=2)
+    spec = draft_worker(config, 40, 512, Placement())
+    made = service("cpu", **json.loads(json.dumps(spec.options)))
+    assert made.facts == spec.expected and len(made.facts.weights) == len(made.facts.vocabulary) == 64
+    target = load_target(config)
+    drafter: Any = build_drafter(config, target, 0)
+    drafter.bind(target.decoder.info(target.name, target.tokenizer), 2, 512, torch.device("cpu"))
+    sessions = [drafter.sessions(40), made.sessions]
+    tokens = target.tokenizer.encode("SELECT name FROM players WHERE")
+    for one in sessions:
+        one.open(Opening(0, tokens, len(tokens), SamplingParams(temperature=0), 0, 0))
+    here, there = (one.grow([Ask(0, [(ROOT, 100)], [ROOT], 3)])[0] for one in sessions)
+    assert here == there and len(here.tokens) == 6
+
+
+@pytest.mark.parametrize("text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3"])
+def test_a_drafter_in_words(text: str):
+    chosen = registry.parse(text)
+    assert chosen is not None and registry.parse(named(chosen)) == chosen
+
+
+def test_what_cannot_be():
+    with pytest.raises(ConfigError, match="no drafter is named"):
+        draft_worker(LLMConfig(model="paceline-small"), 8, 64, Placement())
+    options = {"model": "paceline-small", "drafter": "draft_model:paceline-small-draft,proposes=sampled"}
+    with pytest.raises(CapabilityError, match="not decided on"):
+        service("cpu", options, 8, 64)

@@ -1,0 +1,329 @@
+"""The mirror round: plain decoding's tokens, and serial speculation's windows, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from native_kit import needs_kernels
+from tiny import VOCAB, assemble, draft_model, run, streams, tiny_decoder
+
+from paceline import LLM
+from paceline.assembly import make_budget
+from paceline.config import LLMConfig
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.base import DrafterSpec
+from paceline.drafters.sessions import Ask, Grown
+from paceline.engine.budget import FixedBudget
+from paceline.engine.engine import Engine
+from paceline.rounds import parse_round
+from paceline.rounds.mirror.channel import overlap_mass, speak
+from paceline.rounds.mirror.records import StepTimes, Verdict
+from paceline.rounds.mirror.round import MirrorRound
+from paceline.target.exits import exit_layer
+
+DECODER = tiny_decoder()
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "warm": SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True),
+    "rules": SamplingParams(
+        temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=6, max_tokens=20
+    ),
+}
+MIRROR = "mirror,kappa=6,exit=2"
+
+
+def drafter(noise: float = 0.05, **options: Any) -> Any:
+    return draft_model(noise=noise, **{"depth": 3} | options)
+
+
+def mirrored(
+    round_: str = MIRROR, noise: float = 0.05, depth: int = 3, **options: Any
+) -> tuple[Engine, MirrorRound, list[Verdict]]:
+    engine = assemble(drafter(noise, depth=depth), round=round_, decoder=DECODER, **options)
+    verdicts: list[Verdict] = []
+    assert isinstance(engine.round, MirrorRound)
+    engine.round.on_verdict = verdicts.append
+    return engine, engine.round, verdicts
+
+
+def ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(jobs: Sequence[Any]) -> list[list[int]]:
+    return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
+
+
+@pytest.mark.parametrize("way", ["policy=wait", "policy=plain", "rollout=beside", "rollout=beside,policy=plain"])
+@pytest.mark.parametrize("name", [*PARAMS])
+def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
+    """A batch, in a pool so small that sequences are preempted and prompts are computed in chunks."""
+    jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
+    engine, round_, verdicts = mirrored(f"{MIRROR},{way}", kv_tokens=96, block_size=4, max_batch_rows=20)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    assert sum(o.stats.accepted for o in outputs) > 5 and sum(o.stats.preemptions for o in outputs)
+    told = [v for v in verdicts if v.told]
+    assert any(v.reused for v in told) and any(not v.reused for v in told)
+    assert any(v.reused and v.accepted == len(v.window) > 0 for v in told)  # the bonus token, too
+    assert engine.pool.idle and round_.failure is None
+    assert round_.sessions.pool.idle  # type: ignore[attr-defined]
+
+
+class SerialTrace:
+    """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[tuple[list[int], int, int]] = []
+        inner = engine.round.emitter.emit  # type: ignore[attr-defined]
+
+        def emit(p: Any) -> None:
+            for i in p.generating:
+                if p.works[i].rows == 1:
+                    tree, index = p.tree, p.spans[i].tree_index
+                    window = tree.lists().tokens[index][1:] if index >= 0 else []
+                    self.steps.append((window, len(p.paths[i]), p.tokens[i][len(p.paths[i])]))
+            inner(p)
+
+        engine.round.emitter.emit = emit  # type: ignore[attr-defined]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_on_compiled_layers_ids_are_those_of_one_compiled_call(dtype: torch.dtype) -> None:
+    """The pass in two pieces gives the bits that plain decoding's own compiled pass gives."""
+    shape = {"dtype": dtype, "compiled": True}
+    decoder = tiny_decoder(**shape)
+    for params in PARAMS.values():
+        jobs = [(prompt, params) for prompt in PROMPTS]
+        engine = assemble(draft_model(noise=0.05, depth=3, target=shape), round=MIRROR, decoder=decoder)
+        outputs = run(engine, jobs)
+        assert ids(outputs) == ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+        assert sum(output.stats.accepted for output in outputs) > 5 and engine.round.failure is None
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("kappa", [1, 8])
+def test_windows_are_those_of_serial_speculation(kappa: int, depth: int) -> None:
+    """Greedy, policy wait: eq. 11 to 13 say that windows, accepted lengths and passes are equal, step by step."""
+    for prompt in PROMPTS:
+        serial = assemble(drafter(depth=depth), decoder=DECODER)
+        trace = SerialTrace(serial)
+        (expected,) = run(serial, [(prompt, GREEDY)])
+        engine, _, verdicts = mirrored(f"mirror,kappa={kappa},exit=2", depth=depth)
+        (found,) = run(engine, [(prompt, GREEDY)])
+        assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
+        assert found.stats.passes == expected.stats.passes and found.stats.drafted == expected.stats.drafted
+        assert found.stats.accepted_histogram == expected.stats.accepted_histogram
+
+
+class Slow:
+    """Sessions whose levels outlast the target."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        sleep(0.03)
+        return self.inner.grow(asks)
+
+
+def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
+    """Beside the target: branches of outcomes that did not come true end at the next level, the right one goes on."""
+    job, nodes, exposed = (PROMPTS[1], GREEDY), [], []
+    steps = []
+    for way in ("between", "beside"):
+        engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=4)
+        round_.sessions = Slow(round_.sessions)
+        times: list[StepTimes] = []
+        round_.on_step = times.append
+        run(engine, [job])
+        steps.append([(v.window, v.accepted, v.said, v.reused) for v in verdicts])
+        nodes.append(sum(t.nodes for t in times))
+        exposed.append(sum(t.exposed for t in times))
+        assert all(t.draft > 30 for t in times if t.nodes) and any(v.reused for v in verdicts)
+    assert steps[0] == steps[1]
+    assert nodes[1] < nodes[0] / 2 and exposed[1] < exposed[0]
+
+
+def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
+    """Coupled drafts at temperature 1: the windows of serial speculation, too, since noise goes by position alone."""
+    job = (PROMPTS[2], PARAMS["warm"])
+    serial = assemble(drafter(), decoder=DECODER)
+    trace = SerialTrace(serial)
+    run(serial, [job])
+    engine, _, verdicts = mirrored("mirror,kappa=8,exit=2")
+    run(engine, [job])
+    assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
+    assert sum(v.reused for v in verdicts) > 2
+
+
+def test_with_more_candidates_fewer_outcomes_are_missed() -> None:
+    misses = []
+    for kappa in (1, 4, VOCAB):
+        engine, _, verdicts = mirrored(f"mirror,kappa={kappa},exit=2")
+        run(engine, [(prompt, PARAMS["warm"]) for prompt in PROMPTS[: 1 if kappa == VOCAB else 4]])
+        told = [v for v in verdicts if v.told]
+        misses.append(sum(not v.reused for v in told) / len(told))
+    assert misses[0] > misses[1] > misses[2] == 0  # with the whole vocabulary nothing can be missed
+
+
+@torch.inference_mode()
+def test_the_message_leaves_out_the_windows_own_token() -> None:
+    engine, _, _ = mirrored()
+    engine.submit(PROMPTS[1], PARAMS["rules"])
+    engine.step()
+    view = next(iter(engine.live.values())).sequences[0].view
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    positions = [len(view.tokens) + i for i in range(3)]
+    first = int(view.sampler.scores(logits[:1], None, positions[:1]).argmax())
+    window = [first, 50]
+    message = speak(view, window, logits, 4)
+    assert message is not None and [len(row) for row in message.tokens] == [4, 4, 4]
+    assert first not in message.tokens[0] and 50 not in message.tokens[1]
+    paths = torch.tensor([[-1, -1], [first, -1], [first, 50]])
+    scores = view.sampler.scores(logits, paths, positions)
+    assert message.tokens[2] == scores[2].topk(4).indices.tolist()
+    p = view.sampler.probs(logits[1:2], torch.tensor([[first]]))[0]
+    mass = overlap_mass(view, window, 1, logits[1], message.tokens[1])
+    assert mass == pytest.approx(float(p[message.tokens[1]].sum() / (1 - p[50])))
+
+
+class Dying:
+    """Sessions that fail, or lie, after a number of levels."""
+
+    def __init__(self, inner: Any, levels: int, lies: bool) -> None:
+        self.inner, self.left, self.lies = inner, levels, lies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+        grown = self.inner.grow(asks)
+        self.left -= 1
+        if self.left > 0:
+            return grown
+        if not self.lies:
+            raise RuntimeError("gone")
+        for answer in grown:
+            answer.tokens = [VOCAB + 3 for _ in answer.tokens]
+        return grown
+
+
+@pytest.mark.parametrize("way", ["between", "beside"])
+@pytest.mark.parametrize("lies", [False, True], ids=["dies", "lies"])
+def test_a_drafter_that_fails_costs_no_token(lies: bool, way: str) -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, round_, verdicts = mirrored(f"{MIRROR},rollout={way}")
+    round_.sessions = Dying(round_.sessions, 9, lies)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    assert round_.failure is not None and ("outside the vocabulary" in round_.failure) is lies
+    assert any(v.window for v in verdicts) and not verdicts[-1].window
+    assert outputs[-1].stats.off_reason == round_.failure
+
+
+def test_wrong_drafts_are_only_slow() -> None:
+    """Other tokens than the draft said: verification refuses them."""
+
+    class Liar(Dying):
+        def grow(self, asks: Sequence[Ask]) -> list[Grown]:
+            grown = self.inner.grow(asks)
+            for answer in grown:
+                answer.tokens = [(token + 1) % VOCAB for token in answer.tokens]
+            return grown
+
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, round_, _ = mirrored()
+    round_.sessions = Liar(round_.sessions, 0, True)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs) and round_.failure is None
+    assert sum(o.stats.drafted for o in outputs) > 20 > 5 * sum(o.stats.accepted for o in outputs)
+
+
+def test_abort_and_a_second_request() -> None:
+    engine, round_, _ = mirrored()
+    first = engine.submit(PROMPTS[3], GREEDY)
+    for _ in range(3):
+        engine.step()
+    assert engine.abort(first) is not None
+    assert round_.sessions.pool.idle  # type: ignore[attr-defined]
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+
+
+@pytest.mark.parametrize(
+    ("round_", "drafter_", "wrong"),
+    [
+        ("mirror", None, "it has nothing to draft with"),
+        ("mirror", streams(), "streams in the target's own pass"),
+        ("mirror", drafter(branching="2x1"), "what is prepared for an outcome is a chain"),
+        ("mirror", drafter(proposes="sampled"), "draws its drafts for rejection"),
+        ("mirror,exit=3", drafter(), "the target has 3 layers"),
+        ("mirror,exit=0", drafter(), "the target has 3 layers"),
+        ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
+        ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
+        ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
+        ("mirror,policy=hope", drafter(), "policy takes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(round_: str, drafter_: Any, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        assemble(drafter_, round=round_, decoder=DECODER)
+
+
+def test_drafters_that_need_last_states_are_refused_with_the_reason() -> None:
+    config = parse_round("mirror")
+    assert config is not None
+    for name in ("lyanna", "eagle", "medusa"):
+        reason = config.refusal(DrafterSpec(name=name, taps=(-1,), past=None))
+        assert reason is not None and "the target's states of a pass" in reason[0]
+    reason = config.refusal(DrafterSpec(name="table"))
+    assert reason is not None and "it has no draft sessions" in reason[0]
+
+
+def test_exit_layers() -> None:
+    assert [exit_layer(text, 12, "exit") for text in ("1/4", "1/2", "3/4", "5", " 11 ", "1/100")] == [3, 6, 9, 5, 11, 1]
+    for text in ("12", "0", "2/2", "3/2", "-1", "1/0", "", "1//2", "0.5"):
+        with pytest.raises(ConfigError):
+            exit_layer(text, 12, "exit")
+    with pytest.raises(ConfigError, match="serial"):
+        exit_layer("1/2", 1, "exit")
+
+
+def test_its_budget_is_fixed() -> None:
+    """The automatic budget adds times that this round lets pass at once."""
+    options: dict[str, Any] = {"model": "any", "drafter": "draft_model:any", "round": "mirror"}
+    target: Any = None  # not asked
+    assert make_budget(LLMConfig(**options), drafter(depth=3), target) == FixedBudget(size=3)
+    assert make_budget(LLMConfig(**options, budget=2), drafter(depth=3), target).plan([], 1) == []
+    with pytest.raises(CapabilityError, match="lets run at once"):
+        make_budget(LLMConfig(**options, budget="auto"), drafter(depth=3), target)
+    with pytest.raises(ConfigError, match="mirror has no option 'kapa'"):
+        LLMConfig(**options | {"round": "mirror,kapa=3"})
+
+
+def test_from_options_to_answers() -> None:
+    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
+    mirror = LLM(
+        "paceline-small",
+        kv_memory="64MiB",
+        exact=True,
+        drafter="draft_model:paceline-small-draft,depth=3",
+        round="mirror,kappa=2,exit=3/4,rollout=beside",
+        share=plain,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
+    expected, found = plain.generate(texts, params), mirror.generate(texts, params)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert sum(o.stats.accepted for o in found) > 5 and found[0].stats.off_reason is None

@@ -1,0 +1,207 @@
+"""Training of early exits: the loss is its formula, figures are counted, what is exported says the same in a target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, tiny_decoder
+from toolkit import network
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.target.exit_heads import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
+from paceline.target.files import fingerprint
+from paceline.training.data import Example, SourceSpec, TokenBatch, collate
+from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, ExitsKind
+from paceline.training.job import Job, finish, prepare
+from paceline.training.recipe import fill, read_recipe
+from paceline.training.registry import BuildContext, kind
+from paceline.training.trainer import Phase, StepContext, TrainConfig
+
+LAYERS = (1, 2)
+RECIPES = Path(__file__).parents[2] / "zoo" / "recipes"
+
+
+def example(length: int, prompt: int, seed: int) -> Example:
+    return Example(np.random.default_rng(seed).integers(8, VOCAB, length).astype(np.int32), prompt)
+
+
+def make_batch(prompt_weight: float = 0.0) -> TokenBatch:
+    rows = [[example(17, 6, 0), example(11, 0, 1)], [example(24, 9, 2), example(5, 4, 3)]]
+    return collate(rows, 32, prompt_weight)
+
+
+def make_config(**changes: Any) -> ExitsConfig:
+    shape = network().config
+    known = {"num_layers": shape.num_layers, "d_model": shape.d_model, "vocab_size": VOCAB}
+    return ExitsConfig(**{"layers": LAYERS, **known, **changes})
+
+
+def make_recipe(held_out: Any = None, **options: Any) -> ExitRecipe:
+    target = network(3, frozen=True)
+    for name, parameter in target.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(8.0)
+    heads = ExitHeads.fresh(make_config(), torch.Generator().manual_seed(5))
+    return ExitRecipe(heads, target, ExitOptions(**options), held_out)
+
+
+def context() -> StepContext:
+    return StepContext(0, torch.Generator().manual_seed(0))
+
+
+def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor:
+    """[B, T, V] of an exit, or of the target behind its last layer, as one would write it first."""
+    target, heads = recipe.target, recipe.module
+    hidden = target.run(target.embed(batch.tokens, batch.positions), 0, layer, batch)[0]
+    if layer in LAYERS:
+        place = LAYERS.index(layer)
+        hidden = (hidden @ heads.down[place].T).relu() @ heads.up[place].T
+    return target.logits(target.final(hidden))
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("prompt_weight", [0.0, 0.3])
+def test_the_loss_is_its_formula(distill: float, prompt_weight: float) -> None:
+    recipe, batch = make_recipe(distill=distill), make_batch(prompt_weight)
+    loss, figures = recipe.loss(batch, context())
+    says = logits_at(recipe, batch, recipe.target.config.num_layers).log_softmax(-1)
+    right = torch.zeros(())
+    for layer in LAYERS:
+        log_q = logits_at(recipe, batch, layer).log_softmax(-1)
+        ce = -log_q.gather(-1, batch.targets[..., None])[..., 0]
+        kl = (says.exp() * (says - log_q)).sum(-1)
+        right = right + ((distill * kl + (1 - distill) * ce) * batch.weights).sum() / batch.weights.sum() / len(LAYERS)
+        mean = (ce * batch.weights).sum() / batch.weights.sum()
+        assert figures[f"ce_{layer}"] == pytest.approx(float(mean.detach()), rel=1e-4)
+    assert torch.allclose(loss, right, rtol=1e-4)
+    found = torch.autograd.grad(loss, [*recipe.module.parameters()])
+    wanted = torch.autograd.grad(right, [*recipe.module.parameters()])
+    for a, b in zip(found, wanted, strict=True):
+        assert a.any() and torch.allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_held_out_figures_are_counted() -> None:
+    batch = make_batch()
+    recipe = make_recipe(held_out={"all": [batch, batch]})
+    figures, rows = recipe.evaluate(0), batch.weights > 0
+    p = logits_at(recipe, batch, recipe.target.config.num_layers).softmax(-1)[rows]
+    for layer in LAYERS:
+        said = logits_at(recipe, batch, layer)[rows].topk(max(KAPPAS)).indices
+        hits = {"accuracy": batch.targets[rows], "agreement": p.argmax(-1)}
+        for name, tokens in hits.items():
+            assert figures[f"{name}/all/{layer}"] == pytest.approx(float((said[:, 0] == tokens).float().mean()))
+        masses = [float(p.gather(-1, said[:, :kappa]).sum(-1).mean()) for kappa in KAPPAS]
+        assert [figures[f"mass_{k}/all/{layer}"] for k in KAPPAS] == pytest.approx(masses, rel=1e-4)
+        assert 0 < masses[0] < masses[1] < masses[2] < 1
+
+
+def test_a_trained_exit_says_in_the_target_what_it_said_in_training(tmp_path: Path) -> None:
+    decoder = tiny_decoder(dtype=torch.float32)
+    c = decoder.config
+    config = make_config(num_layers=c.num_layers, d_model=c.d_model, vocab_size=c.vocab_size, target="tiny")
+    heads = ExitHeads.fresh(config, torch.Generator().manual_seed(1))
+    heads.save(tmp_path, torch.float32)
+    hidden = torch.randn(5, c.d_model, generator=torch.Generator().manual_seed(2))
+    made = exit_of(tmp_path, decoder, LAYERS[1], "tiny")
+    wanted = decoder.read((hidden @ heads.down[1].T).relu() @ heads.up[1].T)
+    assert made.layer == LAYERS[1] and torch.allclose(made.logits(hidden), wanted, rtol=1e-5)
+    assert sum(p.numel() for p in heads.parameters()) == len(LAYERS) * c.d_model**2
+    with pytest.raises(CapabilityError, match="they lie behind layers 1, 2"):
+        exit_of(tmp_path, tiny_decoder(dtype=torch.float32), 3, "tiny")
+    for change in ({"num_layers": 5}, {"vocab_size": 7}):
+        ExitHeads.fresh(make_config(**{**config.__dict__, **change})).save(tmp_path / "other")
+        with pytest.raises(CapabilityError, match="trained for tiny"):
+            exit_of(tmp_path / "other", decoder, 1, "tiny")
+
+
+def damaged(folder: Path, change: Any) -> None:
+    file = folder / CONFIG_FILE
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda v: v.update(format=9), "format 1"),
+        (lambda v: v.update(more=1), "unknown entries: more"),
+        (lambda v: v.pop("d_model"), "not the configuration"),
+        (lambda v: v.update(layers=[2, 1]), "must rise"),
+        (lambda v: v.update(layers=[0]), "must rise"),
+        (lambda v: v.update(layers=[]), "must be 1 to"),
+        (lambda v: v.update(layers=["1"]), "layers"),
+        (lambda v: v.update(d_model=7), "must be even"),
+        (lambda v: v.update(d_model=8), "wanted"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, change: Any, why: str) -> None:
+    ExitHeads.fresh(make_config()).save(tmp_path)
+    damaged(tmp_path, change)
+    with pytest.raises(ConfigError, match=why):
+        load(tmp_path, torch.float32)
+
+
+def test_tensors_that_are_missing_or_hold_nan_are_refused(tmp_path: Path) -> None:
+    ExitHeads.fresh(make_config()).save(tmp_path)
+    values = load_file(tmp_path / WEIGHTS_FILE)
+    for bad, why in (({"down": values["down"]}, "up is None"), (values | {"up": values["up"] * torch.nan}, "NaN")):
+        save_file(bad, tmp_path / WEIGHTS_FILE)
+        with pytest.raises(ConfigError, match=why):
+            load(tmp_path, torch.float32)
+    with pytest.raises(ConfigError, match="it holds no"):
+        load(tmp_path / "nowhere", torch.float32)
+
+
+def job(data: Path, target: Path, out: Path, **changes: Any) -> Job:
+    config = TrainConfig(steps=20, warmup=2, precision="fp32", log_every=1, evaluate_every=20, learning_rate=1e-2)
+    values: dict[str, Any] = {
+        "kind": "exits",
+        "options": {"depths": (0.5,)},
+        "config": config,
+        "phases": [Phase(rows=4, length=48)],
+        "sources": [SourceSpec(file=str(data))],
+        "held_out": [SourceSpec(file=str(data), domain="boxes")],
+        "target": target,
+        "out": out,
+    }
+    return Job(**values | changes)
+
+
+def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Path) -> None:
+    made = job(data, target, tmp_path / "run")
+    trainer = prepare(made)
+    before = trainer.recipe.evaluate(0)["accuracy/boxes/1"]
+    result = finish(made, trainer, trainer.run())
+    assert {p.name for p in result.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, "training.json"}
+    heads = load(result, torch.float32)
+    assert (heads.config.layers, heads.config.target, heads.config.fingerprint) == (
+        (1,),
+        target.name,
+        fingerprint(target),
+    )
+    assert trainer.recipe.evaluate(0)["accuracy/boxes/1"] > before
+    again = prepare(job(data, target, tmp_path / "again", init=result))
+    assert torch.equal(again.trained["down"].data, heads.down.data)
+    assert not any(p.requires_grad for p in trainer.recipe.target.parameters())
+
+
+def test_what_cannot_be_trained() -> None:
+    with pytest.raises(ConfigError, match="no target"):
+        ExitsKind().build(ExitOptions(), BuildContext(target=None, target_folder=None, tokenizer=None))
+    for depths in ((), (0.0,), (1.0,)):
+        with pytest.raises(ConfigError, match="shares between 0 and 1"):
+            ExitOptions(depths=depths)
+    assert shares(12) == (3, 6, 9) and shares(2) == (1,) and shares(7, (0.5, 0.9)) == (3, 6)
+
+
+def test_the_recipe_of_the_zoo() -> None:
+    recipe = read_recipe(RECIPES / "exits.toml")
+    options = fill(kind(recipe.kind).Options, recipe.options, recipe.where)
+    assert options == ExitOptions()
