@@ -119,6 +119,11 @@ class Rollout:
         ]
         return asks, levels
 
+    def owes(self, outcomes: Iterable[Outcome]) -> bool:
+        """Whether one of these was prepared for, and has no node yet."""
+        given = {(key, c.place, c.token) for key, own in self._given.items() for c in own}
+        return any(outcome in given for outcome in outcomes)
+
     def take(self, answers: Mapping[int, Grown]) -> None:
         """One level, by sequence; of those that are missing nothing came.
 
