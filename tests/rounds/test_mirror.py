@@ -274,6 +274,7 @@ def test_abort_and_a_second_request() -> None:
         ("mirror,exit=0", drafter(), "the target has 3 layers"),
         ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
         ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
+        ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
         ("mirror,policy=hope", drafter(), "policy takes"),
     ],

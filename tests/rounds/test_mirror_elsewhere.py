@@ -12,6 +12,7 @@ from tiny import assemble, run
 
 from paceline.drafters.sessions import Ask, GoingSessions, Grown, Opening
 from paceline.engine.engine import Engine
+from paceline.rounds.mirror import MirrorConfig
 from paceline.rounds.mirror.records import StepTimes, Verdict
 from paceline.rounds.mirror.round import MirrorRound
 from paceline.rounds.mirror.running import Elsewhere
@@ -106,8 +107,8 @@ def elsewhere(pace: int, lost: int = 0, **options: Any) -> tuple[Engine, Going, 
     assert isinstance(made, MirrorRound)
     going = Going(made.sessions, pace, lost)
     assert isinstance(going, GoingSessions)
-    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits
-    round_ = MirrorRound(made.target, made.pool, *given, going, Elsewhere(spin_s=0.0))
+    parts = made.target, made.pool, made.drafter, "sample_and_match"
+    round_ = MirrorConfig(kappa=4, exit="2").over(*parts, going, Elsewhere(spin_s=0.0))
     verdicts: list[Verdict] = []
     times: list[StepTimes] = []
     round_.on_verdict, round_.on_step = verdicts.append, times.append
