@@ -238,8 +238,12 @@ class PassTimer:
         return cache
 
     @torch.inference_mode()
-    def ms(self, sequences: int, rows: int) -> float:
-        """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included."""
+    def ms(self, sequences: int, rows: int, layers: int | None = None) -> float:
+        """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
+
+        Args:
+            layers: the first so many alone, and the head; None: all.
+        """
         caches = self._caches[:sequences]
         for cache in caches:
             cache.reserve(rows)
@@ -258,7 +262,7 @@ class PassTimer:
                 prefix=first,
             )
         state = self._decoder.embed(packer.batch())
-        self._decoder.run_layers(state, 0, self._decoder.num_layers, self._pool)
+        self._decoder.run_layers(state, 0, layers or self._decoder.num_layers, self._pool)
         self._decoder.logits(state).argmax(dim=-1).tolist()
         elapsed = perf_counter() - began
         for cache in caches:
