@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .attention import make_backend
-from .config import TARGET_OPTIONS, LLMConfig, parse_bytes
+from .config import AUTO_COSTS, TARGET_OPTIONS, LLMConfig, parse_bytes
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
 from .drafters import registry
@@ -25,10 +25,15 @@ from .engine import calibration
 from .engine.auto import AutoBudget
 from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
 from .engine.calibration import Fingerprint
+from .engine.costs import CostTable
 from .engine.engine import Engine, EngineLimits
 from .engine.scheduler import SchedulerConfig
 from .engine.tokens import texts_of
 from .kv.pool import KVPool
+from .planning import machines
+from .planning.costs import predicted_points
+from .planning.models import read_shape
+from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
@@ -241,14 +246,25 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
 
 
 def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> AutoBudget:
-    """Costs from the model's calibration, where there is one for this machine; else estimated now."""
+    """Costs of a machine that is named; else from the model's calibration, where there is one; else estimated now."""
     decoder = target.decoder
+    if config.costs != AUTO_COSTS:
+        return AutoBudget.of(drafter.spec, _predicted(config.costs, target))
     found, where = calibration.find(target.folder, fingerprint(config, decoder))
     if found is not None:
         table, drafts = found.table, found.drafts
     else:
         table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
     return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)))
+
+
+def _predicted(machine: str, target: LoadedModel) -> CostTable:
+    """The planner's costs of this target on a machine that has a name."""
+    decoder = target.decoder
+    stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
+    network = Network(shape=read_shape(target.folder).stretched(decoder.config.stretch), precision=stored)
+    points = predicted_points(network, machines.machine(machine))
+    return CostTable.from_dict(points, f"predicted by the planner for {machine}")
 
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:

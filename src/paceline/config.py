@@ -16,13 +16,15 @@ from .core.errors import CapabilityError, ConfigError
 from .core.options import HIGHEST, check, option, shown
 from .drafters import registry
 from .drafters.registry import DrafterConfig
-from .engine.budget import FixedBudget, parse_budget
+from .engine.budget import AUTO, FixedBudget, parse_budget
+from .planning import machines
 from .rounds import AUTO as AUTO_ROUND
 from .rounds import ROUNDS, parse_round
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .target.loader import check_dtype, parse_device
 
 KERNELS = ("auto", "native", "torch")
+AUTO_COSTS = "auto"
 MAX_SEQUENCES, MAX_BATCH_ROWS = 2**16, 2**20
 # More than is useful, and fewer than make an OpenMP runtime end the process because it can start no more.
 MAX_THREADS = max(64, 4 * (os.cpu_count() or 1))
@@ -47,6 +49,11 @@ class LLMConfig:
     budget: int | str | Mapping[int | str, int] | None = option(
         None,
         help="drafted nodes a step: a number (0: plain decoding), by batch size (1:8,4:4,16:0), or auto, the default",
+    )
+    costs: str = option(
+        "auto",
+        help="what budget=auto begins with: auto (a calibration of this machine, else a quick estimate), or what is "
+        "predicted for a machine that `paceline plan` knows, such as h100",
     )
     dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64 or int8")
     device: str = option("cpu", help="cpu or cuda")
@@ -99,6 +106,11 @@ class LLMConfig:
         if not off and self.drafter is None:
             asked = f"budget={shown(self.budget)} without a drafter"
             raise ConfigError(asked, "there is no drafter", "name one: drafter='ngram'")
+        if self.costs != AUTO_COSTS:
+            machines.machine(self.costs)
+            if self.drafter is None or chosen != AUTO:
+                wrong = "there is no automatic budget that would read it"
+                raise ConfigError(f"costs={shown(self.costs)}", wrong, "name a drafter, and leave budget=auto")
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
             asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)

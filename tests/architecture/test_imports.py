@@ -23,13 +23,13 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "zoo": {"core"},
     "planning": {"core"},
     "distributed": {"core", "native", "target", "attention", "kv", "drafters"},
-    "config": {"core", "target", "attention", "drafters", "rounds", "engine"},
-    "assembly": {"config", *ENGINE, "engine"},
+    "config": {"core", "target", "attention", "drafters", "rounds", "engine", "planning"},
+    "assembly": {"config", *ENGINE, "engine", "planning"},
     "draft_worker": {"config", "assembly", "distributed", "core", "target", "drafters"},
     "chunks": {"core", "engine"},
     "llm": {"native", "config", "assembly", "chunks", "core", "target", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
-    "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "config", "assembly", "llm"},
+    "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "planning", "config", "assembly", "llm"},
     "cli": {*ENGINE, "distributed", "training", "engine", "zoo", "planning", "config", "llm", "bench"},
 }
 RECIPES = {"recipe.py", "distillation.py"}  # of drafters: how one is trained; these alone may import training
@@ -40,6 +40,7 @@ STUDIES = PACKAGE.parents[1] / "studies"
 PARTS = {
     "streaming": "speculative_streaming",
     "lyanna_parts": "lyanna",
+    "spire_parts": "spire",
 }  # folder of studies -> the study, too long for a file, whose parts it holds
 NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies", *PARTS}
 ABOVE = {"cli", "async_llm"}  # parts that no study may import

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
 from paceline.drafters.spire.drafter import SpireConfig, SpireDrafter
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape, save_shape
+from paceline.drafters.spire.network import SpireNetwork
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.target.decoder import Decoder
+from paceline.target.packing import RowPacker
 from paceline.target.rope import RopeConfig
 
 CPU = torch.device("cpu")
@@ -202,6 +205,86 @@ def test_fast_layers_draft_what_the_reference_does(kind: str, variant: str) -> N
         wanted, found = (paths_of(one.propose(DraftRequest([v], [4], [4]))) for one in (plain, fast))
         assert found.keys() == wanted.keys()
         assert [*found.values()] == pytest.approx([*wanted.values()], abs=1e-3)
+
+
+def texts_shown(drafter: SpireDrafter, target: Decoder, **params: Any) -> list[SequenceView]:
+    """Three texts behind their first pass; of the longest one the last tokens alone were shown."""
+    views = [view(text(n, n), key=n, **params) for n in (2, 9, 40)]
+    for v in views:
+        v.tokens.append(5)
+        known = len(v.tokens) - 1
+        show(drafter, target, v, 0 if known < 20 else known - drafter.shape.window, known)
+    return views
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("variant", ["spire", "no sinks", "narrow", "no feedback", "shared embedding"])
+@pytest.mark.parametrize("proposes", ["point", "coupled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_compiled_drafts_are_those_of_the_long_way(
+    dtype: torch.dtype, proposes: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, and to the bit the same K/V, draft after draft, within budgets and above a floor."""
+    config = whole(head_dim=8, rope=RopeConfig(dim=4), qk_norm=True)
+    target = tiny_decoder(config, dtype=dtype, compiled=True)
+    made = {"config": config, "dtype": dtype, "compiled": True, "shape": VARIANTS[variant], "proposes": proposes}
+    drafters = [bound(spire(**made), target) for _ in range(2)]
+    params = {"temperature": 0.9, "top_p": 0.95} if proposes == "coupled" else {}
+    views = [texts_shown(drafter, target, **params) for drafter in drafters][0]
+    lengths = set()
+    for floor in (0.0, 0.9, 0.0):
+        trees = []
+        for drafter, compiled in zip(drafters, (True, False), strict=True):
+            with monkeypatch.context() as patch:
+                if not compiled:
+                    patch.setattr("paceline.drafters.spire.drafter.compiles", lambda *_: False)
+                want = DraftRequest(views, [1, 3, 64], [64, 64, 64], floor=floor)
+                with mock.patch.object(SpireNetwork, "roll", autospec=True, side_effect=SpireNetwork.roll) as roll:
+                    trees.append((drafter.propose(want), want.passes))
+                assert roll.called == compiled
+        (fast, passes), (slow, expected) = trees
+        assert torch.equal(fast.tokens, slow.tokens) and passes == expected
+        assert fast.log_score is not None and slow.log_score is not None
+        assert torch.allclose(fast.log_score, slow.log_score, atol=1e-4)
+        lengths.add(tuple(fast.num_nodes.tolist()))
+        ring = drafters[0].ring
+        used = 4 * ring.size  # behind them lies what rows write that nobody is to see
+        for one, other in zip((*ring.k, *ring.v), (*drafters[1].ring.k, *drafters[1].ring.v), strict=True):
+            assert torch.equal(one[:, :used], other[:, :used])
+        for b, v in enumerate(views):  # all of a draft is right, or half
+            known = len(v.tokens) - 1
+            v.tokens += [*fast.tokens[b, 1 : 1 + (int(fast.num_nodes[b]) + b) // 2].tolist(), 7]
+            for drafter in drafters:
+                show(drafter, target, v, known, len(v.tokens) - 1)
+    assert (2, 4, 5) in lengths and len(lengths) > 1
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_k_and_v_are_those_that_the_layer_itself_computes(dtype: torch.dtype, rows: int) -> None:
+    """Of states alone, to the bit; and up to rounding what torch's kernels make of them."""
+    config = whole(head_dim=8, rope=RopeConfig(dim=4), qk_norm=True, qkv_bias=True)
+    network = SpireNetwork(draft_decoder(config, 0, dtype=dtype, compiled=True), None)
+    plain = SpireNetwork(draft_decoder(config, 0), None)
+    decoder, states = network.decoder, torch.randn(LAYERS, rows, config.d_model).to(dtype)
+    view = SinkWindow(1, 60)
+    rings = [RingCache(n.decoder.cache_shape, view, 4, 2, n.decoder.dtype, CPU) for n in (network, network, plain)]
+    places = [3 * row for row in range(rows)]
+    slots = random.Random(rows).sample(range(rings[0].size), rows)
+    network.write(rings[0], states, places, slots)
+    plain.write(rings[2], states.double(), places, slots)
+    for layer in range(LAYERS):
+        packer = RowPacker(decoder, CPU)
+        where = torch.tensor(slots)
+        packer.add([0] * rows, places, [-1] * rows, where, where, rows, 0)
+        state = decoder.embed(packer.batch())
+        state.hidden = states[layer]
+        decoder.run_layers(state, layer, layer + 1, rings[1])
+    close = 1e-5 if dtype == torch.float32 else 0.05
+    for mine, its, wide in zip(*((*ring.k, *ring.v) for ring in rings), strict=True):
+        assert torch.equal(mine, its) and mine.any()
+        assert torch.allclose(mine[..., : wide.shape[-1]].double(), wide, atol=close)
 
 
 # -- files and refusals

@@ -265,6 +265,9 @@ def test_logprobs_are_the_same_under_drafts(llm: LLM):
         ({"budget": 4}, "without a drafter"),
         ({"budget": -1}, "a draft budget is 0 to 1024"),
         ({"drafter": "ngram", "budget": 5000}, "a draft budget is 0 to 1024"),
+        ({"drafter": "ngram", "costs": "h1000"}, "machine 'h1000': it is not known. Did you mean 'h100'"),
+        ({"costs": "h100"}, "there is no automatic budget that would read it"),
+        ({"drafter": "ngram", "budget": 4, "costs": "h100"}, "there is no automatic budget that would read it"),
         ({"kv_memory": "lots"}, "not a size"),
         ({"kv_memory": "1MiB"}, r"kv_memory=1MiB: it holds \d+ tokens"),
         ({"kv_memory": 0}, "it holds 0 tokens"),
@@ -282,6 +285,16 @@ def test_logprobs_are_the_same_under_drafts(llm: LLM):
 def test_options_that_cannot_be_are_refused_at_start(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         LLM(MODEL, **options)
+
+
+def test_the_budget_begins_with_the_costs_of_a_machine_that_is_named():
+    """The planner's prediction, in the place of what is measured here."""
+    budgets = [LLM(MODEL, drafter="ngram", costs=name).engine.budget for name in ("h100", "cpu")]
+    tables = [budget.costs.table for budget in budgets]  # type: ignore[attr-defined]
+    assert tables[0].source == "predicted by the planner for h100"
+    assert tables[0].chain_ms(1) < tables[1].chain_ms(1) / 20
+    steeper = [table.chain_ms(64) / table.chain_ms(1) for table in tables]
+    assert steeper[0] < 1.01 and steeper[1] > 3  # 295 FLOPs a byte, and 11
 
 
 def test_an_unknown_model_is_refused():

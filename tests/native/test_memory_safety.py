@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,12 +23,15 @@ from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.hybrid import HybridConfig
 from paceline.drafters.registry import DrafterContext
 from paceline.kv.pool import KVPool
+from paceline.kv.ring import RingCache
+from paceline.kv.views import SinkWindow
 from paceline.target.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
 from paceline.target.native import unsupported
 from paceline.target.native_calls import Chain, NativeView
 from paceline.target.native_linear import NativeLinear, top
+from paceline.target.native_memory import Recall, recall, write_keys
 from paceline.target.rope import Rotation
 
 CPU = torch.device("cpu")
@@ -315,6 +319,56 @@ def test_chains_that_cannot_be(what: str, kind: str) -> None:
         decoder.stack.roll([fine, replace(fine, **changes)], pool, 203)
     assert not any(part.any() for part in (*pool.k, *pool.v)), "the other chain was begun"
     assert len(decoder.stack.roll([fine], pool, 203)[0]) == 5
+
+
+RINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a root that the embedding lacks": ({"root": 203}, "a token id without"),
+    "a negative root": ({"root": -1}, "a token id without"),
+    "a position that is negative": ({"position": -1}, "a position that is negative"),
+    "a first token": ({"position": 0, "start": 0}, "a position that is negative"),
+    "memory from behind the root on": ({"start": 21}, "a position that is negative"),
+    "no memory at all": ({"start": 20, "ring": 1}, "a position that is negative"),
+    "no steps": ({"steps": 0}, "a count, limit"),
+    "more steps than a ring holds": ({"steps": 6}, "a count, limit"),
+    "a ring that is not there": ({"ring": 3}, "a slot outside"),
+    "a ring before the first": ({"ring": -1}, "a slot outside"),
+    "a ring far behind": ({"ring": 2**62}, "a slot outside"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", RINGS)
+def test_chains_over_rings_that_cannot_be(what: str) -> None:
+    decoder, (changes, message) = decoder_of("base", "float32"), RINGS[what]
+    c, mix = decoder.config, torch.full((2, 3), 1 / 3)
+    sinks = 0 if what == "no memory at all" else 2
+    ring = RingCache((2, c.num_kv_heads, c.head_dim), SinkWindow(sinks, 8), 4, 2, decoder.dtype, CPU)
+    fine = Recall(root=3, position=20, steps=5, ring=0, start=15, rules=None)
+    with pytest.raises(ValueError, match=message):
+        recall(decoder.stack, ring, [fine, fine._replace(**changes)], mix, -math.inf, 203)  # type: ignore[arg-type]
+    assert not any(part.any() for part in (*ring.k, *ring.v)), "the other chain was begun"
+    assert len(recall(decoder.stack, ring, [fine], mix, -math.inf, 203)[0]) == 5  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a count, limit"):
+        recall(decoder.stack, ring, [fine], mix, -math.inf, 0)  # type: ignore[arg-type]
+
+
+@needs_kernels
+def test_k_and_v_that_cannot_be_written() -> None:
+    decoder = decoder_of("base", "float32")
+    c, ones = decoder.config, torch.ones(2, 3, 72)
+    ring = RingCache((2, c.num_kv_heads, c.head_dim), SinkWindow(2, 8), 4, 2, decoder.dtype, CPU)
+    slots = ring.k[0].shape[1]
+    for states, places, where, message in (
+        (ones, [0, 1, 2], [0, 1, slots], "a slot outside"),
+        (ones, [0, 1, 2], [0, -2, 1], "a slot outside"),
+        (ones, [0, 1, -2], [0, 1, 2], "a position that is negative"),
+        (ones[:1], [0, 1, 2], [0, 1, 2], "is read"),
+        (ones, [0, 1], [0, 1], "is read"),
+        (ones.double(), [0, 1, 2], [0, 1, 2], "is read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_keys(decoder.stack, ring, states, places, where)  # type: ignore[arg-type]
+    assert not any(part.any() for part in (*ring.k, *ring.v))
 
 
 @needs_kernels

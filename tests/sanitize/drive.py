@@ -31,6 +31,8 @@ from paceline.core.tree_lists import TreeLists
 from paceline.engine.chances import Chances
 from paceline.engine.weighing import judge_all, weigh_all
 from paceline.engine.worth import Book, Kind
+from paceline.kv.ring import RingCache
+from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts
 from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
@@ -39,6 +41,7 @@ from paceline.target.memory import Arena
 from paceline.target.native_calls import Asked, Chain, NativeTaps, NativeView, RowSpan, Seed
 from paceline.target.native_heads import NativeHeads
 from paceline.target.native_linear import NativeLinear, top
+from paceline.target.native_memory import Recall, recall, write_keys
 from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
 from paceline.target.native_streams import CarrierRows, Riding
 from paceline.target.rope import RopeConfig, RopeTable
@@ -321,6 +324,31 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
         assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
 
 
+def one_recall(decoder: Decoder, draw: random.Random) -> None:
+    """K and V of given states, and chains that see them in rings, a ring's slots each to its end."""
+    stack: Any = decoder.stack
+    vocab, sinks, window, spare = decoder.config.vocab_size, *(draw.choice(x) for x in ([0, 1, 3], [1, 2, 33], [1, 5]))
+    ring = RingCache(decoder.cache_shape, SinkWindow(sinks, window), spare, 3, decoder.dtype, decoder.device)
+    cache = Cache(decoder, 3 * ring.size)
+    ring.k, ring.v = cache.k, cache.v
+    layers, feedback = len(ring.k), draw.random() < 0.7
+    chains, named = [], []
+    for index in range(3):
+        position, steps = draw.choice([1, 2, window, 40, 63]), draw.randint(1, spare + 1)
+        start = draw.randint(max(0, position - window), position - 1)
+        first = min(sinks, position)
+        known = [*range(first), *range(max(first, start), position)]
+        named += ring.slots(index, [*known, *range(position, position + steps - feedback)])
+        states = torch.randn(layers, len(known), decoder.config.d_model).to(decoder.dtype)
+        write_keys(stack, ring, states, known, ring.slots(index, known))
+        rules = draw.choice([None, some_rules(draw, vocab)])
+        chains.append(Recall(draw.randrange(vocab), position, steps, index, start, rules))
+    mix = torch.rand(layers, layers + 1) if feedback else None
+    for chain, found in zip(chains, recall(stack, ring, chains, mix, -math.inf, vocab), strict=True):
+        assert len(found) == chain.steps and all(0 <= token < vocab for token, _ in found)
+    cache.check(torch.tensor(named))
+
+
 def linear_of(inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> NativeLinear:
     return NativeLinear((inputs**-0.5 * torch.randn(outputs, inputs)).to(dtype), None, quant=False)
 
@@ -565,6 +593,7 @@ def sweep(draw: random.Random, quick: bool) -> str:
             for _ in range(4 if quick else 10):
                 alone(lambda decoder=decoder: one_roll(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_growth(decoder, draw))  # type: ignore[misc]
+                alone(lambda decoder=decoder: one_recall(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_state_draft(decoder, draw))  # type: ignore[misc]
                 alone(lambda decoder=decoder: one_decision(decoder, draw))  # type: ignore[misc]
             alone(lambda decoder=decoder: refusals(decoder))  # type: ignore[misc]

@@ -127,7 +127,7 @@ def test_the_loss_is_its_formula(options: dict[str, Any]) -> None:
     with torch.no_grad():
         loss, figures = made.loss(data, context())
         offset = int(torch.randint(4, (1,), generator=context().generator))
-        known = made._known(data)
+        known = made.know(data)
         rows = [*made._rows(data, offset, known)]
         hidden, places = torch.cat([r.hidden for r in rows]), torch.cat([r.places for r in rows])
         targets, weights = torch.cat([r.targets for r in rows]), torch.cat([r.weights for r in rows])
@@ -176,7 +176,7 @@ def test_held_out_figures_by_hand() -> None:
     made = recipe(held_out={"x": [data, data]})
     found = made.evaluate(0)
     with torch.no_grad():
-        known = made._known(data)
+        known = made.know(data)
         assert known.final is not None
         chances, alphas = {}, {}
         for step, part in enumerate(made._rows(data, 0, known)):

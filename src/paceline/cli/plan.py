@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from ..planning import acceptance, machines, models
 from ..planning.models import ModelShape
 from ..planning.plan import DRAFTERS, Question, rank
 from ..planning.throughput import PAPER, Counting, Parallel, Precision
-from . import plan_view
+from . import plan_measured, plan_view
 from .console import note
 
 app = typer.Typer(add_completion=False)
@@ -30,7 +31,17 @@ Count = int | None
 @app.command()
 def plan(
     target: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)],
-    machine: Annotated[str, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.names())}.")],
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"One device: {', '.join(machines.names())}.")
+    ] = None,
+    measured: Annotated[
+        bool,
+        typer.Option(
+            "--measured",
+            help="Instead of a machine's peaks: time passes of the target here, say how well they are predicted, and "
+            "store what the automatic draft budget begins with.",
+        ),
+    ] = False,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded at once.")] = 1,
     context: Annotated[int, typer.Option(metavar="N", help="Tokens that each of them has.")] = 1024,
     draft: Annotated[
@@ -41,7 +52,9 @@ def plan(
         ),
     ] = None,
     weights: Annotated[str, typer.Option(metavar="DTYPE", help=f"How weights are stored: {STORED}.")] = "bfloat16",
-    kv: Annotated[str, typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}.")] = "bfloat16",
+    kv: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. [bfloat16]")
+    ] = None,
     devices: Annotated[int, typer.Option(metavar="N", help="Devices that share every layer (tensor parallel).")] = 1,
     stages: Annotated[int, typer.Option(metavar="N", help="Groups of them in a pipeline.")] = 1,
     tau: Annotated[
@@ -73,17 +86,22 @@ def plan(
     """Rank drafters for a model on a machine, by predicted throughput over plain decoding.
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
-    (docs/planning.md).
+    (docs/planning.md). With --measured a law that is fitted to passes of this machine takes its place.
     How often drafts are accepted is assumed, and said; --tau takes your own figures.
     """
     shape = resolve(target)
-    question = Question(
+    if measured:
+        given = {"--machine": machine, "--kv": kv, "--devices": devices > 1, "--stages": stages > 1, "--paper": paper}
+        _refuse_beside_measured(given)
+        kv = "float32" if weights == "float32" else "bfloat16"
+    precision = Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv or "bfloat16"))
+    asked = Question(
         target=shape,
-        machine=machines.machine(machine),
+        machine=machines.machine(machine or _no_machine(measured)),
         batch=batch,
         context=context,
         draft=_draft(target, draft),
-        precision=Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv)),
+        precision=precision,
         counting=PAPER if paper else Counting(),
         parallel=Parallel(tensor=devices, stages=stages),
         window=window,
@@ -93,12 +111,36 @@ def plan(
     )
     drafting = _draft_name(target, draft)
     names = plan_view.Names(target=_runnable(target), draft=drafting and _runnable(drafting))
+    here = None
+    if measured:
+        other = (drafting, asked.network(asked.drafting)) if drafting else None
+        here = plan_measured.look_here(names.target, asked.network(shape), weights, other)
+    question = asked if here is None else replace(asked, machine=here.machine, law=here.found.law)
     ranked = rank(question)
     if plot is not None:
         file = plan_view.draw(question, plot)
-    (plan_view.print_json if as_json else plan_view.show)(question, ranked, names)
+    if as_json:
+        plan_view.print_json(question, ranked, names, here)
+    else:
+        plan_view.show(question, ranked, names, here)
     if plot is not None:
         note(f"drawn: {file}")
+
+
+def _refuse_beside_measured(given: Mapping[str, object]) -> None:
+    """What says of another machine what this one says itself."""
+    useless = [flag for flag, value in given.items() if value]
+    if useless:
+        wrong = "it is measured how this machine runs this model"
+        raise ConfigError(f"{', '.join(useless)} with --measured", wrong, "leave one of them out")
+
+
+def _no_machine(measured: bool) -> str:
+    """The machine that a question begins with where none is named: what is measured takes its place."""
+    if not measured:
+        wrong, remedy = "it is not said for which machine", "add --machine NAME, or --measured for this one"
+        raise ConfigError("paceline plan", wrong, remedy)
+    return "cpu"
 
 
 def resolve(text: str) -> ModelShape:

@@ -19,6 +19,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.plan import PLAIN, SINK, Candidate, Question, compute_bound_from, devices_needed, rank
 from .console import note, stdout
+from .plan_measured import Here
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
@@ -34,9 +35,11 @@ class Names:
     draft: str | None
 
 
-def show(question: Question, ranked: Sequence[Candidate], names: Names) -> None:
-    """The table, what was assumed, and how to run it."""
+def show(question: Question, ranked: Sequence[Candidate], names: Names, here: Here | None = None) -> None:
+    """The table, what was assumed, and how to run it; ``here``: what was measured first."""
     console = stdout()
+    if here is not None:
+        here.show()
     console.print(_title(question), style="bold", markup=False)
     console.print(_table(ranked))
     for line in _remarks(question, ranked):
@@ -49,10 +52,13 @@ def show(question: Question, ranked: Sequence[Candidate], names: Names) -> None:
     for made in ranked:
         command, missing = how_to_run(question, made, names)
         console.print(Text(f"  {command}") if command else Text(f"  {made.drafter}: {missing}", style="dim"))
-    note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
+    if here is None:
+        note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
+    else:
+        note("predicted by this machine's law; acceptance is assumed, and the engine's work between passes left out")
 
 
-def print_json(question: Question, ranked: Sequence[Candidate], names: Names) -> None:
+def print_json(question: Question, ranked: Sequence[Candidate], names: Names, here: Here | None = None) -> None:
     """The same as one JSON object."""
     rows = []
     for made in ranked:
@@ -62,7 +68,8 @@ def print_json(question: Question, ranked: Sequence[Candidate], names: Names) ->
         devices = devices_needed(question, made.holds)
         rows.append({**values, **took, "devices_needed": devices, "command": command, "missing": missing})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
-    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows}))
+    more = {} if here is None else {"measured": here.as_dict()}
+    typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **more}))
 
 
 def _title(q: Question) -> str:

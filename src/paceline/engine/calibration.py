@@ -239,18 +239,21 @@ class PassTimer:
         return cache
 
     @torch.inference_mode()
-    def ms(self, sequences: int, rows: int) -> float:
+    def ms(self, sequences: int, rows: int, layers: int | None = None) -> float:
         """One pass of ``rows`` rows of each sequence, packing and the choice of tokens included.
 
         As the engine does it: in one compiled call where the layers are compiled. Torch's threads, which would choose
         among many rows, take the processors from the layers' own just when the next pass begins.
+
+        Args:
+            layers: the first so many alone, and the head; None: all.
         """
         caches = self._caches[:sequences]
         for cache in caches:
             cache.reserve(rows)
         began = perf_counter()
-        if self._decoder.stack is None:
-            self._run(caches, rows)
+        if self._decoder.stack is None or layers is not None:
+            self._run(caches, rows, layers or self._decoder.num_layers)
         else:
             self._decoder.stack.decide(self._asked(caches, rows), self._pool)
         elapsed = perf_counter() - began
@@ -271,7 +274,7 @@ class PassTimer:
         positions = [cache.committed + i for cache in caches for i in range(rows)]
         return Asked([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
 
-    def _run(self, caches: Sequence[SequenceCache], rows: int) -> None:
+    def _run(self, caches: Sequence[SequenceCache], rows: int, layers: int) -> None:
         packer = RowPacker(self._decoder, self._decoder.device)
         vocab = self._decoder.config.vocab_size
         for cache in caches:
@@ -286,8 +289,10 @@ class PassTimer:
                 prefix=first,
             )
         state = self._decoder.embed(packer.batch())
-        self._decoder.run_layers(state, 0, self._decoder.num_layers, self._pool)
-        self._decoder.logits(state).argmax(dim=-1).tolist()
+        self._decoder.run_layers(state, 0, layers, self._pool)
+        logits = self._decoder.logits(state)
+        if self._decoder.stack is None:  # compiled code chooses while it computes them
+            logits.argmax(dim=-1).tolist()
 
 
 def measure(

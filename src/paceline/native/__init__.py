@@ -262,6 +262,14 @@ def _declared(found: Any) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Fuse), ctypes.POINTER(TokenInfo)),
         *[ctypes.c_void_p] * 5,
     ]
+    found.pl_keys.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass)]
+    found.pl_recall.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_int64),
+        *[ctypes.c_void_p] * 2,
+        ctypes.c_double,
+        *[ctypes.c_void_p] * 2,
+    ]
     found.pl_choose.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),

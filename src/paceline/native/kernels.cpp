@@ -543,12 +543,17 @@ Refusal check_limits(const Pass& p) {
   return DONE;
 }
 
-Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
+Refusal check_rows(const Model& m, const Pass& p) {
   const int64_t slots = cache_slots(m, p);
-  if (p.rows < 0 || p.threads < 1 || start < 0 || stop > p.layers) return BAD_COUNT;
+  if (p.rows < 0 || p.threads < 1) return BAD_COUNT;
   if (!all_within(p.positions, p.rows, 0, m.rotated ? p.num_positions : INT64_MAX)) return BAD_POSITION;
-  if (p.slots ? !all_within(p.slots, p.rows, -1, slots) : !within(p.slot_base, p.rows, slots)) return BAD_SLOT;
-  Refusal found = check_segments(m, p);
+  return (p.slots ? all_within(p.slots, p.rows, -1, slots) : within(p.slot_base, p.rows, slots)) ? DONE : BAD_SLOT;
+}
+
+Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
+  if (start < 0 || stop > p.layers) return BAD_COUNT;
+  Refusal found = check_rows(m, p);
+  if (found == DONE) found = check_segments(m, p);
   if (found == DONE) found = check_adapters(p);
   return found == DONE ? check_limits(p) : found;
 }
@@ -2113,12 +2118,17 @@ struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to
 };
 thread_local Buffers t_buffers;
 
+// What layers compute of their rows: all; all but K and V; or K and V alone, every layer of states of its own.
+enum Part { WHOLE, QUERIES, KEYS };
+
 template <class A> struct Runner final : Job {
   enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
 
   const Model& m;
   const Pass& p;
   const int start, stop;
+  const Part part;
+  const int64_t apart;  // elements between the states of two layers; 0: each takes the place of those before
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
   int64_t width = 1;  // threads that take part
@@ -2133,7 +2143,8 @@ template <class A> struct Runner final : Job {
   Kind order[9];  // a layer's stages: of the norms only where `alone` is false, of few keys only where some streams see few
   int64_t per_layer = 0;
 
-  Runner(const Model& model, const Pass& pass, int begin, int end) : m(model), p(pass), start(begin), stop(end) {
+  Runner(const Model& model, const Pass& pass, int begin, int end, Part which, int64_t between)
+      : m(model), p(pass), start(begin), stop(end), part(which), apart(between) {
     rows = p.rows, padded_rows = up(rows, ROWS);
     d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
     alone = rows <= 4;
@@ -2153,6 +2164,7 @@ template <class A> struct Runner final : Job {
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
     for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN}) {
       const bool norm = kind == NORM || kind == NORM_AGAIN, few = kind == CHOOSE || kind == ATTEND_FEW;
+      if (part == KEYS && kind > PROJECT) break;
       if (!(norm && alone) && !(few && !p.num_limits)) order[per_layer++] = kind;
     }
     if (p.num_limits) limit();
@@ -2178,10 +2190,21 @@ template <class A> struct Runner final : Job {
     const Layer& l = m.layers[layer];
     int64_t weights = 0;
     for (const Linear* w : {&l.qkv, &l.out, &l.up, &l.down}) weights += w->n * w->k;
+    if (part == KEYS) weights = num_heads() * m.head_dim * l.qkv.k;
     return std::max<int64_t>(1, std::min(p.threads, weights * std::max<int64_t>(1, rows / 4) / WORTH));
   }
 
   int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
+
+  // Heads that are projected: of queries, then of keys, then of values.
+  int64_t first_head() const { return part == KEYS ? m.heads : 0; }
+  int64_t num_heads() const { return (part == KEYS ? 0 : m.heads) + (part == QUERIES ? 0 : 2 * m.kv_heads); }
+
+  A* output(int index) const { return (A*)p.hidden_out + (index - start) * apart; }
+  const A* input(int index) const {
+    if (part == KEYS) return (const A*)p.hidden_in + (index - start) * apart;
+    return index == start ? (const A*)p.hidden_in : output(index - 1);
+  }
 
   // -- the job
 
@@ -2192,7 +2215,7 @@ template <class A> struct Runner final : Job {
   int64_t units(int64_t stage) const override {
     switch (kind_of(stage)) {
       case NORM: case NORM_AGAIN: return rows;
-      case PROJECT: return m.heads + 2 * m.kv_heads;
+      case PROJECT: return num_heads();
       case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
       case CHOOSE: return p.num_limits;
       case ATTEND_FEW: return p.num_limits * m.heads;
@@ -2209,7 +2232,7 @@ template <class A> struct Runner final : Job {
   void work(int64_t stage, const Claim& claim) override {
     const int index = layer_of(stage);
     const Layer& l = m.layers[index];
-    const A* in = (const A*)(index == start ? p.hidden_in : p.hidden_out);
+    const A* in = input(index);
     const Kind kind = kind_of(stage);
     const bool fresh = claim.fresh, multiplies = kind == PROJECT || kind == ADD || kind == GATE || kind == ADD_AGAIN;
     if (fresh && multiplies) set_tiles(rows);
@@ -2223,22 +2246,23 @@ template <class A> struct Runner final : Job {
       case NORM_AGAIN: return norm(middle, l.mlp_norm, claim);
       case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), mlp_rows(index), claim);
       case ADD_AGAIN:
-        add(l.down, index, DOWN, inner, ff, middle, (A*)p.hidden_out, mlp_rows(index), claim, after(ADD_AGAIN, index, claim));
-        return replace_mlp(index, l, middle, (A*)p.hidden_out, claim.begin, claim.end, fresh);
+        add(l.down, index, DOWN, inner, ff, middle, output(index), mlp_rows(index), claim, after(ADD_AGAIN, index, claim));
+        return replace_mlp(index, l, middle, output(index), claim.begin, claim.end, fresh);
     }
   }
 
   // The weights that a thread begins with when it comes to the products after those of a stage.
   Next after(Kind kind, int index, const Claim& c) const {
-    auto part = [&](const Linear& l, int64_t units, int64_t step, int64_t blocks, int64_t pair) {  // a unit is so many blocks
+    if (part == KEYS) return {};
+    auto share = [&](const Linear& l, int64_t units, int64_t step, int64_t blocks, int64_t pair) {  // a unit is so many blocks
       return next_part(l, part_of(units, step, c.thread, c.width) * blocks, part_of(units, step, c.thread + 1, c.width) * blocks, pair);
     };
     const int64_t outs = up(m.d_model, LANES) / LANES, inners = m.d_ff / LANES;
     const Layer& l = m.layers[index];
-    if (kind == PROJECT) return part(l.out, outs, BLOCKS, 1, 0);
-    if (kind == ADD && mlp_rows(index) > 0) return part(l.up, inners, BLOCKS / 2, 1, inners);
-    if (kind == GATE) return part(l.down, outs, BLOCKS, 1, 0);
-    if (index + 1 < stop) return part(m.layers[index + 1].qkv, m.heads + 2 * m.kv_heads, 1, m.head_dim / LANES, 0);
+    if (kind == PROJECT) return share(l.out, outs, BLOCKS, 1, 0);
+    if (kind == ADD && mlp_rows(index) > 0) return share(l.up, inners, BLOCKS / 2, 1, inners);
+    if (kind == GATE) return share(l.down, outs, BLOCKS, 1, 0);
+    if (index + 1 < stop) return share(m.layers[index + 1].qkv, num_heads(), 1, m.head_dim / LANES, 0);
     return {};
   }
 
@@ -2320,20 +2344,20 @@ template <class A> struct Runner final : Job {
 
   // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
   void project(const Layer& l, int index, const A* x, const Claim& claim) {
-    const int64_t hd = m.head_dim, per_head = hd / LANES;
+    const int64_t hd = m.head_dim, per_head = hd / LANES, limit = (first_head() + claim.limit) * per_head;
     std::vector<float>& buffer = t_scratch.out;
     grow(buffer, ROWS * hd);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     if (claim.fresh) lower(index, QKV, x, d);
     const Input<A> in = input_of(l.qkv, x, d, rows, claim.fresh);
     const Next then = after(PROJECT, index, claim);
-    for (int64_t h = claim.begin; h < claim.end; h++)
+    for (int64_t h = first_head() + claim.begin; h < first_head() + claim.end; h++)
       for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
         const int n = (int)std::min<int64_t>(ROWS, rows - r0);
         for (int64_t b = 0; b < per_head; b += BLOCKS) {
           const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
           const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
-          const Next next = first + blocks < claim.limit * per_head ? next_part(l.qkv, first + blocks, claim.limit * per_head) : then;
+          const Next next = first + blocks < limit ? next_part(l.qkv, first + blocks, limit) : then;
           product(l.qkv, block, blocks, in.from(r0), n, c, r0 == 0 ? next : Next{});
           adapt(index, QKV, block, blocks, r0, n, c);
           for (int r = 0; r < n; r++)
@@ -2530,8 +2554,8 @@ template <class A> struct Runner final : Job {
   }
 };
 
-template <class A> void run(const Model& m, const Pass& p, int start, int stop) {
-  Runner<A> runner(m, p, start, stop);
+template <class A> void run(const Model& m, const Pass& p, int start, int stop, Part part, int64_t apart) {
+  Runner<A> runner(m, p, start, stop, part, apart);
   // The last row of attended beyond heads * head_dim, if any, must read as zero.
   if (runner.attended_width != m.heads * m.head_dim)
     std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
@@ -2539,9 +2563,9 @@ template <class A> void run(const Model& m, const Pass& p, int start, int stop) 
 }
 
 // Layers start .. stop - 1 in the model's type of activations.
-void run_layers(const Model& m, const Pass& p, int start, int stop) {
-  if (m.wide_activations) run<float>(m, p, start, stop);
-  else run<bf16>(m, p, start, stop);
+void run_layers(const Model& m, const Pass& p, int start, int stop, Part part = WHOLE, int64_t apart = 0) {
+  if (m.wide_activations) run<float>(m, p, start, stop, part, apart);
+  else run<bf16>(m, p, start, stop, part, apart);
 }
 
 // One product for all rows.
@@ -2869,6 +2893,21 @@ void guess(const float* logits, int64_t n, const Rules* rules, int64_t position,
   const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position, true) : nullptr;
   best(y ? y : logits, n, token, log_q);
 }
+
+// The same for several rows, a row a unit.
+struct Guess final : Job {
+  struct Row { const Rules* rules; int64_t position; int64_t* token; float* log_q; };
+  const float* logits;
+  int64_t n, limit;  // of a row; that may be chosen
+  std::vector<Row> rows;
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return rows.size(); }
+  int64_t step(int64_t) const override { return 1; }
+  void work(int64_t, const Claim& claim) override {
+    for (int64_t i = claim.begin; i < claim.end; i++) guess(logits + i * n, limit, rows[i].rules, rows[i].position, rows[i].token, rows[i].log_q);
+  }
+  void run(int64_t threads) { team().run(std::clamp<int64_t>(rows.size() * n / DRAWS, 1, threads), *this); }
+};
 
 // The k best tokens of rows of logits, a row a unit, by the rules of their sequences. Row i is of sequence i % sequences, and
 // its token will have position i / sequences behind that sequence's first.
@@ -3666,13 +3705,154 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
       std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
     grow(t_logits, active * m->vocab);
     head(*m, hidden.data(), active, t_logits.data(), (int)p->threads);
+    Guess guess{};
+    guess.logits = t_logits.data(), guess.n = m->vocab, guess.limit = limit;
     for (int64_t a = 0; a < active; a++) {
       Chain& c = chains[live[a]];
-      const int64_t position = c.position + c.num_pending + c.made;
-      guess(t_logits.data() + a * m->vocab, limit, c.rules, position, c.tokens + c.made, c.log_q + c.made);
-      score[live[a]] += c.log_q[c.made++];
+      guess.rows.push_back({c.rules, c.position + c.num_pending + c.made, c.tokens + c.made, c.log_q + c.made});
     }
+    guess.run(p->threads);
+    for (int64_t a = 0; a < active; a++) score[live[a]] += chains[live[a]].log_q[chains[live[a]].made++];
   }
+}
+
+// K and V of states [layers, rows, d_model], of each layer those that it would compute of its rows; `p` carries rows,
+// positions, slots, rotation table, caches and threads. Returns a `Refusal`.
+int pl_keys(const Model* m, const Pass* p) {
+  const Refusal found = check_rows(*m, *p);
+  if (found != DONE || p->rows == 0) return found;
+  run_layers(*m, *p, 0, (int)p->layers, KEYS, p->rows * m->d_model);
+  return DONE;
+}
+
+}  // extern "C"
+
+namespace {
+
+// Where K and V of a text's positions lie in a ring of sinks + span slots, and which of them a row sees: kv/ring.py.
+struct Ring {
+  int64_t sinks, window, span;
+  int64_t slot(int64_t ring, int64_t position) const {
+    return ring * (sinks + span) + (position < sinks ? position : sinks + (position - sinks) % span);
+  }
+  // The slots of the sinks and the window in front of position `stop`, those from position `start` on; their number.
+  int64_t seen(int64_t ring, int64_t start, int64_t stop, int64_t* slots) const {
+    const int64_t first = std::min(sinks, stop);
+    int64_t n = 0;
+    for (int64_t j = 0; j < first; j++) slots[n++] = slot(ring, j);
+    for (int64_t j = std::max({first, start, stop - window}); j < stop; j++) slots[n++] = slot(ring, j);
+    return n;
+  }
+};
+
+// A chain whose rows see memory of earlier tokens.
+struct Recalling {
+  int64_t token, position, steps, ring, start;  // the root and its position; memory is there from position `start` on
+  const Rules* rules;
+  int64_t* out;  // tokens made, then the tokens [steps]
+  float* log_q;  // [steps]
+  double score;
+  int64_t& made() const { return out[0]; }
+  int64_t here() const { return position + made(); }  // position of the next row
+};
+
+Refusal check_recalling(const Model& m, const Pass& p, const Ring& r, const Recalling& c, bool feedback) {
+  const int64_t slots = cache_slots(m, p);
+  if (c.steps < 1 || c.steps > r.span - r.window + 1) return BAD_COUNT;  // what is drafted takes no slot that a row sees
+  if (c.position < 0 || c.position > INT32_MAX || (m.rotated && c.position + c.steps > p.num_positions)) return BAD_POSITION;
+  if (c.start < 0 || c.start > c.position) return BAD_POSITION;
+  if (feedback && (c.position == 0 || (r.sinks == 0 && c.start == c.position))) return BAD_POSITION;  // nothing is seen
+  if (c.token < 0 || c.token >= m.vocab) return BAD_TOKEN;
+  return c.ring >= 0 && c.ring < slots / (r.sinks + r.span) ? DONE : BAD_SLOT;
+}
+
+// m^i = sum over l of mix[i][l] x^l, of one row: states [layers + 1] and memory [layers], `apart` and `between` elements apart.
+template <class A> void mix_states(const float* mix, int64_t layers, int64_t d, const A* states, int64_t apart, A* memory, int64_t between) {
+  static thread_local std::vector<float> sum;
+  grow(sum, d);
+  for (int64_t i = 0; i < layers; i++, mix += layers + 1) {
+    for (int64_t j = 0; j < d; j++) sum[j] = mix[0] * wide(states[j]);
+    for (int64_t l = 1; l <= layers; l++)
+      for (int64_t j = 0; j < d; j++) sum[j] += mix[l] * wide(states[l * apart + j]);
+    for (int64_t j = 0; j < d; j++) put(memory + i * between + j, sum[j]);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// SPIRe's drafts: chains of several sequences at once whose rows see K and V in rings, a token a pass. With `mix` [layers, layers
+// + 1] they see memory of strictly earlier tokens, and a row's own is made of what its layers gave and kept for the rows
+// behind it; without it they see the layers' own K and V, theirs among them. All numbers come in one list:
+//     sequences, sinks, window, slots of a ring beside the sinks
+//     for each: root, its position, steps, ring, first position beside the sinks that has K and V, address of the rules (0: none)
+// A chain ends once its cumulative log-probability is below `floor`. What comes out, for each: tokens made, then the tokens, as
+// many as there are steps; `log_q` likewise without the number. `p` as for `pl_roll`. Returns a `Refusal`. Source: SPIRe, 3.3.
+int pl_recall(const Model* m, const Pass* p, const void* embedding, int64_t limit, const int64_t* list, const float* mix, double floor,
+              int64_t* out, float* log_q) {
+  constexpr int64_t NUMBERS = 6;
+  const int64_t count = list[0], layers = p->layers, d = m->d_model;
+  const Ring ring{list[1], list[2], list[3]};
+  if (count < 0 || p->threads < 1 || limit < 1 || limit > m->vocab) return BAD_COUNT;
+  if (ring.sinks < 0 || ring.sinks > INT32_MAX || ring.window < 1 || ring.window > ring.span || ring.span > INT32_MAX) return BAD_COUNT;
+  std::vector<Recalling> chains;
+  int64_t last = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t* c = list + 4 + NUMBERS * i;
+    chains.push_back({c[0], c[1], c[2], c[3], c[4], (const Rules*)c[5], out, log_q, 0});
+    const Refusal refusal = check_recalling(*m, *p, ring, chains.back(), mix != nullptr);
+    if (refusal != DONE) return refusal;
+    out += 1 + c[2], log_q += c[2], last = std::max(last, c[1] + c[2]);
+  }
+  for (const Recalling& c : chains) c.made() = 0;
+  const int64_t bytes = d * (m->wide_activations ? 4 : 2), most = std::min(ring.sinks + ring.window, last);
+  std::vector<char> states((layers + 1) * count * bytes), memory(mix ? layers * count * bytes : 0);
+  std::vector<int64_t> positions(count), slots(count), keys(count * most);
+  std::vector<Segment> segments(count);
+  std::vector<Recalling*> live;
+  for (Recalling& c : chains) live.push_back(&c);
+  while (!live.empty()) {
+    const int64_t rows = live.size(), apart = rows * d;
+    for (int64_t r = 0; r < rows; r++) {
+      const Recalling& c = *live[r];
+      int64_t* seen = keys.data() + r * most;
+      const int64_t n = ring.seen(c.ring, c.start, c.here() + (mix ? 0 : 1), seen);
+      positions[r] = c.here(), slots[r] = mix ? -1 : seen[n - 1];
+      segments[r] = Segment{r, r + 1, mix ? n : n - 1, n, -1, seen, nullptr, nullptr};
+      std::memcpy(states.data() + r * bytes, (const char*)embedding + (c.made() ? c.out[c.made()] : c.token) * bytes, bytes);
+    }
+    Pass pass = *p;
+    pass.rows = rows, pass.hidden_in = states.data(), pass.hidden_out = states.data() + rows * bytes;
+    pass.positions = positions.data(), pass.slots = slots.data(), pass.segments = segments.data(), pass.num_segments = rows;
+    run_layers(*m, pass, 0, (int)layers, mix ? QUERIES : WHOLE, apart);
+    grow(t_logits, rows * m->vocab);
+    head(*m, states.data() + layers * rows * bytes, rows, t_logits.data(), (int)p->threads);
+    Guess guess{};
+    guess.logits = t_logits.data(), guess.n = m->vocab, guess.limit = limit;
+    for (const Recalling* c : live) guess.rows.push_back({c->rules, c->here() + 1, c->out + 1 + c->made(), c->log_q + c->made()});
+    guess.run(p->threads);
+    std::vector<Recalling*> next;
+    std::vector<int64_t> from;
+    for (int64_t r = 0; r < rows; r++) {
+      Recalling& c = *live[r];
+      c.score += (double)c.log_q[c.made()++];
+      if (c.made() < c.steps && c.score >= floor) next.push_back(&c), from.push_back(r);
+    }
+    live = std::move(next);
+    if (!mix || live.empty()) continue;
+    const int64_t kept = live.size();
+    for (int64_t k = 0; k < kept; k++) {
+      positions[k] = live[k]->here() - 1, slots[k] = ring.slot(live[k]->ring, positions[k]);
+      const char* state = states.data() + from[k] * bytes;
+      char* own = memory.data() + k * bytes;
+      if (m->wide_activations) mix_states(mix, layers, d, (const float*)state, apart, (float*)own, kept * d);
+      else mix_states(mix, layers, d, (const bf16*)state, apart, (bf16*)own, kept * d);
+    }
+    pass.rows = kept, pass.hidden_in = memory.data();
+    run_layers(*m, pass, 0, (int)layers, KEYS, kept * d);
+  }
+  return DONE;
 }
 
 // Drafts trees of several sequences at once, a level a pass. All numbers come in one list:

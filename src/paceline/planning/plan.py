@@ -11,6 +11,7 @@ from ..core.errors import ConfigError
 from ..core.options import check, option
 from .acceptance import Acceptance, assumed
 from .machines import Machine
+from .measured import PassLaw
 from .models import ModelShape
 from .throughput import (
     Counting,
@@ -22,6 +23,7 @@ from .throughput import (
     critical_batch,
     held_bytes,
     pass_cost,
+    round_of,
     round_seconds,
 )
 
@@ -80,6 +82,7 @@ class Question:
         maximum=64,
     )
     acceptance: Mapping[str, Acceptance] = field(default_factory=dict)  # by drafter, in the place of what is assumed
+    law: PassLaw | None = None  # of the machine, which is the present one; None: its peaks say what passes take
 
     def __post_init__(self) -> None:
         check(self)
@@ -116,6 +119,13 @@ class Question:
         """A model as it is served here."""
         return Network(shape=shape, precision=self.precision, keys=keys)
 
+    def round_of(self, spoken: Speculation) -> RoundCost:
+        """A round in seconds."""
+        law = self.law
+        if law is not None:
+            return round_of(spoken, lambda network, rows: law.seconds(network, self.batch, self.context, rows))
+        return round_seconds(spoken, self.machine, self.batch, self.context, self.counting, self.parallel)
+
     def assumptions(self) -> dict[str, Acceptance]:
         """The acceptance of every drafter."""
         return {**assumed(self.target.name, self.draft.name if self.draft else None), **self.acceptance}
@@ -148,7 +158,7 @@ def plain(question: Question) -> Candidate:
     """Decoding without a draft."""
     q = question
     target = q.network(q.target)
-    made = round_seconds(Speculation(target=target), q.machine, q.batch, q.context, q.counting, q.parallel)
+    made = q.round_of(Speculation(target=target))
     made = replace(made, draft=0.0, verify=made.plain)
     reason = f"{_bound(q, 1)}-bound"
     return _candidate(q, PLAIN, (0, 1, 1), 1.0, made, held_bytes(target, q.batch, q.context), reason)
@@ -168,7 +178,7 @@ def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) 
     network = _network(q, drafter)
     extra = depth if drafter.streams else 0  # streams of one row, counted through all layers
     spoken = Speculation(target=q.network(q.target), draft=network, depth=depth, width=width, extra_rows=extra)
-    made = round_seconds(spoken, q.machine, q.batch, q.context, q.counting, q.parallel)
+    made = q.round_of(spoken)
     tau = accepted.tokens(depth, width)
     holds = held_bytes(spoken.target, q.batch, q.context)
     if network is not None and drafter.drafts != "itself":

@@ -226,20 +226,19 @@ class RoundCost:
         return tau / self.iteration_multiplier
 
 
+def round_of(speculation: Speculation, each: Callable[[Network, int], float]) -> RoundCost:
+    """A round whose passes over so many rows a sequence cost ``each(network, rows)``."""
+    s, drafted = speculation, 0.0
+    if s.draft is not None:
+        drafted = each(s.draft, 1) + (s.depth - 1) * each(s.draft, s.width)
+    return RoundCost(plain=each(s.target, 1), draft=drafted, verify=each(s.target, s.rows))
+
+
 def round_cost(
     speculation: Speculation, batch: int, context: float, hoi: float, counting: Counting | None = None
 ) -> RoundCost:
     """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
-    s = speculation
-    drafted = 0.0
-    if s.draft is not None:
-        first = pass_cost(s.draft, batch, context, 1, counting).forward(hoi)
-        drafted = first + (s.depth - 1) * pass_cost(s.draft, batch, context, s.width, counting).forward(hoi)
-    return RoundCost(
-        plain=pass_cost(s.target, batch, context, 1, counting).forward(hoi),
-        draft=drafted,
-        verify=pass_cost(s.target, batch, context, s.rows, counting).forward(hoi),
-    )
+    return round_of(speculation, lambda n, rows: pass_cost(n, batch, context, rows, counting).forward(hoi))
 
 
 def round_seconds(
@@ -251,16 +250,7 @@ def round_seconds(
     parallel: Parallel | None = None,
 ) -> RoundCost:
     """The same in seconds on a machine. The draft is spread over the devices as the target is."""
-    s, where = speculation, (counting, parallel)
-    drafted = 0.0
-    if s.draft is not None:
-        drafted = pass_seconds(s.draft, machine, batch, context, 1, *where)
-        drafted += (s.depth - 1) * pass_seconds(s.draft, machine, batch, context, s.width, *where)
-    return RoundCost(
-        plain=pass_seconds(s.target, machine, batch, context, 1, *where),
-        draft=drafted,
-        verify=pass_seconds(s.target, machine, batch, context, s.rows, *where),
-    )
+    return round_of(speculation, lambda n, rows: pass_seconds(n, machine, batch, context, rows, counting, parallel))
 
 
 def intensity(network: Network, batch: int, context: float, rows: int, counting: Counting | None = None) -> float:

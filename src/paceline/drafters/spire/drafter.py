@@ -31,9 +31,10 @@ from ...target.decoder import Decoder
 from ...target.files import fingerprint
 from ...target.loader import load_weights, read_config
 from ...target.native import unsupported
+from ...target.native_memory import Recall
 from ...target.packing import RowPacker
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..growth import Grower, Growth, drawn_from
+from ..growth import Grower, Growth, compiles, drawn_from
 from ..proposal import to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import REFUSED
@@ -143,12 +144,12 @@ class SpireDrafter:
         """
         self._check(target)
         self._target = target.decoder
-        decoder, memory, native = self._load(target, device)
+        decoder, memory = self._load(target, device)
         c = decoder.config
         ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
         theirs = {"d_model": target.d_model, "vocab_size": target.vocab_size}
         check_fit(self._asked, self.shape.target, ours, theirs, target.name)
-        self._network = SpireNetwork(decoder, memory, native)
+        self._network = SpireNetwork(decoder, memory)
         view = SinkWindow(self.shape.sinks, self.shape.window)
         shape = self._network.decoder.cache_shape
         self._ring = RingCache(shape, view, self.depth, max_sequences, target.dtype, device)
@@ -162,17 +163,16 @@ class SpireDrafter:
         if shape.rope is None:
             raise CapabilityError(self._asked, f"positions of {target.name} are learned, not rotary", remedy)
 
-    def _load(self, target: TargetInfo, device: torch.device) -> tuple[Decoder, Tensor | None, bool]:
-        """The network, its memory's weights, and whether it is compiled."""
+    def _load(self, target: TargetInfo, device: torch.device) -> tuple[Decoder, Tensor | None]:
+        """The network, and its memory's weights."""
         if not isinstance(self._source, Path):
-            decoder, memory = self._source
-            return decoder, memory, decoder._native
+            return self._source
         config = read_config(self._source)
         native = target.decoder.stack is not None and unsupported(config, target.dtype, device) is None
         attention = make_backend("reference" if target.dtype == torch.float64 else "sdpa", target.dtype)
         decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native)
         load_weights(decoder, self._source)
-        return decoder, read_memory(self.shape, self._source), native
+        return decoder, read_memory(self.shape, self._source)
 
     def release(self, keys: Sequence[int]) -> None:
         """Give the rings of ended or preempted sequences back."""
@@ -197,7 +197,8 @@ class SpireDrafter:
             slots += self.ring.slots(self._texts[view.key].ring, kept) if kept else []
         if rows:
             index = torch.tensor(rows, device=self.network.decoder.device)
-            self.network.write(self.ring, [step.hidden[tap][index] for tap in self._taps], places, slots)
+            states = torch.stack([step.hidden[tap][index] for tap in self._taps])
+            self.network.write(self.ring, states, places, slots)
 
     @inference
     def propose(self, want: DraftRequest) -> TokenTree:
@@ -210,7 +211,10 @@ class SpireDrafter:
         able = [g for g in growths if g.max_depth > 0 and self._ready(g.sequence)]
         sampled = self.config.proposes == "sampled"  # whether a node is drawn must not depend on the draw
         floor = -math.inf if sampled or want.floor <= 0 else math.log(min(want.floor, 1.0))
-        want.passes = self._grow(able, replace(self._grower, floor=floor))
+        if able and self.network.compiled and compiles(able, self.config.proposes):
+            want.passes = self._roll(able, floor)
+        else:
+            want.passes = self._grow(able, replace(self._grower, floor=floor))
         tree = to_tree([s.tokens[-1] for s in want.sequences], [g.draft for g in growths], trusted=True)
         return tree.with_q(drawn_from(growths, tree, self.network.decoder.config.vocab_size)) if sampled else tree
 
@@ -271,7 +275,7 @@ class SpireDrafter:
                 torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
             ]
             slots = self.ring.slots(self._texts[view.key].ring, kept)
-            self.network.write(self.ring, [embedded] * self.shape.layers, kept, slots)
+            self.network.write(self.ring, embedded.expand(self.shape.layers, -1, -1).contiguous(), kept, slots)
 
     def _sink(self, view: SequenceView, text: _Text, count: int) -> None:
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
@@ -285,11 +289,24 @@ class SpireDrafter:
         state.adapters = adapter_ranges([view.application], [(0, count)])
         target.run_layers(state, 0, target.num_layers, pool, taps)
         slots = self.ring.slots(text.ring, places)
-        self.network.write(self.ring, [taps.hidden[tap] for tap in self._taps], places, slots)
+        self.network.write(self.ring, torch.stack([taps.hidden[tap] for tap in self._taps]), places, slots)
         text.sunk = count
 
+    def _roll(self, growths: Sequence[Growth], floor: float) -> int:
+        """The same as `_grow`, in one compiled call."""
+        chains = []
+        for growth in growths:
+            tokens, sampler, text = growth.sequence.tokens, growth.sequence.sampler, self._texts[growth.sequence.key]
+            rules = None if sampler.plain else sampler.rules
+            chains.append(Recall(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, rules))
+        found = self.network.roll(chains, self.ring, floor)
+        for growth, drafted in zip(growths, found, strict=True):
+            for node, (token, log_q) in enumerate(drafted):
+                growth.add(node, token, log_q)
+        return max(map(len, found))
+
     def _grow(self, growths: Sequence[Growth], grower: Grower) -> int:
-        """Grow all chains; returns the passes that it took."""
+        """Grow all chains, a pass a level; returns the passes that it took."""
         level = 0
         while growths:
             logits, memory = self._forward(growths)
@@ -297,12 +314,12 @@ class SpireDrafter:
             level += 1
             alive = [row for row, growth in enumerate(growths) if growth.frontier]
             growths = [growths[row] for row in alive]
-            if alive and memory:
-                self._remember(growths, [own[alive] for own in memory], level - 1)
+            if alive and memory is not None:
+                self._remember(growths, memory[:, alive], level - 1)
         return level
 
-    def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, list[Tensor]]:
-        """Logits after the last node of each, and its memory by layer."""
+    def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
+        """Logits after the last node of each, and its memory [layers, growths, d_model]."""
         packer = RowPacker(self.network.decoder, self.network.decoder.device)
         for growth in growths:
             text, (node,) = self._texts[growth.sequence.key], growth.frontier
@@ -322,7 +339,7 @@ class SpireDrafter:
         sinks = min(self.shape.sinks, stop)
         return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
 
-    def _remember(self, growths: Sequence[Growth], memory: list[Tensor], level: int) -> None:
+    def _remember(self, growths: Sequence[Growth], memory: Tensor, level: int) -> None:
         """The memory of the rows of a level, for the rows below them."""
         places = [len(growth.sequence.tokens) - 1 + level for growth in growths]
         rings = [self._texts[growth.sequence.key].ring for growth in growths]

@@ -7,11 +7,11 @@ the layer's projections of these, behind the layer's norm as its own input would
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kv.ring import RingCache
@@ -19,26 +19,25 @@ from ...target.base import ForwardState, Taps
 from ...target.decoder import Decoder, Layer, Norm, rms, rms_constants
 from ...target.families import DecoderConfig
 from ...target.linear import LinearOp, make_linear
-from ...target.native_linear import NativeLinear
+from ...target.native_memory import Recall, recall, write_keys
 from ...target.packing import RowPacker
 from ...target.rope import RopeTable
 
 
 class Projection:
-    """K and V of a layer, of any states: the only products that a verified token costs.
+    """K and V of a layer, of any states: the only products that a verified token costs. Compiled layers have their own.
 
     Args:
         layer: its weights, not yet finished.
         c: of the draft.
-        native: whether the compiled product does it.
     """
 
-    def __init__(self, layer: Layer, c: DecoderConfig, native: bool) -> None:
+    def __init__(self, layer: Layer, c: DecoderConfig) -> None:
         dense: Any = layer.qkv
         first = c.num_heads * c.head_dim
         weight = dense.weight.data[first:].contiguous()
         bias = None if dense.bias is None else dense.bias.data[first:].contiguous()
-        self._product: LinearOp = NativeLinear(weight, bias, quant=False) if native else make_linear(weight, bias)
+        self._product: LinearOp = make_linear(weight, bias)
         self._norm = deepcopy(layer.attention_norm)
         if isinstance(self._norm, Norm):
             self._norm.finish()
@@ -62,48 +61,52 @@ class SpireNetwork:
     Args:
         decoder: its checkpoint, loaded and not finished; it is then.
         memory: w of `SpireShape.fresh_memory`'s shape; None: there is no feedback memory.
-        native: whether the decoder is compiled.
     """
 
-    def __init__(self, decoder: Decoder, memory: Tensor | None, native: bool) -> None:
+    def __init__(self, decoder: Decoder, memory: Tensor | None) -> None:
         c = decoder.config
         assert c.rope is not None, "it was looked at before"
-        layers: list[Any] = list(decoder.layers)
-        self.projections = [Projection(layer, c, native) for layer in layers]
+        layers: list[Any] = [] if decoder._native else list(decoder.layers)
+        self._projections = [Projection(layer, c) for layer in layers]
         self.decoder = decoder.finish()
         wide = torch.float64 if decoder.dtype == torch.float64 else torch.float32
         self._table = RopeTable(c.rope, c.max_position, wide, decoder.device)
         # [n, n + 1] what the memory of each layer is made of
         mix = None if memory is None else memory.to(decoder.device, wide).softmax(-1)
-        self._mix = None if mix is None else mix.expand(decoder.num_layers, -1)
+        self._mix = None if mix is None else mix.expand(decoder.num_layers, -1).contiguous()
 
     @property
     def feedback(self) -> bool:
         """Whether rows have a memory."""
         return self._mix is not None
 
-    def write(self, ring: RingCache, states: list[Tensor], positions: list[int], slots: list[int]) -> None:
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled layers run it."""
+        return self.decoder.stack is not None
+
+    def write(self, ring: RingCache, states: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
         """K and V of memory vectors.
 
         Args:
-            states: of each layer [rows, d_model].
+            states: [layers, rows, d_model], of each layer its own.
             positions: [rows] in the original text (section 3.1).
             slots: [rows] of the ring.
         """
+        if self.decoder.stack is not None:
+            return write_keys(self.decoder.stack, ring, states, positions, slots)
         device = self.decoder.device
         cos, sin = self._table.rows(torch.tensor(positions, device=device))
         where = torch.tensor(slots, device=device)
-        for index, (project, own) in enumerate(zip(self.projections, states, strict=True)):
-            k, v = project(own, cos, sin)
-            missing = ring.k[index].shape[-1] - k.shape[-1]  # compiled layers pad heads
-            for cache, values in ((ring.k[index], k), (ring.v[index], v)):
-                cache.index_copy_(1, where, F.pad(values, (0, missing)).transpose(0, 1))
+        for index, (project, own) in enumerate(zip(self._projections, states, strict=True)):
+            for cache, values in zip((ring.k[index], ring.v[index]), project(own, cos, sin), strict=True):
+                cache.index_copy_(1, where, values.transpose(0, 1))
 
-    def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, list[Tensor]]:
+    def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor | None]:
         """One pass.
 
         Returns:
-            [rows, V] logits, and of each layer [rows, d_model] the memory of the rows; none without feedback.
+            [rows, V] logits, and [layers, rows, d_model] the memory of the rows; None without feedback.
         """
         n = self.decoder.num_layers
         state: ForwardState = self.decoder.embed(packer.batch())
@@ -111,7 +114,14 @@ class SpireNetwork:
         state = self.decoder.run_layers(state, 0, n, ring, taps)
         logits = self.decoder.logits(state)
         if self._mix is None:
-            return logits, []
-        activations = torch.stack([first, *(taps.hidden[layer] for layer in range(n))]).to(self._mix.dtype)
-        mixed = torch.einsum("il,lrd->ird", self._mix, activations).to(first.dtype)
-        return logits, list(mixed.unbind(0))
+            return logits, None
+        weights = self._mix[:, :, None, None]  # [layers, layers + 1, 1, 1]
+        memory = weights[:, 0] * first.to(weights.dtype)
+        for layer in range(n):  # in order, as compiled code adds them
+            memory += weights[:, layer + 1] * taps.hidden[layer].to(weights.dtype)
+        return logits, memory.to(first.dtype)
+
+    def roll(self, chains: Sequence[Recall], ring: RingCache, floor: float) -> list[list[tuple[int, float]]]:
+        """Chains of `run` and `write` in one compiled call; see `recall`."""
+        assert self.decoder.stack is not None, "compiled layers"
+        return recall(self.decoder.stack, ring, chains, self._mix, floor, self.decoder.config.vocab_size)

@@ -73,6 +73,20 @@ class SpireModule(nn.Module):
         self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
 
 
+def load_trained(folder: Path) -> tuple[SpireModule, SpireShape]:
+    """A draft as training left it, float32, and what it is.
+
+    Raises:
+        ConfigError: a folder that holds none.
+    """
+    shape = read_shape(folder)
+    module = SpireModule(Network.load(folder, frozen=True), shape)
+    memory = read_memory(shape, folder)
+    if module.memory is not None and memory is not None:
+        module.memory.data.copy_(memory)
+    return module, shape
+
+
 class Known(NamedTuple):
     """What the target makes of a batch."""
 
@@ -122,7 +136,7 @@ class SpireRecipe:
         """The weighted mean over the rows of all passes, and that of each pass."""
         offset = int(torch.randint(self.shape.depth, (1,), generator=context.generator))
         needed = self.shape.past != "embedding" or self.options.loss == "mixed"
-        known = self._known(batch) if needed else Known(None, None)
+        known = self.know(batch) if needed else Known(None, None)
         rows = list(self._rows(batch, offset, known))
         total = sum((part.weights.sum() for part in rows), start=batch.weights.new_zeros(()))
         if not total > 0:
@@ -144,7 +158,7 @@ class SpireRecipe:
         return mixed(part.hidden, head, says, part.weights, check=False, omega=self.options.omega)
 
     @torch.no_grad()
-    def _known(self, batch: TokenBatch) -> Known:
+    def know(self, batch: TokenBatch) -> Known:
         """What the target makes of the tokens."""
         target, n = self.target, self.shape.layers
         last, inputs = target.run(target.embed(batch.tokens, batch.positions), 0, target.config.num_layers, batch)
@@ -179,7 +193,7 @@ class SpireRecipe:
         figures: dict[str, float] = {}
         device = self.module.network.head_weight.device
         for domain, batches in self.held_out.items():
-            found = [self._judge(batch.to(device)) for batch in batches]
+            found = [self.judge(batch.to(device)) for batch in batches]
             chances, alphas = torch.cat([c for c, _ in found]), torch.cat([a for _, a in found])
             whole = ~chances.isnan().any(1)
             if bool(whole.any()):
@@ -188,12 +202,19 @@ class SpireRecipe:
                     figures[f"alpha/{domain}/{place}"] = alpha
         return figures
 
-    def _judge(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """[B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there."""
-        known = self._known(batch)
+    @torch.no_grad()
+    def judge(self, batch: TokenBatch, offset: int = 0, known: Known | None = None) -> tuple[Tensor, Tensor]:
+        """[B * P, k] each: min(1, q/p) at the text's token, and sum min(p, q); NaN where a row is not there.
+
+        Args:
+            batch: the text.
+            offset: where its first block begins.
+            known: what `know` made of it, for several offsets.
+        """
+        known = known or self.know(batch)
         assert known.final is not None
         chances, alphas = [], []
-        for part in self._rows(batch, 0, known):
+        for part in self._rows(batch, offset, known):
             of_rows = torch.full((2, *part.kept.shape), torch.nan, device=part.hidden.device)
             of_rows[:, part.kept] = self._compare(part, known.final.flatten(0, 1)[part.places])
             chances.append(of_rows[0].flatten())

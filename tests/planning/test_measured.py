@@ -1,0 +1,123 @@
+"""The law of a machine's passes: what it recovers, how it is held against them, and the budget that its table gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from paceline import zoo
+from paceline.bench.law import LawConfig, nodes_that_pay
+from paceline.core.errors import ConfigError
+from paceline.engine.costs import CostTable
+from paceline.planning import models
+from paceline.planning.costs import cost_points, predicted_points
+from paceline.planning.machines import machine
+from paceline.planning.measured import PassLaw, TimedPass, errors, fit, median_error
+from paceline.planning.throughput import Network, pass_seconds
+
+TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
+SIZES = LawConfig()
+
+
+def small() -> Network:
+    """The embedded target."""
+    folder = zoo.find("paceline-small")
+    assert folder is not None
+    return Network(shape=models.read_shape(folder))
+
+
+def timed(law: PassLaw, network: Network, sizes: tuple[tuple[int, int, int, bool], ...]) -> list[TimedPass]:
+    quarter = replace(network, shape=network.shape.last_layers(network.shape.num_layers // 4))
+    made = []
+    for batch, context, rows, part in sizes:
+        of = quarter if part else network
+        made.append(
+            TimedPass(
+                network=of, batch=batch, context=context, rows=rows, seconds=law.seconds(of, batch, context, rows)
+            )
+        )
+    return made
+
+
+def test_a_law_is_found_again_from_the_passes_that_are_timed() -> None:
+    """Also for sizes that were not, and for a sparse draft of a quarter of the layers."""
+    network = small()
+    found = fit(timed(TRUE, network, SIZES.fitted))
+    assert found.hoi == TRUE.hoi
+    assert max(map(abs, errors(found, timed(TRUE, network, SIZES.held_out)))) < 1e-6
+    sparse = replace(network, shape=network.shape.last_layers(3), keys=65)
+    assert found.seconds(sparse, 64, 1984) == pytest.approx(TRUE.seconds(sparse, 64, 1984), rel=1e-6)
+    assert found.seconds(sparse, 64, 1984) < 0.2 * found.seconds(network, 64, 1984)
+    seen = found.machine("a test", 8e9, "cpu")
+    assert seen.bandwidth == pytest.approx(30e9) and seen.hoi == pytest.approx(TRUE.hoi) and seen.memory == 8e9
+
+
+def test_noise_moves_it_little_and_no_term_falls_below_zero() -> None:
+    draw, network = random.Random(1), small()
+    clean = timed(TRUE, network, SIZES.fitted)
+    found = fit([replace(p, seconds=p.seconds * draw.uniform(0.92, 1.08)) for p in clean])
+    assert min(found.as_dict().values()) >= 0
+    assert 0 < median_error(found, timed(TRUE, network, SIZES.held_out)) < 0.05
+    bare = replace(TRUE, kv=0.0, attention=0.0)
+    found = fit([replace(p, seconds=p.seconds * draw.uniform(0.99, 1.01)) for p in timed(bare, network, SIZES.fitted)])
+    assert min(found.as_dict().values()) >= 0
+    assert median_error(found, timed(bare, network, SIZES.held_out)) < 0.02
+
+
+@pytest.mark.parametrize("change", [{"seconds": 0.0}, {"seconds": -1.0}, None])
+def test_passes_that_make_no_law(change: dict[str, float] | None) -> None:
+    points = timed(TRUE, small(), SIZES.fitted)
+    points = points[:7] if change is None else [*points[1:], replace(points[0], **change)]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timed passes"):
+        fit(points)
+
+
+def test_tables_of_costs_are_what_is_predicted() -> None:
+    network = small()
+    table = CostTable.from_dict(
+        cost_points(lambda batch, context, rows: TRUE.seconds(network, batch, context, rows), 2048), "a law"
+    )
+    assert table.chain_ms(8) == pytest.approx(1e3 * TRUE.seconds(network, 1, 128, 8))
+    assert table.step_ms(16, 0) == pytest.approx(1e3 * TRUE.seconds(network, 16, 128))
+    assert table.step_ms(16, 0, 16 * 1000) == pytest.approx(1e3 * TRUE.seconds(network, 16, 1000), rel=1e-3)
+    far = CostTable.from_dict(predicted_points(network, machine("h100")), "peaks")
+    assert far.chain_ms(4) == pytest.approx(1e3 * pass_seconds(network, machine("h100"), 1, 128, 4))
+    tiny = replace(network, shape=replace(network.shape, max_position=140))
+    assert predicted_points(tiny, machine("cpu"))["context"] == 12
+
+
+# docs/engine.md, measured on two threads of Zen 4: ms of passes over so many rows, of 24M and of 91M parameters
+CALIBRATED = ((1, 2.08), (2, 2.10), (4, 2.70), (8, 3.17), (16, 4.6))
+LARGER = ((1, 8.0), (8, 10.9), (64, 45.5))
+
+
+def test_the_planners_table_chooses_within_one_node_of_a_calibrated_one() -> None:
+    """Real passes of two models: a law fitted to both, and the table of the one as it was measured."""
+    network = small()
+    sizes = {"d_model": 768, "d_ff": 2048, "num_heads": 12, "num_kv_heads": 12, "max_position": 4096}
+    larger = Network(shape=replace(network.shape, **sizes))
+    points = [
+        TimedPass(network=of, batch=1, context=context, rows=rows, seconds=ms / 1e3)
+        for of, context, measured in ((network, 256, CALIBRATED), (larger, 1024, LARGER))
+        for rows, ms in measured
+    ]
+    law = fit(points)
+    assert median_error(law, points) < 0.03
+    points_ = cost_points(lambda batch, context, rows: law.seconds(network, batch, context, rows), 2048)
+    planned = CostTable.from_dict(points_, "planned")
+    calibrated = CostTable(chain=CALIBRATED, plain=CALIBRATED, context=256)
+    chosen = {
+        (batch, accept): [nodes_that_pay(table, accept / 10, batch) for table in (calibrated, planned)]
+        for batch in (1, 2, 4)
+        for accept in range(1, 10)
+    }
+    assert max(abs(first - second) for first, second in chosen.values()) <= 1
+    assert {min(pair) for pair in chosen.values()} >= {0, 1, 2, 3, 4, 6, 10}  # they say something
+
+
+def test_nodes_that_pay_are_those_of_most_tokens_a_millisecond() -> None:
+    flat = CostTable(chain=((1, 1.0), (128, 1.0)), plain=((1, 1.0),))
+    steep = CostTable(chain=((1, 1.0), (128, 128.0)), plain=((1, 1.0),))
+    assert nodes_that_pay(flat, 0.5, 1, most=9) == 9 and nodes_that_pay(steep, 0.9, 1) == 0
