@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from time import sleep
 from typing import Any
 
@@ -141,7 +142,7 @@ class Slow:
 def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
     """Beside the target: branches of outcomes that did not come true end at the next level, the right one goes on."""
     job, nodes, exposed = (PROMPTS[1], GREEDY), [], []
-    steps = []
+    steps, laws = [], []
     for way in ("between", "beside"):
         engine, round_, verdicts = mirrored(f"mirror,kappa=4,exit=2,rollout={way}", depth=4)
         round_.sessions = Slow(round_.sessions)
@@ -151,9 +152,11 @@ def test_a_verdict_ends_what_is_not_needed_any_more() -> None:
         steps.append([(v.window, v.accepted, v.said, v.reused) for v in verdicts])
         nodes.append(sum(t.nodes for t in times))
         exposed.append(sum(t.exposed for t in times))
+        laws.append(median(t.observed / t.law for t in times if t.nodes))
         assert all(t.draft > 30 for t in times if t.nodes) and any(v.reused for v in verdicts)
     assert steps[0] == steps[1]
     assert nodes[1] < nodes[0] / 2 and exposed[1] < exposed[0]
+    assert laws[1] == pytest.approx(1, abs=0.2) and laws[0] > 1  # between the layers nothing runs at the same time
 
 
 def test_what_is_reused_is_what_a_fresh_rollout_would_have_drafted() -> None:
@@ -272,6 +275,7 @@ def test_abort_and_a_second_request() -> None:
         ("mirror,exit=0", drafter(), "the target has 3 layers"),
         ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
         ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
+        ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
         ("mirror,policy=hope", drafter(), "policy takes"),
     ],

@@ -12,6 +12,7 @@ from tiny import assemble, run
 
 from paceline.drafters.sessions import Ask, GoingSessions, Grown, Opening
 from paceline.engine.engine import Engine
+from paceline.rounds.mirror import MirrorConfig
 from paceline.rounds.mirror.records import StepTimes, Verdict
 from paceline.rounds.mirror.round import MirrorRound
 from paceline.rounds.mirror.running import Elsewhere
@@ -106,8 +107,8 @@ def elsewhere(pace: int, lost: int = 0, **options: Any) -> tuple[Engine, Going, 
     assert isinstance(made, MirrorRound)
     going = Going(made.sessions, pace, lost)
     assert isinstance(going, GoingSessions)
-    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits
-    round_ = MirrorRound(made.target, made.pool, *given, going, Elsewhere())
+    parts = made.target, made.pool, made.drafter, "sample_and_match"
+    round_ = MirrorConfig(kappa=4, exit="2").over(*parts, going, Elsewhere(spin_s=0.0))
     verdicts: list[Verdict] = []
     times: list[StepTimes] = []
     round_.on_verdict, round_.on_step = verdicts.append, times.append
@@ -121,7 +122,7 @@ def trace(verdicts: Sequence[Verdict]) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["greedy", "warm"])
 def test_windows_are_the_same_however_late_they_come(name: str) -> None:
-    """From everything at the verdict to nothing at all, when every outcome is a fallback."""
+    """From everything at the verdict to nothing at all, when it is waited for."""
     job, traces, reused = (PROMPTS[2], PARAMS[name]), [], []
     for pace in (99, 2, 1, 0):
         engine, going, verdicts, _ = elsewhere(pace)
@@ -131,7 +132,7 @@ def test_windows_are_the_same_however_late_they_come(name: str) -> None:
         assert (going.called_off > 0) is (pace < 99) and not going.growths
         assert going.inner.pool.idle and engine.pool.idle
     assert all(one == traces[0] for one in traces)
-    assert reused[0] == reused[1] == reused[2] > 0 == reused[3]
+    assert reused[0] == reused[1] == reused[2] == reused[3] > 0
 
 
 def test_a_batch_with_preemption() -> None:

@@ -8,13 +8,13 @@ from typing import ClassVar, Literal, cast
 from ...core.errors import ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import AheadDrafter
+from ...drafters.sessions import AheadDrafter, DraftSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.exits import UntrainedExit, exit_layer
 from ..base import Round, RoundConfig
 from .round import MirrorRound
-from .running import Beside, Between
+from .running import Beside, Between, Runner
 
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
@@ -61,17 +61,40 @@ class MirrorConfig(RoundConfig):
 
     def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
         assert drafter is not None
-        asked = f"round='mirror,exit={self.exit}'"
-        layer = exit_layer(self.exit, target.num_layers, asked)
+        self._fit(target)  # before anything is allocated
+        ahead = cast(AheadDrafter, drafter)  # its spec says so
+        runner = Beside() if self.rollout == "beside" else Between()
+        return self.over(target, pool, drafter, verifier, ahead.sessions(self.rows(drafter.spec)), runner)
+
+    def rows(self, spec: DrafterSpec) -> int:
+        """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""
+        gamma = spec.default_budget
+        return (gamma + 1) * (1 + max(self._kappas().values()) * gamma)
+
+    def over(
+        self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str, sessions: DraftSessions, runner: Runner
+    ) -> MirrorRound:
+        """The round over sessions that are served wherever they are.
+
+        Args:
+            target, pool, drafter, verifier: as for `build`.
+            sessions: of the drafter, with room for `rows`.
+            runner: how rollouts run there.
+
+        Raises:
+            ConfigError: an exit outside the target, more candidates than tokens, a verifier that does not fit.
+        """
+        exit_head, waits = UntrainedExit(target, self._fit(target)), self.policy == "wait"
+        kappas = {batch: min(kappa, target.config.vocab_size) for batch, kappa in self._kappas().items()}
+        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits, sessions, runner)
+
+    def _fit(self, target: Decoder) -> int:
+        """The exit's layer, checked with all else against the target."""
         vocab = target.config.vocab_size
         if self.kappa is not None and self.kappa > vocab:
             wrong = f"the vocabulary has {vocab} tokens"
             raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
-        kappas = KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}
-        kappas = {batch: min(kappa, vocab) for batch, kappa in kappas.items()}
-        exit_head = UntrainedExit(target, layer)
-        gamma, ahead = drafter.spec.default_budget, cast(AheadDrafter, drafter)  # its spec says so
-        sessions = ahead.sessions((gamma + 1) * (1 + max(kappas.values()) * gamma))
-        runner = Beside() if self.rollout == "beside" else Between()
-        waits = self.policy == "wait"
-        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits, sessions, runner)
+        return exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
+
+    def _kappas(self) -> dict[int, int]:
+        return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}

@@ -70,6 +70,7 @@ class Rollout:
         self.found: dict[Outcome, Branch] = {}
         self.fresh: dict[int, Branch] = {}  # by sequence: chains below the root
         self.ms = 0.0  # that its levels took
+        self.told_ms = 0.0  # that telling the drafter the verdict took
         self.nodes = 0  # drafted
         self._outcomes: frozenset[Outcome] | None = None  # after the verdict: those that came true
 
@@ -118,6 +119,11 @@ class Rollout:
             for branches, own in zip(by_key.values(), given, strict=True)
         ]
         return asks, levels
+
+    def owes(self, outcomes: Iterable[Outcome]) -> bool:
+        """Whether one of these was prepared for, and has no node yet."""
+        given = {(key, c.place, c.token) for key, own in self._given.items() for c in own}
+        return any(outcome in given for outcome in outcomes)
 
     def take(self, answers: Mapping[int, Grown]) -> None:
         """One level, by sequence; of those that are missing nothing came.
@@ -189,7 +195,7 @@ def go_on(rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Iterab
     Returns:
         The branches that are reused; of the other outcomes nothing is drafted.
     """
-    reused = {}
+    reused, began = {}, perf_counter()
     for key in ended:
         rollout.sessions.close(key)
     for outcome, tokens in said.items():
@@ -199,4 +205,5 @@ def go_on(rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Iterab
         else:
             rollout.sessions.reroot(outcome[0], branch.candidate)
             reused[outcome] = branch
+    rollout.told_ms = (perf_counter() - began) * 1e3
     return reused

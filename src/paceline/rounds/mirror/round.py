@@ -122,14 +122,15 @@ class MirrorRound:
             prefix=(halfway - drafted) * 1e3,
             rendezvous_exit=(prepared - halfway) * 1e3,
             suffix=(checked - started) * 1e3,
-            exposed=late * 1e3,
+            exposed=late * 1e3 - rollout.told_ms,
+            rendezvous_final=rollout.told_ms,
             host=(emitted - checked) * 1e3,
             draft=rollout.ms,
             nodes=rollout.nodes,
         )
         if self.on_step is not None:
             self.on_step(times)
-        draft = times.fresh + times.rendezvous_exit + times.exposed
+        draft = times.fresh + times.rendezvous_exit + times.exposed + times.rendezvous_final
         return p.result(draft, times.prefix + times.suffix, times.host, draft)
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:

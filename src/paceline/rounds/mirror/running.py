@@ -92,11 +92,15 @@ class Beside:
 class Elsewhere:
     """In another process, or on another device, by sessions that go on by themselves (`GoingSessions`).
 
-    The verdict calls off what is left of a growth there; what is then missing of the branches that are reused is asked
-    for once more.
+    The verdict calls off what is left of a growth there, once the nodes are known that it is about; what is then
+    missing of the branches that are reused is asked for once more.
+
+    Args:
+        spin_s: how long the first level is looked for without sleep; after that whoever waits for the growth does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spin_s: float = 0.05) -> None:
+        self._spin_s = spin_s
         self._growing: Growing | None = None
         self._taken = 0  # levels of it
         self._began = 0.0
@@ -117,13 +121,23 @@ class Elsewhere:
         self, rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]
     ) -> dict[Outcome, Branch]:
         """See `Runner`."""
-        _going(rollout).look()
-        self._take(rollout)
+        self._look(rollout, said)
         reused = go_on(rollout, said, ended)
         self._end(rollout)
         rollout.narrow(reused)
         self.run(rollout)
         return reused
+
+    def _look(self, rollout: Rollout, said: Mapping[Outcome, Sequence[int]]) -> None:
+        """Take what came, and at least the nodes of what was said."""
+        until = perf_counter() + self._spin_s
+        _going(rollout).look()
+        self._take(rollout)
+        while rollout.owes(said) and perf_counter() < until:
+            _going(rollout).look()
+            self._take(rollout)
+        if rollout.owes(said):
+            self._end(rollout)
 
     def _end(self, rollout: Rollout) -> None:
         """Wait until nothing more comes."""
