@@ -204,6 +204,17 @@ def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
         sessions.open(opening())
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_one_that_fails_is_given_up(virtual: bool):
+    with VirtualClock() as computed:
+        clock = computed if virtual else RealClock()
+        served = InProcess(DraftService(bound(), Facts(), clock), clock)
+        sessions = RemoteSessions(served, LONG)
+        with pytest.raises(DraftsLost, match="failed: KeyError"):
+            sessions.grow([Ask(5, [], [ROOT])])
+        assert not sessions.ready()
+
+
 def test_one_that_is_late_is_given_up():
     class Sleeper(DraftService):
         def work(self) -> Any:

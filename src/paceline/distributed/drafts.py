@@ -10,6 +10,7 @@ calls off the levels that are left of it, so that a rollout ends with the verdic
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ from .frames import Codec, FrameError
 from .handshake import GREETINGS, Facts, Fault
 from .serving import serve
 from .timeline import Span, Timeline
+
+log = logging.getLogger(__name__)
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -444,7 +447,7 @@ class InProcess:
         codec = Codec(**GREETINGS, **service.kinds)
         self.line: Line | None = Line(own, codec)
         self.faults: list[str] = []
-        clock.start("service", lambda: serve(service, Line(other, codec)))
+        clock.start("service", lambda: _serve(service, Line(other, codec)))
 
     def poll(self) -> bool:
         """Whether it is there."""
@@ -460,3 +463,13 @@ class InProcess:
     def lost(self) -> None:
         """It is not there any more."""
         self.failed("closed its line")
+
+
+def _serve(service: Any, line: Line) -> None:
+    """As a process would: a service that fails has said so, and is gone."""
+    try:
+        serve(service, line)
+    except Exception as error:
+        log.error("a service failed", exc_info=error)
+    finally:
+        line.close()
