@@ -19,6 +19,7 @@ from paceline.distributed.channels import Link, LinkedChannel
 from paceline.distributed.clock import RealClock, VirtualClock
 from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, InProcess, Open, Part, RemoteSessions
 from paceline.distributed.handshake import Facts, Fault
+from paceline.distributed.placement import Placement
 from paceline.distributed.timeline import Timeline
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
@@ -266,7 +267,13 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
     tests = Path(__file__).parents[1]
     paths = [str(tests / "distributed"), str(tests), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    spec = WorkerSpec(name="draft", service="distributed_drafts:service", kinds=KINDS, expected=Facts(weights="tiny"))
+    spec = WorkerSpec(
+        name="draft",
+        service="distributed_drafts:service",
+        kinds=KINDS,
+        expected=Facts(weights="tiny"),
+        placement=Placement(threads=1),  # as these tests: sums of several threads end in other bits
+    )
     worker = Worker(spec, Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01))
     here, ask = bound(), [Ask(0, [(ROOT, 20)], [ROOT])]
     here.open(opening())
