@@ -16,9 +16,11 @@ from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.channels import Link, LinkedChannel
-from paceline.distributed.clock import Pace, RealClock, VirtualClock
+from paceline.distributed.clock import RealClock, VirtualClock
 from paceline.distributed.drafts import KINDS, DraftService, DraftsLost, Grew, InProcess, Open, Part, RemoteSessions
 from paceline.distributed.handshake import Facts, Fault
+from paceline.distributed.placement import Placement
+from paceline.distributed.timeline import Timeline
 from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
 from paceline.rounds.mirror.records import Verdict
@@ -120,14 +122,17 @@ class Timed:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.rows: list[int] = []
-        pace = Pace(clock, lambda rows: self.rows.append(rows) or 0.002)  # type: ignore[func-returns-value]
         link = Link(latency_ms=0.5)
         self.clock = clock
-        self.served = InProcess(
-            DraftService(bound(), Facts(), pace), clock, lambda end: LinkedChannel(end, link, clock)
-        )
-        self.sessions = RemoteSessions(self.served, LONG)
+        service = DraftService(bound(), Facts(), clock, self.seconds)
+        self.served = InProcess(service, clock, lambda end: LinkedChannel(end, link, clock))
+        self.timeline = Timeline(clock)
+        self.sessions = RemoteSessions(self.served, LONG, self.timeline)
         self.sessions.open(opening())
+
+    def seconds(self, rows: int) -> float:
+        self.rows.append(rows)
+        return 0.002
 
 
 @pytest.fixture
@@ -146,6 +151,9 @@ def test_levels_come_while_somebody_else_works_and_a_verdict_ends_them(timed: Ti
     sessions.wait(growing)
     assert len(growing.levels) == 5 and growing.levels[4] == {}
     assert clock.now() == pytest.approx(0.009) and timed.rows == [3, 3, 3, 3]
+    assert [(s.who, s.what, s.arguments["rows"]) for s in timed.timeline.spans] == [("draft", "level", 3)] * 4
+    ends = [span.ended for span in timed.timeline.spans]
+    assert ends == pytest.approx([0.0025, 0.0045, 0.0065, 0.0085]) and ends == [end for _, end in growing.times[:4]]
     again = sessions.begin([Ask(0, [], [n for n in growing.levels[3][0].nodes if n][:1])])
     clock.sleep_until(0.1)
     sessions.drop(again)
@@ -168,13 +176,13 @@ def test_other_sequences_go_on_after_a_verdict(timed: Timed):
     [
         (Fault("ValueError: no", True), "failed: ValueError: no"),
         (Open.of(opening()), "says Open, which is no answer"),
-        (Grew(1, [Part(9, [], [], [], [], [])], True), "another form"),
-        (Grew(1, [Part(0, [], [0], [1], [2], [])], True), "another form"),
-        (Grew(1, [Part(0, [], [], [], [], []), Part(0, [], [], [], [], [])], True), "another form"),
-        (Grew(1, [Part(0, [1], [], [], [], [])], True), "another form"),
-        (Grew(1, [], False), "another form"),
-        (Grew(1, [Part(0, [], [], [], [], [])], False), "another form"),  # one level more than asked for
-        (Grew(1, [], True), "leaves a sequence out"),
+        (Grew(1, [Part(9, [], [], [], [], [])], True, 0.0, 0.0), "another form"),
+        (Grew(1, [Part(0, [], [0], [1], [2], [])], True, 0.0, 0.0), "another form"),
+        (Grew(1, [Part(0, [], [], [], [], []), Part(0, [], [], [], [], [])], True, 0.0, 0.0), "another form"),
+        (Grew(1, [Part(0, [1], [], [], [], [])], True, 0.0, 0.0), "another form"),
+        (Grew(1, [], False, 0.0, 0.0), "another form"),
+        (Grew(1, [Part(0, [], [], [], [], [])], False, 0.0, 0.0), "another form"),  # one level more than asked for
+        (Grew(1, [], True, 0.0, 0.0), "leaves a sequence out"),
     ],
 )
 def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
@@ -195,6 +203,17 @@ def test_a_drafter_that_lies_is_given_up(answer: Any, why: str):
     assert why in served.faults[0] and not sessions.ready()
     with pytest.raises(DraftsLost, match="is not there"):
         sessions.open(opening())
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_one_that_fails_is_given_up(virtual: bool):
+    with VirtualClock() as computed:
+        clock = computed if virtual else RealClock()
+        served = InProcess(DraftService(bound(), Facts(), clock), clock)
+        sessions = RemoteSessions(served, LONG)
+        with pytest.raises(DraftsLost, match="failed: KeyError"):
+            sessions.grow([Ask(5, [], [ROOT])])
+        assert not sessions.ready()
 
 
 def test_one_that_is_late_is_given_up():
@@ -248,7 +267,13 @@ def test_a_worker_process_serves_and_dies(monkeypatch: pytest.MonkeyPatch, plain
     tests = Path(__file__).parents[1]
     paths = [str(tests / "distributed"), str(tests), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    spec = WorkerSpec(name="draft", service="distributed_drafts:service", kinds=KINDS, expected=Facts(weights="tiny"))
+    spec = WorkerSpec(
+        name="draft",
+        service="distributed_drafts:service",
+        kinds=KINDS,
+        expected=Facts(weights="tiny"),
+        placement=Placement(threads=1),  # as these tests: sums of several threads end in other bits
+    )
     worker = Worker(spec, Patience(start_s=LONG, silent_s=LONG, stuck_s=LONG, rest_s=0.01))
     here, ask = bound(), [Ask(0, [(ROOT, 20)], [ROOT])]
     here.open(opening())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -78,7 +80,8 @@ def test_a_worker_serves_on_its_cores_until_it_is_stopped(workers: list[Worker],
 
 
 def test_one_that_dies_is_named_and_comes_back(workers: list[Worker]):
-    """By a signal from outside, by its own hand in the midst of an answer, and by a fault of its service."""
+    """By a signal from outside, by its own hand in an answer, by a fault of its service. No file stays open."""
+    open_files = len(os.listdir("/proc/self/fd"))
     workers.append(worker := Worker(SPEC, LAZY))
     worker.start()
     orders = {"": "died: killed by SIGKILL", "die": "died: killed by SIGKILL", "fail": "ended with status 1"}
@@ -98,6 +101,34 @@ def test_one_that_dies_is_named_and_comes_back(workers: list[Worker]):
         assert worker.faults[-1] == f"worker echo (pid {pids[-1]}) {words}"
     assert say(until_ready(worker), "back") == Say("BACK")
     assert len(set(pids)) == 3 and worker.starts == 4 and len(worker.faults) == 3
+    del line
+    worker.stop()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+PARENT = """
+import sys, time
+from distributed_services import KINDS
+from paceline.distributed.worker import Worker, WorkerSpec
+worker = Worker(WorkerSpec(name="echo", service="distributed_services:echo", kinds=KINDS, channel=sys.argv[1]))
+worker.start()
+print(worker.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("channel", ["shared", "tcp"])
+def test_a_worker_ends_with_who_started_it(channel: str):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, channel], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + LONG
+    while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_one_that_hangs_is_named(workers: list[Worker]):

@@ -36,6 +36,17 @@ def test_it_drafts_what_the_drafter_here_drafts():
     assert here == there and len(here.tokens) == 6
 
 
+@pytest.mark.parametrize("drafter", ["ngram,depth=3", "suffix,depth=3"])
+def test_drafters_without_a_model(drafter: str):
+    config = LLMConfig(model="paceline-small-draft", drafter=drafter)
+    spec = draft_worker(config, 40, 512, Placement())
+    made = service("cpu", **json.loads(json.dumps(spec.options)))
+    assert made.facts == spec.expected and made.facts.weights == ""
+    made.sessions.open(Opening(0, [1, 2, 3, 1, 2], 5, SamplingParams(temperature=0), 0, 0))
+    (grown,) = made.sessions.grow([Ask(0, [(ROOT, 3)], [ROOT])])
+    assert grown.tokens == [1, 3]
+
+
 @pytest.mark.parametrize("text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3"])
 def test_a_drafter_in_words(text: str):
     chosen = registry.parse(text)

@@ -10,8 +10,9 @@ calls off the levels that are left of it, so that a rollout ends with the verdic
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Annotated, Any, Protocol
@@ -23,10 +24,13 @@ from ..core.sampling import SamplingParams
 from ..drafters.sessions import Ask, DraftSessions, Grown, Opening
 from ..drafters.sessions import Growing as AnyGrowing
 from .channels import ChannelClosed, Line, local_pair
-from .clock import Clock, Late, Pace
+from .clock import Clock, Late, Pace, RealClock
 from .frames import Codec, FrameError
 from .handshake import GREETINGS, Facts, Fault
 from .serving import serve
+from .timeline import Span, Timeline
+
+log = logging.getLogger(__name__)
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -102,6 +106,8 @@ class Grew:
     ticket: int
     parts: list[Part]
     last: bool
+    began: float  # seconds by the server's clock, which processes of one host share
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +181,21 @@ class DraftService:
     Args:
         sessions: of a drafter that is bound.
         facts: about it.
-        pace: the time that a level takes, by the rows that it expands, where it is given one.
+        clock: by which levels are timed.
+        level_s: the time that a level is given, by the nodes that it expands; None: as long as it takes.
     """
 
     kinds = KINDS
 
-    def __init__(self, sessions: DraftSessions, facts: Facts, pace: Pace | None = None) -> None:
-        self.sessions, self.facts, self._pace = sessions, facts, pace
+    def __init__(
+        self,
+        sessions: DraftSessions,
+        facts: Facts,
+        clock: Clock | None = None,
+        level_s: Callable[[int], float] | None = None,
+    ) -> None:
+        self.sessions, self.facts, self._clock = sessions, facts, clock or RealClock()
+        self._pace = Pace(self._clock, level_s)
         self._growths: deque[_Growth] = deque()
 
     def handle(self, message: Any) -> Iterable[Any]:
@@ -208,7 +222,7 @@ class DraftService:
         """One level of the oldest growth."""
         if not self._growths:
             return None
-        growth = self._growths[0]
+        growth, began = self._growths[0], self._clock.now()
         asks = [*growth.asks.values()]
         grown = self._level(asks) if asks else []
         for ask, one in zip(asks, grown, strict=True):
@@ -220,11 +234,9 @@ class DraftService:
             Part(ask.key, one.given, one.parents, one.nodes, one.tokens, one.log_q)
             for ask, one in zip(asks, grown, strict=True)
         ]
-        return [Grew(growth.ticket, parts, last)]
+        return [Grew(growth.ticket, parts, last, began, self._clock.now())]
 
     def _level(self, asks: Sequence[Ask]) -> list[Grown]:
-        if self._pace is None:
-            return self.sessions.grow(asks)
         with self._pace.work(sum(len(ask.given) + len(ask.expand) for ask in asks)):
             return self.sessions.grow(asks)
 
@@ -265,6 +277,9 @@ class Growing:
     given: dict[int, int]  # by sequence: nodes that were given
     most: int = 1  # levels
     levels: list[dict[int, Grown]] = field(default_factory=list)  # by level: what came, by sequence
+    times: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # by level: when it was drafted, by the server's clock
     done: bool = False
 
 
@@ -276,10 +291,11 @@ class RemoteSessions:
     Args:
         worker: that serves a `DraftService`.
         patience_s: how long a level is waited for.
+        timeline: where levels are noted, as the work of "draft"; its clock and the worker's must be one.
     """
 
-    def __init__(self, worker: Served, patience_s: float = 5.0) -> None:
-        self._worker, self._patience_s = worker, patience_s
+    def __init__(self, worker: Served, patience_s: float = 5.0, timeline: Timeline | None = None) -> None:
+        self._worker, self._patience_s, self._timeline = worker, patience_s, timeline
         self._tickets = count(1)
         self._growing: dict[int, Growing] = {}
 
@@ -383,6 +399,10 @@ class RemoteSessions:
             or not all(_fits(part, growing.given, first) for part in parts)
         ):
             self._give_up("gives an answer of another form than its question")
+        growing.times.append((message.began, message.ended))
+        if self._timeline is not None and parts:
+            rows = sum(len(set(part.parents)) for part in parts)
+            self._timeline.add([Span("draft", "level", message.began, message.ended, {"rows": rows})])
         growing.levels.append({p.key: Grown(p.given, p.parents, p.nodes, p.tokens, p.log_q) for p in parts})
         if message.last:
             growing.done = True
@@ -427,7 +447,7 @@ class InProcess:
         codec = Codec(**GREETINGS, **service.kinds)
         self.line: Line | None = Line(own, codec)
         self.faults: list[str] = []
-        clock.start("service", lambda: serve(service, Line(other, codec)))
+        clock.start("service", lambda: _serve(service, Line(other, codec)))
 
     def poll(self) -> bool:
         """Whether it is there."""
@@ -443,3 +463,13 @@ class InProcess:
     def lost(self) -> None:
         """It is not there any more."""
         self.failed("closed its line")
+
+
+def _serve(service: Any, line: Line) -> None:
+    """As a process would: a service that fails has said so, and is gone."""
+    try:
+        serve(service, line)
+    except Exception as error:
+        log.error("a service failed", exc_info=error)
+    finally:
+        line.close()

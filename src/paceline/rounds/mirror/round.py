@@ -89,6 +89,7 @@ class MirrorRound:
     @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """One pass of the target, and one rollout while it is under way."""
+        assert rule is None, "a rule weighs drafts by the time that they add to a step"
         began = perf_counter()
         self._open(works)
         self._draft_fresh(works)
@@ -254,7 +255,9 @@ class MirrorRound:
             key, branch = outcome[0], reused.get(outcome)
             if key in self._windows:
                 self._windows[key] = Chain() if branch is None else branch.chain
-                (self._fallen.add if branch is None else self._fallen.discard)(key)
+                self._fallen.discard(key)
+                if branch is None:
+                    self._fallen.add(key)
         return reused
 
     # -- the verdict
