@@ -54,7 +54,7 @@ class RunningSequence:
     @property
     def pending(self) -> int:
         """Tokens whose K/V no pass computes yet: the rest of the prompt, or the root alone."""
-        return len(self.view.tokens) - (self.cache.committed + self.cache.ahead if self.cache else 0)
+        return len(self.view.tokens) - (self.cache.front if self.cache else 0)
 
     @property
     def finished(self) -> bool:
