@@ -350,18 +350,18 @@ def test_the_drafter_in_a_process_dies_and_comes_back() -> None:
     texts = ["def read_lines(filename):\n", "SELECT name FROM"]
     expected = [o.outputs[0].token_ids for o in plain.generate(texts, params)]
 
-    def drafted() -> int:
-        found = mirror.generate(texts, params)
+    def drafted(llm: LLM) -> int:
+        found = llm.generate(texts, params)
         assert [o.outputs[0].token_ids for o in found] == expected
         return sum(o.stats.accepted for o in found)
 
-    assert drafted() > 5
+    assert drafted(mirror) > 5
     worker: Any = mirror.engine.round.sessions._worker  # type: ignore[attr-defined]
     pid = worker.pid
     os.kill(pid, signal.SIGKILL)
-    drafted()
+    drafted(mirror)
     until = monotonic() + 60
-    while not drafted() and monotonic() < until:
+    while not drafted(mirror) and monotonic() < until:
         sleep(0.2)
     assert worker.starts == 2 and len(worker.faults) == 1 and f"pid {pid}" in worker.faults[0]
     last = worker.pid
