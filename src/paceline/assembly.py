@@ -132,6 +132,7 @@ def _load(config: LLMConfig, source: Source, exact: bool) -> LoadedModel:
             "the dense reference does not keep a row's order of summation",
             "use attention='sdpa'",
         )
+    tokenizer = source.tokenizer()  # before the weights: what is wrong with it is said at once
     decoder = load_model(
         folder,
         attention=make_backend(backend, kind, exact=exact),
@@ -141,7 +142,7 @@ def _load(config: LLMConfig, source: Source, exact: bool) -> LoadedModel:
         native=compiled,
         stretch=source.shape.stretch,
     )
-    return LoadedModel(source.name, decoder, source.tokenizer(), folder)
+    return LoadedModel(source.name, decoder, tokenizer, folder)
 
 
 def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
