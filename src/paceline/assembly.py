@@ -271,16 +271,7 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
         table, drafts = found.table, found.drafts
     else:
         table, drafts = calibration.quick_estimate(decoder, config.max_sequences, why=where), {}
-    return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)) or _estimated(drafter))
-
-
-def _estimated(drafter: Drafter) -> CostTable | None:
-    """What passes of a draft model with K/V of its own cost, estimated now; None: the drafter runs none."""
-    for part in getattr(drafter, "parts", (drafter,)):
-        network = getattr(part, "decoder", None)
-        if isinstance(network, Decoder) and part.spec.cached:
-            return calibration.quick_estimate(network, 1, verifies=False)
-    return None
+    return AutoBudget.of(drafter.spec, table, drafts.get(_draft_name(config)))
 
 
 def _predicted(machine: str, target: LoadedModel) -> CostTable:

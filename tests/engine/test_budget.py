@@ -16,13 +16,11 @@ import torch
 from budget_world import RIGHT, STEP_COSTS, WRONG, Sequence, World, run
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import assemble, draft_model, tiny_decoder
+from tiny import assemble, tiny_decoder
 
-from paceline import assembly
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import TreeLists
-from paceline.drafters import registry
 from paceline.drafters.base import DrafterSpec
 from paceline.engine import calibration
 from paceline.engine.auto import AutoBudget
@@ -625,17 +623,6 @@ def test_a_quick_estimate_and_a_measurement_of_a_tiny_model() -> None:
     same = CostTable.from_dict(json.loads(json.dumps(table.as_dict())), "test")
     assert same == table
     assert calibration.fingerprint(decoder, "torch") == calibration.fingerprint(decoder, "torch")
-
-
-def test_a_draft_model_is_timed_as_it_drafts_at_start_up() -> None:
-    draft = draft_model(noise=0.1, depth=2)
-
-    found = assembly._estimated(draft)
-    assert found is not None and "quick estimate" in found.source
-    assert assembly._estimated(registry.build(_ngram())) is None
-    timer = calibration.PassTimer(tiny_decoder(), 2, 4, 3, verifies=False)
-    assert [*timer._wanted(6, 3)] == [2, 5] and timer.ms(2, 3) > 0  # after the last of each sequence alone
-    assert [*calibration.PassTimer(tiny_decoder(), 2, 4, 3)._wanted(6, 3)] == [0, 1, 2, 3, 4, 5]
 
 
 # -- helpers

@@ -70,7 +70,7 @@ def calibrate(
         name, dtype = draft
         wanted = str(llm.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
         other = LLM(name, dtype=wanted, device=llm.config.device, kernels=llm.config.kernels)
-        drafts[draft_key(name, dtype)] = _measured(other, config, config.repeats + 1, progress, verifies=False)
+        drafts[draft_key(name, dtype)] = _measured(other, config, config.repeats + 1, progress)
     made = Calibration(
         fingerprint=llm.fingerprint,
         table=table,
@@ -81,9 +81,7 @@ def calibrate(
     return made, calibration.save(llm.folder, made)
 
 
-def _measured(
-    llm: LLM, config: CalibrateConfig, done: int, progress: Callable[[int], None] | None, verifies: bool = True
-) -> CostTable:
+def _measured(llm: LLM, config: CalibrateConfig, done: int, progress: Callable[[int], None] | None) -> CostTable:
     room = llm.decoder.config.max_position
     rows = [r for r in config.rows if r < room]
     contexts = [c for c in config.contexts if c + rows[-1] <= room] or [0]
@@ -94,6 +92,5 @@ def _measured(
         contexts=contexts,
         repeats=config.repeats,
         source="measured now",
-        verifies=verifies,
         progress=(lambda count: progress(done + count)) if progress else None,
     )

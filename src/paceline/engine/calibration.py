@@ -222,14 +222,11 @@ class PassTimer:
         sequences: most sequences in a pass.
         context: committed tokens of each.
         rows: most rows of a sequence.
-        verifies: whether a token is chosen after every row, as where drafts are checked; else after the last one of
-            each sequence alone, as a draft model chooses.
     """
 
-    def __init__(self, decoder: Decoder, sequences: int, context: int, rows: int, verifies: bool = True) -> None:
+    def __init__(self, decoder: Decoder, sequences: int, context: int, rows: int) -> None:
         room = context + rows
         self._decoder = decoder
-        self._verifies = verifies
         size = (room + 64) * sequences  # with room to lie in one piece each
         self._pool = KVPool(*decoder.cache_shape, size, decoder.dtype, decoder.device)
         self._caches = [self._filled(context, room) for _ in range(sequences)]
@@ -264,12 +261,8 @@ class PassTimer:
             cache.rollback()
         return elapsed * 1e3
 
-    def _wanted(self, count: int, rows: int) -> range:
-        """The rows of ``count``, ``rows`` a sequence, after which a token is chosen."""
-        return range(count) if self._verifies else range(rows - 1, count, rows)
-
     def _asked(self, caches: Sequence[SequenceCache], rows: int) -> Asked:
-        """A chain of ``rows`` rows of each sequence, which choose the likeliest token."""
+        """A chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
         count, vocab = len(caches) * rows, self._decoder.config.vocab_size
         slots: list[int] = []
         spans = []
@@ -279,8 +272,7 @@ class PassTimer:
             slots += range(found.start, found.stop) if isinstance(found, slice) else found.tolist()
             spans.append(RowSpan(i * rows, (i + 1) * rows, first, cache.slots(0, first + rows), None))
         positions = [cache.committed + i for cache in caches for i in range(rows)]
-        wanted = self._wanted(count, rows)
-        return Asked([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, wanted)
+        return Asked([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
 
     def _run(self, caches: Sequence[SequenceCache], rows: int, layers: int) -> None:
         packer = RowPacker(self._decoder, self._decoder.device)
@@ -298,8 +290,7 @@ class PassTimer:
             )
         state = self._decoder.embed(packer.batch())
         self._decoder.run_layers(state, 0, layers, self._pool)
-        wanted = torch.tensor([*self._wanted(len(caches) * rows, rows)], device=self._decoder.device)
-        logits = self._decoder.logits(state, None if self._verifies else wanted)
+        logits = self._decoder.logits(state)
         if self._decoder.stack is None:  # compiled code chooses while it computes them
             logits.argmax(dim=-1).tolist()
 
@@ -312,7 +303,6 @@ def measure(
     contexts: Sequence[int],
     repeats: int,
     source: str,
-    verifies: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> CostTable:
     """Medians of passes of every size, in turns, so that a slow moment affects all alike.
@@ -323,11 +313,10 @@ def measure(
         contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
         repeats: passes of each kind.
         source: what the table says of itself.
-        verifies: as of `PassTimer`.
         progress: called with the number of repeats done, of ``repeats + 1`` (the first one warms up).
     """
     near = contexts[0]
-    timers = {c: PassTimer(decoder, max(batches) if c == near else 1, c, max(rows), verifies) for c in contexts}
+    timers = {c: PassTimer(decoder, max(batches) if c == near else 1, c, max(rows)) for c in contexts}
     cases = [(near, 1, r) for r in rows] + [(near, b, 1) for b in batches if b > 1] + [(c, 1, 1) for c in contexts[1:]]
     times: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
     for repeat in range(repeats + 1):
@@ -351,7 +340,7 @@ def measure(
     )
 
 
-def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "", verifies: bool = True) -> CostTable:
+def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:
     """A rough table in a fraction of a second: the fastest of few passes of few sizes.
 
     The fastest, since so few passes have no good median; the steps themselves correct the rest. On a model so slow
@@ -361,14 +350,13 @@ def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "", verifies
         decoder: the network.
         max_sequences: sequences that may run at once.
         why: why there is no calibration, which the table says of itself.
-        verifies: as of `PassTimer`.
     """
     room = decoder.config.max_position
     context = max(0, min(QUICK_CONTEXT, room - max(QUICK_ROWS)))
     batches = [b for b in QUICK_BATCHES if 1 < b <= max_sequences]
     rows = [r for r in QUICK_ROWS if r <= room]
     cases = sorted([(1, r) for r in rows] + [(b, 1) for b in batches], key=lambda c: (c not in ((1, 1), (1, 8)), c))
-    timer = PassTimer(decoder, max([1, *batches]), context, max(rows), verifies)
+    timer = PassTimer(decoder, max([1, *batches]), context, max(rows))
     began = perf_counter()
     timer.ms(1, 1)  # whatever is done once is done
     best: dict[tuple[int, int], float] = {}
