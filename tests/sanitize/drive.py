@@ -292,8 +292,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     summed, rank = draw.random() < 0.3, draw.choice(RANKS)
     both, state = (linear_of(n, d, dtype) for n in (d if summed else 2 * d, d))
     fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), summed, draw.random() < 0.7)
-    hot = draw.choice([None, torch.randint(0, 2, (vocab,), dtype=torch.uint8)])
-    info = NativeTokenInfo(*(linear_of(k, n) for k, n in ((d, rank), (rank, vocab))), torch.eye(rank), hot, 1e-6)
+    info = NativeTokenInfo(torch.randn(vocab, rank).to(dtype), linear_of(rank, vocab, dtype))
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 2, 5])) for _ in range(3)]
     cache, order, at = Cache(body, sum(map(sum, sizes))), torch.randperm(sum(map(sum, sizes))), 0
     contiguous, sprouts, seeds = draw.random() < 0.5, [], []

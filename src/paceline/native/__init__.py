@@ -169,12 +169,7 @@ class SparseView(ctypes.Structure):
 
 
 class TokenInfo(ctypes.Structure):
-    _fields_ = [
-        *((name, Linear) for name in ("down", "table")),
-        *((name, ctypes.c_void_p) for name in ("gram", "hot")),
-        ("rank", ctypes.c_int64),
-        ("eps", ctypes.c_double),
-    ]
+    _fields_ = [("table", Linear), ("factors", ctypes.c_void_p)]
 
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights

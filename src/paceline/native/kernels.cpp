@@ -421,12 +421,9 @@ struct Fuse {            // how a row of a state drafter is made of a state and 
   int64_t sum;
 };
 
-struct TokenInfo {       // u = a / sqrt(a^T G a + eps) with a = W1 E(t): the bias of t's children is table u
-  Linear down, table;    // float32: [rank, d_model] and [vocab, rank]
-  const float* gram;     // [rank, rank]
-  const uint8_t* hot;    // [vocab] which tokens have any; null: all
-  int64_t rank;
-  double eps;
+struct TokenInfo {       // the bias of token t's children is table factors_t (Lyanna, section 5.1)
+  Linear table;          // [vocab, rank]
+  const void* factors;   // [vocab, rank] activations
 };
 
 struct Heads {           // Medusa's: x_j = x + SiLU(W_j x + b_j), of a state x behind the final norm
@@ -2653,24 +2650,33 @@ int64_t likeliest(const float* logits, int64_t n) {
   return at;
 }
 
-// The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
-void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+// The k largest of numbers that are offered one after the other, best first, of equals the first.
+struct Ranks {
+  const int64_t k;
+  int64_t* places;  // [k]
+  float* values;    // [k]
   int64_t found = 0;
   float least = -INFINITY;  // of those found, once there are k
-  auto offer = [&](int64_t i) {
-    const float x = logits[i];
-    if (found == k && !(x > least)) return;
-    int64_t at = found < k ? found++ : k - 1;
-    for (; at > 0 && log_q[at - 1] < x; at--) log_q[at] = log_q[at - 1], tokens[at] = tokens[at - 1];
-    log_q[at] = x, tokens[at] = i;
-    if (found == k) least = log_q[k - 1];
-  };
+
+  bool open() const { return found < k; }
+  void offer(int64_t place, float x) {
+    if (!open() && !(x > least)) return;
+    int64_t at = open() ? found++ : k - 1;
+    for (; at > 0 && values[at - 1] < x; at--) values[at] = values[at - 1], places[at] = places[at - 1];
+    values[at] = x, places[at] = place;
+    if (!open()) least = values[k - 1];
+  }
+};
+
+// The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
+void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+  Ranks best{k, tokens, log_q};
   int64_t i = 0;
-  for (; i < k; i++) offer(i);
+  for (; i < k; i++) best.offer(i, logits[i]);
   for (; i + 16 <= n; i += 16)
-    if (max16(load(logits + i)) > least)
-      for (int64_t j = i; j < i + 16; j++) offer(j);
-  for (; i < n; i++) offer(i);
+    if (max16(load(logits + i)) > best.least)
+      for (int64_t j = i; j < i + 16; j++) best.offer(j, logits[j]);
+  for (; i < n; i++) best.offer(i, logits[i]);
   const float most = log_q[0];
   v16 sums = {};
   for (i = 0; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(most));
@@ -2909,6 +2915,92 @@ struct Guess final : Job {
   void run(int64_t threads) { team().run(std::clamp<int64_t>(rows.size() * n / DRAWS, 1, threads), *this); }
 };
 
+// Logits of several rows and the k best tokens of each with their log-softmax, in one job: a thread that has made a group of a
+// row's logits notes the largest of them and their share of the softmax's sum, so that few are looked at again.
+struct Ranked { const float* more; const Rules* rules; int64_t position; };  // more [n]: added to the product; null: nothing
+
+template <class A> struct Ranking final : Job {
+  static constexpr int64_t GROUP = BLOCKS * LANES;
+
+  const Linear& l;
+  const A* x;
+  const int64_t stride, limit, k;  // limit: tokens at and above it are not chosen
+  const bool noisy;
+  const std::vector<Ranked>& rows;
+  int64_t* const tokens;  // [rows, k]
+  float* const log_q;     // [rows, k]
+  const int64_t groups;   // of a row, up to whole vectors
+  float *logits, *most, *sums;  // [rows, n], [rows, groups], [rows, groups]
+
+  Ranking(const Linear& head, const A* in, int64_t step, int64_t end, int64_t best, bool noise, const std::vector<Ranked>& of, int64_t* to, float* chances)
+      : l(head), x(in), stride(step), limit(end), k(best), noisy(noise), rows(of), tokens(to), log_q(chances), groups(up((l.n + GROUP - 1) / GROUP, LANES)) {
+    static thread_local std::vector<float> noted;
+    const int64_t count = rows.size();
+    grow(t_logits, count * l.n), noted.assign(2 * count * groups, 0.0f);
+    logits = t_logits.data(), most = noted.data(), sums = most + count * groups;
+    std::fill(most, sums, -INFINITY);
+  }
+  void run(int64_t threads) {
+    if (!rows.empty()) team().run(std::clamp<int64_t>(l.n * l.k * std::max<int64_t>(1, rows.size() / 4) / WORTH, 1, threads), *this);
+  }
+
+  int64_t stages() const override { return 2; }
+  int64_t units(int64_t stage) const override { return stage ? rows.size() : up(l.n, LANES) / LANES; }
+  int64_t step(int64_t stage) const override { return stage ? 1 : BLOCKS; }
+  void work(int64_t stage, const Claim& claim) override {
+    if (stage) {
+      for (int64_t r = claim.begin; r < claim.end; r++) rank(r);
+      return;
+    }
+    const int64_t count = rows.size();
+    if (claim.fresh) set_tiles(count);
+    sweep(l, claim, input_of(l, x, stride, count, claim.fresh), count, {}, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+      for (int r = 0; r < n; r++) {
+        float* y = logits + (r0 + r) * l.n + first;
+        const float* more = rows[r0 + r].more;
+        for (int64_t i = 0; i < outputs; i++) y[i] = finished(l, first + i, c[r * GROUP + i]) + (more ? more[first + i] : 0.0f);
+        note(r0 + r, first, outputs);
+      }
+    });
+  }
+
+  void note(int64_t r, int64_t first, int64_t outputs) {
+    alignas(64) float own[GROUP];
+    const int64_t known = std::clamp<int64_t>(limit - first, 0, outputs), at = r * groups + first / GROUP;
+    std::fill(std::copy_n(logits + r * l.n + first, known, own), own + GROUP, -INFINITY);
+    v16 top = load(own), sum = {};
+    for (int64_t i = LANES; i < GROUP; i += LANES) top = greater(top, load(own + i));
+    most[at] = max16(top);
+    if (!(most[at] > -INFINITY)) return;
+    for (int64_t i = 0; i < GROUP; i += LANES) sum = sum + exp16(load(own + i) - splat(most[at]));
+    sums[at] = sum16(sum);
+  }
+
+  void rank(int64_t r) {
+    const Ranked& row = rows[r];
+    const float* y = logits + r * l.n;
+    if (row.rules && row.rules->temperature > 0)
+      if (const float* drawn = scored(y, limit, *row.rules, row.position, noisy)) return top(drawn, limit, k, tokens + r * k, log_q + r * k);
+    const float *group = most + r * groups, *share = sums + r * groups, all = largest(group, groups);
+    Ranks best{k, tokens + r * k, log_q + r * k};
+    v16 total = {};
+    for (int64_t i = 0; i < groups; i += LANES) total = fma16(exp16(load(group + i) - splat(all)), load(share + i), total);
+    for (int64_t first = 0; first < limit; first += GROUP)
+      if (best.open() || group[first / GROUP] > best.least)
+        for (int64_t i = first; i < std::min(first + GROUP, limit); i++) best.offer(i, y[i]);
+    const float floor = all + std::log(sum16(total));
+    for (int64_t j = 0; j < k; j++) best.values[j] -= floor;
+  }
+};
+
+// The same of rows [rows, l.k] of activations, which are normed where a weight is given.
+void rank(const Model& m, const Linear& l, const float* norm, const void* x, int64_t limit, int64_t k, bool noisy, const std::vector<Ranked>& rows, int64_t* tokens,
+          float* log_q, int64_t threads) {
+  const int64_t stride = up(l.k, K_STEP), count = rows.size();
+  if (m.wide_activations) Ranking<float>(l, prepared((const float*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q).run(threads);
+  else Ranking<bf16>(l, prepared((const bf16*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q).run(threads);
+}
+
 // The k best tokens of rows of logits, a row a unit, by the rules of their sequences. Row i is of sequence i % sequences, and
 // its token will have position i / sequences behind that sequence's first.
 struct Pick final : Job {
@@ -2980,22 +3072,21 @@ struct Growing {
   int64_t depth(int64_t node) const { return node ? depths[node - 1] : 0; }
   int64_t slot(int64_t place) const { return base >= 0 ? base + place : keys[place]; }
 
-  // The most likely children of every frontier node, from the logits [frontier, vocab] after them.
-  std::vector<int64_t> expand(const float* logits, int64_t vocab, int64_t limit, int64_t children, int64_t most) {
-    std::vector<int64_t> fresh, found(std::min(children, limit));
-    std::vector<float> log_q(found.size());
+  // The position of the tokens behind a node.
+  int64_t place(int64_t node) const { return committed() + shift + depth(node); }
+
+  // The children of every frontier node, of which the k best [frontier, k] are given, at most `most` of each.
+  std::vector<int64_t> expand(const int64_t* best, const float* log_q, int64_t k, int64_t most) {
+    std::vector<int64_t> fresh;
     passes += !frontier.empty();
-    for (size_t f = 0; f < frontier.size(); f++) {
-      const int64_t node = frontier[f];
-      const float* x = logits + f * vocab;
-      const float* y = rules && rules->temperature > 0 ? scored(x, limit, *rules, committed() + shift + depth(node), true) : nullptr;
-      top(y ? y : x, limit, found.size(), found.data(), log_q.data());
-      for (int64_t i = 0; i < std::min<int64_t>(found.size(), most); i++) {
+    for (int64_t node : frontier) {
+      for (int64_t i = 0; i < std::min(k, most); i++) {
         if (!(log_q[i] > -INFINITY)) continue;
-        tokens.push_back(found[i]), parents.push_back(node), depths.push_back(depth(node) + 1);
+        tokens.push_back(best[i]), parents.push_back(node), depths.push_back(depth(node) + 1);
         scores.push_back((node ? scores[node - 1] : 0.0) + (double)log_q[i]);
         fresh.push_back(tokens.size());
       }
+      best += k, log_q += k;
     }
     return fresh;
   }
@@ -3090,29 +3181,6 @@ Refusal check_fuse(const Model& m, const Fuse& f) {
   return fits ? DONE : BAD_COUNT;
 }
 
-// What tokens say about their children's logits: [rows, vocab]. Source: Lyanna, section 5.1.
-template <class A>
-void token_info(const Model& m, const TokenInfo& t, const int64_t* tokens, const A* embedding, int64_t rows, float* out, int threads) {
-  static thread_local std::vector<float> embedded, u;
-  const int64_t d = m.d_model, r = t.rank;
-  grow(embedded, rows * d), grow(u, rows * r);
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < d; j++) embedded[i * d + j] = wide(embedding[tokens[i] * d + j]);
-  times(t.down, embedded.data(), rows, u.data(), threads);
-  for (int64_t i = 0; i < rows; i++) {
-    float* a = u.data() + i * r;
-    double square = 0;
-    for (int64_t x = 0; x < r; x++) {
-      float sum = 0;
-      for (int64_t y = 0; y < r; y++) sum += t.gram[x * r + y] * a[y];
-      square += (double)sum * a[x];
-    }
-    const float scale = t.hot && !t.hot[tokens[i]] ? 0.0f : (float)(1 / std::sqrt(square + t.eps));
-    for (int64_t x = 0; x < r; x++) a[x] *= scale;
-  }
-  times(t.table, u.data(), rows, out, threads);
-}
-
 // A tree of Algorithm 1: the logits of its levels, and its nodes; node 0 is the root, node n is entry n - 1.
 struct Sampled {
   int64_t root, levels, position;  // position: of the root's children
@@ -3123,63 +3191,52 @@ struct Sampled {
   std::vector<double> scores;
 };
 
-// The k best children of nodes, a node a unit, from the raw logits of their level and what their own tokens say.
+// The k best of rows of logits, a row a unit, as `Ranking` chooses them.
 struct Children final : Job {
-  struct Node { const float* raw; const Rules* rules; int64_t position; };
-  const Node* nodes;
-  int64_t rows, n, limit, k;
-  float* infos;  // [rows, n] or null; overwritten
-  bool noisy;
-  int64_t* tokens;  // [rows, k]
-  float* log_q;
+  const std::vector<Ranked>& rows;  // more: the logits
+  const int64_t limit, k;
+  const bool noisy;
+  int64_t* const tokens;  // [rows, k]
+  float* const log_q;
+  Children(int64_t end, int64_t best, bool noise, const std::vector<Ranked>& of, int64_t* to, float* chances)
+      : rows(of), limit(end), k(best), noisy(noise), tokens(to), log_q(chances) {}
   int64_t stages() const override { return 1; }
-  int64_t units(int64_t) const override { return rows; }
+  int64_t units(int64_t) const override { return rows.size(); }
   int64_t step(int64_t) const override { return 1; }
   void work(int64_t, const Claim& claim) override {
     for (int64_t i = claim.begin; i < claim.end; i++) {
-      const Node& node = nodes[i];
-      const float* x = node.raw;
-      if (infos) {
-        float* sum = infos + i * n;
-        for (int64_t j = 0; j < n; j++) sum[j] += x[j];
-        x = sum;
-      }
-      const bool ruled = node.rules && node.rules->temperature > 0;
-      const float* y = ruled ? scored(x, limit, *node.rules, node.position, noisy) : nullptr;
-      top(y ? y : x, limit, k, tokens + i * k, log_q + i * k);
+      const Ranked& row = rows[i];
+      const float* y = row.rules && row.rules->temperature > 0 ? scored(row.more, limit, *row.rules, row.position, noisy) : nullptr;
+      top(y ? y : row.more, limit, k, tokens + i * k, log_q + i * k);
     }
   }
 };
 
 // Algorithm 1 for several trees at once, a level a turn (Lyanna, section 5.2).
-void sample_trees(const Model& m, const TokenInfo* info, const void* embedding, int64_t limit, int64_t branches, bool noisy,
-                  std::vector<Sampled>& trees, int threads) {
-  std::vector<Children::Node> nodes;
-  std::vector<int64_t> parents, tokens;
+void sample_trees(const Model& m, const TokenInfo* info, int64_t limit, int64_t branches, bool noisy, std::vector<Sampled>& trees, int64_t threads) {
+  std::vector<Ranked> nodes;
+  std::vector<int64_t> tokens;
   std::vector<float> log_q;
-  static thread_local std::vector<float> infos;
-  const int64_t k = std::min(branches, limit);
+  std::vector<char> factors;
+  const int64_t k = std::min(branches, limit), bytes = info ? info->table.k * (m.wide_activations ? 4 : 2) : 0;
   for (int64_t level = 0;; level++) {
-    nodes.clear(), parents.clear();
+    nodes.clear(), factors.clear();
     for (const Sampled& t : trees) {
       if (level >= t.levels) continue;
       for (int64_t node : t.queue) {
-        parents.push_back(node ? t.tokens[node - 1] : t.root);
         nodes.push_back({t.logits + level * m.vocab, t.rules, t.position + level});
+        const char* own = info ? (const char*)info->factors + (node ? t.tokens[node - 1] : t.root) * bytes : nullptr;
+        factors.insert(factors.end(), own, own + bytes);
       }
     }
     const int64_t rows = nodes.size();
     if (rows == 0) return;
-    if (info) {
-      grow(infos, rows * m.vocab);
-      if (m.wide_activations) token_info(m, *info, parents.data(), (const float*)embedding, rows, infos.data(), threads);
-      else token_info(m, *info, parents.data(), (const bf16*)embedding, rows, infos.data(), threads);
-    }
     tokens.resize(rows * k), log_q.resize(rows * k);
-    Children job;
-    job.nodes = nodes.data(), job.rows = rows, job.n = m.vocab, job.limit = limit, job.k = k, job.noisy = noisy;
-    job.infos = info ? infos.data() : nullptr, job.tokens = tokens.data(), job.log_q = log_q.data();
-    team().run(std::clamp<int64_t>(rows * m.vocab / DRAWS, 1, threads), job);
+    if (info) rank(m, info->table, nullptr, factors.data(), limit, k, noisy, nodes, tokens.data(), log_q.data(), threads);
+    else {
+      Children job(limit, k, noisy, nodes, tokens.data(), log_q.data());
+      team().run(std::clamp<int64_t>(rows * m.vocab / DRAWS, 1, threads), job);
+    }
     int64_t at = 0;
     for (Sampled& t : trees) {
       if (level >= t.levels) continue;
@@ -3889,7 +3946,9 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
   if (f && check_fuse(*m, *f) != DONE) return BAD_COUNT;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
   std::vector<char> hidden(most * bytes), fed(f ? most * bytes : 0);
-  std::vector<int64_t> positions(most), slots(most), places, named(most);
+  std::vector<int64_t> positions(most), slots(most), places, named(most), best;
+  std::vector<float> log_q;
+  std::vector<Ranked> asked;
   std::vector<Segment> segments;
   std::vector<uint8_t> masks;
   for (int64_t level = 0;; level++) {
@@ -3935,16 +3994,20 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     if (level == 0)  // the last row of each
       for (const Segment& s : segments) std::memmove(hidden.data() + wanted++ * bytes, hidden.data() + (s.stop - 1) * bytes, bytes);
     else wanted = rows;
-    grow(t_logits, wanted * m->vocab);
-    head(*m, hidden.data(), wanted, t_logits.data(), (int)p->threads);
-    const float* logits = t_logits.data();
+    asked.clear();
+    for (const Growing& g : trees)
+      for (int64_t node : g.frontier) asked.push_back({nullptr, g.rules, g.place(node)});
+    const int64_t children = shape.children(level), k = std::min(children, limit);
+    best.resize(wanted * k), log_q.resize(wanted * k);
+    rank(*m, m->head, m->norm, hidden.data(), limit, k, true, asked, best.data(), log_q.data(), p->threads);
     const char* given = hidden.data();
+    int64_t at = 0;
     for (Growing& g : trees) {
-      const int64_t size = g.frontier.size(), children = shape.children(level);
+      const int64_t size = g.frontier.size();
       if (f) g.states.insert(g.states.end(), given, given + size * bytes), given += size * bytes;
-      const int64_t first = level == 0 && shape.topk == 1 ? g.budget : children;  // of later levels only what fits is grown
-      g.frontier = shape.next(g, g.expand(logits, m->vocab, limit, children, first), level + 1);
-      logits += size * m->vocab;
+      const int64_t most = level == 0 && shape.topk == 1 ? g.budget : children;  // of later levels only what fits is grown
+      g.frontier = shape.next(g, g.expand(best.data() + at, log_q.data() + at, k, most), level + 1);
+      at += size * k;
     }
   }
   of_tree = list + 4 + shape.levels;
@@ -3976,7 +4039,7 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
   const bool reads_tokens = list[2] != 0, noisy = list[3] != 0;
   const int64_t* of_sequence = list + 4;
   if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;
-  if (info && (info->rank < 1 || info->down.n != info->rank || info->down.k != m->d_model || info->table.n != m->vocab || info->table.k != info->rank)) return BAD_COUNT;
+  if (info && ((info->table.kind == F32) != (m->wide_activations != 0) || info->table.n != m->vocab || info->table.k < 1)) return BAD_COUNT;
   std::vector<Chain> chains;
   std::vector<Sampled> trees;
   int64_t most = 0, total = 0, deepest = 0;
@@ -4025,7 +4088,7 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
     }
   }
   if (total) head(*m, drafted.data(), total, raw, (int)threads);
-  sample_trees(*m, info, embedding, limit, branches, noisy, trees, (int)threads);
+  sample_trees(*m, info, limit, branches, noisy, trees, threads);
   for (const Sampled& t : trees) {
     const int64_t nodes = t.tokens.size();
     if (nodes > t.room) return BAD_COUNT;

@@ -45,19 +45,14 @@ class NativeTokenInfo:
     """What tokens say about their children: ``struct TokenInfo`` in the source.
 
     Args:
-        down: [d -> r] float32.
-        table: [r -> V] float32.
-        gram: [r, r] float32.
-        hot: [V] uint8, which tokens have any; None: all.
-        eps: of the norm.
+        factors: [V, r] of every token, in the dtype of states.
+        table: [r -> V] that they are multiplied with, of the same dtype.
     """
 
-    def __init__(self, down: NativeLinear, table: NativeLinear, gram: Tensor, hot: Tensor | None, eps: float) -> None:
-        self._held: list[Any] = [down, table]
-        rank = len(gram)
-        at_gram = hold(gram, (rank, rank), self._held, torch.float32)
-        at_hot = None if hot is None else hold(hot, (table.shape[0],), self._held, torch.uint8)
-        self._struct = native.TokenInfo(down.struct, table.struct, at_gram, at_hot, rank, eps)
+    def __init__(self, factors: Tensor, table: NativeLinear) -> None:
+        vocab, rank = table.shape
+        self._held: list[Any] = [table]
+        self._struct = native.TokenInfo(table.struct, hold(factors, (vocab, rank), self._held, table.dtype))
         self.reference = ctypes.byref(self._struct)
 
 

@@ -40,11 +40,11 @@ from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
 from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, read_shape
-from .token_info import EPS
 from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
+    from ...target.handle import TargetHandle
 
 MAX_NODES = 256
 
@@ -140,8 +140,10 @@ class LyannaDrafter:
         reads = self.model.reads_tokens
         network = HeadNetwork(self.model.head, target.handle, device, reads)
         self._body = StateBody(network, target.handle, size, device, reads)
-        self._bias = _bias(self.model, self._body, device)
-        self._info = None if self._body.fuse is None else _compiled_info(self.model)
+        info = _token_info(self.model, target.handle, device)
+        self._bias = _bias(info)
+        if info is not None and self._body.fuse is not None:
+            self._info = NativeTokenInfo(info[0], NativeLinear(info[1], None, quant=False))
 
     @inference
     def observe(self, step: StepFeatures) -> None:
@@ -298,31 +300,22 @@ class _Draft:
     again: Chain | None = None  # of the states left over
 
 
-def _compiled_info(model: LyannaModel) -> NativeTokenInfo | None:
-    """Token-info as compiled code has it."""
-    info = model.info
-    if info is None:
-        return None
-    up = info.up.data.float()
-    down, table = (
-        NativeLinear(x.float().contiguous(), None, quant=False) for x in (info.down.data.t(), info.table().data)
-    )
-    hot = None
-    if info.hot is not None:
-        hot = torch.zeros(info.vocab, dtype=torch.uint8).index_fill_(0, info.hot.cpu(), 1)
-    return NativeTokenInfo(down, table, up @ up.t() / up.shape[1], hot, EPS)
+def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
 
-
-def _bias(model: LyannaModel, body: StateBody, device: torch.device) -> Bias:
-    """Token-info at work: u of a few tokens, times the table [r, V]."""
+    Both in the dtype of states, as the other weights: what is multiplied is rounded, sums are wide.
+    """
     if model.info is None:
+        return None
+    info = model.info.to(device, torch.float64 if handle.dtype == torch.float64 else torch.float32)
+    factors = info.factors(handle.embedding, torch.arange(info.vocab, device=device))
+    return factors.to(handle.dtype), info.table().data.to(handle.dtype).contiguous()
+
+
+def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
+    """What a few tokens say about their children, [tokens, V]."""
+    if info is None:
         return lambda tokens: None
-    wide = torch.float64 if body.handle.dtype == torch.float64 else torch.float32
-    info = model.info.to(device, wide)
-    table = info.table().data.t().contiguous()
-
-    def bias(tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor(tokens, device=device)
-        return info.factors(body.handle.embed(ids), ids) @ table
-
-    return bias
+    wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32
+    factors, table = (part.to(wide) for part in info)
+    return lambda tokens: factors[[*tokens]] @ table.t()
