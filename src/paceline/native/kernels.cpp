@@ -27,6 +27,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 #include <unordered_map>
 #include <vector>
@@ -189,6 +190,9 @@ inline float sum16(v16 v) {
 }
 
 inline float max16(v16 v) {
+#if PL_AVX512
+  return _mm512_reduce_max_ps(v);
+#endif
   float s[16];
   save(s, v);
   return *std::max_element(s, s + 16);
@@ -419,6 +423,8 @@ struct Fuse {            // how a row of a state drafter is made of a state and 
   Linear state;          // [d_model, d_model] of a state without a token; n = 0: there is always one
   const void* constant;  // [d_model] activations, what the latter adds
   int64_t sum;
+  const float* norm;     // of the target's states, which come raw; null: none
+  double eps;
 };
 
 struct TokenInfo {       // the bias of token t's children is table factors_t (Lyanna, section 5.1)
@@ -2668,6 +2674,18 @@ struct Ranks {
   }
 };
 
+// Makes of the largest of n logits their log-softmax.
+void log_softmax(const float* logits, int64_t n, const Ranks& best) {
+  const float most = best.values[0];
+  v16 sums = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(most));
+  float total = sum16(sums);
+  for (; i < n; i++) total += std::exp(logits[i] - most);
+  const float floor = most + std::log(total);
+  for (int64_t j = 0; j < best.k; j++) best.values[j] -= floor;
+}
+
 // The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
 void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
   Ranks best{k, tokens, log_q};
@@ -2677,13 +2695,7 @@ void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_
     if (max16(load(logits + i)) > best.least)
       for (int64_t j = i; j < i + 16; j++) best.offer(j, logits[j]);
   for (; i < n; i++) best.offer(i, logits[i]);
-  const float most = log_q[0];
-  v16 sums = {};
-  for (i = 0; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(most));
-  float total = sum16(sums);
-  for (; i < n; i++) total += std::exp(logits[i] - most);
-  const float floor = most + std::log(total);
-  for (int64_t j = 0; j < k; j++) log_q[j] -= floor;
+  log_softmax(logits, n, best);
 }
 
 // ---------------------------------------------------------------------------------------------- drawing a token
@@ -2916,7 +2928,7 @@ struct Guess final : Job {
 };
 
 // Logits of several rows and the k best tokens of each with their log-softmax, in one job: a thread that has made a group of a
-// row's logits notes the largest of them and their share of the softmax's sum, so that few are looked at again.
+// row's logits notes the largest of them, so that few groups are looked through for the best.
 struct Ranked { const float* more; const Rules* rules; int64_t position; };  // more [n]: added to the product; null: nothing
 
 template <class A> struct Ranking final : Job {
@@ -2929,16 +2941,14 @@ template <class A> struct Ranking final : Job {
   const std::vector<Ranked>& rows;
   int64_t* const tokens;  // [rows, k]
   float* const log_q;     // [rows, k]
-  const int64_t groups;   // of a row, up to whole vectors
-  float *logits, *most, *sums;  // [rows, n], [rows, groups], [rows, groups]
+  const int64_t groups;   // of a row
+  float *logits, *most;   // [rows, n], [rows, groups]
 
   Ranking(const Linear& head, const A* in, int64_t step, int64_t end, int64_t best, bool noise, const std::vector<Ranked>& of, int64_t* to, float* chances)
-      : l(head), x(in), stride(step), limit(end), k(best), noisy(noise), rows(of), tokens(to), log_q(chances), groups(up((l.n + GROUP - 1) / GROUP, LANES)) {
-    static thread_local std::vector<float> noted;
-    const int64_t count = rows.size();
-    grow(t_logits, count * l.n), noted.assign(2 * count * groups, 0.0f);
-    logits = t_logits.data(), most = noted.data(), sums = most + count * groups;
-    std::fill(most, sums, -INFINITY);
+      : l(head), x(in), stride(step), limit(end), k(best), noisy(noise), rows(of), tokens(to), log_q(chances), groups((l.n + GROUP - 1) / GROUP) {
+    static thread_local std::vector<float> largest;
+    grow(t_logits, (int64_t)rows.size() * l.n), grow(largest, (int64_t)rows.size() * groups);
+    logits = t_logits.data(), most = largest.data();
   }
   void run(int64_t threads) {
     if (!rows.empty()) team().run(std::clamp<int64_t>(l.n * l.k * std::max<int64_t>(1, rows.size() / 4) / WORTH, 1, threads), *this);
@@ -2959,37 +2969,31 @@ template <class A> struct Ranking final : Job {
         float* y = logits + (r0 + r) * l.n + first;
         const float* more = rows[r0 + r].more;
         for (int64_t i = 0; i < outputs; i++) y[i] = finished(l, first + i, c[r * GROUP + i]) + (more ? more[first + i] : 0.0f);
-        note(r0 + r, first, outputs);
+        most[(r0 + r) * groups + first / GROUP] = largest_of(y, std::min(limit - first, outputs));
       }
     });
   }
 
-  void note(int64_t r, int64_t first, int64_t outputs) {
-    alignas(64) float own[GROUP];
-    const int64_t known = std::clamp<int64_t>(limit - first, 0, outputs), at = r * groups + first / GROUP;
-    std::fill(std::copy_n(logits + r * l.n + first, known, own), own + GROUP, -INFINITY);
-    v16 top = load(own), sum = {};
-    for (int64_t i = LANES; i < GROUP; i += LANES) top = greater(top, load(own + i));
-    most[at] = max16(top);
-    if (!(most[at] > -INFINITY)) return;
-    for (int64_t i = 0; i < GROUP; i += LANES) sum = sum + exp16(load(own + i) - splat(most[at]));
-    sums[at] = sum16(sum);
+  // Of a group's first logits; nothing is larger than that of none.
+  static float largest_of(const float* y, int64_t n) {
+    v16 top = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) top = greater(load(y + i), top);
+    float found = max16(top);
+    for (; i < n; i++) found = std::max(found, y[i]);
+    return found;
   }
 
   void rank(int64_t r) {
     const Ranked& row = rows[r];
-    const float* y = logits + r * l.n;
+    const float *y = logits + r * l.n, *of_group = most + r * groups;
     if (row.rules && row.rules->temperature > 0)
       if (const float* drawn = scored(y, limit, *row.rules, row.position, noisy)) return top(drawn, limit, k, tokens + r * k, log_q + r * k);
-    const float *group = most + r * groups, *share = sums + r * groups, all = largest(group, groups);
     Ranks best{k, tokens + r * k, log_q + r * k};
-    v16 total = {};
-    for (int64_t i = 0; i < groups; i += LANES) total = fma16(exp16(load(group + i) - splat(all)), load(share + i), total);
     for (int64_t first = 0; first < limit; first += GROUP)
-      if (best.open() || group[first / GROUP] > best.least)
+      if (best.open() || of_group[first / GROUP] > best.least)
         for (int64_t i = first; i < std::min(first + GROUP, limit); i++) best.offer(i, y[i]);
-    const float floor = all + std::log(sum16(total));
-    for (int64_t j = 0; j < k; j++) best.values[j] -= floor;
+    log_softmax(y, limit, best);
   }
 };
 
@@ -3055,6 +3059,23 @@ template <class A> void run_heads(const Model& m, const Heads& h, const A* state
     linear(h.own[j], (const A*)(guess + j * rows * stride), stride, rows, t_logits.data() + j * rows * m.vocab, threads);
 }
 
+// The best `budget` nodes of a tree, of equals the first ones, in their order (EAGLE-2, section 4.2). No node may have a better
+// score than its parent; node 0 is the root, node n is entry n - 1.
+void keep_best(int64_t budget, std::vector<int64_t>& tokens, std::vector<int64_t>& parents, std::vector<double>& scores) {
+  const int64_t nodes = tokens.size();
+  if (nodes <= budget) return;
+  std::vector<int64_t> order(nodes), to(nodes + 1);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
+  order.resize(budget);
+  std::sort(order.begin(), order.end());
+  for (int64_t i = 0; i < budget; i++) {
+    const int64_t n = order[i];
+    tokens[i] = tokens[n], parents[i] = to[parents[n]], scores[i] = scores[n], to[n + 1] = i + 1;
+  }
+  tokens.resize(budget), parents.resize(budget), scores.resize(budget);
+}
+
 // A draft tree while it grows: what `DraftModel` does level by level. Node 0 is the root, node n is entry n - 1.
 struct Growing {
   const int64_t* pending;
@@ -3063,6 +3084,7 @@ struct Growing {
   int64_t budget, max_depth;
   const Rules* rules;
   int64_t shift = 0;  // of a token's position in its text, beyond that of its row among the keys
+  const char* given = nullptr;  // [pending, d_model] states in front of the pending tokens
   std::vector<char> states;  // [1 + forwarded, d_model] what the root's row and the nodes' gave, where they are fed on
   std::vector<int64_t> tokens, parents, depths, frontier{0};  // frontier: nodes to expand next, ascending
   std::vector<double> scores;                                 // cumulative log q
@@ -3173,6 +3195,12 @@ void fuse(const Model& m, const Fuse& f, const A* states, const int64_t* tokens,
 void fuse(const Model& m, const Fuse& f, const void* states, const int64_t* tokens, const void* embedding, int64_t rows, void* out, int threads) {
   if (m.wide_activations) fuse(m, f, (const float*)states, tokens, (const float*)embedding, rows, (float*)out, threads);
   else fuse(m, f, (const bf16*)states, tokens, (const bf16*)embedding, rows, (bf16*)out, threads);
+}
+
+// One of the target's states, normed.
+void take_state(const Model& m, const Fuse& f, const void* raw, void* out) {
+  if (m.wide_activations) rms((const float*)raw, f.norm, m.d_model, (float)f.eps, (float*)out, m.d_model);
+  else rms((const bf16*)raw, f.norm, m.d_model, (float)f.eps, (bf16*)out, m.d_model);
 }
 
 Refusal check_fuse(const Model& m, const Fuse& f) {
@@ -3916,14 +3944,14 @@ int pl_recall(const Model* m, const Pass* p, const void* embedding, int64_t limi
 //     trees, topk, beam, levels, children of each level
 //     for each tree: address of the pending tokens, their number, position of the first, slots behind them, base (-1: keys are
 //     listed), address of the keys, budget, greatest depth, address of the rules (0: none), what a token's position in its text
-//     is beyond that of its row, nodes that fit into `out`
-// Rows are embeddings; or, where `f` is given, made of a state and an embedding each: of the `states` [pending tokens of all,
-// d_model] and the pending tokens, and of what a node's parent's row gave and the node's own token.
+//     is beyond that of its row, nodes that fit into `out`, address of the states in front of the pending tokens (0: none)
+// Rows are embeddings; or, where `f` is given, made of a state and an embedding each: of the target's states and the pending
+// tokens, and of what a node's parent's row gave and the node's own token. Of such trees the best nodes come out, `budget` at most.
 // What comes out, for each tree: nodes, how many of the first ones have K and V, passes, then tokens and parents, as many as fit
 // each; `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`.
 int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, const int64_t* list, double floor, int64_t* out,
-            double* scores, const Fuse* f, const void* states) {
-  constexpr int64_t NUMBERS = 11;
+            double* scores, const Fuse* f) {
+  constexpr int64_t NUMBERS = 12, ROOM = 10;
   const int64_t count = list[0];
   const Shape shape{list[1], list[2], list[3], list + 4, floor};
   const int64_t* of_tree = list + 4 + shape.levels;
@@ -3937,6 +3965,8 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     Growing& g = trees[i];
     g.pending = (const int64_t*)t[0], g.num_pending = t[1], g.position = t[2], g.room = t[3], g.base = t[4];
     g.keys = (const int64_t*)t[5], g.budget = t[6], g.max_depth = t[7], g.rules = (const Rules*)t[8], g.shift = t[9];
+    g.given = (const char*)t[11];
+    if (f && !g.given) return BAD_COUNT;
     if (g.room < 0 || g.budget < 1 || g.max_depth < 1 || g.max_depth > shape.levels) return BAD_COUNT;
     Chain chain{g.pending, g.num_pending, g.position, g.room + 1, g.base, g.keys, 0, nullptr, nullptr, 0, nullptr};
     const Refusal refusal = check_chains(*m, *p, limit, &chain, 1);
@@ -3961,15 +3991,16 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     bits = block = 0;
     auto add = [&](const Growing& g, int64_t token, int64_t position, int64_t place, const char* state) {
       positions[rows] = position, slots[rows] = g.slot(place), named[rows] = token;
-      std::memcpy(f ? fed.data() + rows * bytes : hidden.data() + rows * bytes, f ? state : (const char*)embedding + token * bytes, bytes);
+      if (!f) std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
+      else if (level) std::memcpy(fed.data() + rows * bytes, state, bytes);
+      else take_state(*m, *f, state, fed.data() + rows * bytes);
       rows++;
     };
-    const char* state = (const char*)states;
     for (Growing& g : trees) {
       if (g.frontier.empty()) continue;
       const int64_t start = rows, size = g.frontier.size(), behind = g.committed() + g.forwarded;
       if (level == 0) {
-        for (int64_t j = 0; j < g.num_pending; j++, state += bytes) add(g, g.pending[j], g.position + j, g.position + j, state);
+        for (int64_t j = 0; j < g.num_pending; j++) add(g, g.pending[j], g.position + j, g.position + j, g.given + (f ? j * bytes : 0));
         segments.push_back({start, rows, g.position, g.committed(), g.base, g.keys, nullptr, nullptr});
         continue;
       }
@@ -4011,8 +4042,9 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     }
   }
   of_tree = list + 4 + shape.levels;
-  for (const Growing& g : trees) {
-    const int64_t nodes = g.tokens.size(), room = of_tree[NUMBERS - 1];
+  for (Growing& g : trees) {
+    if (f) keep_best(g.budget, g.tokens, g.parents, g.scores);
+    const int64_t nodes = g.tokens.size(), room = of_tree[ROOM];
     if (nodes > room) return BAD_COUNT;
     out[0] = nodes, out[1] = g.forwarded, out[2] = g.passes;
     std::copy(g.tokens.begin(), g.tokens.end(), out + 3), std::copy(g.parents.begin(), g.parents.end(), out + 3 + room);
@@ -4027,28 +4059,30 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
 //     sequences, branches, 1 where the rows of a text see the token behind them, 1 where drafts are drawn with the target's noise
 //     for each: address of the pending tokens, their number, position of the first, base (-1: keys are listed), address of the
 //         keys, steps (0: nothing new is drafted), root, position that the root's children will have in the text, address of the rules (0:
-//         none), nodes that fit into `out` of the new tree; address of the logits left over [levels, vocab], levels (0: none), nodes
-//         that fit of the second tree
-// states [pending tokens of all, d_model] are those in front of the pending tokens; raw [steps of all, vocab] is filled.
+//         none), nodes of the new tree that come out at most, the best; address of the logits left over [levels, vocab], levels (0:
+//         none), nodes of the second tree; address of the target's states in front of the pending tokens [their number, d_model]
+// raw [steps of all, vocab] is filled.
 // What comes out, for each tree, the second ones of a sequence behind its first: nodes, then tokens and parents, as many as fit each;
 // `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`. Source: Lyanna, sections 4 and 5.
 int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limit, const Fuse* f, const TokenInfo* info,
-              const int64_t* list, const void* states, float* raw, int64_t* out, double* scores) {
-  constexpr int64_t NUMBERS = 13;
+              const int64_t* list, float* raw, int64_t* out, double* scores) {
+  constexpr int64_t NUMBERS = 14;
   const int64_t count = list[0], branches = list[1], threads = p->threads;
   const bool reads_tokens = list[2] != 0, noisy = list[3] != 0;
   const int64_t* of_sequence = list + 4;
   if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;
   if (info && ((info->table.kind == F32) != (m->wide_activations != 0) || info->table.n != m->vocab || info->table.k < 1)) return BAD_COUNT;
   std::vector<Chain> chains;
+  std::vector<const char*> given;  // states of each chain
   std::vector<Sampled> trees;
   int64_t most = 0, total = 0, deepest = 0;
   for (int64_t i = 0; i < count; i++) {
     const int64_t* s = of_sequence + NUMBERS * i;
     const int64_t steps = s[5], root = s[6], position = s[7], levels = s[11];
     const Rules* rules = (const Rules*)s[8];
-    if (steps < 0 || levels < 0 || root < 0 || root >= m->vocab) return BAD_COUNT;
+    if (steps < 0 || levels < 0 || root < 0 || root >= m->vocab || (steps && (s[9] < 1 || !s[13])) || (levels && s[12] < 1)) return BAD_COUNT;
     if (steps) {
+      given.push_back((const char*)s[13]);
       chains.push_back({(const int64_t*)s[0], s[1], s[2], steps, s[3], (const int64_t*)s[4], 0, nullptr, nullptr, 0, rules});
       trees.push_back({root, steps, position, raw + total * m->vocab, rules, s[9], {}, {}, {0}, {}});
       most += s[1], total += steps, deepest = std::max(deepest, steps);
@@ -4058,25 +4092,24 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
   const Refusal refusal = check_chains(*m, *p, limit, chains.data(), chains.size());
   if (refusal != DONE) return refusal;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  std::vector<char> hidden(std::max<int64_t>(most, chains.size()) * bytes), drafted(total * bytes), fed(chains.size() * bytes);
+  std::vector<char> hidden(std::max<int64_t>(most, chains.size()) * bytes), drafted(total * bytes), fed(hidden.size());
   std::vector<int64_t> positions(most), slots(most), tokens(most);
   std::vector<Segment> segments;
   for (int64_t step = 0; step < deepest; step++) {
     int64_t rows = 0, first = 0, live = 0;
     segments.clear();
-    for (const Chain& c : chains) {
-      if (step < c.steps) {
-        const int64_t n = step ? 1 : c.num_pending, at = step ? c.position + c.num_pending + step - 1 : c.position;
-        segments.push_back({rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr});
-        for (int64_t j = 0; j < n; j++, rows++) {
-          positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
-          if (!step) tokens[rows] = c.pending[j];
-        }
-        if (step) std::memcpy(fed.data() + live++ * bytes, drafted.data() + (first + step - 1) * bytes, bytes);
+    for (size_t i = 0; i < chains.size(); first += chains[i++].steps) {
+      const Chain& c = chains[i];
+      if (step >= c.steps) continue;
+      const int64_t n = step ? 1 : c.num_pending, at = step ? c.position + c.num_pending + step - 1 : c.position;
+      segments.push_back({rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr});
+      for (int64_t j = 0; j < n; j++, rows++) {
+        positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
+        if (step) std::memcpy(fed.data() + rows * bytes, drafted.data() + (first + step - 1) * bytes, bytes);
+        else tokens[rows] = c.pending[j], take_state(*m, *f, given[i] + j * bytes, fed.data() + rows * bytes);
       }
-      first += c.steps;
     }
-    fuse(*m, *f, step ? fed.data() : states, step || !reads_tokens ? nullptr : tokens.data(), embedding, rows, hidden.data(), (int)threads);
+    fuse(*m, *f, fed.data(), step || !reads_tokens ? nullptr : tokens.data(), embedding, rows, hidden.data(), (int)threads);
     Pass pass = *p;
     pass.rows = rows, pass.hidden_in = pass.hidden_out = hidden.data(), pass.positions = positions.data(), pass.slots = slots.data();
     pass.segments = segments.data(), pass.num_segments = segments.size();
@@ -4089,10 +4122,9 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
   }
   if (total) head(*m, drafted.data(), total, raw, (int)threads);
   sample_trees(*m, info, limit, branches, noisy, trees, threads);
-  for (const Sampled& t : trees) {
-    const int64_t nodes = t.tokens.size();
-    if (nodes > t.room) return BAD_COUNT;
-    out[0] = nodes;
+  for (Sampled& t : trees) {
+    keep_best(t.room, t.tokens, t.parents, t.scores);
+    out[0] = t.tokens.size();
     std::copy(t.tokens.begin(), t.tokens.end(), out + 1), std::copy(t.parents.begin(), t.parents.end(), out + 1 + t.room);
     std::copy(t.scores.begin(), t.scores.end(), scores);
     out += 1 + 2 * t.room, scores += t.room;

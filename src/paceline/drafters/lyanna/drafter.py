@@ -204,18 +204,11 @@ class LyannaDrafter:
         fresh = [draft for draft in able if draft.steps]
         if not able:
             return
-        for draft in fresh:
-            body.shorten(draft.view)
-        firsts = {draft.view.key: body.texts[draft.view.key].cache.committed for draft in fresh}
-        none = torch.empty(0, self.model.head.config.d_model, dtype=body.handle.dtype)
-        pending, states = body.take([draft.view for draft in fresh]) if fresh else ([], none)
-        waiting = dict(zip(firsts, pending, strict=True))
-        sprouts = [
-            self._sprout(draft, waiting.get(draft.view.key, []), firsts.get(draft.view.key, 0)) for draft in able
-        ]
+        sprouts = [self._sprout(draft) for draft in able]
         noisy = self.config.proposes == "coupled"
-        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
-        body.settle([draft.view for draft in fresh], [*map(len, pending)])
+        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, body.pool)
+        counts = [len(sprout.pending) for sprout in sprouts if sprout.steps]
+        body.settle([draft.view for draft in fresh], counts)
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
             if tree is not None:
@@ -223,14 +216,18 @@ class LyannaDrafter:
             if again is not None and draft.again is not None:
                 draft.again.tree = Proposal(*again)
 
-    def _sprout(self, draft: _Draft, pending: list[int], first: int) -> Sprout:
-        tokens, sampler = draft.view.tokens, draft.view.sampler
-        keys: slice | Tensor = slice(0, 0)
-        if draft.steps:
-            keys = self.body.texts[draft.view.key].cache.slots(0, first + len(pending) + draft.steps - 1)
+    def _sprout(self, draft: _Draft) -> Sprout:
+        """Where its trees start, for compiled code."""
+        tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
         left = None if draft.again is None else draft.again.logits.contiguous()
-        return Sprout(pending, first, keys, draft.steps, tokens[-1], len(tokens), rules, left)
+        most = self._resampling.share(draft.budget, left is not None)
+        if not steps:
+            return Sprout([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, left, None, most)
+        text, pending, states = self.body.take(draft.view)
+        first = text.cache.committed
+        keys = text.cache.slots(0, first + len(pending) + steps - 1)
+        return Sprout(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
     def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
         """The new draft's chain; its logits [steps, V] stay for the next time."""
@@ -300,6 +297,7 @@ class _Draft:
     again: Chain | None = None  # of the states left over
 
 
+@torch.no_grad()
 def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
 
