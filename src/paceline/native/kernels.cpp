@@ -595,15 +595,16 @@ Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* 
 // takes a core for milliseconds. So a job is a row of stages, a stage is claimed in pieces by whoever comes, and the next
 // stage begins when all pieces are done, whichever threads did them: one that does not run is waited for only where it
 // has begun a piece. Who waits spins for a short while and then sleeps. Where the caller waited long, it goes on alone for
-// some jobs.
+// a few times as long, and for twice that where it has to wait again soon after: a short disturbance costs little more than
+// itself, and beside a process that stays the others are seldom tried.
 //
 // Which thread computes a piece changes no bits.
 
 constexpr int SPINS = 20000;        // turns of a spin, some hundreds of microseconds: longer than from one pass to the next
 constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of what the job took
 constexpr int64_t JUDGED = 5;       // stages of a job of which no single one takes that share by itself
-constexpr int64_t ALONE = 16;       // jobs without the others after a wait that long; doubled up to
-constexpr int64_t LONGEST = 512;    // this many, while it happens again
+constexpr int64_t ALONE = 4;        // times such a wait that the others are left out for; doubled up to
+constexpr int64_t LONGEST = 400000; // microseconds, while it happens again before as much time has gone by with them
 constexpr int MOST_THREADS = 256;
 
 inline void pause() {
@@ -647,7 +648,8 @@ class Team {
   // By as many threads, or by fewer where there are no more to be had. What it throws ends the process.
   void run(int64_t threads, Job& job) {
     int64_t T = std::min<int64_t>(threads, MOST_THREADS);
-    if (T > 1 && alone_ > 0) alone_--, T = 1;
+    const Clock::time_point start = Clock::now();
+    if (T > 1 && start < alone_until_) T = 1;
     if (T > 1) T = std::min(T, hire(T - 1) + 1);
     if (T == 1) {
       for (int64_t stage = 0; stage < job.stages(); stage++) {
@@ -656,7 +658,6 @@ class Team {
       }
       return free_tiles();
     }
-    const Clock::time_point start = Clock::now();
     Clock::duration longest{};
     const bool wider = T > width_.exchange(T);
     if (wider) wider_.fetch_add(1), wake(wider_);
@@ -670,9 +671,7 @@ class Team {
       longest = std::max(longest, Clock::now() - before);
     }
     free_tiles();
-    const bool long_wait = microseconds(longest) > LONG_WAIT && longest > (Clock::now() - start) / 4;
-    if (long_wait && job.stages() >= JUDGED) alone_ = penalty_, penalty_ = std::min(2 * penalty_, LONGEST), good_ = 0;
-    else if (penalty_ > ALONE && ++good_ == 64) penalty_ /= 2, good_ = 0;
+    if (job.stages() >= JUDGED && microseconds(longest) > LONG_WAIT) judge(longest, start);
   }
 
   ~Team() {
@@ -791,6 +790,15 @@ class Team {
 #endif
   }
 
+  // The caller waited that long in a job.
+  void judge(Clock::duration wait, Clock::time_point start) {
+    const Clock::time_point now = Clock::now();
+    if (wait <= (now - start) / 4) return;
+    const bool soon = now - alone_until_ < alone_;
+    alone_ = std::min<Clock::duration>(std::max(ALONE * wait, soon ? 2 * alone_ : Clock::duration{}), std::chrono::microseconds(LONGEST));
+    alone_until_ = now + alone_;
+  }
+
   int64_t hire(int64_t wanted) {
     try {
       while ((int64_t)threads_.size() < wanted) threads_.emplace_back([this, t = (int64_t)threads_.size() + 1] { work(t); });
@@ -808,7 +816,8 @@ class Team {
   alignas(64) Job* job_ = nullptr;
   uint32_t first_ = 0, last_ = 0;
   std::atomic<bool> ended_{false};
-  int64_t alone_ = 0, penalty_ = ALONE, good_ = 0;
+  Clock::duration alone_{};          // for how long the others were left out last time
+  Clock::time_point alone_until_{};  // and until when
 };
 
 // The calling thread's own. A forked process has no other threads: it gets a new team, and the old one stays as it was.
