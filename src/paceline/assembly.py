@@ -36,7 +36,7 @@ from .planning.costs import predicted_points
 from .planning.models import read_shape
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
-from .rounds.base import Place
+from .rounds.base import Origin, Place
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
@@ -192,7 +192,8 @@ def build_engine(config: LLMConfig, target: LoadedModel, serve: ServeApart | Non
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
     starts = None if serve is None else partial(serve, config, pool.num_tokens)
-    parts = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
+    origin = Origin(target.name, target.folder, partial(resolve_folder, offline=config.offline))
+    parts = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier, "origin": origin}
     round_ = make_round(config.round, starts, **parts)
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
