@@ -256,7 +256,7 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
                 "the automatic budget adds the times of draft and target, which this round lets run at once",
                 "give a number of nodes or a table, or leave budget out",
             )
-        return FixedBudget(size=drafter.spec.default_budget)
+        return FixedBudget(size=drafter.spec.window)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     return _auto_budget(config, drafter, target)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from native_kit import needs_kernels
-from tiny import VOCAB, assemble, draft_model, run, streams, tiny_decoder
+from tiny import LOOKUP, MODEL, VOCAB, assemble, draft_model, hybrid, hybrid_with_streams, run, streams, tiny_decoder
 
 from paceline import LLM
 from paceline.assembly import make_budget
@@ -88,6 +88,23 @@ def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
 
 class SerialTrace:
     """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
+@pytest.mark.parametrize("parts", [f"{LOOKUP}+{MODEL}", f"{LOOKUP}+ngram;depth=5"], ids=["model", "look-ups"])
+def test_several_drafters_at_once(parts: str) -> None:
+    """A text that repeats itself: look-ups draft, and the draft model, where there is one, does elsewhere."""
+    jobs = [(prompt * 2, PARAMS[name]) for prompt, name in zip(PROMPTS, [*PARAMS, "greedy"], strict=True)]
+    made = hybrid(parts, noise=0.05)
+    engine = assemble(made, round=MIRROR, decoder=DECODER, kv_tokens=128, block_size=4, max_batch_rows=20)
+    round_: Any = engine.round
+    verdicts: list[Verdict] = []
+    round_.on_verdict = verdicts.append
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs) and round_.failure is None
+    accepted, longest = (5, 4) if "draft_model" in parts else (0, 2)  # look-ups hardly hit on a random target
+    assert sum(o.stats.accepted for o in outputs) > accepted and any(v.reused for v in verdicts)
+    assert max(len(v.window) for v in verdicts) >= longest
+    assert engine.pool.idle and (made._models == [] or round_.sessions._model.pool.idle)
+
+
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[tuple[list[int], int, int]] = []
@@ -282,6 +299,8 @@ def test_abort_and_a_second_request() -> None:
         ("mirror,exit=3", drafter(), "the target has 3 layers"),
         ("mirror,exit=0", drafter(), "the target has 3 layers"),
         ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
+        ("mirror", hybrid_with_streams(), "streams in the target's own pass"),
+        ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
         ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),

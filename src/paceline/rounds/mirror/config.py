@@ -75,7 +75,7 @@ class MirrorConfig(RoundConfig):
             )
         if not spec.ahead:
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
-        if spec.tree:
+        if spec.tree and not spec.ahead_levels:
             return f"{who} drafts trees, and what is prepared for an outcome is a chain", "leave out branching and topk"
         return None
 
@@ -104,7 +104,7 @@ class MirrorConfig(RoundConfig):
 
     def rows(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""
-        gamma = spec.default_budget
+        gamma = spec.window
         return (gamma + 1) * (1 + max(self._kappas().values()) * gamma)
 
     def over(
