@@ -26,7 +26,7 @@ from paceline.drafters.sessions import Ask, Grown
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
-from paceline.rounds.mirror.channel import overlap_mass, speak
+from paceline.rounds.mirror.channel import overlap, speak
 from paceline.rounds.mirror.records import StepTimes, Verdict
 from paceline.rounds.mirror.round import MirrorRound
 from paceline.target.decoder import Decoder
@@ -70,7 +70,9 @@ def plain(jobs: Sequence[Any]) -> list[list[int]]:
     return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
 
 
-@pytest.mark.parametrize("way", ["policy=wait", "policy=plain", "rollout=beside", "rollout=beside,policy=plain"])
+@pytest.mark.parametrize(
+    "way", ["policy=wait", "policy=plain,ranks=scores", "rollout=beside", "rollout=beside,policy=plain"]
+)
 @pytest.mark.parametrize("name", [*PARAMS])
 def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     """A batch, in a pool so small that sequences are preempted and prompts are computed in chunks."""
@@ -86,8 +88,6 @@ def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     assert round_.sessions.pool.idle  # type: ignore[attr-defined]
 
 
-class SerialTrace:
-    """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
 @pytest.mark.parametrize("parts", [f"{LOOKUP}+{MODEL}", f"{LOOKUP}+ngram;depth=5"], ids=["model", "look-ups"])
 def test_several_drafters_at_once(parts: str) -> None:
     """A text that repeats itself: look-ups draft, and the draft model, where there is one, does elsewhere."""
@@ -105,6 +105,8 @@ def test_several_drafters_at_once(parts: str) -> None:
     assert engine.pool.idle and (made._models == [] or round_.sessions._model.pool.idle)
 
 
+class SerialTrace:
+    """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[tuple[list[int], int, int]] = []
@@ -220,11 +222,14 @@ def test_the_message_leaves_out_the_windows_own_token() -> None:
     assert message is not None and [len(row) for row in message.tokens] == [4, 4, 4]
     assert first not in message.tokens[0] and 50 not in message.tokens[1]
     paths = torch.tensor([[-1, -1], [first, -1], [first, 50]])
+    silent = speak(view, window, logits, 4, noisy=False)
+    assert silent is not None and silent.tokens != message.tokens
+    assert silent.tokens[2] == view.sampler.process(logits, paths)[2].topk(4).indices.tolist()
     scores = view.sampler.scores(logits, paths, positions)
     assert message.tokens[2] == scores[2].topk(4).indices.tolist()
     p = view.sampler.probs(logits[1:2], torch.tensor([[first]]))[0]
-    mass = overlap_mass(view, window, 1, logits[1], message.tokens[1])
-    assert mass == pytest.approx(float(p[message.tokens[1]].sum() / (1 - p[50])))
+    chances = overlap(view, window, 1, logits[1], message.tokens[1])
+    assert chances == pytest.approx((p[message.tokens[1]] / (1 - p[50])).tolist())
 
 
 class Dying:
@@ -294,13 +299,13 @@ def test_abort_and_a_second_request() -> None:
     [
         ("mirror", None, "it has nothing to draft with"),
         ("mirror", streams(), "streams in the target's own pass"),
+        ("mirror", hybrid_with_streams(), "streams in the target's own pass"),
+        ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
         ("mirror", drafter(branching="2x1"), "what is prepared for an outcome is a chain"),
         ("mirror", drafter(proposes="sampled"), "draws its drafts for rejection"),
         ("mirror,exit=3", drafter(), "the target has 3 layers"),
         ("mirror,exit=0", drafter(), "the target has 3 layers"),
         ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
-        ("mirror", hybrid_with_streams(), "streams in the target's own pass"),
-        ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
         ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
@@ -387,7 +392,8 @@ def test_exits_by_their_name_in_the_zoo(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CapabilityError, match="whose weights differ from those of paceline-small"):
         LLM("paceline-small", round="mirror,heads=wrong-exits", **options)
     llm = LLM("paceline-small", round="mirror,heads=right-exits", **options)
-    assert isinstance(llm.engine.round.exit, TrainedExit) and llm.engine.round.exit.layer == half  # type: ignore[attr-defined]
+    round_: Any = llm.engine.round
+    assert isinstance(round_.exit, TrainedExit) and round_.exit.layer == half
     params = SamplingParams(temperature=0, max_tokens=8)
     assert [o.outputs[0].token_ids for o in llm.generate("x = 1\n", params)] == [
         o.outputs[0].token_ids for o in plain.generate("x = 1\n", params)

@@ -40,6 +40,9 @@ class MirrorConfig(RoundConfig):
     policy: Literal["wait", "plain"] = option(
         "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
     )
+    ranks: Literal["noise", "scores"] = option(
+        "noise", help="candidates at temperature > 0: with the noise of the target's own choices, or by scores alone"
+    )
     rollout: Literal["between", "beside", "process"] = option(
         "between",
         help="drafts while the target stands still at its exit, or beside its other layers: in a thread, in a process",
@@ -130,7 +133,9 @@ class MirrorConfig(RoundConfig):
         """
         kappas = {batch: min(kappa, target.config.vocab_size) for batch, kappa in self._kappas().items()}
         waits = self.policy == "wait"
-        return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits, sessions, runner)
+        return MirrorRound(
+            target, pool, drafter, verifier, exit_head, kappas, waits, self.ranks == "noise", sessions, runner
+        )
 
     def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
         """The exit of a target, and all else that is asked for checked against it.
