@@ -115,7 +115,7 @@ def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature:
     if hasattr(round_, "on_verdict"):
         round_.on_verdict, round_.on_step = pending.append, step
     for part in [[prompt] for prompt in prompts] if alone else [[*prompts]]:
-        heard.outputs += llm.generate(part, params)  # type: ignore[arg-type]
+        heard.outputs += llm.generate(part, params)
     failed = round_.failure
     assert failed is None, failed
     return heard

@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.clock import VIRTUAL, VirtualClock
 from paceline.rounds.mirror.records import Verdict
 
-COUNTS = {"prompts": 2, "max_new_tokens": 32, "repeats": 1}
+COUNTS: dict[str, Any] = {"prompts": 2, "max_new_tokens": 32, "repeats": 1}
 OWN = "sql,spec_bench"
 HALF = "1/2"
 

@@ -67,8 +67,10 @@ def test_steps_by_what_went_before() -> None:
     assert [step["n"] for step in reuse] == [1] and [step["n"] for step in fallback] == [2]
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
 def test_what_is_counted(tmp_path: Path) -> None:
-    found = run(tmp_path, "figure_7")
+    found = run(tmp_path, "figure_7", "--max-new-tokens", "24")
     (trace,) = found["traces"]
     assert found["widths"] == [1, 4] and trace["rates"] == sorted(trace["rates"], reverse=True)
     assert trace["verdicts"] > 2 and (tmp_path / "figure_7.svg").is_file()
@@ -78,6 +80,8 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert simulated["label"] == "virtual clock" and all(one["ratio"] > 1 for one in simulated["runs"].values())
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
 @needs_two_cores
 @pytest.mark.parametrize("name", ["law", "figure_3a", "figure_4", "figure_5"])
 def test_what_is_timed_runs(name: str, tmp_path: Path) -> None:
