@@ -8,7 +8,7 @@ from typing import Any
 import kills
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # processes that start and die
 
 
 def test_one_death() -> None:
