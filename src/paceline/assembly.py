@@ -36,7 +36,7 @@ from .planning.costs import predicted_points
 from .planning.models import read_shape
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
-from .rounds.base import Place
+from .rounds.base import Origin, Place
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
@@ -192,7 +192,8 @@ def build_engine(config: LLMConfig, target: LoadedModel, serve: ServeApart | Non
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
     starts = None if serve is None else partial(serve, config, pool.num_tokens)
-    parts = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
+    origin = Origin(target.name, target.folder, partial(resolve_folder, offline=config.offline))
+    parts = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier, "origin": origin}
     round_ = make_round(config.round, starts, **parts)
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
@@ -255,7 +256,7 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
                 "the automatic budget adds the times of draft and target, which this round lets run at once",
                 "give a number of nodes or a table, or leave budget out",
             )
-        return FixedBudget(size=drafter.spec.default_budget)
+        return FixedBudget(size=drafter.spec.window)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     return _auto_budget(config, drafter, target)

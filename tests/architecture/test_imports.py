@@ -41,6 +41,7 @@ PARTS = {
     "streaming": "speculative_streaming",
     "lyanna_parts": "lyanna",
     "spire_parts": "spire",
+    "mirror_parts": "mirror",
 }  # folder of studies -> the study, too long for a file, whose parts it holds
 NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies", *PARTS}
 ABOVE = {"cli", "async_llm"}  # parts that no study may import

@@ -26,7 +26,7 @@ class Message:
     log_p: list[list[float]]  # the same, log of their shares of the exit's scores
 
 
-def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int) -> Message | None:
+def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int, noisy: bool = True) -> Message | None:
     """What the exit says of one sequence; None: its own sampling rules fail, and verification will end it.
 
     The scores go through the rules of the request and are ranked with the noise of the target's own choices, so that at
@@ -37,9 +37,10 @@ def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int)
         window: [gamma] drafted tokens under verification.
         logits: [gamma + 1, V] of the exit.
         kappa: tokens of a position.
+        noisy: whether that noise counts; else scores alone do, as in the paper.
     """
     try:
-        log_p = _scores(view, window, logits).log_softmax(dim=-1)
+        log_p = _scores(view, window, logits, noisy).log_softmax(dim=-1)
     except Exception:
         if view.sampler.fault is None:
             raise
@@ -55,10 +56,10 @@ def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int)
     return message
 
 
-def overlap_mass(
+def overlap(
     view: SequenceView, window: Sequence[int], accepted: int, logits: Tensor, said: Sequence[int]
-) -> float:
-    """The target's own probability that a correction was among the candidates, at the position where it came (eq. 9).
+) -> list[float]:
+    """The target's own probability of each candidate, where the window ended; their sum is the mass of eq. 9.
 
     In front of the window's end it is renormalised without the window's own next token, which was wrong.
 
@@ -72,11 +73,11 @@ def overlap_mass(
     path = torch.tensor([window[:accepted]], device=logits.device) if accepted else None
     p = view.sampler.probs(logits[None], path)[0]
     left = 1.0 - float(p[window[accepted]]) if accepted < len(window) else 1.0
-    return float(p[list(said)].sum()) / left if left > 0 else 0.0
+    return [chance / left if left > 0 else 0.0 for chance in p[list(said)].tolist()]
 
 
-def _scores(view: SequenceView, window: Sequence[int], logits: Tensor) -> Tensor:
-    """[gamma + 1, V]; see `SequenceSampler.scores`."""
+def _scores(view: SequenceView, window: Sequence[int], logits: Tensor, noisy: bool) -> Tensor:
+    """[gamma + 1, V]; see `SequenceSampler.scores`, and `SequenceSampler.process` of scores without noise."""
     if view.sampler.plain:
         return logits
     count, width = len(logits), len(window)
@@ -84,4 +85,6 @@ def _scores(view: SequenceView, window: Sequence[int], logits: Tensor) -> Tensor
     for place in range(1, count):
         assert paths is not None
         paths[place, :place] = torch.tensor(window[:place], device=logits.device)
+    if not noisy:
+        return view.sampler.process(logits, paths)
     return view.sampler.scores(logits, paths, range(len(view.tokens), len(view.tokens) + count))

@@ -15,7 +15,13 @@ class Verdict:
     said: int  # the correction, or the bonus token
     told: bool  # whether the exit spoke and a draft could follow: what was said is then reused, or a fallback
     reused: bool
-    mass: float  # the target's own probability of the candidates where the window ended (eq. 9)
+    candidates: list[int]  # where the window ended, likeliest first; empty: the exit did not speak
+    chances: list[float]  # the target's own probability of each
+
+    @property
+    def mass(self) -> float:
+        """Of the candidates together: the overlap mass of eq. 9 where the window ended."""
+        return sum(self.chances)
 
 
 @dataclass(frozen=True, slots=True)

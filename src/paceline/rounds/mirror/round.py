@@ -29,7 +29,7 @@ from ..base import RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
 from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from ..verification import make_verifier
-from .channel import Message, overlap_mass, speak
+from .channel import Message, overlap, speak
 from .records import StepTimes, Verdict
 from .rollout import Branch, Candidate, Chain, Outcome, Rollout
 from .running import Runner
@@ -49,6 +49,7 @@ class MirrorRound:
         kappas: candidates of a position by batch size, from each size on.
         waits: whether a fresh window is drafted at once after an outcome that was not prepared for; else the next pass
             has none.
+        noisy: whether candidates are ranked with the noise of the target's own choices.
         sessions: of the drafter.
         runner: runs the rollouts.
 
@@ -69,15 +70,17 @@ class MirrorRound:
         exit_head: ExitHead,
         kappas: Mapping[int, int],
         waits: bool,
+        noisy: bool,
         sessions: DraftSessions,
         runner: Runner,
     ) -> None:
         self.target, self.pool, self.drafter = target, pool, drafter
         self.exit, self.kappas, self.waits = exit_head, dict(sorted(kappas.items())), waits
+        self.noisy = noisy
         self.sessions, self.runner = sessions, runner
         self.verifier = make_verifier(verifier, drafter.spec)
         self.emitter = Emitter(target.num_layers, drafter.spec)
-        self.gamma = drafter.spec.default_budget
+        self.gamma = drafter.spec.window
         self.failure: str | None = None  # why drafting has ended
         self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
         self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step
@@ -204,7 +207,7 @@ class MirrorRound:
         begin = 0
         for i in listening:
             end = begin + p.spans[i].nodes
-            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa)
+            message = speak(p.works[i].sequence.view, windows[i].tokens, logits[begin:end], kappa, self.noisy)
             if message is not None:
                 told[i] = message
             begin = end
@@ -279,13 +282,14 @@ class MirrorRound:
             view, window = p.works[i].sequence.view, windows[i]
             if view.fault is not None or p.works[i].rows > 1:
                 continue
-            accepted, message, mass = len(p.paths[i]), messages.get(i), 0.0
+            accepted, message = len(p.paths[i]), messages.get(i)
+            candidates, chances = list[int](), list[float]()
             if message is not None:
-                logits = p.logits[p.rows[i].start + accepted]
-                mass = overlap_mass(view, window.tokens, accepted, logits, message.tokens[accepted])
+                logits, candidates = p.logits[p.rows[i].start + accepted], message.tokens[accepted]
+                chances = overlap(view, window.tokens, accepted, logits, candidates)
             said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
             told = message is not None and drafts_follow
-            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, mass))
+            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, candidates, chances))
         return found
 
     def _tell(self, verdicts: Sequence[Verdict], reused: Mapping[Outcome, Branch]) -> None:

@@ -1,0 +1,121 @@
+"""What all parts share: the study, its options, and runs of the mirror round that are listened to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline import LLM, SamplingParams
+from paceline.bench import workloads
+from paceline.bench.scores import encoded_prompts, workload_of
+from paceline.bench.study import Options, Study, asked
+from paceline.core.request import RequestOutput
+from paceline.rounds.mirror.records import StepTimes, Verdict
+
+CATEGORIES = "spec_bench"  # the workload whose categories are tasks, too
+SIX = "humanities,math,roleplay,stem,coding,math_reasoning"  # of figure 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Options):
+    """The options of this study."""
+
+    draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
+    gamma: int = asked(3, "Tokens of a window.", "N")
+    heads: str | None = asked(None, "Trained early exits; none: the target's own norm and head.", "FOLDER")
+    exits: str = asked("1/4,1/2,3/4", "Depths of the exit.", "DEPTH,..")
+    kappas: str = asked("1,2,4,8,16", "Candidates of a position.", "K,..")
+    log: Path | None = asked(None, "Log of a run that trained exits (log.jsonl).", "FILE")
+    core: int = asked(1, "Core of the drafter's process; the target keeps to the first other one.", "N")
+
+    @property
+    def depths(self) -> list[str]:
+        """Of the exit."""
+        return [text.strip() for text in self.exits.split(",") if text.strip()]
+
+    @property
+    def widths(self) -> list[int]:
+        """Candidates of a position, ascending."""
+        return sorted({int(text) for text in self.kappas.split(",") if text.strip()})
+
+    @property
+    def exit_words(self) -> str:
+        """Which exits they are."""
+        return f"trained exits {self.heads}" if self.heads else "the target's own norm and head as exits, untrained"
+
+
+study = Study(
+    "Mirror Speculative Decoding: tables and figures.",
+    Asked,
+    quick={
+        "tasks": "sql",
+        "max_new_tokens": 8,
+        "prompts": 1,
+        "repeats": 1,
+        "kappas": "1,4",
+        "exits": "1/2",
+        "gamma": 2,
+    },
+)
+
+
+def drafter_of(ask: Asked, gamma: int | None = None) -> str:
+    """The draft model, as it is named."""
+    return f"draft_model:{ask.draft},depth={gamma or ask.gamma}"
+
+
+def mirror_of(ask: Asked, kappa: int, exit_: str = "1/2", more: str = "") -> str:
+    """The mirror round, as it is named."""
+    heads = f",heads={ask.heads}" if ask.heads else ""
+    return f"mirror,kappa={kappa},exit={exit_}{heads}{more}"
+
+
+def prompts_of(ask: Asked, llm: LLM, task: str) -> list[dict[str, Any]]:
+    """Of a workload, or of a category of Spec-Bench."""
+    if task in {prompt.category for prompt in workloads.load(CATEGORIES, folder=ask.data).prompts}:
+        whole = workloads.load(CATEGORIES, folder=ask.data)
+        own = [prompt for prompt in whole.prompts if prompt.category == task]
+        workload = replace(whole, prompts=tuple(workloads.choose(own, ask.prompts, ask.seed)))
+    else:
+        workload = workloads.load(workload_of(task), folder=ask.data, limit=ask.prompts, seed=ask.seed)
+    return [{"prompt_token_ids": ids} for ids in encoded_prompts(llm, workload, ask.max_new_tokens)[0]]
+
+
+@dataclass(slots=True)
+class Heard:
+    """What one run said."""
+
+    outputs: list[RequestOutput]
+    verdicts: list[Verdict] = field(default_factory=list)
+    steps: list[tuple[StepTimes, list[Verdict]]] = field(default_factory=list)  # with the verdicts of each
+
+
+def plain_llm(ask: Asked) -> LLM:
+    """The target, which others share."""
+    return LLM(ask.model, **ask.llm)
+
+
+def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature: float, alone: bool = False) -> Heard:
+    """Answer prompts in the mirror round, or another one, and write down what it tells.
+
+    Args:
+        alone: one request after the other.
+    """
+    params = SamplingParams(temperature=temperature, seed=ask.seed, max_tokens=ask.max_new_tokens, ignore_eos=True)
+    heard, pending = Heard([]), list[Verdict]()
+    round_: Any = llm.engine.round
+
+    def step(times: StepTimes) -> None:
+        heard.steps.append((times, [*pending]))
+        heard.verdicts.extend(pending)
+        pending.clear()
+
+    if hasattr(round_, "on_verdict"):
+        round_.on_verdict, round_.on_step = pending.append, step
+    for part in [[prompt] for prompt in prompts] if alone else [[*prompts]]:
+        heard.outputs += llm.generate(part, params)
+    failed = round_.failure
+    assert failed is None, failed
+    return heard

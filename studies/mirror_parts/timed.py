@@ -1,0 +1,227 @@
+"""What is timed: the latency law and figure 3a, each run in a process of its own, and figures 4 and 5.
+
+These need a machine without other work, of two cores at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from mirror_parts.common import Asked, drafter_of, listen, mirror_of, prompts_of, study
+from paceline import LLM
+from paceline.bench import figures
+from paceline.bench.figures import Panel, Series
+from paceline.bench.grid import apart
+from paceline.bench.methods import parse_method
+from paceline.bench.study import Entry, Grid, Table
+from paceline.core.errors import CapabilityError
+from paceline.distributed.placement import cores, pin
+from paceline.planning.latency import MirrorStep
+
+STRETCHED = "stretch:paceline-small,times=8"
+KAPPA = 4
+GAMMAS = (1, 2, 3, 4, 6, 8)
+BATCHES = (1, 2, 4, 8)
+MOST_LATE, MOST_EXPOSED, LEAST_SAVED, LEAST_RATIO = 0.05, 0.03, 0.8, 1.2  # what is wanted of the law
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One way of decoding: its times in ms, and what came out."""
+
+    wall: float  # of all requests
+    tokens: int
+    passes: int
+    accepted: int
+    draft: float  # on the critical path, of all requests
+    steps: list[dict[str, Any]]  # of passes behind a prompt, in the mirror round
+
+    @property
+    def ms(self) -> float:
+        """Of a token."""
+        return self.wall / self.tokens
+
+
+WAYS = {  # name: round behind "mirror", threads, whether the drafter has a core of its own
+    "mirror, two processes": ("rollout=process", 1, True),
+    "serial, one core": ("", 1, True),
+    "serial, both cores": ("", 2, False),
+    "mirror, one process": ("rollout=beside", 2, False),
+}
+
+
+def ran(ask: Asked, way: str, gamma: int, temperature: float = 0.0) -> Ran:
+    """Answer the prompts of all tasks, one after the other; in a fresh process, which it keeps to some cores."""
+    more, threads, alone = WAYS[way]
+    if alone and not more:  # the cores that the mirror round's target has
+        pin([core for core in cores() if core != ask.core][:1])
+    options = {**ask.llm, "threads": threads}
+    if more:
+        core = f",cores=<{ask.core}>" if alone else ""
+        options["round"] = mirror_of(ask, KAPPA, more=f",{more}{core}")
+    else:
+        options["budget"] = gamma
+    llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
+    prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
+    listen(llm, prompts[:1], ask, temperature)  # what the first pass prepares
+    heard = listen(llm, prompts, ask, temperature, alone=True)
+    stats = [output.stats for output in heard.outputs]
+    return Ran(
+        wall=sum(s.elapsed_ms for s in stats),
+        tokens=sum(s.emitted for s in stats),
+        passes=sum(s.passes for s in stats),
+        accepted=sum(s.accepted for s in stats),
+        draft=sum(s.draft_ms for s in stats),
+        steps=[_step(times, verdicts) for times, verdicts in heard.steps if verdicts],
+    )
+
+
+def _step(times: Any, verdicts: Sequence[Any]) -> dict[str, Any]:
+    names = ("fresh", "prefix", "suffix", "rendezvous_exit", "rendezvous_final", "exposed", "draft", "observed", "law")
+    own = {name: float(getattr(times, name)) for name in names}
+    return own | {"told": verdicts[0].told, "reused": verdicts[0].reused, "window": bool(verdicts[0].window)}
+
+
+def after(steps: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps behind an outcome that was prepared for, and behind a fallback; the first of a request is of neither."""
+    pairs = [*zip(steps, steps[1:], strict=False)]
+    return [b for a, b in pairs if a["reused"]], [b for a, b in pairs if a["told"] and not a["reused"]]
+
+
+def _two_cores(ask: Asked) -> None:
+    here = cores()
+    if ask.core not in here or len(here) < 2:
+        raise CapabilityError(f"--core {ask.core}", f"this process may use {here}", "give one of two cores or more")
+
+
+@study.table(takes=("draft", "gamma", "heads", "core"), model=STRETCHED, tasks="sql", prompts=8, max_new_tokens=64)
+def law(ask: Asked) -> Iterator[Table | None]:
+    """The latency law on two cores: predicted and observed, on steps that reuse and on those behind a fallback."""
+    _two_cores(ask)
+    yield None
+    found: dict[str, list[Ran]] = {way: [] for way in WAYS}
+    for _ in range(ask.repeats):  # in turns
+        for way, runs in found.items():
+            runs.append(apart(ran, ask, way, ask.gamma))
+    best = {way: min(runs, key=lambda run: run.ms) for way, runs in found.items()}
+    mirror, serial = best["mirror, two processes"], best["serial, one core"]
+    facts = law_of(mirror, serial)
+    rows = [
+        [way, f"{run.ms:.2f}", f"{run.ms / mirror.ms:.2f}", f"{run.tokens / run.passes:.2f}"]
+        for way, run in best.items()
+    ]
+    yield Table(
+        title="The latency law",
+        head=("way", "ms a token", "of the mirror round's", "tokens a pass"),
+        parts={"": rows},
+        values={"ms": {way: [run.ms for run in runs] for way, runs in found.items()}, **facts},
+        remarks=[*_said(facts, serial.ms / mirror.ms), f"best of {ask.repeats} runs of each, in turns"],
+    )
+
+
+def law_of(mirror: Ran, serial: Ran) -> dict[str, Any]:
+    """The law against what was observed, in ms and as shares."""
+    steps, (reuse, fallback) = mirror.steps, after(mirror.steps)
+    facts: dict[str, Any] = {"steps": len(steps), "reuse": len(reuse), "fallback": len(fallback)}
+    if reuse:
+        facts["late"] = median(abs(s["observed"] - s["law"]) / s["law"] for s in reuse)
+        facts["exposed"] = median(s["exposed"] / s["observed"] for s in reuse)
+    fresh = fmean(s["fresh"] for s in fallback) if fallback else 0.0
+    predicted = fmean(s["law"] - s["fresh"] for s in steps) + fresh * len(fallback) / len(steps)
+    facts |= {"fresh": fresh, "observed": fmean(s["observed"] for s in steps), "predicted": predicted}
+    suffix, rendezvous = (fmean(sum(s[n] for n in names) for s in steps) for names in (("suffix",), _RENDEZVOUS))
+    chain = serial.draft / serial.passes
+    possible = MirrorStep(prefix=0, suffix=suffix, draft=chain).saved - rendezvous
+    saved = serial.wall / serial.passes - mirror.wall / mirror.passes
+    return facts | {"budget": suffix, "rendezvous": rendezvous, "chain": chain, "possible": possible, "saved": saved}
+
+
+_RENDEZVOUS = ("rendezvous_exit", "rendezvous_final")
+
+
+def _said(facts: dict[str, Any], ratio: float) -> list[str]:
+    """Each figure beside what was wanted of it."""
+    rows = []
+    if "late" in facts:
+        rows += [("median |observed - law| on steps that reuse", facts["late"], MOST_LATE, True)]
+        rows += [("median exposed draft time on these", facts["exposed"], MOST_EXPOSED, True)]
+    off = abs(facts["observed"] / facts["predicted"] - 1)
+    rows += [("mean step against law + FF x fresh", off, MOST_LATE, True)]
+    if facts["possible"] > 0:
+        rows += [
+            ("saved of min(budget, chain) less rendezvous", facts["saved"] / facts["possible"], LEAST_SAVED, False)
+        ]
+    rows += [("serial with the same placement over mirror", ratio, LEAST_RATIO, False)]
+    return [
+        f"{words}: {value:.3f}, {'at most' if most else 'at least'} {bound} wanted: "
+        + ("yes" if (value <= bound if most else value >= bound) else "NO")
+        for words, value, bound, most in rows
+    ]
+
+
+@study.figure(takes=("draft", "heads", "core"), model=STRETCHED, tasks="sql", prompts=4, max_new_tokens=48)
+def figure_3a(ask: Asked) -> Iterator[Table | None]:
+    """Windows of 1 to 8 tokens: tokens accepted, and draft time on the critical path, serial and mirror."""
+    _two_cores(ask)
+    yield None
+    ways = ("serial, one core", "mirror, two processes")
+    rows, series = [], []
+    for way in ways:
+        accepted, exposed = [], []
+        for gamma in GAMMAS[:2] if ask.quick else GAMMAS:
+            run = apart(ran, ask, way, gamma)
+            accepted.append(run.accepted / run.passes)
+            exposed.append(run.draft / run.passes)
+            rows.append([way, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
+        series.append(Series(label=way, x=accepted, y=exposed))
+    yield Table(
+        title="Accepted tokens and draft time on the critical path",
+        head=("way", "window", "accepted a pass", "draft ms a pass", "ms a token"),
+        parts={"": rows},
+        values={"points": [{"way": s.label, "accepted": [*s.x], "draft_ms": [*s.y]} for s in series]},
+        plots={
+            ".svg": lambda path: figures.lines(
+                [Panel(title="Draft time", series=series, x_label="accepted a pass", y_label="ms a pass", y_from=0)],
+                path,
+            )
+        },
+    )
+
+
+def _both(ask: Asked) -> list[Entry]:
+    """Serial speculation, and the mirror round with a drafter's process; target and drafter have a thread each."""
+    if len(cores()) < 2:
+        raise CapabilityError("two processes", "this process may use one core", "give it two")
+    drafter, more = drafter_of(ask), ",rollout=process,threads=1"
+    return [
+        Entry(parse_method(f"serial={drafter};budget={ask.gamma}"), "serial"),
+        Entry(parse_method(f"mirror={drafter};round={mirror_of(ask, KAPPA, more=more)}"), "mirror"),
+    ]
+
+
+BOTH = ("draft", "gamma", "heads")
+
+
+@study.figure(takes=BOTH, model=STRETCHED, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
+def figure_4(ask: Asked) -> Grid:
+    """Speed-up over the target alone: serial and mirror with a plain draft, greedy and at temperature 1."""
+    cells = {"temperatures": (0.0, 1.0)}
+    return Grid(title="Serial and mirror", entries=_both(ask), x_label="temperature", cell="temperature", cells=cells)
+
+
+@study.figure(takes=BOTH, model=STRETCHED, tasks="sql", prompts=8, max_new_tokens=48, threads=1)
+def figure_5(ask: Asked) -> Grid:
+    """Speed-up by batch size, serial and mirror."""
+    batches = BATCHES[:2] if ask.quick else BATCHES
+    cells = {"batches": batches}
+    return Grid(
+        title="By batch size",
+        entries=_both(ask),
+        x_label="batch size",
+        cell="batch",
+        cells=cells,
+        prompts=max(batches),
+    )

@@ -1,0 +1,104 @@
+"""The study of Mirror: the paper's numbers, and every figure that runs, in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mirror
+import pytest
+import torch
+from mirror_parts.counted import Fallbacks, clock
+from mirror_parts.timed import after
+
+from paceline.distributed.placement import cores
+from paceline.rounds.mirror.records import Verdict
+
+pytest.importorskip("matplotlib")
+needs_two_cores = pytest.mark.skipif(not {0, 1} <= {*cores()}, reason="needs the cores 0 and 1")
+
+
+def run(out: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON of the one figure that is named first."""
+    threads = torch.get_num_threads()
+    try:
+        assert mirror.study.run([*arguments, "--quick", "--model", "paceline-small", "--out", str(out)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return json.loads((out / f"{arguments[0]}.json").read_text("utf-8"))
+
+
+def test_table_1_inverted(tmp_path: Path) -> None:
+    models = run(tmp_path, "table_1")["models"]
+    first, last = models["Qwen3-14B, T=0"], models["Qwen3-32B, T=0"]
+    assert (first["exception"], last["exception"]) == ("Mathematical Reasoning", "Mathematical Reasoning")
+    assert [round(bound(first["ratios"].values()), 2) for bound in (min, max)] == [1.73, 1.90]
+    assert [round(bound(last["ratios"].values()), 2) for bound in (min, max)] == [1.34, 1.75]
+    for own in models.values():
+        assert own["without"][1] < own["all"][1] < 0.2
+
+
+def test_parameters_are_those_of_one_head(tmp_path: Path) -> None:
+    targets = run(tmp_path, "parameters")["targets"]
+    for name in ("Qwen3-14B", "Qwen3-32B"):
+        assert round(100 * targets[name]["share"], 2) == pytest.approx(targets[name]["stated"], abs=0.005)
+    assert targets["paceline-small"]["head"] == targets["paceline-small"]["d_model"] ** 2
+
+
+def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:
+    said = {"window": [1], "accepted": 0, "told": True, "reused": False, "candidates": [5, 6], "chances": [0.5, 0.2]}
+    verdicts = [Verdict(**{**said, "key": key, "said": token}) for key, token in ((0, 5), (0, 6), (1, 9), (1, 5))]
+    found = Fallbacks.of([*verdicts, Verdict(**{**said, "key": 1, "said": 9, "told": False})], [1, 2])
+    assert found.rates() == [0.5, 0.25] and found.predicted() == pytest.approx([0.5, 0.3])
+    assert all(low <= mean <= high for (low, high), mean in zip(found.differences(), (0.0, -0.05), strict=True))
+
+
+def test_the_virtual_clock_is_the_law() -> None:
+    assert clock([False] * 10, 0.5) == pytest.approx((1.5, 10.0))
+    assert clock([True, False] * 5, 0.5) == pytest.approx((15 / 12.5, 12.5))
+    assert clock([True] * 10, 0.8)[0] == pytest.approx(18 / 15)
+
+
+def test_steps_by_what_went_before() -> None:
+    kinds = [(True, True), (True, False), (False, False), (True, True)]
+    steps = [{"n": n, "told": told, "reused": reused} for n, (told, reused) in enumerate(kinds)]
+    reuse, fallback = after(steps)
+    assert [step["n"] for step in reuse] == [1] and [step["n"] for step in fallback] == [2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_what_is_counted(tmp_path: Path) -> None:
+    found = run(tmp_path, "figure_7", "--max-new-tokens", "24")
+    (trace,) = found["traces"]
+    assert found["widths"] == [1, 4] and trace["rates"] == sorted(trace["rates"], reverse=True)
+    assert trace["verdicts"] > 2 and (tmp_path / "figure_7.svg").is_file()
+    assert all(own["equal"] == own["ids"] == own["requests"] for own in run(tmp_path, "traces")["tasks"].values())
+    assert 0 <= run(tmp_path, "figure_3b")["tasks"]["sql"]["mean"] <= 2
+    simulated = run(tmp_path, "simulated")
+    assert simulated["label"] == "virtual clock" and all(one["ratio"] > 1 for one in simulated["runs"].values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@needs_two_cores
+@pytest.mark.parametrize("name", ["law", "figure_3a", "figure_4", "figure_5"])
+def test_what_is_timed_runs(name: str, tmp_path: Path) -> None:
+    found = run(tmp_path, name, "--tasks", "sql")
+    if name == "law":
+        assert found["steps"] >= found["reuse"] + found["fallback"] > 0 and len(found["ms"]) == 4
+    elif name == "figure_3a":
+        assert [len(point["accepted"]) for point in found["points"]] == [2, 2]
+
+
+def test_training_curves_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = [{"step": 10, "ce_6": 3.5, "loss": 1.0}, {"step": 20, "ce_6": 2.5, "agreement/sql/6": 0.5}]
+    log.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = run(tmp_path / "out", "figure_9", "--log", str(log))
+    assert found["losses"] == {"ce_6": {"10": 3.5, "20": 2.5}}
+    assert found["agreements"] == {"agreement/sql/6": {"20": 0.5}}
+    log.write_text('{"step": 1}\n')
+    assert mirror.study.run(["figure_9", "--log", str(log), "--out", str(tmp_path / "other")]) == 2
+    assert "no loss of an exit" in capsys.readouterr().err
