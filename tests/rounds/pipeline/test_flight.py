@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.rounds.pipeline.flight import NONE, Flight, Offer, Survivors, Verdict
+from paceline.rounds.pipeline.flight import NONE, Flight, Offer, Verdict
 from paceline.rounds.pipeline.masks import append_layer, kept_cache, pruned, subtree
+from paceline.target.stages import TEXT, Survivors
 
 Path = tuple[int, ...]  # all tokens of the text up to a node's own
 
@@ -123,7 +124,7 @@ def test_trees_rows_and_late_stages_are_what_a_replay_finds(seed: int) -> None:
         text = world.text[: newest + 1]
         left = [i for i, path in enumerate(paths) if version >= newest or path[: len(text)] == text]
         assert stage.rows(version, level) == left
-        assert stage.rows(version, [NONE, *level]) == [0, *(row + 1 for row in left)]
+        assert stage.rows(version, [TEXT, *level]) == [0, *(row + 1 for row in left)]
 
 
 def test_the_property_test_meets_hits_misses_and_tokens_that_wait() -> None:

@@ -30,6 +30,7 @@ class Node:
     token: int
     place: int  # of the token in the text
     score: float = 0.0  # log of the chance of its path, up to a number that all nodes share
+    source: int = NONE  # its number in the source's tree
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
     asked: bool = False  # whether children were asked for
 
@@ -52,6 +53,7 @@ class Offer:
     parent: int
     token: int
     log_q: float
+    source: int = NONE  # its number in the source's tree
 
 
 class Flight:
@@ -92,7 +94,8 @@ class Flight:
             found = self._children.get((offer.parent, offer.token))
             if found is None:
                 above = self.nodes[offer.parent]
-                found = self._add(Node(offer.parent, offer.token, above.place + 1, above.score + offer.log_q))
+                score = above.score + offer.log_q
+                found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source))
             numbers.append(found)
         return numbers
 
@@ -154,6 +157,16 @@ class Flight:
 
     # -- verdicts
 
+    def child(self, token: int) -> Node | None:
+        """The root's child with this token."""
+        number = self._children.get((self.root, token))
+        return None if number is None else self.nodes[number]
+
+    def holds(self, token: int) -> bool:
+        """Whether the root's child with this token is in flight."""
+        node = self.child(token)
+        return node is not None and node.row != NONE
+
     def say(self, token: int) -> Verdict:
         """The target says ``token`` behind the root: reroot to the child that carries it, or start again with it.
 
@@ -191,31 +204,3 @@ class Flight:
             if node.parent in found:
                 found[number] = None
         return [*found]
-
-
-class Survivors:
-    """What a stage knows of verdicts, which may come late and in any order: the newest one tells all.
-
-    A node that a later verdict left was left by the earlier ones, so an older verdict that comes after a newer one
-    says nothing new. Nodes that entered after a verdict are none of its business.
-    """
-
-    def __init__(self) -> None:
-        self.version = 0
-        self._alive: frozenset[int] = frozenset()
-
-    def tell(self, version: int, alive: frozenset[int]) -> bool:
-        """Take a verdict. False: a newer one is known."""
-        if version <= self.version:
-            return False
-        self.version, self._alive = version, alive
-        return True
-
-    def rows(self, version: int, nodes: Sequence[int]) -> list[int]:
-        """Indices of the nodes that are left, of those that entered after so many verdicts.
-
-        Nodes below 0 are rows of the text, which no verdict drops.
-        """
-        if version >= self.version:
-            return [*range(len(nodes))]
-        return [row for row, node in enumerate(nodes) if node < 0 or node in self._alive]
