@@ -1,0 +1,91 @@
+"""The options of the pipeline round, and the drafters that can run in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from ...core.errors import CapabilityError
+from ...core.options import option
+from ...drafters.base import Drafter, DrafterSpec
+from ...drafters.sessions import AheadDrafter
+from ...kv.pool import KVPool
+from ...target.decoder import Decoder
+from ...target.stages import Stage, even_cuts
+from ..base import Round, RoundConfig
+from ..verification import make_verifier, match
+from .belt import Belt, StagesInTurn
+from .round import PipelineRound
+from .source import AtOnce, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(RoundConfig):
+    """Fills the stages of a target with the future of a request (SpecPipe)."""
+
+    kind: ClassVar[str] = "pipeline"
+    automatic: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+
+    stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
+    width: int = option(8, help="drafted tokens that enter together, at most", minimum=1)
+    children: int = option(4, help="candidates below each of them", minimum=1)
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        remedy = "use drafter='draft_model:MODEL', ngram or suffix"
+        if spec is None:
+            return None
+        who = spec.name
+        if spec.streams is not None:
+            return (
+                f"{who} drafts with streams in the target's own pass, which ends {self.stages} ticks too late",
+                remedy,
+            )
+        if spec.taps:
+            late = f"which leave the last stage {self.stages} ticks after its draft is due"
+            return f"{who} drafts from the target's states, {late}", remedy
+        if spec.proposes == "sampled":
+            return (
+                f"{who} draws its drafts for rejection, and this verification is strict",
+                "leave out proposes=sampled",
+            )
+        if not spec.ahead:
+            return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
+        return None
+
+    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
+        return self.over(target, pool, drafter, verifier, StagesInTurn(self.cut(target, pool)))
+
+    def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
+        """Stages of as many layers each, over their part of the pool's K/V.
+
+        Raises:
+            ConfigError: more stages than layers.
+        """
+        bounds, stretch = even_cuts(target.num_layers, self.stages), target.config.stretch
+        pairs = zip(bounds[:-1], bounds[1:], strict=True)
+        return [Stage(target, a, b, pool.tensors.part(a * stretch, b * stretch)) for a, b in pairs]
+
+    def over(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str, belt: Belt) -> PipelineRound:
+        """The round over stages wherever they are.
+
+        Args:
+            target, pool, drafter, verifier: as for `build`.
+            belt: the stages.
+
+        Raises:
+            ConfigError, CapabilityError: a verifier that does not fit.
+        """
+        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not match:
+            wrong = "what the target says itself decides here, and nothing else"
+            raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
+        source = None
+        if drafter is not None:
+            sessions = cast(AheadDrafter, drafter).sessions(self.rows)
+            source = Source(sessions, AtOnce(sessions), self.children, target.config.vocab_size)
+        return PipelineRound(target, pool, belt, source, self.width)
+
+    @property
+    def rows(self) -> int:
+        """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
+        return (self.stages + 2) * self.width * self.children

@@ -1,0 +1,193 @@
+"""The pipeline round says what plain decoding says, whatever its source gives and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from native_kit import needs_kernels
+from tiny import EOS, VOCAB, assemble, draft_model, run, streams, tiny_config, tiny_decoder
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.base import DrafterSpec
+from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.sessions import Ask, Grown
+from paceline.engine.engine import Engine
+from paceline.rounds import parse_round
+from paceline.rounds.pipeline.round import PipelineRound, Ticked
+
+LAYERS = 8
+CONFIG = tiny_config(num_layers=LAYERS)
+DECODER = tiny_decoder(CONFIG)
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "eos": SamplingParams(temperature=0, max_tokens=60),
+    "warm": SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True),
+    "rules": SamplingParams(
+        temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=6, max_tokens=20
+    ),
+}
+
+
+def drafter(noise: float = 0.03, **shape: Any) -> Any:
+    return draft_model(noise=noise, target={"config": CONFIG} | shape)
+
+
+def piped(draft: Any, stages: int = 4, options: str = "", **parts: Any) -> tuple[Engine, PipelineRound, list[Ticked]]:
+    engine = assemble(draft, round=f"pipeline,stages={stages}{options}", **{"decoder": DECODER} | parts)
+    assert isinstance(engine.round, PipelineRound)
+    ticks: list[Ticked] = []
+    engine.round.on_tick = ticks.append
+    return engine, engine.round, ticks
+
+
+def ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
+    return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", [*PARAMS])
+def test_one_request_says_what_plain_decoding_says(name: str, stages: int) -> None:
+    hits = 0
+    for prompt in PROMPTS[1:2]:
+        jobs = [(prompt, PARAMS[name])]
+        engine, round_, ticks = piped(drafter(), stages)
+        assert ids(run(engine, jobs)) == plain(jobs)
+        hits += sum(tick.hits for tick in ticks)
+        assert engine.pool.idle and round_.failure is None and not round_.busy
+    assert hits > 5 or stages == 1
+
+
+def test_a_batch_with_chunks_preemption_and_ends_in_flight() -> None:
+    """In a pool so small that sequences are preempted with levels in flight, and prompts are computed in chunks."""
+    for name in ("eos", "rules"):
+        jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
+        engine, round_, ticks = piped(drafter(), 4, kv_tokens=112, block_size=4, max_batch_rows=20)
+        outputs = run(engine, jobs)
+        assert ids(outputs) == plain(jobs)
+        assert sum(output.stats.preemptions for output in outputs)
+        assert sum(tick.hits for tick in ticks) > 5 and round_.failure is None
+        assert engine.pool.idle and not round_.busy
+    assert any(output.outputs[0].token_ids[-1] == EOS for output in outputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_on_compiled_layers_ids_and_probabilities_are_those_of_plain_decoding(dtype: torch.dtype) -> None:
+    shape = {"dtype": dtype, "compiled": True}
+    decoder = tiny_decoder(CONFIG, **shape)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    for prompt in PROMPTS[1:3]:
+        engine, _, ticks = piped(drafter(**shape), 4, decoder=decoder)
+        (said,) = run(engine, [(prompt, params)])
+        (expected,) = run(assemble(decoder=decoder), [(prompt, params)])
+        assert said.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert said.outputs[0].logprobs == expected.outputs[0].logprobs  # to the last bit
+        assert said.prompt_logprobs == expected.prompt_logprobs
+        assert sum(tick.hits for tick in ticks) > 5
+
+
+class Late:
+    """Levels of a source that takes some ticks for each."""
+
+    def __init__(self, inner: Any, ticks: int) -> None:
+        self.inner, self.ticks, self.left = inner, ticks, 0
+
+    def begin(self, asks: Sequence[Ask]) -> None:
+        self.left = self.ticks
+        self.inner.begin(asks)
+
+    def take(self) -> Sequence[Grown] | None:
+        self.left -= 1
+        return None if self.left >= 0 else self.inner.take()
+
+
+def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
+    jobs, counts = [(PROMPTS[1], GREEDY)], []
+    for late in (0, 1, 2, 9):
+        engine, round_, ticks = piped(drafter(0.0), 4)
+        assert round_.source is not None
+        round_.source._levels = Late(round_.source._levels, late)
+        assert ids(run(engine, jobs)) == plain(jobs)
+        assert any(tick.waits for tick in ticks) == (late > 0)
+        counts.append(len(ticks))
+    assert counts == sorted(counts) and counts[-1] == 40 * 4  # as if there were no source
+    assert counts[0] < counts[1] < counts[2] < counts[3]
+
+
+def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
+    """A pipeline of m stages takes m ticks for the first token, and one for each that follows."""
+    for stages in (2, 4, 8):
+        engine, _, ticks = piped(drafter(0.0), stages, ",width=1,children=1")
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+        assert len(ticks) == stages + GREEDY.max_tokens - 1
+
+
+def test_without_a_source_a_token_takes_all_stages() -> None:
+    for stages in (1, 4):
+        engine, _, ticks = piped(None, stages)
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+        assert len(ticks) == stages * GREEDY.max_tokens
+
+
+def test_micro_batches_fill_the_stages_with_several_requests() -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    counts = []
+    for together in (None, 1):
+        engine, round_, ticks = piped(None, 4)
+        round_.together = together
+        assert ids(run(engine, jobs)) == plain(jobs)
+        counts.append(len(ticks))
+    assert counts[0] == 40 * 4  # all in one stage at any time
+    assert counts[1] <= 40 * 4 + 3  # as many ticks, each with a row or a prompt a stage in place of four in one
+
+
+def test_a_broken_source_is_left_alone() -> None:
+    class Broken:
+        calls = 0
+
+        def begin(self, asks: Sequence[Ask]) -> None:
+            self.calls += 1
+
+        def take(self) -> Sequence[Grown]:
+            return [Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])]
+
+    engine, round_, _ = piped(drafter(), 4)
+    assert round_.source is not None
+    round_.source._levels = Broken()
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+    assert "vocabulary" in str(round_.failure)
+
+
+def test_sources_that_look_texts_up() -> None:
+    loop = PROMPTS[3] * 3
+    engine, round_, ticks = piped(NgramConfig(), 4)
+    assert ids(run(engine, [(loop, GREEDY)])) == plain([(loop, GREEDY)])
+    assert round_.failure is None and any(tick.entered > 1 for tick in ticks[1:]) | any(t.hits for t in ticks)
+
+
+def test_what_cannot_run_is_refused_with_the_reason() -> None:
+    config = parse_round("pipeline,stages=5")
+    assert config is not None
+    taps = config.refusal(DrafterSpec(name="eagle", taps=(-1,)))
+    assert taps is not None and "5 ticks" in taps[0] and "eagle" in taps[0]
+    beside = config.refusal(streams().spec)
+    assert beside is not None and "streams in the target's own pass" in beside[0]
+    with pytest.raises(CapabilityError, match="drawn"):
+        piped(drafter(), 4, verifier="rejection")
+    with pytest.raises(CapabilityError, match="drafts for rejection"):
+        piped(draft_model(proposes="sampled", target={"config": CONFIG}), 4)
+    with pytest.raises(ConfigError, match="9 stages: the target has 8 layers"):
+        piped(None, 9)
+    for bad in ("stages=0", "width=0", "children=0"):
+        with pytest.raises(ConfigError, match=bad.split("=")[0]):
+            parse_round(f"pipeline,{bad}")
