@@ -96,6 +96,22 @@ def test_on_compiled_layers_ids_and_probabilities_are_those_of_plain_decoding(dt
         assert sum(tick.hits for tick in ticks) > 5
 
 
+def test_what_a_request_left_is_right_for_the_next_one() -> None:
+    """Its last moves of K/V were on their way when it ended, and a later prompt finds the text that they belong to."""
+    engine, _, ticks = piped(drafter(0.02), 8, block_size=4)
+    prompt, seen = PROMPTS[1], 0
+    for length in range(8, 20):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
+        (said,), (expected,) = run(engine, [(prompt, params)]), run(assemble(decoder=DECODER), [(prompt, params)])
+        assert said.outputs[0].token_ids == expected.outputs[0].token_ids
+        chances = [[entry.logprob for entry in place.values()] for place in said.outputs[0].logprobs]
+        wanted = [[entry.logprob for entry in place.values()] for place in expected.outputs[0].logprobs]
+        assert torch.allclose(torch.tensor(chances), torch.tensor(wanted), atol=1e-9)
+        prompt = [*prompt, *said.outputs[0].token_ids, 11]
+        seen += said.stats.cached_prompt_tokens
+    assert seen > 400 and sum(tick.hits for tick in ticks) > 40
+
+
 class Late:
     """Levels of a source that takes some ticks for each."""
 
@@ -191,3 +207,28 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
     for bad in ("stages=0", "width=0", "children=0"):
         with pytest.raises(ConfigError, match=bad.split("=")[0]):
             parse_round(f"pipeline,{bad}")
+
+
+def test_a_tick_that_is_interrupted_changes_no_token() -> None:
+    engine, round_, ticks = piped(drafter(), 4)
+    stage, left = round_.belt.stages[2], [9, 14]  # type: ignore[attr-defined]
+    whole = stage.run
+
+    def interrupted(frame: Any) -> Any:
+        if len(ticks) in left:
+            left.remove(len(ticks))
+            raise KeyboardInterrupt
+        return whole(frame)
+
+    stage.run = interrupted
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, jobs)
+    live = [*engine.live.values()]
+    with pytest.raises(KeyboardInterrupt):
+        while engine.busy:
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert not left and round_.belt.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]

@@ -95,18 +95,19 @@ class PipelineRound:
     source: Source | None
     width: int = 1
     together: int | None = None
-    name: str = "pipeline"
-    past: int | None = 0
-    failure: str | None = None  # why drafting has ended
-    on_tick: Callable[[Ticked], None] | None = None  # told every tick, where anybody listens
-    _running: dict[int, Running] = field(default_factory=dict)  # by request
-    _requests: dict[int, int] = field(default_factory=dict)  # by sequence's key
-    _queue: list[tuple[Running, Work]] = field(default_factory=list)  # text that waits for its turn to enter
-    _ended: list[int] = field(default_factory=list)  # requests that the stages may forget
-    _riding: Riding = field(default_factory=Riding)
-    _fresh: int = 0
-    _epoch: int = 0
-    _ticks: int = 0  # since the last frame that has rows entered
+    name: str = field(default="pipeline", init=False)
+    past: int | None = field(default=0, init=False)
+    failure: str | None = field(default=None, init=False)  # why drafting has ended
+    on_tick: Callable[[Ticked], None] | None = field(default=None, init=False)  # told every tick, where anybody listens
+    _running: dict[int, Running] = field(default_factory=dict, init=False)  # by request
+    _requests: dict[int, int] = field(default_factory=dict, init=False)  # by sequence's key
+    _queue: list[tuple[Running, Work]] = field(default_factory=list, init=False)  # text that waits for its turn
+    _ended: list[int] = field(default_factory=list, init=False)  # requests that the stages may forget
+    _riding: Riding = field(default_factory=Riding, init=False)
+    _fresh: int = field(default=0, init=False)
+    _epoch: int = field(default=0, init=False)
+    _ticks: int = field(default=0, init=False)  # since the last frame that has rows entered
+    _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
 
     def __post_init__(self) -> None:
         self.pool.store = self._riding
@@ -120,11 +121,12 @@ class PipelineRound:
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
         """Ticks until a token is said, or until nothing is in flight."""
         assert rule is None, "a rule weighs drafts by the time that they add to a pass"
-        began = perf_counter()
+        began, self._torn = perf_counter(), True
         self._enqueue([(self._admit(work), work) for work in works])
         said: list[tuple[Running, int]] = []
         while not said and self._going:
             said = self._tick()
+        self._torn = False
         told = [(running.sequence, count) for running, count in said]
         passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in said]
         return StepResult(passes, {}, told, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
@@ -140,7 +142,10 @@ class PipelineRound:
         return bool(self._queue) or self._ticks < self.belt.count
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots."""
+        """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
+
+        Frames go on without these rows: what they move may belong to text that others find.
+        """
         for sequence in sequences:
             request = self._requests.pop(sequence.view.key, None)
             if request is None:
@@ -150,11 +155,10 @@ class PipelineRound:
             self.belt.close(request)
             self._ended.append(request)
             self._close(request)
-        if not self._running:
-            self._epoch = self.belt.clear()
+        if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
+            self._epoch, self._torn = self.belt.clear(), False
             self._riding.take()
             self._ended.clear()
-            self._ticks = self.belt.count
 
     def _close(self, request: int) -> None:
         if self.source is not None:
