@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from ...core.errors import CapabilityError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import AheadDrafter
+from ...drafters.sessions import AheadDrafter, DraftSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.stages import Stage, even_cuts
@@ -16,7 +17,7 @@ from ..base import Round, RoundConfig
 from ..verification import make_verifier, match
 from .belt import Belt, StagesInTurn
 from .round import PipelineRound
-from .source import AtOnce, Source
+from .source import AtOnce, Levels, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,21 @@ class PipelineConfig(RoundConfig):
         pairs = zip(bounds[:-1], bounds[1:], strict=True)
         return [Stage(target, a, b, pool.tensors.part(a * stretch, b * stretch)) for a, b in pairs]
 
-    def over(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str, belt: Belt) -> PipelineRound:
+    def over(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str,
+        belt: Belt,
+        levels: Callable[[DraftSessions], Levels] = AtOnce,
+    ) -> PipelineRound:
         """The round over stages wherever they are.
 
         Args:
             target, pool, drafter, verifier: as for `build`.
             belt: the stages.
+            levels: how the drafter's sessions grow.
 
         Raises:
             ConfigError, CapabilityError: a verifier that does not fit.
@@ -82,7 +92,7 @@ class PipelineConfig(RoundConfig):
         source = None
         if drafter is not None:
             sessions = cast(AheadDrafter, drafter).sessions(self.rows)
-            source = Source(sessions, AtOnce(sessions), self.children, target.config.vocab_size)
+            source = Source(sessions, levels(sessions), self.children, target.config.vocab_size)
         return PipelineRound(target, pool, belt, source, self.width)
 
     @property
