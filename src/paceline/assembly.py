@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from .core.model_spec import parse_model
 from .drafters import registry
 from .drafters.base import Drafter
 from .drafters.registry import DrafterContext
+from .drafters.sessions import DraftSessions
 from .engine import calibration
 from .engine.auto import AutoBudget
 from .engine.budget import AUTO, DraftBudget, FixedBudget, parse_budget
@@ -35,6 +36,7 @@ from .planning.costs import predicted_points
 from .planning.models import read_shape
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
+from .rounds.base import Place
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
@@ -130,6 +132,7 @@ def _load(config: LLMConfig, source: Source, exact: bool) -> LoadedModel:
             "the dense reference does not keep a row's order of summation",
             "use attention='sdpa'",
         )
+    tokenizer = source.tokenizer()  # before the weights: what is wrong with it is said at once
     decoder = load_model(
         folder,
         attention=make_backend(backend, kind, exact=exact),
@@ -139,7 +142,7 @@ def _load(config: LLMConfig, source: Source, exact: bool) -> LoadedModel:
         native=compiled,
         stretch=source.shape.stretch,
     )
-    return LoadedModel(source.name, decoder, source.tokenizer(), folder)
+    return LoadedModel(source.name, decoder, tokenizer, folder)
 
 
 def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
@@ -159,8 +162,17 @@ def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool
     return why is None
 
 
-def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
+class ServeApart(Protocol):
+    """Starts the process of a configuration's drafter: see `rounds.base.Serve`, and tokens of the target's K/V pool."""
+
+    def __call__(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> DraftSessions: ...
+
+
+def build_engine(config: LLMConfig, target: LoadedModel, serve: ServeApart | None = None) -> Engine:
     """Drafter, pool, budget, round and engine over a loaded target.
+
+    Args:
+        serve: starts a drafter's own process, where the round asks for one.
 
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
@@ -173,11 +185,15 @@ def build_engine(config: LLMConfig, target: LoadedModel) -> Engine:
     max_model_len = _max_model_len(config, decoder.config)
     scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
     pool = make_pool(config, decoder, max_model_len, _scratch_slots(config, drafter, streams))
-    if drafter is not None:
+    round_config = parse_round(config.round)
+    apart = round_config is not None and round_config.place is not None
+    if drafter is not None and not apart:
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
-    round_ = make_round(config.round, target=decoder, pool=pool, drafter=drafter, verifier=config.verifier)
+    starts = None if serve is None else partial(serve, config, pool.num_tokens)
+    parts = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
+    round_ = make_round(config.round, starts, **parts)
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
     )

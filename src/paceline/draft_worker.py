@@ -8,19 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
+from weakref import finalize
+
+import torch
 
 from .assembly import Source, drafter_context, open_source
 from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
 from .core.options import written
-from .distributed.drafts import KINDS, DraftService
+from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
-from .distributed.placement import Placement
-from .distributed.worker import WorkerSpec
+from .distributed.placement import Placement, cores, pin
+from .distributed.worker import Worker, WorkerSpec
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .drafters.vocabulary import tokenizer_mark
+from .rounds.base import Place
 from .target.base import TargetInfo
 from .target.files import fingerprint
 from .target.loader import parse_device, resolve_folder
@@ -51,6 +55,36 @@ def draft_worker(config: LLMConfig, rows: int, pool_tokens: int, placement: Plac
         expected=_facts(config, chosen, open_source(config, config.model, config.dtype)),
         placement=placement,
     )
+
+
+def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> RemoteSessions:
+    """Start the process of a configuration's drafter, and wait until it is ready. It ends with what is returned.
+
+    Where it gets cores of its own, this process keeps to the others, and its layers to as many threads.
+
+    Args:
+        config: the options of this process.
+        pool_tokens: tokens that the target's K/V pool holds.
+        rows: drafted nodes that a sequence may hold at once.
+        place: where it runs.
+
+    Raises:
+        ConfigError: cores that are not there, or no core left for the target; a drafter that cannot be had there.
+        WorkerFailed: it does not start.
+    """
+    placement = Placement(cores=place.cores, threads=place.threads, device=config.device)
+    rest = [core for core in cores() if core not in place.cores]
+    if place.cores and not rest:
+        wrong = "no core is left for the target"
+        raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
+    worker = Worker(draft_worker(config, rows, pool_tokens, placement))
+    worker.start()
+    sessions = RemoteSessions(worker)
+    finalize(sessions, worker.stop)
+    if place.cores:
+        pin(rest)
+        torch.set_num_threads(min(torch.get_num_threads(), len(rest)))
+    return sessions
 
 
 def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int) -> DraftService:

@@ -11,18 +11,27 @@ import torch
 from . import native
 from .assembly import LoadedModel, build_engine, check_shared, fingerprint, load_target
 from .chunks import Chunk, Job, Sent, raise_failed
-from .config import config_of
+from .config import LLMConfig, config_of
 from .core.errors import ConfigError
 from .core.options import shown
 from .core.request import RequestOutput
 from .core.sampling import SamplingParams
+from .drafters.sessions import DraftSessions
 from .engine.calibration import Fingerprint
 from .engine.engine import LiveRequest
 from .engine.lock import ReentryError
 from .engine.tokens import Prompt, chat_ids, encode
+from .rounds.base import Place
 from .target.decoder import Decoder
 
 Message = Mapping[str, str]  # {"role": .., "content": ..}
+
+
+def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> DraftSessions:
+    """The drafter in a process of its own; what that takes is imported where it is asked for."""
+    from .draft_worker import serve_apart
+
+    return serve_apart(config, pool_tokens, rows, place)
 
 
 class LLM:
@@ -47,7 +56,7 @@ class LLM:
             torch.set_num_threads(self.config.threads)
         self._target = load_target(self.config) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
-        self.engine = build_engine(self.config, self._target)
+        self.engine = build_engine(self.config, self._target, _serve_apart)
 
     def _shared(self, other: Any) -> LoadedModel:
         """Another one's target, if it is what this one's configuration asks for."""

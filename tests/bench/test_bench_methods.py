@@ -157,7 +157,7 @@ def test_a_sweep_is_read(text: str, values: tuple[Any, ...]) -> None:
         ("bach=1", "did you mean 'batch'"),
         ("ngram.dept=1", "no option 'dept'"),
         ("ngrm.depth=1", "no such drafter"),
-        ("round=mirror", "no round"),
+        ("round=sideways", "no round"),
     ],
 )
 def test_a_bad_sweep_is_refused(text: str, message: str) -> None:

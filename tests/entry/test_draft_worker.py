@@ -12,10 +12,11 @@ from paceline.assembly import build_drafter, load_target
 from paceline.config import LLMConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.distributed.placement import Placement
-from paceline.draft_worker import draft_worker, named, service
+from paceline.distributed.placement import Placement, cores
+from paceline.draft_worker import draft_worker, named, serve_apart, service
 from paceline.drafters import registry
 from paceline.drafters.sessions import ROOT, Ask, Opening
+from paceline.rounds.base import Place
 
 DRAFTER = "draft_model:paceline-small-draft,depth=3,min_prob=0.01"
 
@@ -59,3 +60,11 @@ def test_what_cannot_be():
     options = {"model": "paceline-small", "drafter": "draft_model:paceline-small-draft,proposes=sampled"}
     with pytest.raises(CapabilityError, match="not decided on"):
         service("cpu", options, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"), [((4096,), "core 4096 is none"), (tuple(cores()), "no core is left for the target")]
+)
+def test_cores_that_cannot_be(chosen: tuple[int, ...], said: str):
+    with pytest.raises(ConfigError, match=said):
+        serve_apart(LLMConfig(model="paceline-small", drafter=DRAFTER), 64, 8, Place(chosen))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from medusa_kit import medusa, taught_heads
+from spire_kit import spire
 from state_kit import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
@@ -16,6 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.hybrid import HybridConfig
+from paceline.drafters.magicdec import MagicDec, MagicDecConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
@@ -166,6 +168,7 @@ class Guest:
     fails: bool = False
     streams: bool = False
     round: str = "auto"  # that it drafts in
+    whole: bool = False  # wants a target whose layers see the whole text
 
 
 def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
@@ -204,6 +207,17 @@ def _medusa(**options: Any) -> Guest:
     return Guest(lambda world, known: medusa(taught_heads(world.config), world.dtype, **options))
 
 
+def _magicdec(verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
+    return Guest(lambda world, known: MagicDec(MagicDecConfig(**options)), verifiers, whole=True)
+
+
+def _spire(verifiers: tuple[str, ...] = (), **options: Any) -> Guest:
+    def make(world: World, known: Known) -> Any:
+        return spire(config=world.config, dtype=world.dtype, compiled=world.compiled, **options)
+
+    return Guest(make, verifiers, whole=True)
+
+
 def _adversary(rule: Rule) -> Guest:
     return Guest(lambda world, known: Adversary(rule, known), fails=rule is unreliable)
 
@@ -240,6 +254,12 @@ GUESTS: dict[str, Guest] = {
     "medusa": _medusa(),
     "medusa_fused": _medusa(nodes=12, extra=12, resample="top"),
     "medusa_point": _medusa(nodes=12, depth=2, proposes="point"),
+    "magicdec": _magicdec(window=12, sinks=2),
+    "magicdec_drawn": _magicdec(window=7, sinks=0, depth=3, proposes="sampled", verifiers=("rejection", "block")),
+    "spire": _spire(),
+    "spire_narrow": _spire(shape={"window": 3, "sinks": 0}, depth=6, proposes="point"),
+    "spire_drawn": _spire(proposes="sampled", verifiers=("rejection", "block")),
+    "spire_plain": _spire(shape={"feedback": False, "past": "embedding"}),
     "hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},

@@ -93,6 +93,7 @@ def make_case(seed: int, world: str | None = None, guest: str | None = None) -> 
     worlds = [w for w in available() if world in (None, w.name)]
     chosen = draw.choices(worlds, [WEIGHTS.get(w.name, 1) for w in worlds])[0]
     name = draw.choice([n for n, g in GUESTS.items() if guest in (None, n)])
+    chosen = replace(chosen, whole=GUESTS[name].whole)
     verifier = draw.choice([DEFAULT_VERIFIER, *GUESTS[name].verifiers])
     applications = _applications(GUESTS[name], draw)
     visits = tuple(_visits(seed, chosen, applications, draw))

@@ -167,7 +167,7 @@ def keep_in_place(patch: pytest.MonkeyPatch) -> None:
 
     def commit(self: KVPool, kept: Sequence[Any]) -> None:
         for sequence, rows in kept:
-            sequence.committed += len(rows)
+            sequence.committed = sequence.front = sequence.committed + len(rows)
             sequence.reserved = 0
 
     patch.setattr(KVPool, "commit", commit)

@@ -42,6 +42,7 @@ class World:
     Args:
         exact: False where float64 makes answers equal, though the last bits of its numbers may differ.
         bytes: has a tokenizer with byte fallback; else a toy that turns an id into a letter and a digit.
+        whole: every layer sees the whole text, for drafters that refuse sliding windows.
     """
 
     name: str
@@ -50,14 +51,17 @@ class World:
     compiled: bool = False
     quant: Any = None
     bytes: bool = False
+    whole: bool = False
 
     @property
     def config(self) -> DecoderConfig:
         """The target's shape: three end tokens, so that answers often meet one."""
-        head_dim = 16 if self.quant else 8  # 8 is padded by the compiled layers
+        options: dict[str, Any] = {"head_dim": 16 if self.quant else 8}  # 8 is padded by the compiled layers
+        if self.whole:
+            options["windows"] = (None,) * tiny_config().num_layers
         if self.bytes:
-            return tiny_config(vocab_size=BYTES_VOCAB, eos_ids=(SPECIAL.index("</s>"),), head_dim=head_dim)
-        return tiny_config(eos_ids=(7, 23, 61), head_dim=head_dim)
+            return tiny_config(vocab_size=BYTES_VOCAB, eos_ids=(SPECIAL.index("</s>"),), **options)
+        return tiny_config(eos_ids=(7, 23, 61), **options)
 
     @property
     def reference(self) -> bool:

@@ -97,7 +97,7 @@ class Text:
 
     def rewind(self, length: int) -> None:
         """Forget all K/V behind the first ``length`` tokens."""
-        self.cache.committed = length
+        self.cache.committed = self.cache.front = length
 
 
 def _add_chain(packer: RowPacker, cache: SequenceCache, tokens: Sequence[int], rows: int) -> None:

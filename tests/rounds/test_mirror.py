@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 from collections.abc import Sequence
 from statistics import median
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -331,3 +334,45 @@ def test_from_options_to_answers() -> None:
     expected, found = plain.generate(texts, params), mirror.generate(texts, params)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert sum(o.stats.accepted for o in found) > 5 and found[0].stats.off_reason is None
+
+
+def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", "paceline.rounds.mirror.round")  # what is caught keeps the sessions alive
+    plain = LLM("paceline-small", kv_memory="64MiB", exact=True)
+    mirror = LLM(
+        "paceline-small",
+        kv_memory="64MiB",
+        exact=True,
+        drafter="draft_model:paceline-small-draft,depth=3",
+        round="mirror,kappa=2,rollout=process",
+        share=plain,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = ["def read_lines(filename):\n", "SELECT name FROM"]
+    expected = [o.outputs[0].token_ids for o in plain.generate(texts, params)]
+
+    def drafted(llm: LLM) -> int:
+        found = llm.generate(texts, params)
+        assert [o.outputs[0].token_ids for o in found] == expected
+        return sum(o.stats.accepted for o in found)
+
+    assert drafted(mirror) > 5
+    worker: Any = mirror.engine.round.sessions._worker  # type: ignore[attr-defined]
+    pid = worker.pid
+    os.kill(pid, signal.SIGKILL)
+    drafted(mirror)
+    until = monotonic() + 60
+    while not drafted(mirror) and monotonic() < until:
+        sleep(0.2)
+    assert worker.starts == 2 and len(worker.faults) == 1 and f"pid {pid}" in worker.faults[0]
+    last = worker.pid
+    del mirror, worker
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(last, 0)
+
+
+@pytest.mark.parametrize("name", ["cores=<1>", "threads=2"])
+def test_only_a_process_has_a_place(name: str) -> None:
+    with pytest.raises(ConfigError, match="is for rollout=process"):
+        parse_round(f"mirror,rollout=beside,{name}")

@@ -325,11 +325,15 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
 
 
 def one_recall(decoder: Decoder, draw: random.Random) -> None:
-    """K and V of given states, and chains that see them in rings, a ring's slots each to its end."""
-    stack: Any = decoder.stack
+    """K and V of given states, and chains that see them in rings, a ring's slots each to its end; over layers of the
+    decoder's shape that see all that they are shown."""
+    shape = replace(decoder.config, windows=(None,) * decoder.num_layers)
+    body = Decoder(shape, decoder.attention, dtype=decoder.dtype, native=True)
+    tiny_weights(body)
+    stack: Any = body.finish().stack
     vocab, sinks, window, spare = decoder.config.vocab_size, *(draw.choice(x) for x in ([0, 1, 3], [1, 2, 33], [1, 5]))
-    ring = RingCache(decoder.cache_shape, SinkWindow(sinks, window), spare, 3, decoder.dtype, decoder.device)
-    cache = Cache(decoder, 3 * ring.size)
+    ring = RingCache(body.cache_shape, SinkWindow(sinks, window), spare, 3, decoder.dtype, decoder.device)
+    cache = Cache(body, 3 * ring.size)
     ring.k, ring.v = cache.k, cache.v
     layers, feedback = len(ring.k), draw.random() < 0.7
     chains, named = [], []

@@ -54,7 +54,7 @@ _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
 _OF_METHODS = {*SETTINGS, "round", "dtype", "application"}
-_NEED_DRAFTS = {"budget", "verifier"}  # mean nothing to plain decoding
+_NEED_DRAFTS = {"budget", "costs", "verifier"}  # mean nothing to plain decoding
 _OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
 _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8', or ENGINE/MODE"

@@ -276,7 +276,7 @@ class Engine:
                     self._leave(live)
             self._untold = []
         self._end()
-        if not self.busy:
+        if not self.live and not self.round.busy:
             self.pool.check_idle()
         return told
 
@@ -416,9 +416,10 @@ def _check_streams(round_: Round, applications: Mapping[str, Application]) -> No
 
 def _share_times(result: StepResult, host_ms: float) -> None:
     """Give each sequence its part of a step's time."""
-    count = len(result.works) or 1
+    works = result.works
+    count = len(works) or 1
     draft_ms, verify_ms, host_ms = result.draft_ms / count, result.verify_ms / count, host_ms / count
-    for work in result.works:
+    for work in works:
         stats = work.sequence.state.stats
         stats.draft_ms += draft_ms
         stats.verify_ms += verify_ms

@@ -83,12 +83,11 @@ class Scheduler:
         left = self.config.max_batch_rows
         for sequence in list(self.running):
             cache = sequence.cache
-            if cache is None or left == 0:  # preempted a moment ago, or no room in this step
+            if cache is None:  # preempted a moment ago
                 continue
-            pending = len(sequence.view.tokens) - cache.committed - cache.ahead
-            if pending <= 0:  # all of it is under way
+            wanted = min(len(sequence.view.tokens) - cache.front, left)
+            if wanted <= 0:  # all of it is under way, or no room in this step
                 continue
-            wanted = min(pending, left)
             if not cache.reserve_here(wanted):
                 if not self._make_room(sequence, wanted, rows):
                     continue
@@ -207,8 +206,8 @@ class Scheduler:
         """Reserve as many drafted nodes as the pool has free blocks for. Drafts never preempt."""
         cache = sequence.cache
         assert cache is not None
-        rows = cache.reserved - cache.ahead
-        room = cache.capacity - cache.committed - cache.ahead + self.pool.allocator.num_free * self.pool.block_size
+        rows = cache.reserved
+        room = cache.capacity - cache.front + self.pool.allocator.num_free * self.pool.block_size
         budget = max(0, min(budget, room - rows))
         cache.reserve(rows + budget)
         return budget

@@ -2,10 +2,10 @@
 
     a sequence's logical positions
 
-        0 ............. committed | ... committed + ahead | ... committed + reserved | room left in the last block
-        K/V of tokens that are    | rows of passes that   | rows of the next pass    |
-        part of the answer        | are not settled yet   |                          |
-                                  |            the speculative region                |
+        0 ............. committed | ................ front | ..... front + reserved | room left in the last block
+        K/V of tokens that are    | rows of passes that    | rows of the next pass  |
+        part of the answer        | are not settled yet    |                        |
+                                  |            the speculative region               |
 
 `reserve` opens the region for a pass. `commit` keeps some of its rows (a longer committed length for a chain, a
 compaction for a tree) and drops the others; `settle` lets rows stay while fewer are committed, for subtrees that were
@@ -201,7 +201,7 @@ class Ledger:
         for sequence, rows, commit in kept:
             sequence.moves(rows, sources, targets)
             sequence.advance(commit)
-            sequence.ahead = sequence.reserved = len(rows) - commit
+            sequence.front += len(rows) - commit
         if sources:
             self.store.copy_slots(sources, targets)
 
@@ -235,9 +235,8 @@ class Ledger:
     def check_integrity(self) -> None:
         """Assert the standing invariants of pool, tables and allocator."""
         for sequence in self.sequences:
-            assert 0 <= sequence.committed <= sequence.capacity
-            assert 0 <= sequence.ahead <= sequence.reserved
-            assert sequence.committed + sequence.reserved <= sequence.capacity
+            assert 0 <= sequence.committed <= sequence.front <= sequence.capacity
+            assert sequence.front + sequence.reserved <= sequence.capacity
         self.allocator.check_integrity([sequence.blocks for sequence in self.sequences])
 
 
@@ -251,8 +250,8 @@ class SequenceCache:
     shareable: int | None = None  # leading tokens whose blocks others may use; None: all
     blocks: list[int] = field(default_factory=list)
     committed: int = 0  # tokens whose K/V is kept
-    reserved: int = 0  # rows of the speculative region
-    ahead: int = 0  # the first of them, which passes have begun to compute and which are not settled yet
+    reserved: int = 0  # rows of the speculative region behind ``front``
+    front: int = 0  # where the next pass begins: behind committed tokens and rows that are not settled yet
     reused: int = 0  # tokens found in the pool when the sequence was opened
     _contiguous: bool = True
     _slots: Tensor | None = None  # [capacity] int64, built when the blocks are not contiguous
@@ -264,6 +263,11 @@ class SequenceCache:
     def capacity(self) -> int:
         """Slots of the blocks that the sequence holds."""
         return len(self.blocks) * self.pool.block_size
+
+    @property
+    def ahead(self) -> int:
+        """Rows that passes have begun to compute and that are not settled yet."""
+        return self.front - self.committed
 
     def _adopt(self, tokens: Sequence[int], most: int | None) -> None:
         """Begin with the published blocks at the front of ``tokens``: shared, or copied where that pays."""
@@ -286,7 +290,7 @@ class SequenceCache:
                 self._append(block)
         self._content = found[-1][1]
         self._published = len(self.blocks)
-        self.committed = self.reused = self.capacity
+        self.committed = self.front = self.reused = self.capacity
 
     def _allocate(self) -> int:
         """The next block, behind the last one if that is possible."""
@@ -304,13 +308,13 @@ class SequenceCache:
     def blocks_short(self, rows: int) -> int:
         """Blocks still to be allocated before ``rows`` rows can be reserved."""
         size = self.pool.block_size
-        return max(0, -(-(self.committed + self.ahead + rows) // size) - len(self.blocks))
+        return max(0, -(-(self.front + rows) // size) - len(self.blocks))
 
     def reserve_here(self, rows: int) -> bool:
         """`reserve` in the blocks that the sequence holds; False: they do not suffice, and nothing was changed."""
-        if self.committed + self.ahead + rows > len(self.blocks) * self.pool.block_size:
+        if self.front + rows > len(self.blocks) * self.pool.block_size:
             return False
-        self.reserved = self.ahead + rows
+        self.reserved = rows
         return True
 
     def reserve(self, rows: int) -> None:
@@ -327,20 +331,22 @@ class SequenceCache:
             raise PoolFullError(f"{short} blocks wanted, {allocator.num_free} free")
         for _ in range(short):
             self._append(self._allocate())
-        self.reserved = self.ahead + rows
+        self.reserved = rows
 
     def enter(self) -> int:
         """A pass begins to compute what is reserved; returns the position of its first row.
 
         For passes that begin before the ones in front of them are settled; a row's ancestors are fixed from here on.
         """
-        first = self.committed + self.ahead
-        self.ahead = self.reserved
+        first = self.front
+        self.front += self.reserved
+        self.reserved = 0
         return first
 
     def moves(self, rows: Sequence[int], sources: list[int], targets: list[int]) -> None:
         """Append the slots that rows of the speculative region leave, and take, when these alone are kept."""
-        assert not rows or rows[-1] < self.reserved, f"row {rows[-1]} kept of {self.reserved} reserved"
+        held = self.ahead + self.reserved
+        assert not rows or rows[-1] < held, f"row {rows[-1]} kept of {held}"
         for index, row in enumerate(rows):
             if row != index:
                 sources.append(self._slot(self.committed + row))
@@ -348,17 +354,18 @@ class SequenceCache:
 
     def advance(self, rows: int) -> None:
         """Keep the first rows of the speculative region, in their place; see `Ledger.commit`."""
-        assert rows <= self.reserved, f"{rows} rows kept of {self.reserved} reserved"
-        self.committed += rows
-        self.reserved = self.ahead = 0
+        held = self.reserved  # and what is ahead: nothing in most rounds, and this runs for each sequence in each step
+        assert rows <= held or rows <= held + self.ahead, f"{rows} rows kept of {held} reserved"
+        self.front = self.committed = self.committed + rows
+        self.reserved = 0
 
     def rollback(self) -> None:
         """Forget the speculative region; its blocks stay for the next one."""
-        self.reserved = self.ahead = 0
+        self.front, self.reserved = self.committed, 0
 
     def trim(self) -> None:
         """Give back blocks behind the reserved region (memory is short)."""
-        needed = -(-(self.committed + self.reserved) // self.pool.block_size)
+        needed = -(-(self.front + self.reserved) // self.pool.block_size)
         while len(self.blocks) > needed:
             self.pool.allocator.free(self.blocks.pop())
             self._slots = None
@@ -395,7 +402,7 @@ class SequenceCache:
     def detach(self) -> None:
         """Hold nothing any more, without giving anything back: for a pool that starts anew."""
         self.blocks = []
-        self.committed = self.reserved = self.ahead = 0
+        self.committed = self.front = self.reserved = 0
 
     def hold(self) -> None:
         """A pass is in flight that writes to its slots: they go to nobody else before `let_go`."""
@@ -416,5 +423,5 @@ class SequenceCache:
         for block in reversed(self.blocks):
             self.pool.allocator.free(block)
         self.blocks.clear()
-        self.committed = self.reserved = self.ahead = 0
+        self.committed = self.front = self.reserved = 0
         self.pool.sequences.discard(self)

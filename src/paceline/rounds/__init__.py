@@ -9,7 +9,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.named import made, pairs
 from ..core.options import MOST_TEXT, shown
 from ..drafters.base import DrafterSpec
-from .base import Round, RoundConfig
+from .base import Round, RoundConfig, Serve
 from .fused import FusedConfig
 from .mirror import MirrorConfig
 from .pipeline import PipelineConfig
@@ -54,8 +54,13 @@ def default_round(spec: DrafterSpec | None) -> RoundConfig:
     raise CapabilityError(f"{name}, and no round named", f"it runs in none ({why})", "name another drafter")
 
 
-def make_round(text: str, **parts: Any) -> Round:
+def make_round(text: str, serve: Serve | None = None, **parts: Any) -> Round:
     """The round that a user named, made of target, pool, drafter and verifier; "auto": by the drafter.
+
+    Args:
+        text: as of `parse_round`.
+        serve: starts a drafter's own process, where the round asks for one.
+        parts: as of `RoundConfig.build`.
 
     Raises:
         ConfigError: an unknown round, or options that do not fit target or drafter.
@@ -69,4 +74,8 @@ def make_round(text: str, **parts: Any) -> Round:
     if reason is not None:
         who = "no drafter" if spec is None else f"drafter {spec.name!r}"
         raise CapabilityError(f"round={text!r} with {who}", *reason)
-    return chosen.build(**parts)
+    if chosen.place is None:
+        return chosen.build(**parts)
+    if serve is None:
+        raise CapabilityError(f"round={text!r}", "nothing here starts processes", "let an LLM make the engine")
+    return chosen.build_apart(**parts, serve=serve)

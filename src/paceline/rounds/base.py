@@ -10,6 +10,7 @@ from ..core.named import NamedConfig
 from ..core.request import Logprob, SequenceState
 from ..core.sampling import SamplingParams
 from ..drafters.base import Drafter, DrafterSpec, DraftRule, SequenceView
+from ..drafters.sessions import DraftSessions
 from ..kv.pool import KVPool, SequenceCache
 from ..target.applications import Application
 from ..target.decoder import Decoder
@@ -54,7 +55,7 @@ class RunningSequence:
     @property
     def pending(self) -> int:
         """Tokens whose K/V no pass computes yet: the rest of the prompt, or the root alone."""
-        return len(self.view.tokens) - (self.cache.committed + self.cache.ahead if self.cache else 0)
+        return len(self.view.tokens) - (self.cache.front if self.cache else 0)
 
     @property
     def finished(self) -> bool:
@@ -155,6 +156,20 @@ class Round(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a drafter's own process runs."""
+
+    cores: tuple[int, ...] = ()  # of the CPU; none: all
+    threads: int | None = None  # of its layers; None: one a core
+
+
+class Serve(Protocol):
+    """Starts a drafter's process, whose sessions have room for so many drafted nodes of a sequence."""
+
+    def __call__(self, rows: int, place: Place) -> DraftSessions: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundConfig(NamedConfig):
     """Base of a round's options: its name, what it needs of a drafter, and how it is made.
@@ -164,6 +179,11 @@ class RoundConfig(NamedConfig):
 
     automatic: ClassVar[bool] = True  # whether it may be chosen where the user names no round
     weighs: ClassVar[bool] = True  # whether the automatic budget, which adds times of drafts and passes, fits it
+
+    @property
+    def place(self) -> Place | None:
+        """Where the drafter runs, if that is a process of its own; None: in the target's."""
+        return None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         """Why a drafter (None: no drafter) cannot run in this round, and what to do; None: it can."""
@@ -182,6 +202,19 @@ class RoundConfig(NamedConfig):
             ConfigError: options, or a verifier, that do not fit the target or the drafter.
         """
         raise NotImplementedError(f"{type(self).__name__}.build")
+
+    def build_apart(self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str, serve: Serve) -> Round:
+        """Make the round with a drafter in a process of its own, where `place` says so.
+
+        Args:
+            target, pool, verifier: as for `build`.
+            drafter: the same that runs there; not bound here, and asked for nothing but what it declares.
+            serve: starts the process.
+
+        Raises:
+            ConfigError: as `build`; a process that cannot be started.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.build_apart")
 
 
 @runtime_checkable

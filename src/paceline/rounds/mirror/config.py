@@ -12,9 +12,9 @@ from ...drafters.sessions import AheadDrafter, DraftSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.exits import UntrainedExit, exit_layer
-from ..base import Round, RoundConfig
+from ..base import Place, Round, RoundConfig, Serve
 from .round import MirrorRound
-from .running import Beside, Between, Runner
+from .running import Beside, Between, Elsewhere, Runner
 
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
@@ -35,9 +35,24 @@ class MirrorConfig(RoundConfig):
     policy: Literal["wait", "plain"] = option(
         "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
     )
-    rollout: Literal["between", "beside"] = option(
-        "between", help="drafts while the target stands still at its exit, or beside its other layers, in a thread"
+    rollout: Literal["between", "beside", "process"] = option(
+        "between",
+        help="drafts while the target stands still at its exit, or beside its other layers: in a thread, in a process",
     )
+    cores: tuple[int, ...] = option(
+        (), help="with rollout=process: CPU cores of the drafter, such as <1>; the target keeps to the others"
+    )
+    threads: int | None = option(None, help="with rollout=process: threads of the drafter; none: one a core", minimum=1)
+
+    def validate(self) -> None:
+        """Cores and threads are those of a process."""
+        for name in ("cores", "threads"):
+            self.require(name, self.rollout == "process" or not getattr(self, name), "is for rollout=process")
+
+    @property
+    def place(self) -> Place | None:
+        """See `RoundConfig`."""
+        return Place(self.cores, self.threads) if self.rollout == "process" else None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"
@@ -65,6 +80,13 @@ class MirrorConfig(RoundConfig):
         ahead = cast(AheadDrafter, drafter)  # its spec says so
         runner = Beside() if self.rollout == "beside" else Between()
         return self.over(target, pool, drafter, verifier, ahead.sessions(self.rows(drafter.spec)), runner)
+
+    def build_apart(self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str, serve: Serve) -> Round:
+        self._fit(target)
+        assert self.place is not None
+        return self.over(
+            target, pool, drafter, verifier, serve(rows=self.rows(drafter.spec), place=self.place), Elsewhere()
+        )
 
     def rows(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""

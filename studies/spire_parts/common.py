@@ -1,0 +1,150 @@
+"""What all parts share: the study, its options, the drafts, and means with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.bench.methods import parse_method, show
+from paceline.bench.records import Method, Trial
+from paceline.bench.study import Options, Study, asked
+from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
+from paceline.core.errors import ConfigError
+
+Value = TypeVar("Value")
+Floats = NDArray[np.float64]
+DEPTH = 4  # k
+CONTEXTS = (256, 960, 1984)
+VANILLA, MAGICDEC, SPIRE = "vanilla", "MagicDec", "SPIRe"
+DOMAINS = "sql,e2e,gsm8k"  # that the embedded target and its drafts are trained for
+INTERVALS = "intervals: 95%, bootstrap over prompts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Options):
+    """The options of this study."""
+
+    hoi: float = asked(
+        400.0, "Hardware operational intensity, FLOPs a byte; all from 321 to 509 give the same numbers."
+    )
+    spire: str | None = asked(None, "Trained SPIRe draft.", "FOLDER")
+    vanilla: str | None = asked(None, "Vanilla draft: a draft model trained on text.", "FOLDER")
+    variants: dict[str, str] = asked({}, "SPIRe draft that was trained with something off.", "NAME=FOLDER")
+    others: str = asked("", "Workloads of other text than the target's domains.", "NAME,..")
+    drawn: dict[str, str] = asked({}, "Answers drawn from the target at temperature 1 (JSONL).", "DOMAIN=FILE")
+    starts: int = asked(20_000, "Starts of a draft at least, over all that is drawn.", "N")
+    here: bool = asked(False, "Time passes of this machine.")
+
+    def few(self, values: Sequence[Value]) -> Sequence[Value]:
+        """What is swept; the first two where it is to be quick."""
+        return values[:2] if self.quick else values
+
+
+study = Study(
+    "SPIRe, with MagicDec and a vanilla draft beside it: the paper's tables and figures.",
+    Asked,
+    quick={"tasks": "sql", "max_new_tokens": 12, "prompts": 2, "repeats": 1, "starts": 40},
+)
+
+
+# -- drafts
+
+
+def drafter_of(ask: Asked, name: str) -> str:
+    """What ``--method`` calls a draft.
+
+    Raises:
+        ConfigError: its folder is not given.
+    """
+    if name == MAGICDEC:
+        return "magicdec"
+    folder = ask.spire if name == SPIRE else ask.vanilla
+    if not folder:
+        flag = "--spire" if name == SPIRE else "--vanilla"
+        raise ConfigError(f"{name} draft", f"{flag} is not given", "name the folder of a trained draft")
+    return f"{'spire' if name == SPIRE else 'draft_model'}:{folder}"
+
+
+def contestants(ask: Asked) -> list[str]:
+    """The drafts that are there, in the order of the paper's table."""
+    return [VANILLA] * bool(ask.vanilla) + [MAGICDEC] + [SPIRE] * bool(ask.spire)
+
+
+def method_of(ask: Asked, name: str, depth: int = DEPTH, verifier: str = "rejection", **options: Any) -> Method:
+    """A draft of ``depth`` sampled tokens in every step; under sample_and_match, of tokens with the target's noise."""
+    proposes = "coupled" if verifier == "sample_and_match" else "sampled"
+    text = ",".join(
+        [
+            drafter_of(ask, name),
+            f"depth={depth}",
+            f"proposes={proposes}",
+            *(f"{k}={show(v)}" for k, v in options.items()),
+        ]
+    )
+    made = parse_method(f"{text};budget={depth};verifier={verifier}")
+    return replace(made, name=name)
+
+
+# -- means with intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A figure and the ends of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """With its interval."""
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    @property
+    def listed(self) -> list[float]:
+        """For JSON."""
+        return [self.value, self.low, self.high]
+
+
+def ratio_of(counts: Floats) -> tuple[float, Floats]:
+    """Sum over sum of clusters [n, 2], and [resamples] the same of drawn clusters."""
+    draw = np.random.default_rng(SEED).integers(0, len(counts), (RESAMPLES, len(counts)))
+    sums = counts[draw].sum(1)
+    resampled = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(RESAMPLES), where=sums[:, 1] > 0)
+    top, bottom = counts.sum(0)
+    return (float(top / bottom) if bottom else 0.0), resampled
+
+
+def mean_of(value: float, resampled: Floats) -> Mean:
+    """With percentile bounds."""
+    return Mean(value, *percentile_bounds(resampled))
+
+
+def tau(trials: Sequence[Trial]) -> tuple[float, Floats]:
+    """Mean tokens a round, the target's own included, over passes with a draft; and the same of drawn prompts."""
+    rows = [[sum(t.depth_accepted), sum(t.depth_offered[:1])] for t in trials if t.error is None]
+    value, resampled = ratio_of(np.array(rows, dtype=np.float64).reshape(-1, 2))
+    return 1 + value, 1 + resampled
+
+
+def verdict(what: str, holds: bool) -> str:
+    """A sentence: what was wanted, and whether it was reached."""
+    return f"{what}: {'' if holds else 'not '}reached"
+
+
+def path_of(text: str) -> Path:
+    """A file that is named.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = Path(text)
+    if not file.is_file():
+        raise ConfigError(f"file {text}", "there is no such file", "name one that exists")
+    return file

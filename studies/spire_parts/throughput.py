@@ -1,0 +1,275 @@
+"""Throughput by batch and context, predicted and measured; and the draft budget from the planner's table of costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from paceline.bench import figures, machine
+from paceline.bench.calibrate import BATCHES, ROWS
+from paceline.bench.figures import Panel, Series
+from paceline.bench.law import LawConfig, LawFound, measure_law, nodes_that_pay
+from paceline.bench.measure import Builder, Limits
+from paceline.bench.models import materialised
+from paceline.bench.records import PLAIN, Method
+from paceline.bench.study import Table
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.spire.model import read_shape as read_draft
+from paceline.engine import calibration
+from paceline.engine.costs import CostTable
+from paceline.llm import LLM
+from paceline.planning.costs import cost_points
+from paceline.planning.measured import errors, median_error
+from paceline.planning.models import read_shape
+from paceline.planning.throughput import Network, Precision
+from paceline.target.loader import resolve_folder
+from spire_parts.common import CONTEXTS, DEPTH, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
+
+CELL_BATCHES = (1, 4, 16, 64)
+LONG = 3968  # tokens of a context for targets with 4,096 positions
+STEPS = 12  # timed steps of a cell
+VIEW = 65  # keys of a sparse draft
+MOST_ROWS = 8192  # of a pass over the ends of all prompts
+WANTED_ERROR, WANTED_TIMES = 0.20, 1.5
+ACCEPTS = (0.2, 0.4, 0.6, 0.8, 0.9)
+SMALL = LawConfig(
+    repeats=1,
+    fitted=tuple((batch, 16, rows, part) for batch, rows in ((1, 1), (1, 4), (1, 8), (2, 1)) for part in (False, True)),
+    held_out=((2, 32, 2, False),),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One method in one cell."""
+
+    method: str
+    batch: int
+    context: int
+    tokens_per_s: float  # the median over repeats
+    tau: float  # tokens of a sequence a step
+    steps: int
+    predicted: float = 0.0  # tokens/s
+
+
+def network_of(llm: LLM) -> Network:
+    """The target's sizes, as it is stored."""
+    decoder = llm.decoder
+    stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
+    return Network(shape=read_shape(llm.folder).stretched(decoder.config.stretch), precision=stored)
+
+
+def draft_of(ask: Asked, name: str, target: Network) -> Network:
+    """What a draft's passes are of."""
+    if name == MAGICDEC:
+        return replace(target, keys=VIEW)
+    if name == SPIRE:
+        return replace(
+            target, shape=target.shape.last_layers(read_draft(resolve_folder(str(ask.spire))).layers), keys=VIEW
+        )
+    return replace(target, shape=read_shape(resolve_folder(str(ask.vanilla))))
+
+
+def known_prompts(llm: LLM, batch: int, context: int, seed: int) -> list[list[int]]:
+    """Random prompts that the engine has computed: it will find all of them but their ends in its cache."""
+    draw, vocab = random.Random(f"{seed} {batch} {context}"), llm.decoder.config.vocab_size
+    prompts = [draw.choices(range(8, vocab), k=context) for _ in range(batch)]
+    llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(temperature=0, max_tokens=1))
+    return prompts
+
+
+def decode_speed(llm: LLM, prompts: Sequence[Sequence[int]], steps: int, seed: int) -> tuple[float, float]:
+    """Tokens/s of steps in which all of a batch are decoding at T=1, and tokens of a sequence a step."""
+    engine, batch, room = llm.engine, len(prompts), room_of(steps)
+    params = [SamplingParams(temperature=1.0, seed=seed + i, max_tokens=room, ignore_eos=True) for i in range(batch)]
+    names = [engine.submit(list(ids), one) for ids, one in zip(prompts, params, strict=True)]
+    try:
+        running = [engine.live[name].sequences[0] for name in names]
+        while any(len(sequence.state.token_ids) < 2 for sequence in running):
+            engine.step()
+        before, began = sum(len(sequence.state.token_ids) for sequence in running), perf_counter()
+        for _ in range(steps):
+            engine.step()
+        seconds = perf_counter() - began
+        made = sum(len(sequence.state.token_ids) for sequence in running) - before
+    finally:
+        for name in list(engine.live):
+            engine.abort(name)
+    return made / seconds, made / (batch * steps)
+
+
+def room_of(steps: int) -> int:
+    """Tokens that a sequence may come to in so many steps, with those before they are timed."""
+    return (DEPTH + 1) * (steps + 4)
+
+
+def measured_cells(ask: Asked, model: str, cells: Sequence[tuple[int, int]], steps: int) -> list[Speed]:
+    """Every method in every cell, in turns; the largest K/V pool that a cell needs, so that nothing is preempted."""
+    methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
+    builder, found = Builder(model, ask.device, ask.threads), []
+    for batch, context in cells:
+        each = context + room_of(steps) + DEPTH + 1
+        limits = Limits(max_sequences=batch, max_model_len=each, pool_tokens=batch * (each + 32))
+        llms = {m.name: builder.llm(_at_once(m, ask.dtype), limits) for m in methods}
+        prompts = {name: known_prompts(llm, batch, context, ask.seed) for name, llm in llms.items()}
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
+        for repeat in range(ask.repeats):
+            for name, llm in llms.items():
+                taken[name].append(decode_speed(llm, prompts[name], steps, ask.seed + 1000 * repeat))
+        for name, values in taken.items():
+            speed, tokens = (median(column) for column in zip(*values, strict=True))
+            cell = {"batch": batch, "context": context, "steps": steps}
+            found.append(Speed(method=name, tokens_per_s=speed, tau=tokens, **cell))
+    return found
+
+
+def _at_once(method: Method, dtype: str) -> Method:
+    """Its ends of prompts are computed in one pass, so that all of a batch begin to decode together."""
+    return replace(method, dtype=dtype, settings={**method.settings, "max_batch_rows": MOST_ROWS})
+
+
+def predicted_cells(found: Sequence[Speed], law: LawFound, networks: Mapping[str, Network]) -> list[Speed]:
+    """With what the law says: the passes of a step, and the engine's own work, which two plain cells tell."""
+    target, host = networks[PLAIN], host_work(found, law, networks[PLAIN])
+    made = []
+    for one in found:
+        batch, context = one.batch, one.context
+        seconds = host[0] + host[1] * batch
+        if one.method == PLAIN:
+            seconds += law.law.seconds(target, batch, context)
+        else:
+            draft = networks[one.method]
+            passes = law.law.seconds(draft, batch, context) - law.law.host  # all of them are one call
+            seconds += DEPTH * passes + law.law.seconds(target, batch, context, 1 + DEPTH)
+        made.append(replace(one, predicted=batch * one.tau / max(seconds, 1e-9)))
+    return made
+
+
+def host_work(found: Sequence[Speed], law: LawFound, target: Network) -> tuple[float, float]:
+    """Seconds of a step beside its passes, and those that each sequence adds: from plain decoding at the shortest
+    context, with the fewest and the most sequences."""
+    plain = [one for one in found if one.method == PLAIN]
+    shortest = min(one.context for one in plain)
+    ends = sorted((one for one in plain if one.context == shortest), key=lambda one: one.batch)
+    beside = [one.batch / one.tokens_per_s - law.law.seconds(target, one.batch, one.context) for one in ends]
+    if len(ends) == 1:
+        return beside[0], 0.0
+    slope = (beside[-1] - beside[0]) / (ends[-1].batch - ends[0].batch)
+    return beside[0] - slope * ends[0].batch, slope
+
+
+def contexts_of(llm: LLM, steps: int) -> list[int]:
+    """Those that the target has positions for."""
+    most = llm.decoder.config.max_position - room_of(steps) - DEPTH - 1
+    return [min(context, most) for context in (*CONTEXTS, LONG) if context <= llm.decoder.config.max_position] or [most]
+
+
+@study.figure(needs=("here",), takes=("spire", "vanilla"), repeats=3)
+def cells(ask: Asked) -> Iterator[Table | None]:
+    """Throughput by batch and context of plain decoding and of every draft: measured, and by this machine's law."""
+    steps = 2 if ask.quick else STEPS
+    yield None
+    with materialised(ask.model) as folder:
+        llm = LLM(folder, max_sequences=1, **ask.llm)
+        target = network_of(llm)
+        law = measure_law(llm, target, SMALL if ask.quick else None)
+        where = [(b, c) for b in ask.few(CELL_BATCHES) for c in ask.few(contexts_of(llm, steps))]
+        measured = measured_cells(ask, folder, where, steps)
+    networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
+    found = predicted_cells(measured, law, networks)
+    plain = {(one.batch, one.context): one for one in found if one.method == PLAIN}
+    rows = []
+    for one in found:
+        of = plain[one.batch, one.context]
+        times = one.tokens_per_s / of.tokens_per_s, one.predicted / of.predicted
+        rows.append(
+            [str(one.batch), f"{one.context:,}", one.method, f"{one.tau:.2f}", f"{one.tokens_per_s:,.0f}"]
+            + [f"{one.predicted:,.0f}", f"{one.predicted / one.tokens_per_s - 1:+.0%}", *(f"{t:.2f}" for t in times)]
+        )
+    yield Table(
+        title="Throughput of decoding steps by batch and context, T=1",
+        head=("batch", "context", "method", "tau", "tokens/s", "predicted", "error", "times plain", "predicted"),
+        parts={"": rows},
+        values={
+            "cells": [vars_of(one) for one in found],
+            "law": law.law.as_dict(),
+            "law_error": median_error(law.law, law.held_out),
+            "machine": machine.describe(ask.device).as_dict(),
+        },
+        remarks=_remarks(found, plain, law),
+        plots={".svg": lambda path: _draw(found, plain, path)},
+    )
+
+
+def vars_of(one: Speed) -> dict[str, Any]:
+    """For JSON."""
+    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+
+
+def _remarks(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], law: LawFound) -> list[str]:
+    sizes = {one: abs(one.predicted / one.tokens_per_s - 1) for one in found}
+    worst, middle = max(found, key=lambda one: sizes[one]), median(sizes.values())
+    best = max(found, key=lambda one: one.tokens_per_s / plain[one.batch, one.context].tokens_per_s)
+    times = best.tokens_per_s / plain[best.batch, best.context].tokens_per_s
+    place = f"batch {best.batch}, context {best.context:,}"
+    held = median_error(law.law, law.held_out)
+    return [
+        verdict(f"median error {middle:.0%}, at most {WANTED_ERROR:.0%} wanted", middle <= WANTED_ERROR),
+        f"the worst cell: {worst.method}, batch {worst.batch}, context {worst.context:,} ({sizes[worst]:.0%})",
+        verdict(f"{best.method}, {place}: {times:.2f} times plain, {WANTED_TIMES} wanted", times > WANTED_TIMES),
+        f"the law's median error of passes that it was not fitted to: {held:.0%}",
+        "steps in which the whole batch decodes; tau is that of the same steps; two plain cells tell the engine's work",
+    ]
+
+
+def _draw(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], path: Path) -> Path:
+    panels = []
+    for context in dict.fromkeys(one.context for one in found):
+        series = []
+        for name in dict.fromkeys(one.method for one in found if one.method != PLAIN):
+            own = [one for one in found if (one.method, one.context) == (name, context)]
+            y = [one.tokens_per_s / plain[one.batch, one.context].tokens_per_s for one in own]
+            series.append(Series(label=name, x=[one.batch for one in own], y=y))
+        axes: dict[str, Any] = {"x_label": "batch", "y_label": "times plain", "log_x": True, "line_at": 1.0}
+        panels.append(Panel(title=f"Context {context:,}", series=series, y_from=0.0, **axes))
+    return figures.lines(panels, path)
+
+
+@study.table(needs=("here",), repeats=9)
+def budgets(ask: Asked) -> Iterator[Table | None]:
+    """Drafted nodes that pay: by a calibrated table of costs, and by the planner's, which a law of the passes gives."""
+    yield None
+    llm = LLM(ask.model, max_sequences=1, **ask.llm)
+    target, room = network_of(llm), llm.decoder.config.max_position
+    law = measure_law(llm, target, SMALL if ask.quick else LawConfig(repeats=ask.repeats))
+    sizes, batches = ((1, 2, 4), (1, 2)) if ask.quick else ([r for r in ROWS if r < room], BATCHES)
+    calibrated = calibration.measure(
+        llm.decoder, rows=sizes, batches=batches, contexts=(128,), repeats=ask.repeats, source="measured now"
+    )
+    points = cost_points(lambda batch, context, rows: law.law.seconds(target, batch, context, rows), room)
+    planned = CostTable.from_dict(points, "the planner's law")
+    rows, apart = [], []
+    for batch in ask.few((1, 4, 16)):
+        for accept in ACCEPTS:
+            nodes = [nodes_that_pay(table, accept, batch) for table in (calibrated, planned)]
+            apart.append(abs(nodes[0] - nodes[1]))
+            rows.append([str(batch), f"{accept:.1f}", *map(str, nodes)])
+    yield Table(
+        title="Drafted nodes that pay, by table of costs",
+        head=("batch", "a token's chance", "calibrated", "planner's"),
+        parts={"": rows},
+        values={
+            "nodes": rows,
+            "calibrated": calibrated.as_dict(),
+            "planned": planned.as_dict(),
+            "law": law.law.as_dict(),
+            "law_errors": errors(law.law, law.held_out),
+            "machine": machine.describe(ask.device).as_dict(),
+        },
+        remarks=[verdict(f"at most {max(apart)} nodes apart, 1 wanted", max(apart) <= 1)],
+    )

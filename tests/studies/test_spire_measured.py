@@ -1,0 +1,100 @@
+"""The measured parts of the study of SPIRe, in small: with a draft that was cut out of the target and not trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spire
+import torch
+
+from paceline import zoo
+from paceline.drafters.spire.recipe import SpireKind, SpireOptions
+from paceline.training.network import Network
+from paceline.training.registry import BuildContext
+
+pytest.importorskip("matplotlib")
+TEXT = [{"prompt": f"Say {n}.", "completion": "one two three four five six seven " * 4} for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A draft as it starts, one without feedback memory, and text."""
+    folder, target = tmp_path_factory.mktemp("drafts"), zoo.find("paceline-small")
+    assert target is not None
+    network = Network.load(target, frozen=True)
+    made = {}
+    for name, options in (("spire", SpireOptions()), ("bare", SpireOptions(feedback=False))):
+        context = BuildContext(target=network, target_folder=target, tokenizer=None)
+        made[name] = folder / name
+        SpireKind().build(options, context).export(made[name], {})
+    made["text"] = folder / "drawn.jsonl"
+    made["text"].write_text("\n".join(map(json.dumps, TEXT)) + "\n", encoding="utf-8")
+    return made
+
+
+def run(out: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON of the one figure that is named first."""
+    threads = torch.get_num_threads()
+    try:
+        assert spire.study.run([*arguments, "--quick", "--out", str(out)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return json.loads((out / f"{arguments[0]}.json").read_text("utf-8"))
+
+
+def test_ablations_are_paired_over_the_same_starts(
+    tmp_path: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spire_parts.ablations.DEEPEST", 5)
+    given = ("--spire", str(drafts["spire"]), "--variants", f"bare={drafts['bare']}", "--drawn", f"a={drafts['text']}")
+    found = run(tmp_path, "figure_5", *given)
+    assert found["starts"] > 20 and found["drafts"].keys() == {"SPIRe", "bare"}
+    one, other = (found["drafts"][name]["tau"][0] for name in ("SPIRe", "bare"))
+    assert min(one, other) >= 1 and found["drafts"]["SPIRe"]["difference"] == [0, 0, 0]
+    assert found["drafts"]["bare"]["difference"][0] == pytest.approx(other - one)
+    by_depth = run(tmp_path, "tau_by_depth", *given)["tau"]["SPIRe"]
+    values = [value for value, _, _ in by_depth]
+    assert len(values) == 5 and values == sorted(values) and 1 < values[0] <= 2
+
+
+def test_tau_from_the_engine(tmp_path: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spire_parts.accepted.CONTEXTS", (72, 100))
+    found = run(tmp_path, "table_1", "--spire", str(drafts["spire"]), "--prompts", "1", "--max-new-tokens", "6")
+    rows = found["tau"]["the target's domains"]
+    assert {(row["context"], row["draft"]) for row in rows} == {
+        (c, d) for c in (72, 100) for d in ("MagicDec", "SPIRe")
+    }
+    assert all(1 <= low <= tau <= high <= 5 for row in rows for tau, low, high in (row["sampled"], row["greedy"]))
+    assert any("MagicDec" in row["draft"] and row["greedy"][0] > 2 for row in rows)
+
+
+def test_costs_of_this_machine(tmp_path: Path) -> None:
+    """Training by k passes beside a plain network, and both tables of costs; figures themselves are luck here."""
+    (only,) = run(tmp_path, "training_throughput", "--here", "--repeats", "1")["batches"]
+    assert only["whole"] > 0 and only["seconds"].keys() == {"k passes", "plain", "target"}
+    nodes = run(tmp_path, "budgets", "--here", "--repeats", "1")
+    assert len(nodes["nodes"]) == 10 and min(nodes["law"].values()) >= 0
+
+
+def test_throughput_is_predicted_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spire_parts.throughput.CONTEXTS", (96, 160))
+    found = run(tmp_path, "cells", "--here", "--repeats", "1")["cells"]
+    places = {(one["method"], one["batch"], one["context"]) for one in found}
+    assert places == {(m, b, c) for m in ("plain", "MagicDec") for b in (1, 4) for c in (96, 160)}
+    assert all(one["tokens_per_s"] > 0 and one["predicted"] > 0 for one in found)
+    assert all(one["tau"] == 1 if one["method"] == "plain" else 1 < one["tau"] <= 5 for one in found)
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafts: dict[str, Path]) -> None:
+    for arguments, wrong in (
+        (["table_1"], "--spire is not given"),
+        (["figure_5", "--spire", str(drafts["spire"])], "--variants is not given"),
+        (["tau_by_depth", "--spire", str(drafts["spire"]), "--drawn", "a=nowhere"], "there is no such file"),
+        (["tau_by_depth", "--spire", str(tmp_path), "--drawn", f"a={drafts['text']}"], "it holds no spire.json"),
+        (["cells"], "--here is not given"),
+    ):
+        assert spire.study.run([*arguments, "--out", str(tmp_path)]) == 2
+        assert wrong in capsys.readouterr().err
