@@ -96,6 +96,8 @@ class Flight:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
                 found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source))
+            elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
+                self.nodes[found].source, self.nodes[found].asked = offer.source, False
             numbers.append(found)
         return numbers
 
@@ -129,6 +131,17 @@ class Flight:
         """Note that children of these nodes were asked for."""
         for number in tips:
             self.nodes[number].asked = True
+
+    def ask_again(self, tips: Iterable[int]) -> None:
+        """Children of these nodes, as far as they are there, were called off."""
+        for number in tips:
+            if number in self.nodes:
+                self.nodes[number].asked = False
+
+    def orphan(self) -> None:
+        """The source has lost its tree: what is here goes on, and drafting begins below the root again."""
+        for number, node in self.nodes.items():
+            node.source, node.asked = NONE, number != self.root
 
     # -- entering
 
