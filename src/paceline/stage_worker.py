@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 from weakref import finalize
 
@@ -23,7 +24,6 @@ from .distributed.placement import Placement, cores, pin
 from .distributed.stage_service import KINDS, StageService
 from .distributed.stage_workers import PATIENCE, StageWorkers
 from .distributed.worker import Worker, WorkerSpec, launch_here
-from .drafters.vocabulary import tokenizer_mark
 from .kv.pool import KVPool
 from .kv.store import KVStore
 from .rounds.pipeline.split import Split
@@ -100,7 +100,7 @@ def place(split: Split, device: str) -> list[Placement]:
     """
     count = split.stages
     if split.hosts:
-        return [Placement(device=device)] * (count - 1) + [Placement(threads=split.threads, device=device)]
+        return [Placement(device=device)] * count
     if not split.cores:
         threads = split.threads or max(1, len(cores()) // count)
         return [Placement(threads=threads, device=device)] * count
@@ -116,6 +116,7 @@ def _spec(
     config: LLMConfig, split: Split, index: int, part: Mapping[str, int], where: Placement, source: Source
 ) -> WorkerSpec:
     options = {name: getattr(config, name) for name in OPTIONS}
+    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
     return WorkerSpec(
         name=f"stage {index}{f' at {split.hosts[index]}' if split.hosts else ''}",
         service=SERVICE,
@@ -178,6 +179,14 @@ def chosen(model: str, revision: str | None, offline: bool, asked: Begin) -> Beg
 def _facts(source: Source) -> Facts:
     return Facts(
         weights=fingerprint(source.folder),
-        vocabulary=tokenizer_mark(source.tokenizer()),
+        vocabulary=_vocabulary(source),
         dtype=str(source.dtype).removeprefix("torch."),
     )
+
+
+def _vocabulary(source: Source) -> str:
+    """sha256 over the tokenizer's files: a stage has no tokenizer, and would be long in reading one."""
+    digest = sha256()
+    for file in source.tokenizer_files():
+        digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
+    return digest.hexdigest()

@@ -97,12 +97,10 @@ class PipelineConfig(RoundConfig):
     ) -> Round:
         """See `RoundConfig`; ``start`` as for `build`."""
         self._fit(verifier, drafter)
-        belt = self._belt(target, pool, start)
         assert self.place is not None
         sessions = cast(GoingSessions, serve(rows=self.rows, place=self.place))
-        levels = Going(sessions)
-        source = Source(sessions, levels, self.children, target.config.vocab_size)
-        return PipelineRound(target, pool, belt, source, self.width)
+        source = Source(sessions, Going(sessions), self.children, target.config.vocab_size)
+        return PipelineRound(target, pool, self._belt(target, pool, start), source, self.width)
 
     def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], Belt] | None) -> Belt:
         return StagesInTurn(self.cut(target, pool)) if start is None else start()
