@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from itertools import accumulate
+from typing import ClassVar, Literal, cast
 
-from ...core.errors import CapabilityError
+from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
 from ...drafters.sessions import AheadDrafter, DraftSessions
@@ -15,8 +17,9 @@ from ...target.decoder import Decoder
 from ...target.stages import Stage, even_cuts
 from ..base import Round, RoundConfig
 from ..verification import make_verifier, match
+from . import lossy
 from .belt import Belt, StagesInTurn
-from .round import PipelineRound
+from .round import Filling, PipelineRound
 from .source import AtOnce, Levels, Source
 
 
@@ -29,8 +32,37 @@ class PipelineConfig(RoundConfig):
     weighs: ClassVar[bool] = False
 
     stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
-    width: int = option(8, help="drafted tokens that enter together, at most", minimum=1)
+    layers: str = option("", help="layers of each stage, such as 5x4x3; none: as many each as can be")
+    width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
     children: int = option(4, help="candidates below each of them", minimum=1)
+    rows: int | None = option(
+        None, help="drafted tokens of all requests that enter together, at most; none: no limit", minimum=1
+    )
+    texts: int | None = option(
+        None, help="requests whose text enters together: running / stages make micro-batches; none: all", minimum=1
+    )
+    tree: str = option(
+        "", help="in place of levels a whole tree, such as SpecInfer's 1x1x3x1x1x1x1x1: children by level"
+    )
+    accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
+        "strict",
+        help="what the target says; or, lossy, the draft that it likes best, or the best draft in its top-p set",
+    )
+    accept_p: float = option(0.9, help="with accept=lossy_top_p: p of that set", minimum=0, maximum=1)
+
+    def validate(self) -> None:
+        """Trees and cuts are numbers of at least 1; a cut names every stage."""
+        for name in ("tree", "layers"):
+            text = getattr(self, name)
+            parts = text.split("x") if text else []
+            self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
+        named = len(_numbers(self.layers))
+        self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
+
+    @property
+    def filling(self) -> Filling:
+        """What enters in a tick."""
+        return Filling(width=self.width, rows=self.rows, texts=self.texts, tree=_numbers(self.tree))
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
@@ -57,13 +89,27 @@ class PipelineConfig(RoundConfig):
     def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
         return self.over(target, pool, drafter, verifier, StagesInTurn(self.cut(target, pool)))
 
-    def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
-        """Stages of as many layers each, over their part of the pool's K/V.
+    def bounds(self, layers: int) -> list[int]:
+        """First layer of every stage, and one past the last one's last.
 
         Raises:
-            ConfigError: more stages than layers.
+            ConfigError: more stages than layers, or a cut of another number of layers.
         """
-        bounds, stretch = even_cuts(target.num_layers, self.stages), target.config.stretch
+        if not self.layers:
+            return even_cuts(layers, self.stages)
+        found = [0, *accumulate(_numbers(self.layers))]
+        if found[-1] != layers:
+            wrong = f"these are {found[-1]} layers, and the target has {layers}"
+            raise ConfigError(f"round='pipeline,layers={self.layers}'", wrong, "name all of them")
+        return found
+
+    def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
+        """The stages, over their part of the pool's K/V.
+
+        Raises:
+            ConfigError: as of `bounds`.
+        """
+        bounds, stretch = self.bounds(target.num_layers), target.config.stretch
         pairs = zip(bounds[:-1], bounds[1:], strict=True)
         return [Stage(target, a, b, pool.tensors.part(a * stretch, b * stretch)) for a, b in pairs]
 
@@ -91,11 +137,19 @@ class PipelineConfig(RoundConfig):
             raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
         source = None
         if drafter is not None:
-            sessions = cast(AheadDrafter, drafter).sessions(self.rows)
-            source = Source(sessions, levels(sessions), self.children, target.config.vocab_size)
-        return PipelineRound(target, pool, belt, source, self.width)
+            sessions = cast(AheadDrafter, drafter).sessions(self.nodes)
+            source = Source(sessions, levels(sessions), self.children, target.config.vocab_size, self.filling.tree)
+        accept = lossy.rule(self.accept, self.accept_p)
+        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter)
 
     @property
-    def rows(self) -> int:
+    def nodes(self) -> int:
         """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
+        tree = self.filling.tree
+        if tree:
+            return (self.stages + 2 + len(tree)) * math.prod(tree)
         return (self.stages + 2) * self.width * self.children
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("x")) if text else ()

@@ -33,6 +33,7 @@ class Node:
     source: int = NONE  # its number in the source's tree
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
     asked: bool = False  # whether children were asked for
+    rank: int = 0  # among the tokens that were appended with it, the likeliest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Verdict:
     hit: bool  # whether the token was in flight: else the pipeline starts again with it
     alive: frozenset[int]  # nodes that are left; of those that had been added before
     rows: tuple[int, ...]  # of K/V that stay, ascending; the first is the old root's, which is text now
+    rank: int = NONE  # of the token where it was appended; `NONE`: it was not in the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Flight:
         self.version = 0
         self.rows = 0  # that have entered and are left
         self.nodes: dict[int, Node] = {}
+        self.spare: list[Offer] = []  # that levels had no room for
         self._fresh = 0
         self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
         self.root = self._add(Node(NONE, token, place))
@@ -110,6 +113,29 @@ class Flight:
         ranked = nsmallest(width, range(len(alive)), lambda i: (-self._path_score(alive[i]), i))
         return [alive[i] for i in sorted(ranked, key=lambda i: (alive[i].parent, i))]
 
+    def append(self, offers: Sequence[Offer], width: int) -> list[int]:
+        """Layer appending within the width: the best of the offers, and in what room they leave the best of those that
+        earlier levels had no room for.
+
+        These are late siblings ("potential break points", section 4.2). Where a verdict left nothing of the newest
+        level they are all there is, and the pipeline is refilled from the level that they hang below (section 3.3.2).
+
+        Returns:
+            The nodes that are new.
+        """
+        chosen = self.best(offers, width)
+        taken = {*map(id, chosen)}
+        older = [o for o in self.spare if o.parent in self.nodes and (o.parent, o.token) not in self._children]
+        late = self.best(older, width - len(chosen))
+        taken.update(map(id, late))
+        self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in taken]
+        known = {*self.nodes}
+        numbers = [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
+        ranked = sorted(numbers, key=lambda number: (-self.nodes[number].score, number))
+        for rank, number in enumerate(ranked):
+            self.nodes[number].rank = rank
+        return numbers
+
     def _path_score(self, offer: Offer) -> float:
         return self.nodes[offer.parent].score + offer.log_q
 
@@ -137,12 +163,16 @@ class Flight:
         """Nodes that have not entered the pipeline, parents first."""
         return [number for number, node in self.nodes.items() if node.row == NONE]
 
-    def enter(self, width: int) -> list[int]:
+    def enter(self, width: int, deepest: int | None = None) -> list[int]:
         """The level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
         Their rows lie behind those that have entered.
+
+        Args:
+            width: of the level.
+            deepest: place of the last tokens that may enter; None: all may.
         """
-        entering = self.waiting[:width]
+        entering = [n for n in self.waiting if deepest is None or self.nodes[n].place <= deepest][:width]
         for number in entering:
             self.nodes[number].row, self.rows = self.rows, self.rows + 1
         return entering
@@ -162,6 +192,11 @@ class Flight:
         number = self._children.get((self.root, token))
         return None if number is None else self.nodes[number]
 
+    def in_flight(self) -> dict[int, float]:
+        """The root's children that have entered: token -> log of the chance of its path."""
+        below = [node for node in self.nodes.values() if node.parent == self.root and node.row != NONE]
+        return {node.token: node.score for node in below}
+
     def holds(self, token: int) -> bool:
         """Whether the root's child with this token is in flight."""
         node = self.child(token)
@@ -179,7 +214,7 @@ class Flight:
         child = self._children.get((self.root, token))
         self.version += 1
         if child is None:
-            self.nodes, self._children, self.rows = {}, {}, 0
+            self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
             self.root = self._add(Node(NONE, token, old.place + 1))
             return Verdict(self.version, token, False, frozenset(), (0,))
         return self._reroot(child)
@@ -195,7 +230,7 @@ class Flight:
             node.row = row
         self.rows = len(entered)
         root = self.nodes[child]
-        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
+        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows, root.rank)
 
     def _below(self, root: int) -> list[int]:
         """A node and all below it; parents have lower numbers than their children."""
