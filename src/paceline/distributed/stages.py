@@ -50,6 +50,7 @@ class VirtualStages:
             wrong = f"there are {len(stages)} stages"
             raise ConfigError(f"times of {len(seconds)} stages", wrong, "give each stage its time")
         self.stages, self.count = stages, len(stages)
+        self.layers = stages[-1].stop
         self.timeline = timeline or Timeline(clock)
         self._clock, self._link = clock, link
         self._held: list[Frame | None] = [None] * self.count

@@ -12,6 +12,7 @@ class Belt(Protocol):
     """Stages that work in step: in a tick each computes the frame that it holds and hands it on."""
 
     count: int  # of stages: a frame is through after so many ticks
+    layers: int  # of all stages
 
     def tick(self, entering: Frame | None) -> Frame | None:
         """One tick of all stages.
@@ -42,6 +43,7 @@ class StagesInTurn:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages, self.count = stages, len(stages)
+        self.layers = stages[-1].stop
         self._held: list[Frame | None] = [None] * self.count
 
     def tick(self, entering: Frame | None) -> Frame | None:

@@ -11,16 +11,16 @@ from typing import ClassVar, Literal, cast
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import AheadDrafter, DraftSessions
+from ...drafters.sessions import AheadDrafter, DraftSessions, GoingSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.stages import Stage, even_cuts
-from ..base import Round, RoundConfig
+from ..base import Place, Round, RoundConfig, Serve
 from ..verification import make_verifier, match
 from . import lossy
 from .belt import Belt, StagesInTurn
 from .round import Filling, PipelineRound
-from .source import AtOnce, Levels, Source
+from .source import AtOnce, Going, Levels, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,16 @@ class PipelineConfig(RoundConfig):
     )
     accept_p: float = option(0.9, help="with accept=lossy_top_p: p of that set", minimum=0, maximum=1)
 
+    source: Literal["here", "process"] = option(
+        "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
+    )
+    cores: tuple[int, ...] = option((), help="with source=process: CPU cores of the drafter, such as <1>")
+    threads: int | None = option(None, help="with source=process: threads of the drafter; none: one a core", minimum=1)
+
     def validate(self) -> None:
-        """Trees and cuts are numbers of at least 1; a cut names every stage."""
+        """Cores and threads are those of a process; trees and cuts are numbers of at least 1, a cut names all stages."""
+        for name in ("cores", "threads"):
+            self.require(name, self.source == "process" or not getattr(self, name), "is for source=process")
         for name in ("tree", "layers"):
             text = getattr(self, name)
             parts = text.split("x") if text else []
@@ -64,10 +72,15 @@ class PipelineConfig(RoundConfig):
         """What enters in a tick."""
         return Filling(width=self.width, rows=self.rows, texts=self.texts, tree=_numbers(self.tree))
 
+    @property
+    def place(self) -> Place | None:
+        """See `RoundConfig`."""
+        return Place(self.cores, self.threads) if self.source == "process" else None
+
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
         if spec is None:
-            return None
+            return None if self.place is None else ("no drafter is named that a process could serve", remedy)
         who = spec.name
         if spec.streams is not None:
             return (
@@ -86,8 +99,40 @@ class PipelineConfig(RoundConfig):
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
         return None
 
-    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
-        return self.over(target, pool, drafter, verifier, StagesInTurn(self.cut(target, pool)))
+    def build(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str,
+        start: Callable[[], Belt] | None = None,
+    ) -> Round:
+        """See `RoundConfig`.
+
+        Args:
+            start: starts stages elsewhere, where the target has the last one's layers alone.
+        """
+        self._fit(verifier, drafter)
+        return self.over(target, pool, drafter, verifier, self._belt(target, pool, start))
+
+    def build_apart(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter,
+        verifier: str,
+        serve: Serve,
+        start: Callable[[], Belt] | None = None,
+    ) -> Round:
+        """See `RoundConfig`; ``start`` as for `build`."""
+        self._fit(verifier, drafter)
+        belt = self._belt(target, pool, start)
+        assert self.place is not None
+        sessions = cast(GoingSessions, serve(rows=self.nodes, place=self.place))
+        return self._round(target, pool, belt, self._source(target, sessions, Going(sessions)), drafter)
+
+    def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], Belt] | None) -> Belt:
+        return StagesInTurn(self.cut(target, pool)) if start is None else start()
 
     def bounds(self, layers: int) -> list[int]:
         """First layer of every stage, and one past the last one's last.
@@ -132,22 +177,33 @@ class PipelineConfig(RoundConfig):
         Raises:
             ConfigError, CapabilityError: a verifier that does not fit.
         """
-        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not match:
-            wrong = "what the target says itself decides here, and nothing else"
-            raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
+        self._fit(verifier, drafter)
         source = None
         if drafter is not None:
             sessions = cast(AheadDrafter, drafter).sessions(self.nodes)
-            source = Source(sessions, levels(sessions), self.children, target.config.vocab_size, self.filling.tree)
-        accept = lossy.rule(self.accept, self.accept_p)
-        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter)
+            source = self._source(target, sessions, levels(sessions))
+        return self._round(target, pool, belt, source, drafter)
+
+    def _source(self, target: Decoder, sessions: DraftSessions, levels: Levels) -> Source:
+        return Source(sessions, levels, self.children, target.config.vocab_size, self.filling.tree)
+
+    def _round(
+        self, target: Decoder, pool: KVPool, belt: Belt, source: Source | None, drafter: Drafter | None
+    ) -> PipelineRound:
+        return PipelineRound(target, pool, belt, source, self.filling, lossy.rule(self.accept, self.accept_p), drafter)
+
+    @staticmethod
+    def _fit(verifier: str, drafter: Drafter | None) -> None:
+        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not match:
+            wrong = "what the target says itself decides here, and nothing else"
+            raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
 
     @property
     def nodes(self) -> int:
         """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
         tree = self.filling.tree
         if tree:
-            return (self.stages + 2 + len(tree)) * math.prod(tree)
+            return (self.stages + 2 + len(tree)) * math.prod(tree) ** 2  # the next one below each leaf
         return (self.stages + 2) * self.width * self.children
 
 

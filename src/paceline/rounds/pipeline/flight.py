@@ -34,6 +34,7 @@ class Node:
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
     asked: bool = False  # whether children were asked for
     rank: int = 0  # among the tokens that were appended with it, the likeliest first
+    level: int = 0  # of a static tree, from its root on
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,18 @@ class Flight:
     Args:
         token: the last one of the text, which no pass has computed yet.
         place: of that token in the text.
+        levels: below a root, of static trees. The first root enters without one: its child is the next root.
     """
 
-    def __init__(self, token: int, place: int) -> None:
+    def __init__(self, token: int, place: int, levels: int = 0) -> None:
         self.version = 0
         self.rows = 0  # that have entered and are left
         self.nodes: dict[int, Node] = {}
         self.spare: list[Offer] = []  # that levels had no room for
         self._fresh = 0
         self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
-        self.root = self._add(Node(NONE, token, place))
+        self._levels = levels
+        self.root = self._add(Node(NONE, token, place, level=levels))
 
     def _add(self, node: Node) -> int:
         number, self._fresh = self._fresh, self._fresh + 1
@@ -98,7 +101,10 @@ class Flight:
             if found is None:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
-                found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source))
+                level = (above.level + 1) % (self._levels + 1)
+                found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source, level=level))
+            elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
+                self.nodes[found].source, self.nodes[found].asked = offer.source, False
             numbers.append(found)
         return numbers
 
@@ -155,6 +161,18 @@ class Flight:
         """Note that children of these nodes were asked for."""
         for number in tips:
             self.nodes[number].asked = True
+
+    def ask_again(self, tips: Iterable[int]) -> None:
+        """Children of these nodes, as far as they are there, were called off."""
+        for number in tips:
+            if number in self.nodes:
+                self.nodes[number].asked = False
+
+    def orphan(self) -> None:
+        """The source has lost its tree: what is here goes on, and drafting begins below the root again."""
+        for number, node in self.nodes.items():
+            node.source, node.asked = NONE, number != self.root
+        self.spare = []
 
     # -- entering
 

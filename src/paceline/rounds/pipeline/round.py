@@ -20,6 +20,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from ...core.errors import ConfigError
 from ...core.inference import inference
 from ...core.request import Logprob, token_logprobs
 from ...drafters.base import Drafter, DraftRule, SequenceView
@@ -199,6 +200,8 @@ class PipelineRound:
     def _tick(self) -> list[tuple[Running, int]]:
         """One tick of everything; returns who got how many tokens."""
         frame = self._frame()
+        if self.source is not None and self.source.away:
+            self._guard(self._reopen)
         if self.source is not None:
             self._guard(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
@@ -293,10 +296,10 @@ class PipelineRound:
             return
         view = running.sequence.view
         root = len(view.tokens) - 1
-        running.flight, running.farthest = Flight(view.tokens[-1], root), root + work.max_depth
+        running.farthest = root + work.max_depth
+        running.flight = Flight(view.tokens[-1], root, len(self.filling.tree))
         if work.max_depth > 0 and self.source is not None:
-            opening = replace(Opening.of(view), key=running.request)
-            self._guard(lambda source: source.begin(running.request, opening))
+            self._guard(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:
         """The next level of a tree, as far as there are slots for it: drafts never displace anybody."""
@@ -367,9 +370,25 @@ class PipelineRound:
         try:
             return call(self.source) is not False
         except Exception as error:
+            flights = [running.flight for running in self._running.values() if running.flight is not None]
+            if not isinstance(error, ConfigError) and self.source.lost(flights):
+                log.warning("%s; decoding goes on without drafts until it is back", error)
+                return False
             log.exception("the drafter failed: decoding goes on without it")
             self.failure, self.source = f"{type(error).__name__}: {error}", None
             return False
+
+    def _reopen(self, source: Source) -> None:
+        """Open the sessions that a source has lost, if it is there again."""
+        if not source.ready():
+            return
+        for running in self._running.values():
+            if running.flight is not None and running.flight.nodes[running.flight.root].place < running.farthest:
+                self._open(source, running)
+
+    @staticmethod
+    def _open(source: Source, running: Running) -> None:
+        source.begin(running.request, replace(Opening.of(running.sequence.view), key=running.request))
 
     def _ask(self, source: Source) -> None:
         flights = {request: r.flight for request, r in self._running.items() if r.flight is not None}
@@ -468,10 +487,13 @@ class PipelineRound:
             kept = sequence.emit([token], int(hit), self._logprobs(sequence, token, logits))
             drafted, running.counted = running.counted, 0
             stats = sequence.state.stats
-            stats.row_layers += (1 + drafted) * self.target.num_layers
+            stats.row_layers += (1 + drafted) * self.belt.layers
             drafted = max(drafted, int(hit))
             if kept:
-                stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=min(1, drafted))
+                sources = {} if self.drafter is None else {self.drafter.spec.name: (drafted, [1] * hit)}
+                stats.record_pass(
+                    drafted=drafted, accepted=int(hit), emitted=kept, offered=min(1, drafted), sources=sources
+                )
         except Exception as error:
             sequence.view.fault = error
             return 0
@@ -499,6 +521,8 @@ class PipelineRound:
         if self.source is not None and running.request in self.source.open:
             number = -1 if node is None else node.source
             self._guard(lambda source: source.go_on(running.request, token, number))
+            if number < 0:  # what the source has of it begins here
+                flight.ask_again([flight.root])
         return verdict.hit
 
 

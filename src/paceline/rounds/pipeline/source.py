@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ...drafters.sessions import ROOT, Ask, DraftSessions, Grown, Opening
+from ...drafters.sessions import ROOT, Ask, DraftSessions, GoingSessions, Growing, Grown, Opening
 from .flight import Flight, Offer
 
 
@@ -16,8 +16,9 @@ class Levels(Protocol):
         """Begin to draft one level; the one before was taken."""
         ...
 
-    def take(self, wait: bool = False) -> Sequence[Grown] | None:
-        """The level that was begun, one answer for each ask; None: it is not there yet, and is not waited for."""
+    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
+        """The level that was begun, one answer for each ask (None: it was called off); None: it is not there yet, and
+        is not waited for."""
         ...
 
 
@@ -32,9 +33,38 @@ class AtOnce:
         """See `Levels`."""
         self._grown = self._sessions.grow(asks)
 
-    def take(self, wait: bool = False) -> Sequence[Grown] | None:
+    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
         """See `Levels`."""
         return self._grown
+
+
+class Going:
+    """Levels of sessions that are served elsewhere, and go on beside the stages."""
+
+    def __init__(self, sessions: GoingSessions) -> None:
+        self._sessions = sessions
+        self._keys: list[int] = []
+        self._growing: Growing | None = None
+
+    def begin(self, asks: Sequence[Ask]) -> None:
+        """See `Levels`."""
+        self._keys = [ask.key for ask in asks]
+        self._growing = self._sessions.begin(asks, [[1] * len(ask.expand) for ask in asks])
+
+    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
+        """See `Levels`."""
+        growing = self._growing
+        if growing is None:
+            return None
+        if wait:
+            self._sessions.wait(growing)
+        else:
+            self._sessions.look()
+        if not growing.done:
+            return None
+        self._growing = None
+        level = growing.levels[0] if growing.levels else {}
+        return [level.get(key) for key in self._keys]
 
 
 class Source:
@@ -44,7 +74,7 @@ class Source:
         sessions: of the drafter.
         levels: how they grow.
         children: k, candidates below each node.
-        tree: children by level in their place, below each root; deeper levels have one.
+        tree: children by level of static trees, in their place.
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
     """
 
@@ -54,12 +84,34 @@ class Source:
         self.sessions, self._levels = sessions, levels
         self._children, self._vocab, self._tree = children, vocab_size, tree
         self._asked: list[tuple[int, dict[int, int]]] = []  # by ask: a request, and its source's nodes by the tree's
+        self._flights: Mapping[int, Flight] = {}  # that were asked for
         self.open: set[int] = set()  # requests
+        self.away = False  # whether all sessions are lost, and may be opened again later
 
     def begin(self, request: int, opening: Opening) -> None:
         """A request's tree begins at the end of its text."""
+        if self.away:
+            return
         self.sessions.open(opening)
         self.open.add(request)
+
+    def lost(self, flights: Iterable[Flight]) -> bool:
+        """All sessions are gone. False: they never come back."""
+        self.open.clear()
+        self._asked.clear()
+        for flight in flights:
+            flight.orphan()
+        self.away = isinstance(self.sessions, GoingSessions)
+        return self.away
+
+    def ready(self) -> bool:
+        """Whether sessions that were lost may be opened again.
+
+        Raises:
+            ConfigError: they never come back.
+        """
+        self.away = isinstance(self.sessions, GoingSessions) and not self.sessions.ready()
+        return not self.away
 
     @property
     def owes(self) -> bool:
@@ -75,7 +127,7 @@ class Source:
         """
         if self._asked:
             return
-        asks = []
+        asks, self._flights = [], flights
         for request in sorted(self.open):
             flight = flights[request]
             tips = flight.tips(farthest[request])
@@ -91,8 +143,8 @@ class Source:
         """Children of a node of the newest level."""
         if not self._tree:
             return self._children
-        depth = flight.nodes[tip].place - flight.nodes[flight.root].place
-        return self._tree[depth] if depth < len(self._tree) else 1
+        level = flight.nodes[tip].level
+        return self._tree[level] if level < len(self._tree) else 1  # below the last one: the root of the next tree
 
     def take(self, wait: bool = False) -> dict[int, list[Offer]]:
         """The level that was asked for, by request; empty: nothing was, or it is late.
@@ -109,7 +161,13 @@ class Source:
         asked, self._asked = self._asked, []
         if len(grown) != len(asked):
             raise ValueError(f"{len(grown)} answers to {len(asked)} questions")
-        return {request: self._offers(below, answer) for (request, below), answer in zip(asked, grown, strict=True)}
+        found: dict[int, list[Offer]] = {}
+        for (request, below), answer in zip(asked, grown, strict=True):
+            if answer is None:
+                self._flights[request].ask_again(below.values())
+            else:
+                found[request] = self._offers(below, answer)
+        return found
 
     def _offers(self, below: Mapping[int, int], answer: Grown) -> list[Offer]:
         if any(not 0 <= token < self._vocab for token in answer.tokens):
