@@ -377,3 +377,12 @@ def test_lossy_rules_stall_less() -> None:
         assert (said == plain([(PROMPTS[1], GREEDY)])) or accept != "strict"
         misses[accept] = sum(verdict.rank < 0 for tick in ticks for verdict in tick.verdicts)
     assert misses["lossy_relaxed"] < misses["strict"] and misses["lossy_top_p"] <= misses["strict"]
+
+
+def test_options_without_an_effect_are_refused() -> None:
+    for options, name in (("rows=4", "rows"), ("tree=1x2", "tree"), ("accept=lossy_relaxed", "accept")):
+        with pytest.raises(CapabilityError, match=f"{name} is for drafts"):
+            piped(None, 2, f",{options}")
+    for options in ("accept_p=0.5", "tree=1x2,rows=4"):
+        with pytest.raises(ConfigError):
+            parse_round(f"pipeline,{options}")

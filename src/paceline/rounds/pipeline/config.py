@@ -48,7 +48,9 @@ class PipelineConfig(RoundConfig):
         "strict",
         help="what the target says; or, lossy, the draft that it likes best, or the best draft in its top-p set",
     )
-    accept_p: float = option(0.9, help="with accept=lossy_top_p: p of that set", minimum=0, maximum=1)
+    accept_p: float | None = option(
+        None, help="with accept=lossy_top_p: p of that set; none: 0.9", minimum=0, maximum=1
+    )
 
     source: Literal["here", "process"] = option(
         "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
@@ -57,13 +59,15 @@ class PipelineConfig(RoundConfig):
     threads: int | None = option(None, help="with source=process: threads of the drafter; none: one a core", minimum=1)
 
     def validate(self) -> None:
-        """Cores and threads are those of a process; trees and cuts are numbers of at least 1, a cut names all stages."""
+        """Cores and threads are those of a process, trees and cuts numbers of at least 1; a cut names all stages."""
         for name in ("cores", "threads"):
             self.require(name, self.source == "process" or not getattr(self, name), "is for source=process")
         for name in ("tree", "layers"):
             text = getattr(self, name)
             parts = text.split("x") if text else []
             self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
+        self.require("accept_p", self.accept_p is None or self.accept == "lossy_top_p", "is for accept=lossy_top_p")
+        self.require("rows", self.rows is None or not self.tree, "is for levels, and tree= lets whole trees enter")
         named = len(_numbers(self.layers))
         self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
 
@@ -80,7 +84,7 @@ class PipelineConfig(RoundConfig):
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
         if spec is None:
-            return None if self.place is None else ("no drafter is named that a process could serve", remedy)
+            return self._needless(remedy)
         who = spec.name
         if spec.streams is not None:
             return (
@@ -98,6 +102,13 @@ class PipelineConfig(RoundConfig):
         if not spec.ahead:
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
         return None
+
+    def _needless(self, remedy: str) -> tuple[str, str] | None:
+        """What is asked for that needs a drafter, where there is none."""
+        if self.place is not None:
+            return "no drafter is named that a process could serve", remedy
+        named = [name for name in ("rows", "tree") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
+        return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
     def build(
         self,
@@ -190,7 +201,8 @@ class PipelineConfig(RoundConfig):
     def _round(
         self, target: Decoder, pool: KVPool, belt: Belt, source: Source | None, drafter: Drafter | None
     ) -> PipelineRound:
-        return PipelineRound(target, pool, belt, source, self.filling, lossy.rule(self.accept, self.accept_p), drafter)
+        accept = lossy.rule(self.accept, 0.9 if self.accept_p is None else self.accept_p)
+        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter)
 
     @staticmethod
     def _fit(verifier: str, drafter: Drafter | None) -> None:
