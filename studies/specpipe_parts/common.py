@@ -35,6 +35,7 @@ DRAFT_MS = 17.0  # of a level: Llama 1B on an L40 (section 3.3.1)
 LEAP = 64  # rows of a GPU's matrix product (figure 9)
 LEAP_MS = 6.0  # ours: what each 64 rows more add to a stage
 FREE = Link()
+OWN = ("draft", "stages", "width", "children")  # options that figures look at
 TREE = "1x1x3x1x1x1x1x1"  # of SpecInfer (section 4)
 HOW = f"{VIRTUAL}: tokens, trees and pruning are real, times are those that stages, link and source are given"
 
@@ -159,6 +160,13 @@ class Run:
     def tbt(self) -> float:
         """Mean seconds between tokens."""
         return sum(self.gaps) / max(1, len(self.gaps))
+
+    @property
+    def mean_bubble(self) -> float:
+        """Ticks without a token for each one with a token, from the first one that gave one on."""
+        said = [tick.said for tick in self.ticks]
+        first = next(place for place, count in enumerate(said) if count)
+        return said[first:].count(0) / max(1, sum(said) - 1)
 
     @property
     def throughput(self) -> float:

@@ -28,7 +28,7 @@ def held(stage: Stage) -> int:
     return sum(part.numel() * part.element_size() for part in parts) + ends * table
 
 
-@study.table(stages=4)
+@study.table(takes=("stages",), stages=4)
 def table_1(ask: Asked) -> Iterator[Table | None]:
     """Memory a stage: Llama 70B with grouped queries counted right, and the target here, predicted and counted."""
     llm = target(ask)

@@ -10,12 +10,12 @@ from paceline.bench.figures import Panel, Series
 from paceline.bench.study import Table
 from paceline.distributed.clock import VIRTUAL
 from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt, hit_rates
-from specpipe_parts.common import HOW, STAGE_MS, Asked, decode, draft_of, greedy, levels, plain, prompts, study
+from specpipe_parts.common import HOW, OWN, STAGE_MS, Asked, decode, draft_of, greedy, levels, plain, prompts, study
 
 WIDTHS = (1, 2, 4, 8)
 
 
-@study.figure(tasks="books", prompts=3, max_new_tokens=16)
+@study.figure(takes=OWN, tasks="books", prompts=3, max_new_tokens=16)
 def figure_7(ask: Asked) -> Iterator[Table | None]:
     """Hit rate P(w, m) on books, by width and by the levels that the source must be ahead."""
     tokens = ask.max_new_tokens or 0
@@ -50,7 +50,7 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-@study.figure(tasks="sql,e2e", prompts=1, max_new_tokens=24)
+@study.figure(takes=OWN, tasks="sql,e2e", prompts=1, max_new_tokens=24)
 def figure_10(ask: Asked) -> Iterator[Table | None]:
     """Time between tokens and hit rate by width w and candidates k, and what the planner would choose."""
     tokens = ask.max_new_tokens or 0

@@ -10,7 +10,7 @@ from paceline.bench.figures import Panel, Series
 from paceline.bench.study import Table
 from paceline.distributed.clock import VIRTUAL
 from paceline.rounds.pipeline import PipelineConfig
-from specpipe_parts.common import HOW, LEAP, Asked, decode, draft_of, greedy, levels, plain, prompts, study
+from specpipe_parts.common import HOW, LEAP, OWN, Asked, decode, draft_of, greedy, levels, plain, prompts, study
 
 DB, BATCHED = "SpecPipe-DB", "micro-batched"
 
@@ -21,7 +21,7 @@ def tail(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-@study.figure(tasks="sql,e2e,gsm8k", prompts=6, max_new_tokens=12)
+@study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=6, max_new_tokens=12)
 def figure_16(ask: Asked) -> Iterator[Table | None]:
     """Throughput and time between tokens by requests at once, with tails (figure 17)."""
     tokens = ask.max_new_tokens or 0
