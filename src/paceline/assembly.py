@@ -38,6 +38,7 @@ from .planning.models import read_shape
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
 from .rounds.base import Place
+from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split, parse_split
 from .target.applications import Application, load_applications, locate
@@ -47,7 +48,6 @@ from .target.files import free_bytes, is_file
 from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
 from .target.native import unsupported
 from .target.padding import cache_shape
-from .target.stages import even_cuts
 from .target.streams import CONFIG_FILE
 
 DEFAULT_KV_BYTES = 512 * 2**20
@@ -77,11 +77,13 @@ def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | Non
     """The layers that stay in this process where others have the rest; None: all.
 
     Raises:
-        ConfigError: more stages than layers.
+        ConfigError: more stages than layers, or a cut of another number of layers.
     """
     if config.pipeline is None:
         return None
-    start, stop = even_cuts(shape.num_layers, parse_split(config.pipeline).stages)[-2:]
+    chosen = parse_round(config.round)
+    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    start, stop = chosen.bounds(shape.num_layers)[-2:]
     return start, stop
 
 

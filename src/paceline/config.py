@@ -123,6 +123,10 @@ class LLMConfig:
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
             asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
+        filled = parse_round(self.round)
+        if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
+            asked = f"exact=True with round={shown(self.round)}"
+            raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
 
     def _piped(self, stages: int) -> str:
         """The round over so many stages in processes.

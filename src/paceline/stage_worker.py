@@ -26,11 +26,13 @@ from .distributed.stage_workers import PATIENCE, StageWorkers
 from .distributed.worker import Worker, WorkerSpec, launch_here
 from .kv.pool import KVPool
 from .kv.store import KVStore
+from .rounds import parse_round
+from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.split import Split
 from .target.files import fingerprint
 from .target.loader import load_model, parse_device
 from .target.padding import cache_shape
-from .target.stages import Stage, even_cuts
+from .target.stages import Stage
 
 # What a stage's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "exact", "kernels", "attention", "revision", "offline")
@@ -56,7 +58,9 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
         WorkerFailed: a stage does not start.
     """
     source = open_source(config, config.model, config.dtype)
-    bounds = even_cuts(source.shape.num_layers, split.stages)
+    chosen = parse_round(config.round)
+    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    bounds = chosen.bounds(source.shape.num_layers)
     slots = pool.tensors.all_k.shape[2]
     placements = place(split, config.device)
     workers = []

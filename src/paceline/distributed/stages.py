@@ -149,10 +149,10 @@ class VirtualLevels:
         """See `rounds.pipeline.source.Levels`."""
         self._inbox.put(asks)
 
-    def take(self) -> Sequence[Grown] | None:
+    def take(self, wait: bool = False) -> Sequence[Grown] | None:
         """See `rounds.pipeline.source.Levels`; what the sessions raised is raised."""
         try:
-            answer = self._outbox.get(0)
+            answer = self._outbox.get(None if wait else 0)
         except Late:
             return None
         if isinstance(answer, Exception):

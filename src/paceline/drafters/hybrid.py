@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import exp, log
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -33,8 +33,10 @@ from .base import (
     StepFeatures,
     StreamingDrafter,
 )
+from .hybrid_sessions import HybridSessions
 from .proposal import PathDrafter, Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
+from .sessions import AheadDrafter
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
@@ -135,6 +137,7 @@ class Hybrid:
             sources=tuple(_distinct([spec.name for spec in specs])),
             parts=tuple(specs),
             synthetic=any(spec.synthetic for spec in specs),
+            ahead=all(spec.ahead for spec in specs),
         )
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
@@ -159,6 +162,10 @@ class Hybrid:
         for part in self.parts:
             if isinstance(part, RememberingDrafter):
                 part.forget()
+
+    def sessions(self, rows: int) -> HybridSessions:
+        """See `AheadDrafter`: those of all parts, side by side."""
+        return HybridSessions([cast(AheadDrafter, part).sessions(rows) for part in self.parts])
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none

@@ -276,6 +276,27 @@ def _cheapest(
     return min(ways)
 
 
+def cut_by_rows(
+    layers: int, rows: Sequence[float], layer_time: Callable[[float], float], head_time: float = 0.0
+) -> list[int]:
+    """Bounds of stages that take about as long: rows fall along a pipeline, since its trees are pruned on their way.
+
+    Args:
+        layers: of the target.
+        rows: that each stage has in a tick, as measured.
+        layer_time: of one layer by rows, in any unit.
+        head_time: of the last stage's head, in the same unit.
+
+    Raises:
+        ConfigError: as of `cut_layers`.
+    """
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return (stop - start) * layer_time(rows[stage]) + head_time * (stage == len(rows) - 1)
+
+    return cut_layers(layers, len(rows), cost)
+
+
 def even_cuts(layers: int, stages: int) -> list[int]:
     """`cut_layers` where all layers cost the same."""
     return cut_layers(layers, stages, lambda stage, start, stop: float(stop - start))

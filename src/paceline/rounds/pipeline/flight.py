@@ -33,6 +33,8 @@ class Node:
     source: int = NONE  # its number in the source's tree
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
     asked: bool = False  # whether children were asked for
+    rank: int = 0  # among the tokens that were appended with it, the likeliest first
+    level: int = 0  # of a static tree, from its root on
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Verdict:
     hit: bool  # whether the token was in flight: else the pipeline starts again with it
     alive: frozenset[int]  # nodes that are left; of those that had been added before
     rows: tuple[int, ...]  # of K/V that stay, ascending; the first is the old root's, which is text now
+    rank: int = NONE  # of the token where it was appended; `NONE`: it was not in the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +65,18 @@ class Flight:
     Args:
         token: the last one of the text, which no pass has computed yet.
         place: of that token in the text.
+        levels: below a root, of static trees. The first root enters without one: its child is the next root.
     """
 
-    def __init__(self, token: int, place: int) -> None:
+    def __init__(self, token: int, place: int, levels: int = 0) -> None:
         self.version = 0
         self.rows = 0  # that have entered and are left
         self.nodes: dict[int, Node] = {}
+        self.spare: list[Offer] = []  # that levels had no room for
         self._fresh = 0
         self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
-        self.root = self._add(Node(NONE, token, place))
+        self._levels = levels
+        self.root = self._add(Node(NONE, token, place, level=levels))
 
     def _add(self, node: Node) -> int:
         number, self._fresh = self._fresh, self._fresh + 1
@@ -95,7 +101,8 @@ class Flight:
             if found is None:
                 above = self.nodes[offer.parent]
                 score = above.score + offer.log_q
-                found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source))
+                level = (above.level + 1) % (self._levels + 1)
+                found = self._add(Node(offer.parent, offer.token, above.place + 1, score, offer.source, level=level))
             elif self.nodes[found].source == NONE != offer.source:  # a source that has lost it finds it again
                 self.nodes[found].source, self.nodes[found].asked = offer.source, False
             numbers.append(found)
@@ -111,6 +118,29 @@ class Flight:
         alive = [offer for offer in offers if offer.parent in self.nodes]
         ranked = nsmallest(width, range(len(alive)), lambda i: (-self._path_score(alive[i]), i))
         return [alive[i] for i in sorted(ranked, key=lambda i: (alive[i].parent, i))]
+
+    def append(self, offers: Sequence[Offer], width: int) -> list[int]:
+        """Layer appending within the width: the best of the offers, and in what room they leave the best of those that
+        earlier levels had no room for.
+
+        These are late siblings ("potential break points", section 4.2). Where a verdict left nothing of the newest
+        level they are all there is, and the pipeline is refilled from the level that they hang below (section 3.3.2).
+
+        Returns:
+            The nodes that are new.
+        """
+        chosen = self.best(offers, width)
+        taken = {*map(id, chosen)}
+        older = [o for o in self.spare if o.parent in self.nodes and (o.parent, o.token) not in self._children]
+        late = self.best(older, width - len(chosen))
+        taken.update(map(id, late))
+        self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in taken]
+        known = {*self.nodes}
+        numbers = [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
+        ranked = sorted(numbers, key=lambda number: (-self.nodes[number].score, number))
+        for rank, number in enumerate(ranked):
+            self.nodes[number].rank = rank
+        return numbers
 
     def _path_score(self, offer: Offer) -> float:
         return self.nodes[offer.parent].score + offer.log_q
@@ -142,6 +172,7 @@ class Flight:
         """The source has lost its tree: what is here goes on, and drafting begins below the root again."""
         for number, node in self.nodes.items():
             node.source, node.asked = NONE, number != self.root
+        self.spare = []
 
     # -- entering
 
@@ -150,12 +181,16 @@ class Flight:
         """Nodes that have not entered the pipeline, parents first."""
         return [number for number, node in self.nodes.items() if node.row == NONE]
 
-    def enter(self, width: int) -> list[int]:
+    def enter(self, width: int, deepest: int | None = None) -> list[int]:
         """The level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
         Their rows lie behind those that have entered.
+
+        Args:
+            width: of the level.
+            deepest: place of the last tokens that may enter; None: all may.
         """
-        entering = self.waiting[:width]
+        entering = [n for n in self.waiting if deepest is None or self.nodes[n].place <= deepest][:width]
         for number in entering:
             self.nodes[number].row, self.rows = self.rows, self.rows + 1
         return entering
@@ -175,6 +210,11 @@ class Flight:
         number = self._children.get((self.root, token))
         return None if number is None else self.nodes[number]
 
+    def in_flight(self) -> dict[int, float]:
+        """The root's children that have entered: token -> log of the chance of its path."""
+        below = [node for node in self.nodes.values() if node.parent == self.root and node.row != NONE]
+        return {node.token: node.score for node in below}
+
     def holds(self, token: int) -> bool:
         """Whether the root's child with this token is in flight."""
         node = self.child(token)
@@ -192,7 +232,7 @@ class Flight:
         child = self._children.get((self.root, token))
         self.version += 1
         if child is None:
-            self.nodes, self._children, self.rows = {}, {}, 0
+            self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
             self.root = self._add(Node(NONE, token, old.place + 1))
             return Verdict(self.version, token, False, frozenset(), (0,))
         return self._reroot(child)
@@ -208,7 +248,7 @@ class Flight:
             node.row = row
         self.rows = len(entered)
         root = self.nodes[child]
-        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
+        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows, root.rank)
 
     def _below(self, root: int) -> list[int]:
         """A node and all below it; parents have lower numbers than their children."""

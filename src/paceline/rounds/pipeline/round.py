@@ -13,7 +13,7 @@ it is not in flight.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.inference import inference
 from ...core.request import Logprob, token_logprobs
-from ...drafters.base import DraftRule
+from ...drafters.base import Drafter, DraftRule, SequenceView
 from ...drafters.sessions import Opening
 from ...kv.pool import KVPool, SequenceCache
 from ...target.decoder import Decoder
@@ -32,7 +32,8 @@ from ..base import RunningSequence, StepResult, Work
 from ..passes import record_prompt
 from ..verification import choose_packed
 from .belt import Belt
-from .flight import Flight
+from .flight import Flight, Offer, Verdict
+from .lossy import Accept
 from .source import Source
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class Ticked:
     said: int  # tokens
     hits: int  # of them in flight when they were said
     waits: bool  # whether the source was late
+    verdicts: Sequence[Verdict] = ()  # behind each token but an answer's last one
+    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
+    late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
 
 
 class Riding:
@@ -74,9 +78,20 @@ class Running:
     flight: Flight | None = None  # None: the end of the prompt has not entered
     farthest: int = 0  # place of the last token that is of use
     counted: int = 0  # nodes that entered since the last verdict, roots not counted
+    newest: int = 0  # place of the newest level since the last flush
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filling:
+    """What enters a pipeline in a tick."""
+
+    width: int = 1  # w, drafted tokens of one request at most
+    rows: int | None = None  # of all requests together, W: w falls as they join (SpecPipe-DB: W / B); None: no limit
+    texts: int | None = None  # requests whose text enters, at most; None: all. Running / stages: micro-batches
+    tree: tuple[int, ...] = ()  # children by level of a tree that enters whole (SpecInfer), in place of levels
+
+
+@dataclass(eq=False)
 class PipelineRound:
     """Levels of trees enter a target's stages behind each other.
 
@@ -85,17 +100,18 @@ class PipelineRound:
         pool: whose slots the stages' stores have; its moves go with the frames.
         belt: the stages.
         source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
-        width: w, rows of a level at most.
-        together: without a source, texts that enter in one tick; None: all. As many as the running sequences divided by
-            the stages make a micro-batched pipeline.
+        filling: what enters in a tick.
+        accept: chooses a token from the target's scores and the drafts in flight; None: the target alone decides.
+        drafter: whose sessions the source has.
     """
 
     target: Decoder
     pool: KVPool
     belt: Belt
     source: Source | None
-    width: int = 1
-    together: int | None = None
+    filling: Filling = Filling()
+    accept: Accept | None = None
+    drafter: Drafter | None = None
     name: str = field(default="pipeline", init=False)
     past: int | None = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why drafting has ended
@@ -107,6 +123,9 @@ class PipelineRound:
     _riding: Riding = field(default_factory=Riding, init=False)
     _fresh: int = field(default=0, init=False)
     _epoch: int = field(default=0, init=False)
+    _turn: int = field(default=0, init=False)  # who comes first where not all have room in a tick
+    _verdicts: list[Verdict] = field(default_factory=list, init=False)  # of the tick
+    _added: tuple[int, int] = field(default=(0, 0), init=False)  # refills and late siblings of the tick
     _ticks: int = field(default=0, init=False)  # since the last frame that has rows entered
     _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
 
@@ -191,29 +210,61 @@ class PipelineRound:
         waits = False
         if self.source is not None:
             waits = not self._guard(self._take)
+        verdicts, self._verdicts = self._verdicts, []
+        added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
-            self.on_tick(Ticked(0 if frame is None else frame.rows, sum(n for _, n in said), hits, waits))
+            rows = 0 if frame is None else frame.rows
+            self.on_tick(Ticked(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
         return said
 
     def _frame(self) -> Frame | None:
         """What enters now: text that waits, and a level of each tree."""
-        taken = self._queue[: self.together]
+        taken = self._queue[: self.filling.texts]
         self._queue = self._queue[len(taken) :]
         parts = [self._text(running, work) for running, work in taken]
-        roots = {running.request for running, _ in taken}
-        for running in self._running.values():
-            part = None if running.request in roots else self._level(running)
-            if part is not None:
-                parts.append(part)
+        if not self.filling.tree:
+            parts += self._levels({running.request for running, _ in taken})
         ended, self._ended = self._ended, []
         moves = self._riding.take()
         if not (parts or moves or ended):
             return None
         return Frame(self._epoch, parts, None, moves, ended)
 
+    @property
+    def _share(self) -> int:
+        """w: drafted tokens of each request in a tick."""
+        filling = self.filling
+        if filling.rows is None:
+            return filling.width
+        return max(1, min(filling.width, filling.rows // max(1, len(self._running))))
+
+    def _levels(self, begun: Container[int]) -> list[StageRows]:
+        """The next level of each tree but those that have just begun, ragged, in rows that all share.
+
+        What one request leaves the others take; where there are fewer rows than requests, they take turns.
+        """
+        live = [running for running in self._running.values() if running.request not in begun]
+        if not live:
+            return []
+        self._turn += 1
+        start = self._turn % len(live)
+        parts: list[StageRows] = []
+        left = self.filling.rows
+        for place, running in enumerate([*live[start:], *live[:start]]):
+            share = self.filling.width
+            if left is not None:
+                share = min(share, -(-left // (len(live) - place)))
+            part = self._level(running, share) if share else None
+            if part is not None:
+                parts.append(part)
+                left = None if left is None else left - len(part.nodes)
+        return parts
+
     def _text(self, running: Running, work: Work) -> StageRows:
         """Rows of a text; the last one is the root, where the text ends with them. Those before it are committed: what
         enters later finds them written, at every stage."""
+        if self.filling.tree and work.rows == 1 and work.generates and running.flight is not None:
+            return self._whole_tree(running)
         sequence, cache = running.sequence, running.cache
         view, rows = sequence.view, work.rows
         first = cache.committed
@@ -245,21 +296,52 @@ class PipelineRound:
             return
         view = running.sequence.view
         root = len(view.tokens) - 1
-        running.flight, running.farthest = Flight(view.tokens[-1], root), root + work.max_depth
+        running.farthest = root + work.max_depth
+        running.flight = Flight(view.tokens[-1], root, len(self.filling.tree))
         if work.max_depth > 0 and self.source is not None:
             self._guard(lambda source: self._open(source, running))
 
-    def _level(self, running: Running) -> StageRows | None:
+    def _level(self, running: Running, width: int) -> StageRows | None:
         """The next level of a tree, as far as there are slots for it: drafts never displace anybody."""
-        flight, cache = running.flight, running.cache
+        flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
-        blocks = self.pool.allocator.num_free * self.pool.block_size
-        room = min(self.width, cache.capacity - cache.committed - cache.ahead + blocks)
-        level = flight.enter(room)
-        if not level:
-            return None
+        level = flight.enter(min(width, self._room(running)))
         running.counted += len(level)
+        return self._rows(running, flight, level) if level else None
+
+    def _whole_tree(self, running: Running) -> StageRows:
+        """A root with all that is drafted below it, within the static tree; what is missing is waited for."""
+        flight = running.flight
+        assert flight is not None
+        while self.source is not None and running.request in self.source.open and self._lacks(flight, running.farthest):
+            self._guard(self._ask)
+            if not self._guard(self._wait):
+                break
+        running.cache.reserve(0)  # what was reserved for the root alone
+        deepest = flight.nodes[flight.root].place + len(self.filling.tree)
+        level = flight.enter(max(1, self._room(running)), deepest)
+        running.counted += len(level) - 1
+        return self._rows(running, flight, level)
+
+    def _lacks(self, flight: Flight, farthest: int) -> bool:
+        """Whether the static tree has levels that are still to be drafted."""
+        return bool(flight.tips(min(farthest, flight.nodes[flight.root].place + len(self.filling.tree))))
+
+    def _wait(self, source: Source) -> bool:
+        found = source.take(wait=True)
+        self._extend(found)
+        return bool(found)
+
+    def _room(self, running: Running) -> int:
+        """Slots for rows of a tree."""
+        cache = running.cache
+        blocks = self.pool.allocator.num_free * self.pool.block_size
+        return cache.capacity - cache.committed - cache.ahead + blocks
+
+    def _rows(self, running: Running, flight: Flight, level: Sequence[int]) -> StageRows:
+        """Nodes that have just entered, as rows."""
+        cache = running.cache
         cache.reserve(len(level))
         first = cache.enter()
         places = [flight.nodes[number].place for number in level]
@@ -314,11 +396,30 @@ class PipelineRound:
 
     def _take(self, source: Source) -> bool:
         """Append the level that came. False: it is late."""
-        for request, offers in source.take().items():
-            running = self._running.get(request)
-            if running is not None and running.flight is not None:
-                running.flight.extend(running.flight.best(offers, self.width))
+        self._extend(source.take())
         return not source.owes
+
+    def _extend(self, came: Mapping[int, Sequence[Offer]]) -> None:
+        """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
+        for running in self._running.values():
+            flight = running.flight
+            if flight is None:
+                continue
+            offers = came.get(running.request, ())
+            if self.filling.tree:
+                flight.extend(offer for offer in offers if offer.parent in flight.nodes)
+            else:
+                self._append(running, flight, offers)
+
+    def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
+        deepest = max(node.place for node in flight.nodes.values())
+        waiting = sum(number != flight.root for number in flight.waiting)
+        room = self._share - waiting  # what has not entered yet is part of the coming level
+        places = [flight.nodes[number].place for number in flight.append(offers, max(0, room))]
+        refills, late = self._added
+        refilled = any(deepest < place <= running.newest for place in places)
+        self._added = refills + refilled, late + sum(place <= deepest for place in places)
+        running.newest = max([running.newest, deepest, *places])
 
     # -- what leaves
 
@@ -359,13 +460,21 @@ class PipelineRound:
         ):
             row = part.nodes.index(flight.root)
             logits = self.target.read(hidden[row : row + 1])
-            token = int(choose_packed([sequence.view], [1], logits, None)[0])
+            token = self._choose(sequence.view, flight, logits)
             kept = self._emit(running, token, logits)
             if not kept or sequence.finished:
                 return count + kept, hits
             count += 1
             hits += self._go_on(running, flight, token)
         return count, hits
+
+    def _choose(self, view: SequenceView, flight: Flight, logits: Tensor) -> int:
+        """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
+        token = int(choose_packed([view], [1], logits, None)[0])
+        if self.accept is None or view.fault is not None:
+            return token
+        found = self.accept(view.sampler.process(logits)[0], flight.in_flight())
+        return token if found is None else found
 
     def _emit(self, running: Running, token: int, logits: Tensor) -> int:
         """One token for the output, and its statistics; 0: a fault, which the view notes."""
@@ -381,7 +490,10 @@ class PipelineRound:
             stats.row_layers += (1 + drafted) * self.belt.layers
             drafted = max(drafted, int(hit))
             if kept:
-                stats.record_pass(drafted=drafted, accepted=int(hit), emitted=kept, offered=min(1, drafted))
+                sources = {} if self.drafter is None else {self.drafter.spec.name: (drafted, [1] * hit)}
+                stats.record_pass(
+                    drafted=drafted, accepted=int(hit), emitted=kept, offered=min(1, drafted), sources=sources
+                )
         except Exception as error:
             sequence.view.fault = error
             return 0
@@ -400,6 +512,9 @@ class PipelineRound:
         """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
         node = flight.child(token)
         verdict = flight.say(token)
+        self._verdicts.append(verdict)
+        if node is None:
+            running.newest = 0
         self.pool.settle([(running.cache, verdict.rows, 1)])
         running.cache.publish(running.sequence.view.tokens)
         self.belt.tell(running.request, verdict.version, verdict.alive)

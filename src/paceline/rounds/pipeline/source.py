@@ -16,8 +16,9 @@ class Levels(Protocol):
         """Begin to draft one level; the one before was taken."""
         ...
 
-    def take(self) -> Sequence[Grown | None] | None:
-        """The level that was begun, one answer for each ask (None: it was called off); None: it is not there yet."""
+    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
+        """The level that was begun, one answer for each ask (None: it was called off); None: it is not there yet, and
+        is not waited for."""
         ...
 
 
@@ -32,7 +33,7 @@ class AtOnce:
         """See `Levels`."""
         self._grown = self._sessions.grow(asks)
 
-    def take(self) -> Sequence[Grown | None] | None:
+    def take(self, wait: bool = False) -> Sequence[Grown | None] | None:
         """See `Levels`."""
         return self._grown
 
@@ -73,12 +74,15 @@ class Source:
         sessions: of the drafter.
         levels: how they grow.
         children: k, candidates below each node.
+        tree: children by level of static trees, in their place.
         vocab_size: of the target: nothing else comes out of a drafter that is to be trusted.
     """
 
-    def __init__(self, sessions: DraftSessions, levels: Levels, children: int, vocab_size: int) -> None:
+    def __init__(
+        self, sessions: DraftSessions, levels: Levels, children: int, vocab_size: int, tree: Sequence[int] = ()
+    ) -> None:
         self.sessions, self._levels = sessions, levels
-        self._children, self._vocab = children, vocab_size
+        self._children, self._vocab, self._tree = children, vocab_size, tree
         self._asked: list[tuple[int, dict[int, int]]] = []  # by ask: a request, and its source's nodes by the tree's
         self._flights: Mapping[int, Flight] = {}  # that were asked for
         self.open: set[int] = set()  # requests
@@ -131,17 +135,27 @@ class Source:
                 flight.ask(tips)
                 below = {ROOT if n == flight.root else flight.nodes[n].source: n for n in tips}
                 self._asked.append((request, below))
-                asks.append(Ask(request, expand=[*below], width=self._children))
+                asks.append(Ask(request, expand=[*below], width=self._below(flight, tips[0])))
         if asks:
             self._levels.begin(asks)
 
-    def take(self) -> dict[int, list[Offer]]:
+    def _below(self, flight: Flight, tip: int) -> int:
+        """Children of a node of the newest level."""
+        if not self._tree:
+            return self._children
+        level = flight.nodes[tip].level
+        return self._tree[level] if level < len(self._tree) else 1  # below the last one: the root of the next tree
+
+    def take(self, wait: bool = False) -> dict[int, list[Offer]]:
         """The level that was asked for, by request; empty: nothing was, or it is late.
+
+        Args:
+            wait: until it is there.
 
         Raises:
             ValueError: the drafter answers nonsense.
         """
-        grown = self._levels.take() if self._asked else None
+        grown = self._levels.take(wait) if self._asked else None
         if grown is None:
             return {}
         asked, self._asked = self._asked, []

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from native_kit import needs_kernels
-from tiny import EOS, VOCAB, assemble, draft_model, run, streams, tiny_config, tiny_decoder
+from tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
 from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.sessions import Ask, Grown
+from paceline.drafters.suffix import SuffixConfig
+from paceline.drafters.synthetic import SyntheticConfig, write_answers
 from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
-from paceline.rounds.pipeline.round import PipelineRound, Ticked
+from paceline.rounds.pipeline.lossy import relaxed, within_top_p
+from paceline.rounds.pipeline.round import Filling, PipelineRound, Ticked
 
 LAYERS = 8
 CONFIG = tiny_config(num_layers=LAYERS)
@@ -122,7 +127,7 @@ class Late:
         self.left = self.ticks
         self.inner.begin(asks)
 
-    def take(self) -> Sequence[Grown] | None:
+    def take(self, wait: bool = False) -> Sequence[Grown] | None:
         self.left -= 1
         return None if self.left >= 0 else self.inner.take()
 
@@ -160,7 +165,7 @@ def test_micro_batches_fill_the_stages_with_several_requests() -> None:
     counts = []
     for together in (None, 1):
         engine, round_, ticks = piped(None, 4)
-        round_.together = together
+        round_.filling = Filling(texts=together)
         assert ids(run(engine, jobs)) == plain(jobs)
         counts.append(len(ticks))
     assert counts[0] == 40 * 4  # all in one stage at any time
@@ -174,7 +179,7 @@ def test_a_broken_source_is_left_alone() -> None:
         def begin(self, asks: Sequence[Ask]) -> None:
             self.calls += 1
 
-        def take(self) -> Sequence[Grown]:
+        def take(self, wait: bool = False) -> Sequence[Grown]:
             return [Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])]
 
     engine, round_, _ = piped(drafter(), 4)
@@ -232,3 +237,152 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
         engine.step()
     assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
     assert not left and round_.belt.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
+
+
+# -- every source, every number of stages
+
+
+def sources(answers: Path) -> dict[str, Any]:
+    lookup, model = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
+    return {
+        "model": drafter(0.05),
+        "ngram": NgramConfig(branches=3),
+        "suffix": SuffixConfig(),
+        "hybrid": hybrid(f"{lookup}+{model}", noise=0.05, target={"config": CONFIG}),
+        "synthetic": SyntheticConfig(answers=str(answers), accept=0.8),
+    }
+
+
+LOOP = [(5 * j) % 40 + 10 for j in range(9)] * 3
+SOURCES = ("model", "ngram", "suffix", "hybrid", "synthetic")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A file of the plain answers to two prompts, and these."""
+    path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    said = plain([(prompt, GREEDY) for prompt in (LOOP, PROMPTS[1])])
+    write_answers(path, zip((LOOP, PROMPTS[1]), said, strict=True))
+    return path, said
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_in_every_number_of_stages(name: str, answered: tuple[Path, list[list[int]]]) -> None:
+    path, expected = answered
+    jobs, hits = [(LOOP, GREEDY), (PROMPTS[1], GREEDY)], 0
+    for stages in (1, 2, 3, 4, 8):
+        engine, round_, ticks = piped(sources(path)[name], stages, ",width=4,children=3")
+        assert ids(run(engine, jobs)) == expected, stages
+        assert round_.failure is None and engine.pool.idle
+        hits += sum(tick.hits for tick in ticks)
+    assert hits >= (40 if name in ("model", "synthetic", "hybrid") else 1)
+
+
+def test_a_synthetic_source_hits_as_often_as_it_is_told(answered: tuple[Path, list[list[int]]]) -> None:
+    path, expected = answered
+    for accept, stages in ((1.0, 8), (0.0, 4)):
+        source = SyntheticConfig(answers=str(path), accept=accept)
+        engine, _, ticks = piped(source, stages, ",width=1,children=1")
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == expected[1:]
+        assert len(ticks) == (stages + 39 if accept else stages * 40)
+
+
+# -- what is refilled, and when
+
+
+def test_levels_that_are_pruned_away_are_refilled_from_an_older_one() -> None:
+    """Partial refills and late siblings change no token, and cost fewer ticks than flushes would."""
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[1:3]]
+    refills = late = flushes = 0
+    for job in jobs:
+        engine, _, ticks = piped(drafter(0.15), 8, ",width=2,children=4")
+        assert ids(run(engine, [job])) == plain([job])
+        refills += sum(tick.refills for tick in ticks)
+        late += sum(tick.late for tick in ticks)
+        missed = sum(verdict.rank < 0 for tick in ticks for verdict in tick.verdicts)
+        flushes += missed
+        assert len(ticks) < 8 * 40 and len(ticks) >= 8 + 39 + 7 * missed
+    assert refills and late and flushes
+
+
+def test_aborts_and_ends_with_levels_in_flight() -> None:
+    engine, round_, _ = piped(drafter(0.0), 8)
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    live = [engine.live[name] for name in names]
+    while len(live[1].sequences[0].state.token_ids) < 5:
+        engine.step()
+    flight = next(running.flight for running in round_._running.values() if running.sequence is live[1].sequences[0])
+    assert flight is not None and len(flight.nodes) > 4
+    engine.abort(names[1])
+    while engine.busy:
+        engine.step()
+    said = [one.sequences[0].state.token_ids for one in (live[0], live[2])]
+    assert said == plain([(PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)])
+    assert engine.pool.idle and not round_.busy
+
+
+# -- many requests, other trees
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_requests_share_the_rows_of_a_level(rows: int) -> None:
+    """SpecPipe-DB: levels of all requests in one tensor, never more rows than given but for texts, nobody starves."""
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, _, ticks = piped(drafter(0.03), 4, f",width=8,children=3,rows={rows}")
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    roots = len(PROMPTS)  # at most one text, or root, of each
+    assert max(tick.entered for tick in ticks[4:]) <= rows + roots
+    assert all(output.stats.accepted > (0 if rows == 1 else 5) for output in outputs)
+
+
+def test_fewer_rows_than_requests_go_round() -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, _, _ = piped(drafter(0.0), 2, ",width=4,children=2,rows=2")
+    accepted = [output.stats.accepted for output in run(engine, jobs)]
+    assert min(accepted) > 5 and max(accepted) <= 2 * min(accepted) + 4
+
+
+def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
+    """SpecInfer in the same stages: a tree goes through all stages before the next one enters."""
+    jobs = [(PROMPTS[1], GREEDY)]
+    engine, round_, ticks = piped(drafter(0.0), 4, ",tree=1x1x3x1x1x1x1x1")
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert {tick.said for tick in ticks} >= {0, 1, 9}
+    entered = [tick.entered for tick in ticks if tick.entered]
+    assert max(entered[1:]) == 21  # the root, 1 + 1 + 6 * 3 nodes
+    assert len(ticks) == 4 * (1 + 5)  # the prompt; 5 trees of 9 tokens, the last one cut short
+    batch = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, round_, _ = piped(drafter(0.1), 4, ",tree=1x2x1")
+    assert ids(run(engine, batch)) == plain(batch) and round_.failure is None
+
+
+# -- lossy rules
+
+
+def test_lossy_rules_choose_among_drafts() -> None:
+    scores = torch.tensor([0.0, 3.0, 2.0, -math.inf, 1.0])
+    assert relaxed(scores, {2: -3.0, 4: -0.1}) == 2 and relaxed(scores, {3: -0.1}) is None
+    assert within_top_p(scores, {2: -3.0, 4: -0.1}, 0.5) is None  # the likeliest token alone is half of it
+    assert within_top_p(scores, {2: -3.0, 4: -0.1}, 0.8) == 2
+    assert within_top_p(scores, {2: -3.0, 4: -0.1}, 0.95) == 4 and within_top_p(scores, {}, 0.9) is None
+    assert within_top_p(scores, {3: 0.0}, 1.0) is None
+
+
+def test_lossy_rules_stall_less() -> None:
+    misses = {}
+    for accept in ("strict", "lossy_relaxed", "lossy_top_p"):
+        engine, _, ticks = piped(drafter(0.3), 4, f",width=4,children=4,accept={accept}")
+        said = ids(run(engine, [(PROMPTS[1], GREEDY)]))
+        assert (said == plain([(PROMPTS[1], GREEDY)])) or accept != "strict"
+        misses[accept] = sum(verdict.rank < 0 for tick in ticks for verdict in tick.verdicts)
+    assert misses["lossy_relaxed"] < misses["strict"] and misses["lossy_top_p"] <= misses["strict"]
+
+
+def test_options_without_an_effect_are_refused() -> None:
+    for options, name in (("rows=4", "rows"), ("tree=1x2", "tree"), ("accept=lossy_relaxed", "accept")):
+        with pytest.raises(CapabilityError, match=f"{name} is for drafts"):
+            piped(None, 2, f",{options}")
+    for options in ("accept_p=0.5", "tree=1x2,rows=4"):
+        with pytest.raises(ConfigError):
+            parse_round(f"pipeline,{options}")
