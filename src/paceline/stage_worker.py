@@ -65,7 +65,8 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
     placements = place(split, config.device)
     workers = []
     for index, (start, stop) in enumerate(zip(bounds[:-2], bounds[1:-1], strict=True)):
-        spec = _spec(config, split, index, {"start": start, "stop": stop, "slots": slots}, placements[index], source)
+        part = {"start": start, "stop": stop, "slots": slots}
+        spec = stage_spec(config, split, index, part, placements[index], source)
         launch = launch_here if not split.hosts else launch_at(split.hosts[index])
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
@@ -116,9 +117,19 @@ def place(split: Split, device: str) -> list[Placement]:
     return [Placement(cores=own, threads=split.threads, device=device) for own in shares]
 
 
-def _spec(
+def stage_spec(
     config: LLMConfig, split: Split, index: int, part: Mapping[str, int], where: Placement, source: Source
 ) -> WorkerSpec:
+    """A worker with a stage.
+
+    Args:
+        config: the options of the coordinator.
+        split: into stages.
+        index: which stage.
+        part: its layers and slots, as of `service`.
+        where: it runs.
+        source: the target.
+    """
     options = {name: getattr(config, name) for name in OPTIONS}
     options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
     return WorkerSpec(
