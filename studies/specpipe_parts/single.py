@@ -81,7 +81,11 @@ def figure_11(ask: Asked) -> Iterator[Table | None]:
         title=f"{ask.stages} stages, a synthetic source ({VIRTUAL})",
         head=("paper", "link", "P wanted", "P", "TBT ms", "P t + (1-P) m t", "eq. 2", "times plain"),
         parts={"": rows},
-        values={"runs": values, "plain_ms": {where: run.tbt * 1e3 for where, run in slow.items()}, "stages": ask.stages},
+        values={
+            "runs": values,
+            "plain_ms": {where: run.tbt * 1e3 for where, run in slow.items()},
+            "stages": ask.stages,
+        },
         remarks=["plain pipeline: " + ", ".join(f"{run.tbt * 1e3:.2f} ms ({where})" for where, run in slow.items())],
         how=[[HOW, f"1 prompt, {tokens} tokens, {STAGE_MS:.1f} ms a stage; a synthetic source predicts nothing"]],
         same=same,

@@ -61,9 +61,7 @@ def test_trees_of_several_drafters_are_merged_below_every_node(seed: int) -> Non
         for (parent, token), number in zip(given, answer.given, strict=True):
             nodes[number] = [*nodes[parent], token]
         below: dict[int, dict[int, float]] = {}
-        for parent, number, token, log_q in zip(
-            answer.parents, answer.nodes, answer.tokens, answer.log_q, strict=True
-        ):
+        for parent, number, token, log_q in zip(answer.parents, answer.nodes, answer.tokens, answer.log_q, strict=True):
             assert nodes.setdefault(number, [*nodes[parent], token]) == [*nodes[parent], token]
             below.setdefault(parent, {})[token] = log_q
         for parent in {*wanted, *answer.given}:

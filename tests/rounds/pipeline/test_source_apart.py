@@ -59,7 +59,7 @@ def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, lis
     assert isinstance(old, PipelineRound) and isinstance(engine.pool, KVPool)
     config = PipelineConfig(stages=4, source="process", threads=1)
     round_ = config.build_apart(DECODER, engine.pool, drafter, "sample_and_match", serve)
-    assert isinstance(round_, PipelineRound) and asked == [(config.rows, Place((), 1))]
+    assert isinstance(round_, PipelineRound) and asked == [(config.nodes, Place((), 1))]
     ticks: list[Ticked] = []
     round_.on_tick = ticks.append
     engine.round = round_
