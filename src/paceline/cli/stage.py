@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,7 @@ def stage(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")] = False,
     *,
-    placement: dict[str, object],
+    placement: dict[str, Any],
 ) -> None:
     """Serve a stage of a model's pipeline.
 
@@ -43,7 +43,7 @@ def stage(
     loaded when it connects, and one coordinator is served at a time, one after the other. Whoever reaches the port may
     connect: use a network whose hosts trust each other. Ctrl-C ends it.
     """
-    where = Placement(**placement)  # type: ignore[arg-type]
+    where = Placement(**placement)
     source = open_source(LLMConfig(model=model, revision=revision, offline=offline), model, "auto")
     fingerprint(source.folder)  # says now what is wrong with the files
     host, port = _address(listen)

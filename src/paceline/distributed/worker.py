@@ -67,7 +67,10 @@ class WorkerSpec:
 class Process(Protocol):
     """A process somewhere."""
 
-    pid: int | None  # None: of another host
+    @property
+    def pid(self) -> int | None:
+        """Its number; None: it runs on another host."""
+        ...
 
     def poll(self) -> int | None:
         """Its exit status, below 0 a signal's number; None: it runs."""
