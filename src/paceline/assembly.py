@@ -115,8 +115,12 @@ class Source:
 
     def tokenizer(self) -> Any:
         """Its tokenizer; None for a folder without one."""
+        return load_tokenizer(self.folder) if self.tokenizer_files() else None
+
+    def tokenizer_files(self) -> list[Path]:
+        """Those that are there."""
         files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
-        return load_tokenizer(self.folder) if any(map(is_file, files)) else None
+        return [file for file in files if is_file(file)]
 
 
 def open_source(config: LLMConfig, name: str, dtype: str) -> Source:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 from weakref import finalize
 
@@ -23,7 +24,6 @@ from .distributed.placement import Placement, cores, pin
 from .distributed.stage_service import KINDS, StageService
 from .distributed.stage_workers import PATIENCE, StageWorkers
 from .distributed.worker import Worker, WorkerSpec, launch_here
-from .drafters.vocabulary import tokenizer_mark
 from .kv.pool import KVPool
 from .kv.store import KVStore
 from .rounds import parse_round
@@ -65,7 +65,8 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
     placements = place(split, config.device)
     workers = []
     for index, (start, stop) in enumerate(zip(bounds[:-2], bounds[1:-1], strict=True)):
-        spec = _spec(config, split, index, {"start": start, "stop": stop, "slots": slots}, placements[index], source)
+        part = {"start": start, "stop": stop, "slots": slots}
+        spec = stage_spec(config, split, index, part, placements[index], source)
         launch = launch_here if not split.hosts else launch_at(split.hosts[index])
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
@@ -104,7 +105,7 @@ def place(split: Split, device: str) -> list[Placement]:
     """
     count = split.stages
     if split.hosts:
-        return [Placement(device=device)] * (count - 1) + [Placement(threads=split.threads, device=device)]
+        return [Placement(device=device)] * count
     if not split.cores:
         threads = split.threads or max(1, len(cores()) // count)
         return [Placement(threads=threads, device=device)] * count
@@ -116,10 +117,21 @@ def place(split: Split, device: str) -> list[Placement]:
     return [Placement(cores=own, threads=split.threads, device=device) for own in shares]
 
 
-def _spec(
+def stage_spec(
     config: LLMConfig, split: Split, index: int, part: Mapping[str, int], where: Placement, source: Source
 ) -> WorkerSpec:
+    """A worker with a stage.
+
+    Args:
+        config: the options of the coordinator.
+        split: into stages.
+        index: which stage.
+        part: its layers and slots, as of `service`.
+        where: it runs.
+        source: the target.
+    """
     options = {name: getattr(config, name) for name in OPTIONS}
+    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
     return WorkerSpec(
         name=f"stage {index}{f' at {split.hosts[index]}' if split.hosts else ''}",
         service=SERVICE,
@@ -182,6 +194,14 @@ def chosen(model: str, revision: str | None, offline: bool, asked: Begin) -> Beg
 def _facts(source: Source) -> Facts:
     return Facts(
         weights=fingerprint(source.folder),
-        vocabulary=tokenizer_mark(source.tokenizer()),
+        vocabulary=_vocabulary(source),
         dtype=str(source.dtype).removeprefix("torch."),
     )
+
+
+def _vocabulary(source: Source) -> str:
+    """sha256 over the tokenizer's files: a stage has no tokenizer, and would be long in reading one."""
+    digest = sha256()
+    for file in source.tokenizer_files():
+        digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
+    return digest.hexdigest()

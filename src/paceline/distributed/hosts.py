@@ -31,6 +31,7 @@ from .worker import Launch, Launched, WorkerSpec
 
 CONNECT_S = 3.0
 FIRST_S = 2.0  # for the first message of who connects
+LEAST_BEAT_S = 0.05
 MOST_WAITING = 16  # lines whose other one has not come
 
 
@@ -45,16 +46,14 @@ def launch_at(address: str) -> Launch:
         with suppress(ChannelClosed):  # one that has gone already is looked after like any other
             life.send(begin, CONNECT_S)
             Line(work, Codec(**GREETINGS)).send(Hello(key, asdict(spec.expected)), CONNECT_S)
-        return Launched(_There(address), life, key, lambda: work, work.close)
+        return Launched(_There(), life, key, lambda: work, work.close)
 
     return launch
 
 
-@dataclass(slots=True)
 class _There:
     """A process of another host: it ends when its lines are closed."""
 
-    address: str
     pid: int | None = None
 
     def poll(self) -> int | None:
@@ -159,16 +158,16 @@ class Host:
             life.close()
             return
         where = self._placement
-        begin = replace(begin, way=f"fd:{work.fileno()}", cores=[*where.cores], device=where.device)
+        beat_s = min(max(asked.beat_s, LEAST_BEAT_S), CONNECT_S)
+        begin = replace(begin, way=f"fd:{work.fileno()}", cores=[*where.cores], device=where.device, beat_s=beat_s)
         self._session = _Session(_spawn(begin, life, work, where), life)
         work.close()  # the process has its own: with it, it ends
         self._note(f"{asked.name} for {_peer(life)}")
 
     def _refuse(self, asked: Begin, work: socket.socket, wrong: str, remedy: str) -> None:
-        where = f"{asked.name} at {self.listener.host}:{self.listener.port}"
         channel = SocketChannel(work)
         with suppress(ChannelClosed):
-            Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, where, wrong, remedy), FIRST_S)
+            Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, asked.name, wrong, remedy), FIRST_S)
         channel.close()
 
     def stop(self) -> None:

@@ -137,10 +137,10 @@ class PipelineConfig(RoundConfig):
     ) -> Round:
         """See `RoundConfig`; ``start`` as for `build`."""
         self._fit(verifier, drafter)
-        belt = self._belt(target, pool, start)
         assert self.place is not None
         sessions = cast(GoingSessions, serve(rows=self.nodes, place=self.place))
-        return self._round(target, pool, belt, self._source(target, sessions, Going(sessions)), drafter)
+        source = self._source(target, sessions, Going(sessions))
+        return self._round(target, pool, self._belt(target, pool, start), source, drafter)
 
     def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], Belt] | None) -> Belt:
         return StagesInTurn(self.cut(target, pool)) if start is None else start()
