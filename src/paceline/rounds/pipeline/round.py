@@ -243,7 +243,7 @@ class PipelineRound:
 
         What one request leaves the others take; where there are fewer rows than requests, they take turns.
         """
-        live = [running for running in self._running.values() if running.request not in begun]
+        live = [one for one in self._running.values() if one.flight is not None and one.request not in begun]
         if not live:
             return []
         self._turn += 1
