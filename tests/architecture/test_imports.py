@@ -54,6 +54,7 @@ PARTS = {
     "streaming": "speculative_streaming",
     "lyanna_parts": "lyanna",
     "spire_parts": "spire",
+    "specpipe_parts": "specpipe",
 }  # folder of studies -> the study, too long for a file, whose parts it holds
 NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies", *PARTS}
 ABOVE = {"cli", "async_llm"}  # parts that no study may import
