@@ -37,7 +37,7 @@ from .planning.costs import predicted_points
 from .planning.models import read_shape
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
-from .rounds.base import Place
+from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split, parse_split
@@ -235,7 +235,9 @@ def build_engine(
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
     starts = None if serve is None else partial(serve, config, pool.num_tokens)
+    origin = Origin(target.name, target.folder, partial(resolve_folder, offline=config.offline))
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
+    parts["origin"] = origin
     if config.pipeline is not None and start is not None:
         parts["start"] = partial(start, config, parse_split(config.pipeline), target, pool)
     round_ = make_round(config.round, starts, **parts)
@@ -300,7 +302,7 @@ def make_budget(config: LLMConfig, drafter: Drafter | None, target: LoadedModel)
                 "the automatic budget adds the times of draft and target, which this round lets run at once",
                 "give a number of nodes or a table, or leave budget out",
             )
-        return FixedBudget(size=drafter.spec.default_budget)
+        return FixedBudget(size=drafter.spec.window)
     if drafter.spec.default_budget == 0:
         return FixedBudget(size=0, why=f"drafter {drafter.spec.name!r} drafts nothing by default")
     return _auto_budget(config, drafter, target)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from tiny import VOCAB, draft_model, full_logits, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
+from paceline.drafters.base import SequenceView
 from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.hybrid_sessions import HybridSessions, LookUps
 from paceline.drafters.model_sessions import ModelSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
 
@@ -32,11 +36,27 @@ def opening(key: int, tokens: list[int], params: SamplingParams = GREEDY, prompt
     return Opening(key, tokens, prompt_len or len(tokens), params, seed=5, sample_index=0)
 
 
+class Knowing:
+    """A look-up that is sure of every third text and tells nonsense of another third."""
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        return self.says([*sequence.tokens, *path])
+
+    @staticmethod
+    def says(text: list[int]) -> list[tuple[int, float]]:
+        chance = {0: 0.9, 1: 0.3}.get(sum(text) % 3)
+        return [] if chance is None else [(10 + sum(text) % (VOCAB - 10), math.log(chance))]
+
+    def release(self, keys: Sequence[int]) -> None:
+        pass
+
+
 class Twin:
     """A session's text and tree in plain lists, and what the draft says of it when everything is computed anew."""
 
-    def __init__(self, drafter: DraftModel, opened: Opening) -> None:
-        self.decoder, self.opened = drafter.decoder, opened
+    def __init__(self, drafter: DraftModel, opened: Opening, knows: bool = False) -> None:
+        self.decoder, self.opened, self.knows = drafter.decoder, opened, knows
+        self.looked_up = 0
         self.text = [*opened.tokens]
         self.tokens: dict[int, int] = {}
         self.parents: dict[int, int] = {}
@@ -49,6 +69,10 @@ class Twin:
 
     def says(self, node: int, width: int) -> tuple[list[int], list[float]]:
         path = self.drafted(node)
+        found = Knowing.says([*self.text, *path]) if self.knows else []
+        if found and found[0][1] > math.log(0.5):
+            self.looked_up += 1
+            return [found[0][0]], [found[0][1]]
         logits = full_logits(self.decoder, [*self.text, *path])[-1:]
         sampler = self.opened.view(VOCAB, ()).sampler
         sampler.commit(self.text[len(self.opened.tokens) :])
@@ -77,14 +101,16 @@ class Twin:
         self.tokens = {n: self.tokens[n] for n in below}
 
 
+@pytest.mark.parametrize("looks_up", [False, True], ids=["alone", "beside a look-up"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_random_lives(params: SamplingParams) -> None:
+def test_random_lives(params: SamplingParams, looks_up: bool) -> None:
     draw = random.Random(3)
     drafter, served = sessions(proposes="coupled")
+    asked = HybridSessions(served, LookUps([Knowing()], math.log(0.8))) if looks_up else served
     opened = [opening(key, PROMPT[: 5 + 7 * key], params) for key in range(2)]
-    twins = {one.key: Twin(drafter, one) for one in opened}
+    twins = {one.key: Twin(drafter, one, looks_up) for one in opened}
     for one in opened:
-        served.open(one)
+        asked.open(one)
     rerooted = stayed = 0
     for _ in range(60):
         asks = []
@@ -99,27 +125,28 @@ def test_random_lives(params: SamplingParams) -> None:
             if given or expand:
                 asks.append(Ask(key, sorted(given), expand, draw.choice([1, 3])))
         if asks:
-            for ask, grown in zip(asks, served.grow(asks), strict=True):
+            for ask, grown in zip(asks, asked.grow(asks), strict=True):
                 twins[ask.key].grow(ask, grown)
         key = draw.choice([*twins])
         twin = twins[key]
         if twin.tokens and draw.random() < 0.3:
             node = draw.choice(sorted(twin.tokens)[:3])
             said = twin.drafted(node)
-            served.reroot(key, node)
+            asked.reroot(key, node)
             twin.go_on(said, node)
             rerooted += 1
             stayed += served._open[key].cache.ahead
         elif draw.random() < 0.2:
             said = [*(twin.drafted(draw.choice([*twin.tokens])) if twin.tokens else []), draw.randrange(10, VOCAB)]
-            served.commit(key, said)
+            asked.commit(key, said)
             twin.go_on(said, None)
         assert served._open[key].view.tokens == twin.text
         assert {*served._open[key].nodes} == {*twin.tokens}
         served.pool.check_integrity()
     assert rerooted > 3 and stayed > 3
+    assert (sum(twin.looked_up for twin in twins.values()) > 10) is looks_up
     for key in twins:
-        served.close(key)
+        asked.close(key)
     served.pool.check_idle()
 
 

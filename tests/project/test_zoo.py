@@ -21,6 +21,7 @@ def no_chosen_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md")
 SET_FILES = ("streams.json", "README.md")
 HEAD_MB = {
+    "exits.safetensors": 2,
     "lyanna.safetensors": 6,
     "medusa.safetensors": 2,
     "model.safetensors": 8,

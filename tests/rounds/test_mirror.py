@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from time import monotonic, sleep
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from native_kit import needs_kernels
-from tiny import VOCAB, assemble, draft_model, run, streams, tiny_decoder
+from tiny import LOOKUP, MODEL, VOCAB, assemble, draft_model, hybrid, hybrid_with_streams, run, streams, tiny_decoder
 
 from paceline import LLM
 from paceline.assembly import make_budget
@@ -28,7 +29,11 @@ from paceline.rounds import parse_round
 from paceline.rounds.mirror.channel import overlap_mass, speak
 from paceline.rounds.mirror.records import StepTimes, Verdict
 from paceline.rounds.mirror.round import MirrorRound
+from paceline.target.decoder import Decoder
+from paceline.target.exit_heads import ExitHeads, ExitsConfig, TrainedExit
 from paceline.target.exits import exit_layer
+from paceline.target.files import fingerprint
+from paceline.target.loader import resolve_folder
 
 DECODER = tiny_decoder()
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
@@ -83,6 +88,23 @@ def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
 
 class SerialTrace:
     """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
+@pytest.mark.parametrize("parts", [f"{LOOKUP}+{MODEL}", f"{LOOKUP}+ngram;depth=5"], ids=["model", "look-ups"])
+def test_several_drafters_at_once(parts: str) -> None:
+    """A text that repeats itself: look-ups draft, and the draft model, where there is one, does elsewhere."""
+    jobs = [(prompt * 2, PARAMS[name]) for prompt, name in zip(PROMPTS, [*PARAMS, "greedy"], strict=True)]
+    made = hybrid(parts, noise=0.05)
+    engine = assemble(made, round=MIRROR, decoder=DECODER, kv_tokens=128, block_size=4, max_batch_rows=20)
+    round_: Any = engine.round
+    verdicts: list[Verdict] = []
+    round_.on_verdict = verdicts.append
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs) and round_.failure is None
+    accepted, longest = (5, 4) if "draft_model" in parts else (0, 2)  # look-ups hardly hit on a random target
+    assert sum(o.stats.accepted for o in outputs) > accepted and any(v.reused for v in verdicts)
+    assert max(len(v.window) for v in verdicts) >= longest
+    assert engine.pool.idle and (made._models == [] or round_.sessions._model.pool.idle)
+
+
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[tuple[list[int], int, int]] = []
@@ -277,6 +299,8 @@ def test_abort_and_a_second_request() -> None:
         ("mirror,exit=3", drafter(), "the target has 3 layers"),
         ("mirror,exit=0", drafter(), "the target has 3 layers"),
         ("mirror,exit=half", drafter(), "neither a number of layers nor a share"),
+        ("mirror", hybrid_with_streams(), "streams in the target's own pass"),
+        ("mirror", hybrid(f"{LOOKUP}+draft_model:tiny-draft;proposes=point+{MODEL}"), "it has no draft sessions"),
         ("mirror,kappa=97", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=999999999999", drafter(), "the vocabulary has 96 tokens"),
         ("mirror,kappa=0", drafter(), "kappa must be 1 or more"),
@@ -305,6 +329,69 @@ def test_exit_layers() -> None:
             exit_layer(text, 12, "exit")
     with pytest.raises(ConfigError, match="serial"):
         exit_layer("1/2", 1, "exit")
+
+
+def save_exits(folder: Path, decoder: Decoder = DECODER, **changes: Any) -> str:
+    """Exits that nobody trained, behind the layers 1 and 2 of a target."""
+    shape = decoder.config
+    known = {"num_layers": shape.num_layers, "d_model": shape.d_model, "vocab_size": shape.vocab_size}
+    config = ExitsConfig(**{"layers": (1, 2), **known, **changes})
+    ExitHeads.fresh(config, torch.Generator().manual_seed(1)).save(folder, torch.float32)
+    return str(folder)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_candidates_are_those_of_the_trained_exit(layer: int, tmp_path: Path) -> None:
+    """Other candidates than the target's own head has there; the same tokens, and the windows of serial speculation."""
+    folder, seen = save_exits(tmp_path), []
+    serial = assemble(drafter(), decoder=DECODER)
+    trace = SerialTrace(serial)
+    (expected,) = run(serial, [(PROMPTS[2], GREEDY)])
+    for heads in (f",heads={folder}", ""):
+        engine, round_, verdicts = mirrored(f"mirror,kappa=3,exit={layer}{heads}")
+        assert isinstance(round_.exit, TrainedExit) is bool(heads) and round_.exit.layer == layer
+        assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == ids([expected]) and round_.failure is None
+        assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
+        seen.append([v.mass for v in verdicts if v.told])
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "wrong"),
+    [
+        ({"num_layers": 5}, "exit=2", "trained for another model: it has num_layers=5"),
+        ({"d_model": 64}, "exit=2", "it has d_model=64"),
+        ({"vocab_size": 97}, "exit=2", "it has vocab_size=97"),
+        ({"layers": (1,)}, "exit=2", "they lie behind layers 1"),
+        ({}, "exit=3", "the target has 3 layers"),
+    ],
+)
+def test_exits_that_do_not_fit_are_refused(changes: Any, options: str, wrong: str, tmp_path: Path) -> None:
+    folder = save_exits(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=wrong):
+        mirrored(f"mirror,{options},heads={folder}")
+    with pytest.raises(ConfigError, match="it holds no exits.json"):
+        mirrored(f"mirror,exit=2,heads={tmp_path / 'nowhere'}")
+
+
+def test_exits_by_their_name_in_the_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LLM("paceline-small", kv_memory="64MiB")
+    own = fingerprint(resolve_folder("paceline-small"))
+    half = plain.decoder.num_layers // 2
+    for name, mark in (("right", own), ("wrong", "0" * 64)):
+        save_exits(tmp_path / f"{name}-exits", plain.decoder, layers=(half,), fingerprint=mark, target="paceline-small")
+        card = '{"role": "head", "description": "x", "parameters": 1, "target": "paceline-small"}'
+        (tmp_path / f"{name}-exits" / "zoo.json").write_text(card)
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+    options: dict[str, Any] = {"kv_memory": "64MiB", "drafter": "ngram", "share": plain}
+    with pytest.raises(CapabilityError, match="whose weights differ from those of paceline-small"):
+        LLM("paceline-small", round="mirror,heads=wrong-exits", **options)
+    llm = LLM("paceline-small", round="mirror,heads=right-exits", **options)
+    assert isinstance(llm.engine.round.exit, TrainedExit) and llm.engine.round.exit.layer == half  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    assert [o.outputs[0].token_ids for o in llm.generate("x = 1\n", params)] == [
+        o.outputs[0].token_ids for o in plain.generate("x = 1\n", params)
+    ]
 
 
 def test_its_budget_is_fixed() -> None:
@@ -374,5 +461,5 @@ def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("name", ["cores=<1>", "threads=2"])
 def test_only_a_process_has_a_place(name: str) -> None:
-    with pytest.raises(ConfigError, match="is for rollout=process"):
+    with pytest.raises(ConfigError, match=f"mirror,{name}: .* is for rollout=process"):
         parse_round(f"mirror,rollout=beside,{name}")

@@ -108,7 +108,8 @@ def elsewhere(pace: int, lost: int = 0, **options: Any) -> tuple[Engine, Going, 
     going = Going(made.sessions, pace, lost)
     assert isinstance(going, GoingSessions)
     parts = made.target, made.pool, made.drafter, "sample_and_match"
-    round_ = MirrorConfig(kappa=4, exit="2").over(*parts, going, Elsewhere(spin_s=0.0))
+    config = MirrorConfig(kappa=4, exit="2")
+    round_ = config.over(*parts, config.exit_head(made.target), going, Elsewhere(spin_s=0.0))
     verdicts: list[Verdict] = []
     times: list[StepTimes] = []
     round_.on_verdict, round_.on_step = verdicts.append, times.append

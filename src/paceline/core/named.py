@@ -38,7 +38,8 @@ class NamedConfig:
     def require(self, name: str, holds: bool, rule: str) -> None:
         """Refuse option ``name`` with the sentence ``rule`` unless the condition holds."""
         if not holds:
-            asked = f"{self.kind},{name}={shown(getattr(self, name))}"
+            value = getattr(self, name)
+            asked = f"{self.kind},{name}={written(value) if isinstance(value, tuple) else shown(value)}"
             raise ConfigError(asked, f"{name} {rule}", remedy_of(type(self), name))
 
 

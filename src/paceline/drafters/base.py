@@ -80,6 +80,7 @@ class DrafterSpec:
     proposes: Literal["point", "coupled", "sampled"] = "point"
     default_budget: int = 0  # drafted nodes a step where the user names no budget
     ahead: bool = False  # drafts from tokens alone, below nodes that are not decided on: see `sessions.AheadDrafter`
+    ahead_levels: int = 0  # tokens of a chain that its sessions draft, if it drafts trees else; 0: the default budget
     observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
@@ -87,6 +88,11 @@ class DrafterSpec:
     streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`
     scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
+
+    @property
+    def window(self) -> int:
+        """Tokens of a chain that its sessions draft."""
+        return self.ahead_levels or self.default_budget
 
     def scratch_slots(self, shared: int, rows: int, sequences: int) -> int:
         """K/V slots that drafts, or the streams of the widest pass, need; arguments as for `StreamRules`."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import exp, log
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -33,10 +33,12 @@ from .base import (
     StepFeatures,
     StreamingDrafter,
 )
-from .hybrid_sessions import HybridSessions
+from .draft_model import DraftModel
+from .hybrid_sessions import HybridSessions, LookUps
 from .proposal import PathDrafter, Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
-from .sessions import AheadDrafter
+from .sessions import DraftSessions
+from .text_sessions import TextSessions
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
@@ -121,6 +123,8 @@ class Hybrid:
         if len(streaming) > 1:
             raise CapabilityError(f"hybrid:{config.parts}", "a row carries one set of streams", "name one set")
         self._streaming = streaming[0] if streaming else -1  # the source that drafts with streams
+        self._models = [part for part in parts if isinstance(part, DraftModel)]
+        self._target: TargetInfo | None = None
         self._carries: dict[int, bool] = {}  # by sequence: whether streams were asked for it last time
         self.spec = DrafterSpec(
             name=config.kind,
@@ -134,16 +138,35 @@ class Hybrid:
             scratch=max(spec.scratch for spec in specs),
             default_budget=config.nodes,
             tree=True,
+            ahead=self._levels() > 0,
+            ahead_levels=self._levels(),
             sources=tuple(_distinct([spec.name for spec in specs])),
             parts=tuple(specs),
             synthetic=any(spec.synthetic for spec in specs),
-            ahead=all(spec.ahead for spec in specs),
         )
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Bind every drafter."""
+        self._target = target
         for part in self.parts:
             part.bind(target, max_sequences, pool_tokens, device)
+
+    def _levels(self) -> int:
+        """Tokens of a chain that its sessions draft; 0: it has none, for want of drafters that look up or have them."""
+        others = [part for part in self.parts if part not in self._models]
+        looks = all(part.spec.ahead and hasattr(part, "continuations") for part in others)
+        if not looks or len(self._models) > 1 or not all(model.spec.ahead for model in self._models):
+            return 0
+        return max([len(m.config.factors) for m in self._models] or [part.spec.default_budget for part in others])
+
+    def sessions(self, rows: int) -> DraftSessions:
+        """See `AheadDrafter`: look-ups are asked first, and the draft model where none is nearly sure."""
+        assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
+        others: Any = [part for part in self.parts if part not in self._models]  # they have continuations
+        look_ups = LookUps(others, log(SURE))
+        if self._models:
+            return HybridSessions(self._models[0].sessions(rows), look_ups)
+        return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
 
     def observe(self, step: StepFeatures) -> None:
         """Show every drafter the step."""
@@ -162,10 +185,6 @@ class Hybrid:
         for part in self.parts:
             if isinstance(part, RememberingDrafter):
                 part.forget()
-
-    def sessions(self, rows: int) -> HybridSessions:
-        """See `AheadDrafter`: those of all parts, side by side."""
-        return HybridSessions([cast(AheadDrafter, part).sessions(rows) for part in self.parts])
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none

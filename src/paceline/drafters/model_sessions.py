@@ -148,6 +148,26 @@ class ModelSessions:
         if not self._open and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 
+    def add(self, key: int, parent: int, token: int, log_q: float | None = None) -> int:
+        """A node that another drafter found; nothing is computed for it before something below it is.
+
+        Args:
+            key: of the sequence.
+            parent, token: of the node.
+            log_q: of the token; None: the node is given, and chances count from it on.
+
+        Raises:
+            KeyError: a sequence, or a parent, that is not there.
+        """
+        session = self._open[key]
+        above = session.nodes[parent].score if parent in session.nodes else 0.0
+        return session.add(parent, token, 0.0 if log_q is None else above + log_q)
+
+    def text(self, key: int, node: int) -> tuple[SequenceView, list[int]]:
+        """A sequence, and the drafted tokens from below its root to a node."""
+        session = self._open[key]
+        return session.view, [session.nodes[number].token for number in session.path(node)]
+
     def reroot(self, key: int, node: int) -> None:
         """See `DraftSessions`."""
         session = self._open[key]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 from ..core.named import NamedConfig
@@ -164,6 +165,18 @@ class Place:
     threads: int | None = None  # of its layers; None: one a core
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a target comes from, for rounds that read what was trained for it."""
+
+    name: str = "this target"
+    folder: Path | None = None  # of its checkpoint; None: in memory alone
+    find: Callable[[str], Path] = Path  # name of an embedded, local or hub folder -> its path
+
+
+UNKNOWN = Origin()
+
+
 class Serve(Protocol):
     """Starts a drafter's process, whose sessions have room for so many drafted nodes of a sequence."""
 
@@ -189,7 +202,9 @@ class RoundConfig(NamedConfig):
         """Why a drafter (None: no drafter) cannot run in this round, and what to do; None: it can."""
         raise NotImplementedError(f"{type(self).__name__}.refusal")
 
-    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
+    def build(
+        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str, origin: Origin = UNKNOWN
+    ) -> Round:
         """Make the round.
 
         Args:
@@ -197,17 +212,26 @@ class RoundConfig(NamedConfig):
             pool: its K/V.
             drafter: one that `refusal` has nothing against.
             verifier: name of the verifier.
+            origin: where the target comes from.
 
         Raises:
             ConfigError: options, or a verifier, that do not fit the target or the drafter.
         """
         raise NotImplementedError(f"{type(self).__name__}.build")
 
-    def build_apart(self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str, serve: Serve) -> Round:
+    def build_apart(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter,
+        verifier: str,
+        serve: Serve,
+        origin: Origin = UNKNOWN,
+    ) -> Round:
         """Make the round with a drafter in a process of its own, where `place` says so.
 
         Args:
-            target, pool, verifier: as for `build`.
+            target, pool, verifier, origin: as for `build`.
             drafter: the same that runs there; not bound here, and asked for nothing but what it declares.
             serve: starts the process.
 

@@ -20,7 +20,7 @@ from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
 from ..target.streams import StreamSet, check_exit
-from .base import Round, RoundConfig, RunningSequence, StepResult, Work
+from .base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
 from .compiled_streams import StreamsTold, count_told, decide_streams_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
@@ -43,7 +43,14 @@ class FusedConfig(RoundConfig):
             return None
         return "it drafts with streams, and this one has none", "use drafter='streams:FOLDER', or round='serial'"
 
-    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER) -> Round:
+    def build(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str = DEFAULT_VERIFIER,
+        origin: Origin = UNKNOWN,
+    ) -> Round:
         assert drafter is not None
         return FusedRound(target, pool, drafter, verifier)
 

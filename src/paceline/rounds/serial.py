@@ -15,7 +15,7 @@ from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
 from ..target.base import Taps
 from ..target.decoder import Decoder
-from .base import Round, RoundConfig, RunningSequence, StepResult, Work
+from .base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter
 from .outcome import Emitter, keep
@@ -35,7 +35,14 @@ class SerialConfig(RoundConfig):
             return None
         return "it drafts with streams beside the target's rows, and this round has none", "use round='fused'"
 
-    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str = DEFAULT_VERIFIER) -> Round:
+    def build(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str = DEFAULT_VERIFIER,
+        origin: Origin = UNKNOWN,
+    ) -> Round:
         return SerialRound(target, pool, drafter, verifier)
 
 

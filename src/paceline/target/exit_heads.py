@@ -13,28 +13,25 @@ Source: Mirror Speculative Decoding, section 3.1, eq. 6, and E.2.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.options import check, shown
+from ..core.options import check
 from .adapters import fill_normal
 from .decoder import Decoder
-from .files import check_target, is_file, opened, read_json
+from .files import check_target, is_file
 from .linear import nan_parameter
+from .trained_files import TrainedFiles, correct
 
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
-FORMAT = 1
+FILES = TrainedFiles("early exits", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the exits again")
 MOST_EXITS = 16
-RESTORE = "restore the file, or train the exits again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +55,7 @@ class ExitsConfig:
         self._require("vocab_size", 2 <= self.vocab_size <= 2**24, "must be 2 or more")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            asked = f"early exits with {name}={shown(getattr(self, name))}"
-            raise ConfigError(asked, f"{name} {rule}", f"correct {name}")
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any], where: str) -> ExitsConfig:
-        """What `ExitHeads.save` wrote.
-
-        Raises:
-            ConfigError: another format, a key that is unknown or missing, a value that cannot be.
-        """
-        given = dict(values)
-        if given.pop("format", None) != FORMAT:
-            raise ConfigError(where, f"not written in format {FORMAT}", "train it again, or update Paceline")
-        if unknown := sorted({*given} - {f.name for f in fields(ExitsConfig)}):
-            raise ConfigError(where, f"unknown entries: {', '.join(unknown)[:200]}", RESTORE)
-        try:
-            return ExitsConfig(**{**given, "layers": tuple(given.get("layers", ()))})
-        except TypeError as error:
-            raise ConfigError(where, f"not the configuration of early exits ({error})", RESTORE) from error
+        correct("early exits", self, name, holds, rule)
 
 
 class ExitHeads(nn.Module):
@@ -112,11 +90,7 @@ class ExitHeads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.named_parameters()}
-        save_file(values, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = json.dumps({"format": FORMAT, **asdict(self.config)}, indent=1)
-        (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+        FILES.save(self, self.config, folder, dtype)
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> ExitHeads:
@@ -128,24 +102,8 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not is_file(folder / name):
             raise ConfigError(f"early exits {str(folder)!r}", f"it holds no {name}", "name a folder of trained exits")
-    where, file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    values = read_json(where, RESTORE, "not JSON")
-    if not isinstance(values, dict):
-        raise ConfigError(str(where), "not a JSON object", RESTORE)
-    heads = ExitHeads(ExitsConfig.from_json(values, str(where)), dtype, "meta")
-    with opened(file, RESTORE):
-        found = load_file(file)
-    wanted = {name: tuple(value.shape) for name, value in heads.named_parameters()}
-    for name in sorted({*wanted, *found}):
-        shape = tuple(found[name].shape) if name in found else None
-        if shape != wanted.get(name):
-            raise ConfigError(str(file), f"{name} is {shape}, wanted: {wanted.get(name)}", RESTORE)
-        if bool(found[name].isnan().any()):
-            raise ConfigError(str(file), f"{name} holds NaN", RESTORE)
-    heads = heads.to_empty(device=device)
-    for name, parameter in heads.named_parameters():
-        parameter.data.copy_(found[name])
-    return heads.requires_grad_(False)
+    config = FILES.config(ExitsConfig, FILES.read(folder), str(folder / CONFIG_FILE), {"layers": tuple})
+    return FILES.fill(ExitHeads(config, dtype, "meta"), FILES.tensors(folder), folder / WEIGHTS_FILE, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,15 @@ Source: Medusa (Cai et al. 2024), section 3.1.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
@@ -30,12 +28,12 @@ from ...core.options import check, shown
 from ...target.adapters import fill_normal
 from ...target.files import is_file, opened, read_json
 from ...target.linear import nan_parameter
+from ...target.trained_files import TrainedFiles, correct
 
 CONFIG_FILE, WEIGHTS_FILE = "medusa.json", "medusa.safetensors"
+FILES = TrainedFiles("Medusa heads", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the heads again")
 PUBLISHED = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-FORMAT = 1
 MOST_HEADS = 16
-RESTORE = "restore the file, or train the heads again"
 # A published tensor: head, place in its sequence of modules, and of the block's linear layer or the head behind it.
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 # What heads are taken to hit of which nothing is known: of head j's likeliest tokens the i-th so often.
@@ -66,9 +64,7 @@ class HeadsConfig:
         self._require("accuracies", all(0 <= rate <= 1 for rate in rates), "must be 0 to 1")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            wrong = f"{name} {rule}"
-            raise ConfigError(f"Medusa heads with {name}={shown(getattr(self, name))}", wrong, f"correct {name}")
+        correct("Medusa heads", self, name, holds, rule)
 
     def hit_rates(self, count: int) -> list[list[float]]:
         """[heads][count] of the likeliest tokens of each head, never rising; where none are known, a guess."""
@@ -78,26 +74,6 @@ class HeadsConfig:
             level = [max(rate, 1e-6) for rate in row[:count]]
             found.append([min(level[: i + 1]) for i in range(len(level))])
         return found
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any], where: str) -> HeadsConfig:
-        """What `Heads.save` wrote.
-
-        Raises:
-            ConfigError: another format, a key that is unknown or missing, a value that cannot be.
-        """
-        given = dict(values)
-        if given.pop("format", None) != FORMAT:
-            raise ConfigError(where, f"not written in format {FORMAT}", "train it again, or update Paceline")
-        if unknown := sorted({*given} - {f.name for f in fields(HeadsConfig)}):
-            raise ConfigError(where, f"unknown entries: {', '.join(unknown)[:200]}", RESTORE)
-        try:
-            rows = given.get("accuracies", [])
-            return HeadsConfig(**{**given, "accuracies": tuple(tuple(float(rate) for rate in row) for row in rows)})
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(where, f"not the configuration of Medusa heads ({error})", RESTORE) from error
 
 
 class Heads(nn.Module):
@@ -156,11 +132,7 @@ class Heads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""
-        folder.mkdir(parents=True, exist_ok=True)
-        values = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.named_parameters()}
-        save_file(values, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = json.dumps({"format": FORMAT, **asdict(self.config)}, indent=1)
-        (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+        FILES.save(self, self.config, folder, dtype)
 
 
 def read_config(folder: Path) -> HeadsConfig | None:
@@ -171,10 +143,7 @@ def read_config(folder: Path) -> HeadsConfig | None:
     """
     file = folder / CONFIG_FILE
     if is_file(file):
-        values = read_json(file, RESTORE, "not JSON")
-        if not isinstance(values, dict):
-            raise ConfigError(str(file), "not a JSON object", RESTORE)
-        return HeadsConfig.from_json(values, str(file))
+        return FILES.config(HeadsConfig, FILES.read(folder), str(file), {"accuracies": _rates})
     if _published_file(folder) is None:
         wrong = f"it holds neither {CONFIG_FILE} nor {' or '.join(PUBLISHED)}"
         raise ConfigError(f"Medusa heads {str(folder)!r}", wrong, "name a folder that holds trained heads")
@@ -193,28 +162,12 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -
         return _load_published(folder, dtype, device)
     file = folder / WEIGHTS_FILE
     if not is_file(file):
-        raise ConfigError(str(file), "there is no such file", RESTORE)
-    with opened(file, RESTORE):
-        values = load_file(file)
-    return _filled(config, values, file, dtype, device)
+        raise ConfigError(str(file), "there is no such file", FILES.restore)
+    return FILES.fill(Heads(config, dtype, "meta"), FILES.tensors(folder), file, device)
 
 
-def _filled(
-    config: HeadsConfig, values: Mapping[str, Tensor], file: Path, dtype: torch.dtype, device: torch.device | str
-) -> Heads:
-    # Without memory first: the file may not hold what its configuration makes it out to.
-    wanted = {name: tuple(value.shape) for name, value in Heads(config, device="meta").named_parameters()}
-    found = {name: tuple(value.shape) for name, value in values.items()}
-    for name in sorted({*wanted, *found}):
-        if wanted.get(name) != found.get(name):
-            said = [f"{shape}" if shape else "not there" for shape in (found.get(name), wanted.get(name))]
-            raise ConfigError(str(file), f"{name} is {said[0]}, wanted: {said[1]}", RESTORE)
-    heads = Heads(config, dtype, device)
-    for name, parameter in heads.named_parameters():
-        parameter.data.copy_(values[name])
-        if bool(parameter.isnan().any()):
-            raise ConfigError(str(file), f"{name} holds NaN", RESTORE)
-    return heads.requires_grad_(False)
+def _rates(rows: Any) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(rate) for rate in row) for row in rows)
 
 
 def _published_file(folder: Path) -> Path | None:
@@ -248,7 +201,7 @@ def _load_published(folder: Path, dtype: torch.dtype, device: torch.device | str
         raise ConfigError(str(file), f"its heads differ in shape ({error})", "download it again") from error
     vocab, width = stacked["own"].shape[-2:] if stacked["own"].ndim == 3 else (0, 0)
     config = HeadsConfig(heads=count, d_model=width, vocab_size=vocab, own=True, target=_base_model(folder))
-    return _filled(config, stacked, file, dtype, device)
+    return FILES.fill(Heads(config, dtype, "meta"), stacked, file, device)
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

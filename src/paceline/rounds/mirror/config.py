@@ -11,8 +11,10 @@ from ...drafters.base import Drafter, DrafterSpec
 from ...drafters.sessions import AheadDrafter, DraftSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
-from ...target.exits import UntrainedExit, exit_layer
-from ..base import Place, Round, RoundConfig, Serve
+from ...target.exit_heads import exit_of
+from ...target.exits import ExitHead, UntrainedExit, exit_layer
+from ...target.files import fingerprint
+from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from .round import MirrorRound
 from .running import Beside, Between, Elsewhere, Runner
 
@@ -32,6 +34,9 @@ class MirrorConfig(RoundConfig):
         None, help="candidates of each position, 1 or more; none: by batch size, from 8 alone to 1 of 64", minimum=1
     )
     exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
+    heads: str = option(
+        "", help="trained early exits, one of them behind these layers; none: the target's own norm and head"
+    )
     policy: Literal["wait", "plain"] = option(
         "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
     )
@@ -70,53 +75,79 @@ class MirrorConfig(RoundConfig):
             )
         if not spec.ahead:
             return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
-        if spec.tree:
+        if spec.tree and not spec.ahead_levels:
             return f"{who} drafts trees, and what is prepared for an outcome is a chain", "leave out branching and topk"
         return None
 
-    def build(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> Round:
+    def build(
+        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str, origin: Origin = UNKNOWN
+    ) -> Round:
         assert drafter is not None
-        self._fit(target)  # before anything is allocated
+        exit_head = self.exit_head(target, origin)  # before anything is allocated
         ahead = cast(AheadDrafter, drafter)  # its spec says so
         runner = Beside() if self.rollout == "beside" else Between()
-        return self.over(target, pool, drafter, verifier, ahead.sessions(self.rows(drafter.spec)), runner)
+        return self.over(target, pool, drafter, verifier, exit_head, ahead.sessions(self.rows(drafter.spec)), runner)
 
-    def build_apart(self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str, serve: Serve) -> Round:
-        self._fit(target)
+    def build_apart(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter,
+        verifier: str,
+        serve: Serve,
+        origin: Origin = UNKNOWN,
+    ) -> Round:
         assert self.place is not None
-        return self.over(
-            target, pool, drafter, verifier, serve(rows=self.rows(drafter.spec), place=self.place), Elsewhere()
-        )
+        exit_head = self.exit_head(target, origin)  # before a process is started
+        sessions = serve(rows=self.rows(drafter.spec), place=self.place)
+        return self.over(target, pool, drafter, verifier, exit_head, sessions, Elsewhere())
 
     def rows(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""
-        gamma = spec.default_budget
+        gamma = spec.window
         return (gamma + 1) * (1 + max(self._kappas().values()) * gamma)
 
     def over(
-        self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str, sessions: DraftSessions, runner: Runner
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter,
+        verifier: str,
+        exit_head: ExitHead,
+        sessions: DraftSessions,
+        runner: Runner,
     ) -> MirrorRound:
         """The round over sessions that are served wherever they are.
 
         Args:
             target, pool, drafter, verifier: as for `build`.
+            exit_head: of the target.
             sessions: of the drafter, with room for `rows`.
             runner: how rollouts run there.
 
         Raises:
-            ConfigError: an exit outside the target, more candidates than tokens, a verifier that does not fit.
+            ConfigError: a verifier that does not fit.
         """
-        exit_head, waits = UntrainedExit(target, self._fit(target)), self.policy == "wait"
         kappas = {batch: min(kappa, target.config.vocab_size) for batch, kappa in self._kappas().items()}
+        waits = self.policy == "wait"
         return MirrorRound(target, pool, drafter, verifier, exit_head, kappas, waits, sessions, runner)
 
-    def _fit(self, target: Decoder) -> int:
-        """The exit's layer, checked with all else against the target."""
+    def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
+        """The exit of a target, and all else that is asked for checked against it.
+
+        Raises:
+            ConfigError: an exit outside the target, more candidates than tokens, a folder without trained exits.
+            CapabilityError: exits that were trained for another target, or none behind these layers.
+        """
         vocab = target.config.vocab_size
         if self.kappa is not None and self.kappa > vocab:
             wrong = f"the vocabulary has {vocab} tokens"
             raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
-        return exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
+        layer = exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
+        if not self.heads:
+            return UntrainedExit(target, layer)
+        mark = None if origin.folder is None else fingerprint(origin.folder)
+        return exit_of(origin.find(self.heads), target, layer, origin.name, mark)
 
     def _kappas(self) -> dict[int, int]:
         return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}

@@ -77,7 +77,7 @@ class MirrorRound:
         self.sessions, self.runner = sessions, runner
         self.verifier = make_verifier(verifier, drafter.spec)
         self.emitter = Emitter(target.num_layers, drafter.spec)
-        self.gamma = drafter.spec.default_budget
+        self.gamma = drafter.spec.window
         self.failure: str | None = None  # why drafting has ended
         self.on_verdict: Callable[[Verdict], None] | None = None  # told every verdict, where anybody listens
         self.on_step: Callable[[StepTimes], None] | None = None  # told the times of every step

@@ -15,7 +15,7 @@ from ...drafters.sessions import AheadDrafter, DraftSessions, GoingSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
 from ...target.stages import Stage, even_cuts
-from ..base import Place, Round, RoundConfig, Serve
+from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from ..verification import make_verifier, match
 from . import lossy
 from .belt import Belt, StagesInTurn
@@ -116,6 +116,7 @@ class PipelineConfig(RoundConfig):
         pool: KVPool,
         drafter: Drafter | None,
         verifier: str,
+        origin: Origin = UNKNOWN,
         start: Callable[[], Belt] | None = None,
     ) -> Round:
         """See `RoundConfig`.
@@ -133,6 +134,7 @@ class PipelineConfig(RoundConfig):
         drafter: Drafter,
         verifier: str,
         serve: Serve,
+        origin: Origin = UNKNOWN,
         start: Callable[[], Belt] | None = None,
     ) -> Round:
         """See `RoundConfig`; ``start`` as for `build`."""
