@@ -28,6 +28,7 @@ INPUTS := pyproject.toml constraints.txt
 DATA ?=
 TASKS := spec_bench gsm8k humaneval humaneval_x mmlu wikisql books $(if $(DATA),drop triviaqa e2e dialogsum)
 HYBRID := hybrid:paceline-small-draft,dtype=int8
+STREAMS := streams:paceline-small-streams
 BENCH = $(BIN)/paceline bench --overwrite
 BENCH_TASKS = $(BENCH) $(if $(DATA),--data $(DATA)) $(TASKS:%=--workload %) --repeats 2 --max-new-tokens 64
 
@@ -60,10 +61,11 @@ demo: $(RUN_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/paceline bench calibrate
-	$(BENCH_TASKS) --prompts 32 --batch 1,2,4,8,16,32 --out build/bench/batch \
+	$(BENCH_TASKS) --prompts 32 --repeats 1 --batch 1,2,4,8,16,32 --out build/bench/batch \
 	  --title 'The draft budget left to the engine, batch 1 to 32, bf16' \
 	  --method 'hybrid=$(HYBRID)' --method 'hybrid-fixed=$(HYBRID);budget=14' \
-	  --method ngram --method 'ngram-fixed=ngram;budget=8'
+	  --method ngram --method 'ngram-fixed=ngram;budget=8' \
+	  --method 'streams=$(STREAMS)' --method 'streams-fixed=$(STREAMS),nodes=8;budget=8'
 	$(BENCH) --peers --model random:12x768x2048x8192 --dtype bfloat16 --prompts 8 --repeats 3 --prompt-tokens 64 \
 	  --max-new-tokens 128 --out build/bench/random \
 	  --title 'A random model of 91M parameters beside other engines, bf16'

@@ -200,9 +200,8 @@ def algorithm_1(drafter: LyannaDrafter, logits: Tensor) -> Any:
     """The tree of these raw logits [steps, V], by the compiled call without a pass."""
     body = drafter.body
     assert body.stack is not None and body.fuse is not None
-    none = torch.empty(0, drafter.model.head.config.d_model, dtype=body.handle.dtype)
     sprout = Sprout([], 0, slice(0, 0), 0, 0, 1, None, logits)
-    return sample(body.stack, [sprout], WIDTH, False, body.fuse, drafter._info, none, body.pool)
+    return sample(body.stack, [sprout], WIDTH, False, body.fuse, drafter._info, body.pool)
 
 
 def pass_of(ask: Asked, name: str, method: Method, tasks: Sequence[str]) -> DraftPass:

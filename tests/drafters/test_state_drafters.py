@@ -32,6 +32,7 @@ from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
 from paceline.target.decoder import Decoder
+from paceline.target.native_calls import Seed
 from paceline.target.rope import RopeConfig, RopeTable
 from paceline.training.network import rotate
 
@@ -515,6 +516,21 @@ def test_compiled_layers_draft_what_torchs_do() -> None:
         found.append(paths_of(stage.drafter.propose(want([v]))))
     assert found[0].keys() == found[1].keys()
     assert all(found[0][path] == pytest.approx(found[1][path], abs=1e-3) for path in found[0])
+
+
+@needs_kernels
+def test_compiled_growth_wants_a_state_for_every_pending_token() -> None:
+    body = Stage(eagle(), tiny_decoder(dtype=torch.float32, compiled=True)).drafter.body
+    fine = Seed([5, 6], 0, 0, slice(0, 2), 3, 1, 3, None, 1, torch.ones(2, 32))
+
+    def grown(states: torch.Tensor | None) -> int:
+        (tree,) = body.stack.grow([fine._replace(states=states)], (1,), 4, 4, -math.inf, body.pool, VOCAB, body.fuse)
+        return len(tree.tokens)
+
+    assert grown(fine.states) == 3  # the best of four children
+    for wrong in (None, torch.ones(1, 32), torch.ones(2, 16), torch.ones(2, 32, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="no states|where"):
+            grown(wrong)
 
 
 # ---- what is refused

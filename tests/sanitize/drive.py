@@ -291,9 +291,9 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
     stack: Any = body.finish().stack
     summed, rank = draw.random() < 0.3, draw.choice(RANKS)
     both, state = (linear_of(n, d, dtype) for n in (d if summed else 2 * d, d))
-    fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), summed, draw.random() < 0.7)
-    hot = draw.choice([None, torch.randint(0, 2, (vocab,), dtype=torch.uint8)])
-    info = NativeTokenInfo(*(linear_of(k, n) for k, n in ((d, rank), (rank, vocab))), torch.eye(rank), hot, 1e-6)
+    target = draw.choice([None, decoder.stack])
+    fused = NativeFuse(both, state, torch.randn(1, d).to(dtype), summed, draw.random() < 0.7, target)
+    info = NativeTokenInfo(torch.randn(vocab, rank).to(dtype), linear_of(rank, vocab, dtype))
     sizes = [(draw.choice([0, 1, 15, 40]), draw.choice([1, 2, 16]), draw.choice([0, 1, 2, 5])) for _ in range(3)]
     cache, order, at = Cache(body, sum(map(sum, sizes))), torch.randperm(sum(map(sum, sizes))), 0
     contiguous, sprouts, seeds = draw.random() < 0.5, [], []
@@ -306,13 +306,14 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
         pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)] if steps else []
         rules, place = draw.choice([None, some_rules(draw, vocab)]), position + count + 9
         left = draw.choice([None, torch.randn(draw.randint(1, 3), vocab)])
-        sprouts.append(Sprout(pending, position, keys, steps, draw.randrange(vocab), place, rules, left))
+        states, most = torch.randn(len(pending), d).to(dtype), (draw.choice([1, 7, 999]), draw.choice([1, 7, 999]))
+        root = draw.randrange(vocab)
+        sprouts.append(Sprout(pending, position, keys, steps, root, place, rules, left, states, most))
         if steps:
-            room = max(0, steps - 1)
-            seeds.append(Seed(pending, position, room, keys, draw.randint(1, 9), levels, 4 + vocab * 20, rules, 9))
-    states = torch.randn(sum(len(sprout.pending) for sprout in sprouts), d).to(dtype)
+            room, budget = max(0, steps - 1), draw.randint(1, 9)
+            seeds.append(Seed(pending, position, room, keys, budget, levels, 4 + vocab * 20, rules, 9, states))
     for branches in (1, topk, 2 * vocab):
-        raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), states, cache)
+        raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), cache)
         assert not raw.isnan().any()
         for sprout, trees in zip(sprouts, found, strict=True):
             assert [tree is not None for tree in trees] == [sprout.steps > 0, sprout.left is not None]
@@ -320,7 +321,7 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
                 assert all(0 <= token < vocab for token in tree.tokens)
                 assert all(0 <= parent <= node for node, parent in enumerate(tree.parents))
     if seeds:
-        grown = stack.grow(seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused, states)
+        grown = stack.grow(seeds, [1] * levels, topk, topk, -math.inf, cache, vocab, fused)
         assert all(tree.forwarded <= seed.room for seed, tree in zip(seeds, grown, strict=True))
 
 

@@ -273,8 +273,9 @@ class _Draft:
     def cut(self, budget: int) -> None:
         """Keep the best ``budget`` nodes."""
         if len(self.nodes) > budget:
-            self.marks = [self.marks[i] for i in self.nodes.ranked(budget)]
-            self.nodes = self.nodes.best(budget)
+            best = self.nodes.ranked(budget)
+            self.marks = [self.marks[i] for i in best]
+            self.nodes = self.nodes.kept(best)
 
 
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:

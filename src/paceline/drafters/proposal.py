@@ -48,13 +48,17 @@ class Proposal:
 
     def best(self, budget: int) -> Proposal:
         """The ``budget`` best scored nodes, in their order. No node may have a better score than its parent."""
-        if len(self.tokens) <= budget:
-            return self
-        kept = Proposal(matched=self.matched)
-        moved = {0: 0}
-        for i in self.ranked(budget):
-            moved[i + 1] = kept.add(moved[self.parents[i]], self.tokens[i], self.log_scores[i])
-        return kept
+        return self if len(self.tokens) <= budget else self.kept(self.ranked(budget))
+
+    def kept(self, indices: Sequence[int]) -> Proposal:
+        """The nodes at these indices in ``tokens``, ascending; a node's parent is among them."""
+        moved = {0: 0} | {i + 1: node for node, i in enumerate(indices, start=1)}
+        return Proposal(
+            [self.tokens[i] for i in indices],
+            [moved[self.parents[i]] for i in indices],
+            [self.log_scores[i] for i in indices],
+            self.matched,
+        )
 
     def graft(self, other: Proposal) -> list[int]:
         """Add the nodes of another proposal below the same root; equal paths become one node.

@@ -266,7 +266,9 @@ class _Line:
         """Take in one call; one that took many times as long as usual was interrupted."""
         if self.calls >= WINDOW:
             ms = min(ms, STEEPEST * STEEPEST * self.ms)
-        rate = max(SLOWEST, 1 / (self.calls + 1))
+        # The first calls of a process are slow (memory is met for the first time): they are forgotten soon, lest a
+        # price that is too high keep anybody from asking again.
+        rate = max(SLOWEST, 2 / (self.calls + 2))
         far, late = levels - self.levels, ms - self.ms
         self.sequences += rate * (sequences - self.sequences)
         self.levels += rate * far

@@ -157,6 +157,8 @@ class Fuse(ctypes.Structure):
         *((name, Linear) for name in ("both", "state")),
         ("constant", ctypes.c_void_p),
         ("sum", ctypes.c_int64),
+        ("norm", ctypes.c_void_p),
+        ("eps", ctypes.c_double),
     ]
 
 
@@ -169,12 +171,7 @@ class SparseView(ctypes.Structure):
 
 
 class TokenInfo(ctypes.Structure):
-    _fields_ = [
-        *((name, Linear) for name in ("down", "table")),
-        *((name, ctypes.c_void_p) for name in ("gram", "hot")),
-        ("rank", ctypes.c_int64),
-        ("eps", ctypes.c_double),
-    ]
+    _fields_ = [("table", Linear), ("factors", ctypes.c_void_p)]
 
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
@@ -255,12 +252,12 @@ def _declared(found: Any) -> Any:
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double),
         *[ctypes.c_void_p] * 2,
-        *(ctypes.POINTER(Fuse), ctypes.c_void_p),
+        ctypes.POINTER(Fuse),
     ]
     found.pl_sample.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Fuse), ctypes.POINTER(TokenInfo)),
-        *[ctypes.c_void_p] * 5,
+        *[ctypes.c_void_p] * 4,
     ]
     found.pl_keys.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass)]
     found.pl_recall.argtypes = [

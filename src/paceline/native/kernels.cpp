@@ -27,6 +27,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 #include <unordered_map>
 #include <vector>
@@ -189,6 +190,9 @@ inline float sum16(v16 v) {
 }
 
 inline float max16(v16 v) {
+#if PL_AVX512
+  return _mm512_reduce_max_ps(v);
+#endif
   float s[16];
   save(s, v);
   return *std::max_element(s, s + 16);
@@ -419,14 +423,13 @@ struct Fuse {            // how a row of a state drafter is made of a state and 
   Linear state;          // [d_model, d_model] of a state without a token; n = 0: there is always one
   const void* constant;  // [d_model] activations, what the latter adds
   int64_t sum;
+  const float* norm;     // of the target's states, which come raw; null: none
+  double eps;
 };
 
-struct TokenInfo {       // u = a / sqrt(a^T G a + eps) with a = W1 E(t): the bias of t's children is table u
-  Linear down, table;    // float32: [rank, d_model] and [vocab, rank]
-  const float* gram;     // [rank, rank]
-  const uint8_t* hot;    // [vocab] which tokens have any; null: all
-  int64_t rank;
-  double eps;
+struct TokenInfo {       // the bias of token t's children is table factors_t (Lyanna, section 5.1)
+  Linear table;          // [vocab, rank]
+  const void* factors;   // [vocab, rank] activations
 };
 
 struct Heads {           // Medusa's: x_j = x + SiLU(W_j x + b_j), of a state x behind the final norm
@@ -2653,31 +2656,46 @@ int64_t likeliest(const float* logits, int64_t n) {
   return at;
 }
 
-// The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
-void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+// The k largest of numbers that are offered one after the other, best first, of equals the first.
+struct Ranks {
+  const int64_t k;
+  int64_t* places;  // [k]
+  float* values;    // [k]
   int64_t found = 0;
   float least = -INFINITY;  // of those found, once there are k
-  auto offer = [&](int64_t i) {
-    const float x = logits[i];
-    if (found == k && !(x > least)) return;
-    int64_t at = found < k ? found++ : k - 1;
-    for (; at > 0 && log_q[at - 1] < x; at--) log_q[at] = log_q[at - 1], tokens[at] = tokens[at - 1];
-    log_q[at] = x, tokens[at] = i;
-    if (found == k) least = log_q[k - 1];
-  };
-  int64_t i = 0;
-  for (; i < k; i++) offer(i);
-  for (; i + 16 <= n; i += 16)
-    if (max16(load(logits + i)) > least)
-      for (int64_t j = i; j < i + 16; j++) offer(j);
-  for (; i < n; i++) offer(i);
-  const float most = log_q[0];
+
+  bool open() const { return found < k; }
+  void offer(int64_t place, float x) {
+    if (!open() && !(x > least)) return;
+    int64_t at = open() ? found++ : k - 1;
+    for (; at > 0 && values[at - 1] < x; at--) values[at] = values[at - 1], places[at] = places[at - 1];
+    values[at] = x, places[at] = place;
+    if (!open()) least = values[k - 1];
+  }
+};
+
+// Makes of the largest of n logits their log-softmax.
+void log_softmax(const float* logits, int64_t n, const Ranks& best) {
+  const float most = best.values[0];
   v16 sums = {};
-  for (i = 0; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(most));
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) sums = sums + exp16(load(logits + i) - splat(most));
   float total = sum16(sums);
   for (; i < n; i++) total += std::exp(logits[i] - most);
   const float floor = most + std::log(total);
-  for (int64_t j = 0; j < k; j++) log_q[j] -= floor;
+  for (int64_t j = 0; j < best.k; j++) best.values[j] -= floor;
+}
+
+// The k largest of n logits, best first (of equals the first), and their log-softmax. k is at most n.
+void top(const float* logits, int64_t n, int64_t k, int64_t* tokens, float* log_q) {
+  Ranks best{k, tokens, log_q};
+  int64_t i = 0;
+  for (; i < k; i++) best.offer(i, logits[i]);
+  for (; i + 16 <= n; i += 16)
+    if (max16(load(logits + i)) > best.least)
+      for (int64_t j = i; j < i + 16; j++) best.offer(j, logits[j]);
+  for (; i < n; i++) best.offer(i, logits[i]);
+  log_softmax(logits, n, best);
 }
 
 // ---------------------------------------------------------------------------------------------- drawing a token
@@ -2909,6 +2927,84 @@ struct Guess final : Job {
   void run(int64_t threads) { team().run(std::clamp<int64_t>(rows.size() * n / DRAWS, 1, threads), *this); }
 };
 
+// Logits of several rows and the k best tokens of each with their log-softmax, in one job: a thread that has made a group of a
+// row's logits notes the largest of them, so that few groups are looked through for the best.
+struct Ranked { const float* more; const Rules* rules; int64_t position; };  // more [n]: added to the product; null: nothing
+
+template <class A> struct Ranking final : Job {
+  static constexpr int64_t GROUP = BLOCKS * LANES;
+
+  const Linear& l;
+  const A* x;
+  const int64_t stride, limit, k;  // limit: tokens at and above it are not chosen
+  const bool noisy;
+  const std::vector<Ranked>& rows;
+  int64_t* const tokens;  // [rows, k]
+  float* const log_q;     // [rows, k]
+  const int64_t groups;   // of a row
+  float *logits, *most;   // [rows, n], [rows, groups]
+
+  Ranking(const Linear& head, const A* in, int64_t step, int64_t end, int64_t best, bool noise, const std::vector<Ranked>& of, int64_t* to, float* chances)
+      : l(head), x(in), stride(step), limit(end), k(best), noisy(noise), rows(of), tokens(to), log_q(chances), groups((l.n + GROUP - 1) / GROUP) {
+    static thread_local std::vector<float> largest;
+    grow(t_logits, (int64_t)rows.size() * l.n), grow(largest, (int64_t)rows.size() * groups);
+    logits = t_logits.data(), most = largest.data();
+  }
+  void run(int64_t threads) {
+    if (!rows.empty()) team().run(std::clamp<int64_t>(l.n * l.k * std::max<int64_t>(1, rows.size() / 4) / WORTH, 1, threads), *this);
+  }
+
+  int64_t stages() const override { return 2; }
+  int64_t units(int64_t stage) const override { return stage ? rows.size() : up(l.n, LANES) / LANES; }
+  int64_t step(int64_t stage) const override { return stage ? 1 : BLOCKS; }
+  void work(int64_t stage, const Claim& claim) override {
+    if (stage) {
+      for (int64_t r = claim.begin; r < claim.end; r++) rank(r);
+      return;
+    }
+    const int64_t count = rows.size();
+    if (claim.fresh) set_tiles(count);
+    sweep(l, claim, input_of(l, x, stride, count, claim.fresh), count, {}, [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+      for (int r = 0; r < n; r++) {
+        float* y = logits + (r0 + r) * l.n + first;
+        const float* more = rows[r0 + r].more;
+        for (int64_t i = 0; i < outputs; i++) y[i] = finished(l, first + i, c[r * GROUP + i]) + (more ? more[first + i] : 0.0f);
+        most[(r0 + r) * groups + first / GROUP] = largest_of(y, std::min(limit - first, outputs));
+      }
+    });
+  }
+
+  // Of a group's first logits; nothing is larger than that of none.
+  static float largest_of(const float* y, int64_t n) {
+    v16 top = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) top = greater(load(y + i), top);
+    float found = max16(top);
+    for (; i < n; i++) found = std::max(found, y[i]);
+    return found;
+  }
+
+  void rank(int64_t r) {
+    const Ranked& row = rows[r];
+    const float *y = logits + r * l.n, *of_group = most + r * groups;
+    if (row.rules && row.rules->temperature > 0)
+      if (const float* drawn = scored(y, limit, *row.rules, row.position, noisy)) return top(drawn, limit, k, tokens + r * k, log_q + r * k);
+    Ranks best{k, tokens + r * k, log_q + r * k};
+    for (int64_t first = 0; first < limit; first += GROUP)
+      if (best.open() || of_group[first / GROUP] > best.least)
+        for (int64_t i = first; i < std::min(first + GROUP, limit); i++) best.offer(i, y[i]);
+    log_softmax(y, limit, best);
+  }
+};
+
+// The same of rows [rows, l.k] of activations, which are normed where a weight is given.
+void rank(const Model& m, const Linear& l, const float* norm, const void* x, int64_t limit, int64_t k, bool noisy, const std::vector<Ranked>& rows, int64_t* tokens,
+          float* log_q, int64_t threads) {
+  const int64_t stride = up(l.k, K_STEP), count = rows.size();
+  if (m.wide_activations) Ranking<float>(l, prepared((const float*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q).run(threads);
+  else Ranking<bf16>(l, prepared((const bf16*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q).run(threads);
+}
+
 // The k best tokens of rows of logits, a row a unit, by the rules of their sequences. Row i is of sequence i % sequences, and
 // its token will have position i / sequences behind that sequence's first.
 struct Pick final : Job {
@@ -2963,6 +3059,23 @@ template <class A> void run_heads(const Model& m, const Heads& h, const A* state
     linear(h.own[j], (const A*)(guess + j * rows * stride), stride, rows, t_logits.data() + j * rows * m.vocab, threads);
 }
 
+// The best `budget` nodes of a tree, of equals the first ones, in their order (EAGLE-2, section 4.2). No node may have a better
+// score than its parent; node 0 is the root, node n is entry n - 1.
+void keep_best(int64_t budget, std::vector<int64_t>& tokens, std::vector<int64_t>& parents, std::vector<double>& scores) {
+  const int64_t nodes = tokens.size();
+  if (nodes <= budget) return;
+  std::vector<int64_t> order(nodes), to(nodes + 1);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
+  order.resize(budget);
+  std::sort(order.begin(), order.end());
+  for (int64_t i = 0; i < budget; i++) {
+    const int64_t n = order[i];
+    tokens[i] = tokens[n], parents[i] = to[parents[n]], scores[i] = scores[n], to[n + 1] = i + 1;
+  }
+  tokens.resize(budget), parents.resize(budget), scores.resize(budget);
+}
+
 // A draft tree while it grows: what `DraftModel` does level by level. Node 0 is the root, node n is entry n - 1.
 struct Growing {
   const int64_t* pending;
@@ -2971,6 +3084,7 @@ struct Growing {
   int64_t budget, max_depth;
   const Rules* rules;
   int64_t shift = 0;  // of a token's position in its text, beyond that of its row among the keys
+  const char* given = nullptr;  // [pending, d_model] states in front of the pending tokens
   std::vector<char> states;  // [1 + forwarded, d_model] what the root's row and the nodes' gave, where they are fed on
   std::vector<int64_t> tokens, parents, depths, frontier{0};  // frontier: nodes to expand next, ascending
   std::vector<double> scores;                                 // cumulative log q
@@ -2980,22 +3094,21 @@ struct Growing {
   int64_t depth(int64_t node) const { return node ? depths[node - 1] : 0; }
   int64_t slot(int64_t place) const { return base >= 0 ? base + place : keys[place]; }
 
-  // The most likely children of every frontier node, from the logits [frontier, vocab] after them.
-  std::vector<int64_t> expand(const float* logits, int64_t vocab, int64_t limit, int64_t children, int64_t most) {
-    std::vector<int64_t> fresh, found(std::min(children, limit));
-    std::vector<float> log_q(found.size());
+  // The position of the tokens behind a node.
+  int64_t place(int64_t node) const { return committed() + shift + depth(node); }
+
+  // The children of every frontier node, of which the k best [frontier, k] are given, at most `most` of each.
+  std::vector<int64_t> expand(const int64_t* best, const float* log_q, int64_t k, int64_t most) {
+    std::vector<int64_t> fresh;
     passes += !frontier.empty();
-    for (size_t f = 0; f < frontier.size(); f++) {
-      const int64_t node = frontier[f];
-      const float* x = logits + f * vocab;
-      const float* y = rules && rules->temperature > 0 ? scored(x, limit, *rules, committed() + shift + depth(node), true) : nullptr;
-      top(y ? y : x, limit, found.size(), found.data(), log_q.data());
-      for (int64_t i = 0; i < std::min<int64_t>(found.size(), most); i++) {
+    for (int64_t node : frontier) {
+      for (int64_t i = 0; i < std::min(k, most); i++) {
         if (!(log_q[i] > -INFINITY)) continue;
-        tokens.push_back(found[i]), parents.push_back(node), depths.push_back(depth(node) + 1);
+        tokens.push_back(best[i]), parents.push_back(node), depths.push_back(depth(node) + 1);
         scores.push_back((node ? scores[node - 1] : 0.0) + (double)log_q[i]);
         fresh.push_back(tokens.size());
       }
+      best += k, log_q += k;
     }
     return fresh;
   }
@@ -3084,33 +3197,16 @@ void fuse(const Model& m, const Fuse& f, const void* states, const int64_t* toke
   else fuse(m, f, (const bf16*)states, tokens, (const bf16*)embedding, rows, (bf16*)out, threads);
 }
 
+// One of the target's states, normed.
+void take_state(const Model& m, const Fuse& f, const void* raw, void* out) {
+  if (m.wide_activations) rms((const float*)raw, f.norm, m.d_model, (float)f.eps, (float*)out, m.d_model);
+  else rms((const bf16*)raw, f.norm, m.d_model, (float)f.eps, (bf16*)out, m.d_model);
+}
+
 Refusal check_fuse(const Model& m, const Fuse& f) {
   const int64_t d = m.d_model;
   const bool fits = f.both.n == d && f.both.k == (f.sum ? d : 2 * d) && (f.state.n == 0 || (f.state.n == d && f.state.k == d && f.constant));
   return fits ? DONE : BAD_COUNT;
-}
-
-// What tokens say about their children's logits: [rows, vocab]. Source: Lyanna, section 5.1.
-template <class A>
-void token_info(const Model& m, const TokenInfo& t, const int64_t* tokens, const A* embedding, int64_t rows, float* out, int threads) {
-  static thread_local std::vector<float> embedded, u;
-  const int64_t d = m.d_model, r = t.rank;
-  grow(embedded, rows * d), grow(u, rows * r);
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < d; j++) embedded[i * d + j] = wide(embedding[tokens[i] * d + j]);
-  times(t.down, embedded.data(), rows, u.data(), threads);
-  for (int64_t i = 0; i < rows; i++) {
-    float* a = u.data() + i * r;
-    double square = 0;
-    for (int64_t x = 0; x < r; x++) {
-      float sum = 0;
-      for (int64_t y = 0; y < r; y++) sum += t.gram[x * r + y] * a[y];
-      square += (double)sum * a[x];
-    }
-    const float scale = t.hot && !t.hot[tokens[i]] ? 0.0f : (float)(1 / std::sqrt(square + t.eps));
-    for (int64_t x = 0; x < r; x++) a[x] *= scale;
-  }
-  times(t.table, u.data(), rows, out, threads);
 }
 
 // A tree of Algorithm 1: the logits of its levels, and its nodes; node 0 is the root, node n is entry n - 1.
@@ -3123,63 +3219,52 @@ struct Sampled {
   std::vector<double> scores;
 };
 
-// The k best children of nodes, a node a unit, from the raw logits of their level and what their own tokens say.
+// The k best of rows of logits, a row a unit, as `Ranking` chooses them.
 struct Children final : Job {
-  struct Node { const float* raw; const Rules* rules; int64_t position; };
-  const Node* nodes;
-  int64_t rows, n, limit, k;
-  float* infos;  // [rows, n] or null; overwritten
-  bool noisy;
-  int64_t* tokens;  // [rows, k]
-  float* log_q;
+  const std::vector<Ranked>& rows;  // more: the logits
+  const int64_t limit, k;
+  const bool noisy;
+  int64_t* const tokens;  // [rows, k]
+  float* const log_q;
+  Children(int64_t end, int64_t best, bool noise, const std::vector<Ranked>& of, int64_t* to, float* chances)
+      : rows(of), limit(end), k(best), noisy(noise), tokens(to), log_q(chances) {}
   int64_t stages() const override { return 1; }
-  int64_t units(int64_t) const override { return rows; }
+  int64_t units(int64_t) const override { return rows.size(); }
   int64_t step(int64_t) const override { return 1; }
   void work(int64_t, const Claim& claim) override {
     for (int64_t i = claim.begin; i < claim.end; i++) {
-      const Node& node = nodes[i];
-      const float* x = node.raw;
-      if (infos) {
-        float* sum = infos + i * n;
-        for (int64_t j = 0; j < n; j++) sum[j] += x[j];
-        x = sum;
-      }
-      const bool ruled = node.rules && node.rules->temperature > 0;
-      const float* y = ruled ? scored(x, limit, *node.rules, node.position, noisy) : nullptr;
-      top(y ? y : x, limit, k, tokens + i * k, log_q + i * k);
+      const Ranked& row = rows[i];
+      const float* y = row.rules && row.rules->temperature > 0 ? scored(row.more, limit, *row.rules, row.position, noisy) : nullptr;
+      top(y ? y : row.more, limit, k, tokens + i * k, log_q + i * k);
     }
   }
 };
 
 // Algorithm 1 for several trees at once, a level a turn (Lyanna, section 5.2).
-void sample_trees(const Model& m, const TokenInfo* info, const void* embedding, int64_t limit, int64_t branches, bool noisy,
-                  std::vector<Sampled>& trees, int threads) {
-  std::vector<Children::Node> nodes;
-  std::vector<int64_t> parents, tokens;
+void sample_trees(const Model& m, const TokenInfo* info, int64_t limit, int64_t branches, bool noisy, std::vector<Sampled>& trees, int64_t threads) {
+  std::vector<Ranked> nodes;
+  std::vector<int64_t> tokens;
   std::vector<float> log_q;
-  static thread_local std::vector<float> infos;
-  const int64_t k = std::min(branches, limit);
+  std::vector<char> factors;
+  const int64_t k = std::min(branches, limit), bytes = info ? info->table.k * (m.wide_activations ? 4 : 2) : 0;
   for (int64_t level = 0;; level++) {
-    nodes.clear(), parents.clear();
+    nodes.clear(), factors.clear();
     for (const Sampled& t : trees) {
       if (level >= t.levels) continue;
       for (int64_t node : t.queue) {
-        parents.push_back(node ? t.tokens[node - 1] : t.root);
         nodes.push_back({t.logits + level * m.vocab, t.rules, t.position + level});
+        const char* own = info ? (const char*)info->factors + (node ? t.tokens[node - 1] : t.root) * bytes : nullptr;
+        factors.insert(factors.end(), own, own + bytes);
       }
     }
     const int64_t rows = nodes.size();
     if (rows == 0) return;
-    if (info) {
-      grow(infos, rows * m.vocab);
-      if (m.wide_activations) token_info(m, *info, parents.data(), (const float*)embedding, rows, infos.data(), threads);
-      else token_info(m, *info, parents.data(), (const bf16*)embedding, rows, infos.data(), threads);
-    }
     tokens.resize(rows * k), log_q.resize(rows * k);
-    Children job;
-    job.nodes = nodes.data(), job.rows = rows, job.n = m.vocab, job.limit = limit, job.k = k, job.noisy = noisy;
-    job.infos = info ? infos.data() : nullptr, job.tokens = tokens.data(), job.log_q = log_q.data();
-    team().run(std::clamp<int64_t>(rows * m.vocab / DRAWS, 1, threads), job);
+    if (info) rank(m, info->table, nullptr, factors.data(), limit, k, noisy, nodes, tokens.data(), log_q.data(), threads);
+    else {
+      Children job(limit, k, noisy, nodes, tokens.data(), log_q.data());
+      team().run(std::clamp<int64_t>(rows * m.vocab / DRAWS, 1, threads), job);
+    }
     int64_t at = 0;
     for (Sampled& t : trees) {
       if (level >= t.levels) continue;
@@ -3859,14 +3944,14 @@ int pl_recall(const Model* m, const Pass* p, const void* embedding, int64_t limi
 //     trees, topk, beam, levels, children of each level
 //     for each tree: address of the pending tokens, their number, position of the first, slots behind them, base (-1: keys are
 //     listed), address of the keys, budget, greatest depth, address of the rules (0: none), what a token's position in its text
-//     is beyond that of its row, nodes that fit into `out`
-// Rows are embeddings; or, where `f` is given, made of a state and an embedding each: of the `states` [pending tokens of all,
-// d_model] and the pending tokens, and of what a node's parent's row gave and the node's own token.
+//     is beyond that of its row, nodes that fit into `out`, address of the states in front of the pending tokens (0: none)
+// Rows are embeddings; or, where `f` is given, made of a state and an embedding each: of the target's states and the pending
+// tokens, and of what a node's parent's row gave and the node's own token. Of such trees the best nodes come out, `budget` at most.
 // What comes out, for each tree: nodes, how many of the first ones have K and V, passes, then tokens and parents, as many as fit
 // each; `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`.
 int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, const int64_t* list, double floor, int64_t* out,
-            double* scores, const Fuse* f, const void* states) {
-  constexpr int64_t NUMBERS = 11;
+            double* scores, const Fuse* f) {
+  constexpr int64_t NUMBERS = 12, ROOM = 10;
   const int64_t count = list[0];
   const Shape shape{list[1], list[2], list[3], list + 4, floor};
   const int64_t* of_tree = list + 4 + shape.levels;
@@ -3880,6 +3965,8 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     Growing& g = trees[i];
     g.pending = (const int64_t*)t[0], g.num_pending = t[1], g.position = t[2], g.room = t[3], g.base = t[4];
     g.keys = (const int64_t*)t[5], g.budget = t[6], g.max_depth = t[7], g.rules = (const Rules*)t[8], g.shift = t[9];
+    g.given = (const char*)t[11];
+    if (f && !g.given) return BAD_COUNT;
     if (g.room < 0 || g.budget < 1 || g.max_depth < 1 || g.max_depth > shape.levels) return BAD_COUNT;
     Chain chain{g.pending, g.num_pending, g.position, g.room + 1, g.base, g.keys, 0, nullptr, nullptr, 0, nullptr};
     const Refusal refusal = check_chains(*m, *p, limit, &chain, 1);
@@ -3889,7 +3976,9 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
   if (f && check_fuse(*m, *f) != DONE) return BAD_COUNT;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
   std::vector<char> hidden(most * bytes), fed(f ? most * bytes : 0);
-  std::vector<int64_t> positions(most), slots(most), places, named(most);
+  std::vector<int64_t> positions(most), slots(most), places, named(most), best;
+  std::vector<float> log_q;
+  std::vector<Ranked> asked;
   std::vector<Segment> segments;
   std::vector<uint8_t> masks;
   for (int64_t level = 0;; level++) {
@@ -3902,15 +3991,16 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     bits = block = 0;
     auto add = [&](const Growing& g, int64_t token, int64_t position, int64_t place, const char* state) {
       positions[rows] = position, slots[rows] = g.slot(place), named[rows] = token;
-      std::memcpy(f ? fed.data() + rows * bytes : hidden.data() + rows * bytes, f ? state : (const char*)embedding + token * bytes, bytes);
+      if (!f) std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
+      else if (level) std::memcpy(fed.data() + rows * bytes, state, bytes);
+      else take_state(*m, *f, state, fed.data() + rows * bytes);
       rows++;
     };
-    const char* state = (const char*)states;
     for (Growing& g : trees) {
       if (g.frontier.empty()) continue;
       const int64_t start = rows, size = g.frontier.size(), behind = g.committed() + g.forwarded;
       if (level == 0) {
-        for (int64_t j = 0; j < g.num_pending; j++, state += bytes) add(g, g.pending[j], g.position + j, g.position + j, state);
+        for (int64_t j = 0; j < g.num_pending; j++) add(g, g.pending[j], g.position + j, g.position + j, g.given + (f ? j * bytes : 0));
         segments.push_back({start, rows, g.position, g.committed(), g.base, g.keys, nullptr, nullptr});
         continue;
       }
@@ -3935,21 +4025,26 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     if (level == 0)  // the last row of each
       for (const Segment& s : segments) std::memmove(hidden.data() + wanted++ * bytes, hidden.data() + (s.stop - 1) * bytes, bytes);
     else wanted = rows;
-    grow(t_logits, wanted * m->vocab);
-    head(*m, hidden.data(), wanted, t_logits.data(), (int)p->threads);
-    const float* logits = t_logits.data();
+    asked.clear();
+    for (const Growing& g : trees)
+      for (int64_t node : g.frontier) asked.push_back({nullptr, g.rules, g.place(node)});
+    const int64_t children = shape.children(level), k = std::min(children, limit);
+    best.resize(wanted * k), log_q.resize(wanted * k);
+    rank(*m, m->head, m->norm, hidden.data(), limit, k, true, asked, best.data(), log_q.data(), p->threads);
     const char* given = hidden.data();
+    int64_t at = 0;
     for (Growing& g : trees) {
-      const int64_t size = g.frontier.size(), children = shape.children(level);
+      const int64_t size = g.frontier.size();
       if (f) g.states.insert(g.states.end(), given, given + size * bytes), given += size * bytes;
-      const int64_t first = level == 0 && shape.topk == 1 ? g.budget : children;  // of later levels only what fits is grown
-      g.frontier = shape.next(g, g.expand(logits, m->vocab, limit, children, first), level + 1);
-      logits += size * m->vocab;
+      const int64_t most = level == 0 && shape.topk == 1 ? g.budget : children;  // of later levels only what fits is grown
+      g.frontier = shape.next(g, g.expand(best.data() + at, log_q.data() + at, k, most), level + 1);
+      at += size * k;
     }
   }
   of_tree = list + 4 + shape.levels;
-  for (const Growing& g : trees) {
-    const int64_t nodes = g.tokens.size(), room = of_tree[NUMBERS - 1];
+  for (Growing& g : trees) {
+    if (f) keep_best(g.budget, g.tokens, g.parents, g.scores);
+    const int64_t nodes = g.tokens.size(), room = of_tree[ROOM];
     if (nodes > room) return BAD_COUNT;
     out[0] = nodes, out[1] = g.forwarded, out[2] = g.passes;
     std::copy(g.tokens.begin(), g.tokens.end(), out + 3), std::copy(g.parents.begin(), g.parents.end(), out + 3 + room);
@@ -3964,28 +4059,30 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
 //     sequences, branches, 1 where the rows of a text see the token behind them, 1 where drafts are drawn with the target's noise
 //     for each: address of the pending tokens, their number, position of the first, base (-1: keys are listed), address of the
 //         keys, steps (0: nothing new is drafted), root, position that the root's children will have in the text, address of the rules (0:
-//         none), nodes that fit into `out` of the new tree; address of the logits left over [levels, vocab], levels (0: none), nodes
-//         that fit of the second tree
-// states [pending tokens of all, d_model] are those in front of the pending tokens; raw [steps of all, vocab] is filled.
+//         none), nodes of the new tree that come out at most, the best; address of the logits left over [levels, vocab], levels (0:
+//         none), nodes of the second tree; address of the target's states in front of the pending tokens [their number, d_model]
+// raw [steps of all, vocab] is filled.
 // What comes out, for each tree, the second ones of a sequence behind its first: nodes, then tokens and parents, as many as fit each;
 // `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a `Refusal`. Source: Lyanna, sections 4 and 5.
 int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limit, const Fuse* f, const TokenInfo* info,
-              const int64_t* list, const void* states, float* raw, int64_t* out, double* scores) {
-  constexpr int64_t NUMBERS = 13;
+              const int64_t* list, float* raw, int64_t* out, double* scores) {
+  constexpr int64_t NUMBERS = 14;
   const int64_t count = list[0], branches = list[1], threads = p->threads;
   const bool reads_tokens = list[2] != 0, noisy = list[3] != 0;
   const int64_t* of_sequence = list + 4;
   if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;
-  if (info && (info->rank < 1 || info->down.n != info->rank || info->down.k != m->d_model || info->table.n != m->vocab || info->table.k != info->rank)) return BAD_COUNT;
+  if (info && ((info->table.kind == F32) != (m->wide_activations != 0) || info->table.n != m->vocab || info->table.k < 1)) return BAD_COUNT;
   std::vector<Chain> chains;
+  std::vector<const char*> given;  // states of each chain
   std::vector<Sampled> trees;
   int64_t most = 0, total = 0, deepest = 0;
   for (int64_t i = 0; i < count; i++) {
     const int64_t* s = of_sequence + NUMBERS * i;
     const int64_t steps = s[5], root = s[6], position = s[7], levels = s[11];
     const Rules* rules = (const Rules*)s[8];
-    if (steps < 0 || levels < 0 || root < 0 || root >= m->vocab) return BAD_COUNT;
+    if (steps < 0 || levels < 0 || root < 0 || root >= m->vocab || (steps && (s[9] < 1 || !s[13])) || (levels && s[12] < 1)) return BAD_COUNT;
     if (steps) {
+      given.push_back((const char*)s[13]);
       chains.push_back({(const int64_t*)s[0], s[1], s[2], steps, s[3], (const int64_t*)s[4], 0, nullptr, nullptr, 0, rules});
       trees.push_back({root, steps, position, raw + total * m->vocab, rules, s[9], {}, {}, {0}, {}});
       most += s[1], total += steps, deepest = std::max(deepest, steps);
@@ -3995,25 +4092,24 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
   const Refusal refusal = check_chains(*m, *p, limit, chains.data(), chains.size());
   if (refusal != DONE) return refusal;
   const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  std::vector<char> hidden(std::max<int64_t>(most, chains.size()) * bytes), drafted(total * bytes), fed(chains.size() * bytes);
+  std::vector<char> hidden(std::max<int64_t>(most, chains.size()) * bytes), drafted(total * bytes), fed(hidden.size());
   std::vector<int64_t> positions(most), slots(most), tokens(most);
   std::vector<Segment> segments;
   for (int64_t step = 0; step < deepest; step++) {
     int64_t rows = 0, first = 0, live = 0;
     segments.clear();
-    for (const Chain& c : chains) {
-      if (step < c.steps) {
-        const int64_t n = step ? 1 : c.num_pending, at = step ? c.position + c.num_pending + step - 1 : c.position;
-        segments.push_back({rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr});
-        for (int64_t j = 0; j < n; j++, rows++) {
-          positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
-          if (!step) tokens[rows] = c.pending[j];
-        }
-        if (step) std::memcpy(fed.data() + live++ * bytes, drafted.data() + (first + step - 1) * bytes, bytes);
+    for (size_t i = 0; i < chains.size(); first += chains[i++].steps) {
+      const Chain& c = chains[i];
+      if (step >= c.steps) continue;
+      const int64_t n = step ? 1 : c.num_pending, at = step ? c.position + c.num_pending + step - 1 : c.position;
+      segments.push_back({rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr});
+      for (int64_t j = 0; j < n; j++, rows++) {
+        positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
+        if (step) std::memcpy(fed.data() + rows * bytes, drafted.data() + (first + step - 1) * bytes, bytes);
+        else tokens[rows] = c.pending[j], take_state(*m, *f, given[i] + j * bytes, fed.data() + rows * bytes);
       }
-      first += c.steps;
     }
-    fuse(*m, *f, step ? fed.data() : states, step || !reads_tokens ? nullptr : tokens.data(), embedding, rows, hidden.data(), (int)threads);
+    fuse(*m, *f, fed.data(), step || !reads_tokens ? nullptr : tokens.data(), embedding, rows, hidden.data(), (int)threads);
     Pass pass = *p;
     pass.rows = rows, pass.hidden_in = pass.hidden_out = hidden.data(), pass.positions = positions.data(), pass.slots = slots.data();
     pass.segments = segments.data(), pass.num_segments = segments.size();
@@ -4025,11 +4121,10 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
     }
   }
   if (total) head(*m, drafted.data(), total, raw, (int)threads);
-  sample_trees(*m, info, embedding, limit, branches, noisy, trees, (int)threads);
-  for (const Sampled& t : trees) {
-    const int64_t nodes = t.tokens.size();
-    if (nodes > t.room) return BAD_COUNT;
-    out[0] = nodes;
+  sample_trees(*m, info, limit, branches, noisy, trees, threads);
+  for (Sampled& t : trees) {
+    keep_best(t.room, t.tokens, t.parents, t.scores);
+    out[0] = t.tokens.size();
     std::copy(t.tokens.begin(), t.tokens.end(), out + 1), std::copy(t.parents.begin(), t.parents.end(), out + 1 + t.room);
     std::copy(t.scores.begin(), t.scores.end(), scores);
     out += 1 + 2 * t.room, scores += t.room;

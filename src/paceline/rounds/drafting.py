@@ -155,6 +155,8 @@ def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
     limits = [*zip(lists.counts, want.budgets, want.max_depths, strict=True)]
     if all(count - 1 <= min(budget, depth) for count, budget, depth in limits):
         return tree
-    rows = zip(tree.depth_lists(), limits, strict=True)
+    rows = [*zip(tree.depth_lists(), limits, strict=True)]
+    if all(count - 1 <= budget and max(depths) <= deep for depths, (count, budget, deep) in rows):
+        return tree
     kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
-    return tree if [*map(len, kept)] == lists.counts else TokenTree.from_lists(lists.kept(kept))
+    return TokenTree.from_lists(lists.kept(kept))

@@ -423,7 +423,6 @@ class Stack:
         cache: KVCache,
         limit: int,
         fused: NativeFuse | None = None,
-        states: Tensor | None = None,
     ) -> list[Grown]:
         """Catch up with every seed's pending tokens and grow its draft tree, a level a pass, all in each pass.
 
@@ -435,24 +434,18 @@ class Stack:
             floor: nodes with a score below it are not expanded.
             cache: K and V; every expanded node gets its own.
             limit: tokens at and above this are never chosen.
-            fused: how rows are made of states and tokens; None: they are the tokens' embeddings.
-            states: [pending tokens of all seeds, d_model] in front of them; goes with ``fused``.
+            fused: how rows are made of the seeds' states and of tokens; None: they are the tokens' embeddings.
 
         Returns:
-            The trees as `DraftModel` grows them level by level, nodes in its order.
+            The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
+            each, as many as its budget says.
 
         Raises:
             ValueError: as `roll`; nothing was computed.
         """
-        table = Seeds(seeds, factors, topk, beam)
+        table = Seeds(seeds, factors, topk, beam, None if fused is None else (self._model.d_model, self.dtype))
         run, limit = self.reaching(cache, table.last), min(limit, self._model.vocab)
-        more: tuple[Any, Any] = None, None
-        if fused is not None and states is not None:
-            states = self.states(states)
-            if len(states) != sum(len(seed.pending) for seed in seeds):
-                raise ValueError(f"{len(states)} states for other numbers of pending tokens")
-            more = fused.reference, states.data_ptr()
-        given = limit, table.address, floor, *table.results, *more
+        given = limit, table.address, floor, *table.results, None if fused is None else fused.reference
         require(self._grow(self.reference, run, self.embedding_at, *given))
         return table.read()
 

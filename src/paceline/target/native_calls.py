@@ -152,6 +152,7 @@ class Seed(NamedTuple):
     most: int  # nodes that the tree may have before the best ones are taken
     rules: bytes | None  # as of a `Chain`
     shift: int = 0  # what a token's position in its text is beyond that of its row
+    states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
 
 
 class Grown(NamedTuple):
@@ -207,9 +208,21 @@ class Chains:
 
 
 class Seeds:
-    """Seeds as `pl_grow` lists them in the source. Keeps alive what their addresses mean."""
+    """Seeds as `pl_grow` lists them in the source. Keeps alive what their addresses mean.
 
-    def __init__(self, seeds: Sequence[Seed], factors: Sequence[int], topk: int, beam: int) -> None:
+    Args:
+        seeds, factors, topk, beam: as for `Stack.grow`.
+        fed: width and dtype of the states that rows are made of; None: they are made of tokens alone.
+    """
+
+    def __init__(
+        self,
+        seeds: Sequence[Seed],
+        factors: Sequence[int],
+        topk: int,
+        beam: int,
+        fed: tuple[int, torch.dtype] | None = None,
+    ) -> None:
         self.last = max(seed.position + len(seed.pending) + seed.room for seed in seeds) + 1
         self._room = [seed.most for seed in seeds]
         pending = array("q", [token for seed in seeds for token in seed.pending])
@@ -217,10 +230,11 @@ class Seeds:
         self._held: list[Any] = [pending, rules]
         at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
         numbers = [len(seeds), topk, beam, len(factors), *factors]
-        for tokens, position, room, keys, budget, max_depth, most, own, shift in seeds:
+        for tokens, position, room, keys, budget, max_depth, most, own, shift, states in seeds:
             places = keys_of(keys, position + len(tokens) + room, self._held)
+            given = 0 if fed is None else states_at(states, len(tokens), *fed, self._held)
             numbers += (at_pending, len(tokens), position, room, *places)
-            numbers += (budget, max_depth, at_rules if own else 0, shift, most)
+            numbers += (budget, max_depth, at_rules if own else 0, shift, most, given)
             at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
         total = sum(self._room)
         self._made, self._scores = array("q", bytes(8 * (3 * len(seeds) + 2 * total))), array("d", bytes(8 * total))
@@ -243,6 +257,13 @@ class Seeds:
 def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int]:
     """(first slot, 0) of keys in a row, (-1, address of ``count`` slots) of others."""
     return (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
+
+
+def states_at(states: Tensor | None, rows: int, width: int, dtype: torch.dtype, held: list[Any]) -> int:
+    """The address of the states [rows, width] in front of as many pending tokens."""
+    if states is None:
+        raise ValueError(f"no states in front of {rows} pending tokens")
+    return hold(states, (rows, width), held, dtype)
 
 
 def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dtype = torch.int64) -> int:

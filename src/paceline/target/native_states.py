@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .native_calls import hold, keys_of
+from .native_calls import hold, keys_of, states_at
 from .native_linear import require
 
 if TYPE_CHECKING:
@@ -29,15 +29,23 @@ class NativeFuse:
         constant: [1, d] what the latter adds.
         summed: whether token and state are added.
         reads_tokens: whether the rows of a text see the token behind them.
+        target: whose states come, as its last layer leaves them, and go through its final norm. None: they have.
     """
 
     def __init__(
-        self, both: NativeLinear, state: NativeLinear | None, constant: Tensor, summed: bool, reads_tokens: bool
+        self,
+        both: NativeLinear,
+        state: NativeLinear | None,
+        constant: Tensor,
+        summed: bool,
+        reads_tokens: bool,
+        target: Stack | None = None,
     ) -> None:
-        self._held = both, state, constant.contiguous()
+        self._held = both, state, constant.contiguous(), target
         self.reads_tokens = reads_tokens
         known = native.Linear() if state is None else state.struct
-        self._struct = native.Fuse(both.struct, known, self._held[2].data_ptr(), int(summed))
+        norm, eps = (None, 0.0) if target is None else target.norm_at
+        self._struct = native.Fuse(both.struct, known, self._held[2].data_ptr(), int(summed), norm, eps)
         self.reference = ctypes.byref(self._struct)
 
 
@@ -45,20 +53,18 @@ class NativeTokenInfo:
     """What tokens say about their children: ``struct TokenInfo`` in the source.
 
     Args:
-        down: [d -> r] float32.
-        table: [r -> V] float32.
-        gram: [r, r] float32.
-        hot: [V] uint8, which tokens have any; None: all.
-        eps: of the norm.
+        factors: [V, r] of every token, in the dtype of states.
+        table: [r -> V] that they are multiplied with, of the same dtype.
     """
 
-    def __init__(self, down: NativeLinear, table: NativeLinear, gram: Tensor, hot: Tensor | None, eps: float) -> None:
-        self._held: list[Any] = [down, table]
-        rank = len(gram)
-        at_gram = hold(gram, (rank, rank), self._held, torch.float32)
-        at_hot = None if hot is None else hold(hot, (table.shape[0],), self._held, torch.uint8)
-        self._struct = native.TokenInfo(down.struct, table.struct, at_gram, at_hot, rank, eps)
+    def __init__(self, factors: Tensor, table: NativeLinear) -> None:
+        vocab, rank = table.shape
+        self._held: list[Any] = [table]
+        self._struct = native.TokenInfo(table.struct, hold(factors, (vocab, rank), self._held, table.dtype))
         self.reference = ctypes.byref(self._struct)
+
+
+MANY = 1 << 30  # nodes: all that are made
 
 
 class Sprout(NamedTuple):
@@ -72,6 +78,8 @@ class Sprout(NamedTuple):
     place: int  # position that the root's children will have in the text
     rules: bytes | None  # as of a `Chain`
     left: Tensor | None = None  # [levels, vocab] float32, contiguous; None: nothing is re-sampled
+    states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
+    most: tuple[int, int] = (MANY, MANY)  # nodes wanted of the new tree, and of the other: the best
 
 
 class Drawn(NamedTuple):
@@ -83,9 +91,16 @@ class Drawn(NamedTuple):
 
 
 class Sprouts:
-    """Sprouts as `pl_sample` lists them in the source. Keeps alive what their addresses mean."""
+    """Sprouts as `pl_sample` lists them in the source. Keeps alive what their addresses mean.
 
-    def __init__(self, sprouts: Sequence[Sprout], branches: int, noisy: bool, reads_tokens: bool, vocab: int) -> None:
+    Args:
+        sprouts, branches, noisy: as for `sample`.
+        reads_tokens: see `NativeFuse`.
+        stack: the drafter's layer.
+    """
+
+    def __init__(self, sprouts: Sequence[Sprout], branches: int, noisy: bool, reads_tokens: bool, stack: Stack) -> None:
+        vocab, width = stack.shape
         pending = array("q", [token for sprout in sprouts for token in sprout.pending])
         rules = array("B", b"".join(sprout.rules or b"" for sprout in sprouts))
         self._held: list[Any] = [pending, rules]
@@ -93,14 +108,15 @@ class Sprouts:
         self.last = 0
         at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
         numbers = [len(sprouts), branches, int(reads_tokens), int(noisy)]
-        for tokens, position, keys, steps, root, place, own, left in sprouts:
+        for tokens, position, keys, steps, root, place, own, left, states, most in sprouts:
             rows = position + len(tokens) + steps - 1 if steps else 0
             where = keys_of(keys, rows, self._held) if steps else (0, 0)
             rest = 0 if left is None else len(left)
             at_left = 0 if left is None else hold(left, (rest, vocab), self._held, torch.float32)
-            room = _most(branches, steps), _most(branches, rest)
+            given = states_at(states, len(tokens), width, stack.dtype, self._held) if steps else 0
+            room = min(_most(branches, steps), most[0]), min(_most(branches, rest), most[1])
             numbers += (at_pending, len(tokens), position, *where, steps, root, place, at_rules if own else 0, room[0])
-            numbers += (at_left, rest, room[1])
+            numbers += (at_left, rest, room[1], given)
             at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
             self._rooms.append(room)
             self.last = max(self.last, rows)
@@ -133,7 +149,6 @@ def sample(
     noisy: bool,
     fused: NativeFuse,
     info: NativeTokenInfo | None,
-    states: Tensor,
     cache: KVCache,
 ) -> tuple[Tensor, list[tuple[Drawn | None, Drawn | None]]]:
     """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
@@ -144,7 +159,6 @@ def sample(
         branches: k of Algorithm 1.
         noisy: whether tokens are ranked with the noise of the target's own choices.
         fused, info: how rows are made, and what tokens say; None: nothing.
-        states: [pending tokens of all, d_model] in front of them, behind the final norm.
         cache: K and V; every pending token and every step but the last gets its own.
 
     Returns:
@@ -154,15 +168,12 @@ def sample(
         ValueError: as `Stack.grow`; nothing was computed.
     """
     vocab, _ = stack.shape
-    table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, vocab)
-    states = stack.states(states)
-    if len(states) != sum(len(sprout.pending) for sprout in sprouts):
-        raise ValueError(f"{len(states)} states for other numbers of pending tokens")
+    table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, stack)
     library, run = native.library(), stack.reaching(cache, table.last)
     assert library is not None, "the stack has it, too"
     raw = torch.empty(sum(sprout.steps for sprout in sprouts), vocab)
     known = None if info is None else info.reference
-    given = vocab, fused.reference, known, table.address, states.data_ptr(), raw.data_ptr(), *table.results
+    given = vocab, fused.reference, known, table.address, raw.data_ptr(), *table.results
     require(library.pl_sample(stack.reference, run, stack.embedding_at, *given))
     return raw, table.read()
 

@@ -25,7 +25,7 @@ from ...target.files import fingerprint
 from ...target.loader import read_config
 from ...target.native_calls import Seed
 from ..base import DrafterSpec, DraftRequest, StepFeatures
-from ..growth import Grower, Growth, pack_frontier
+from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import REFUSED
@@ -171,14 +171,14 @@ class EagleDrafter:
 
     # -- its parts
 
-    def _grow(self, growths: Sequence[_Growth], floor: float) -> int:
+    def _grow(self, growths: Sequence[_Growth], chance: float) -> int:
         """Grow all trees; returns the passes that it took."""
-        grower = replace(self._grower, floor=math.log(min(floor, 1.0)) if floor > 0 else -math.inf)
+        floor = math.log(min(chance, 1.0)) if chance > 0 else -math.inf
         for growth in growths:
             growth.max_depth, growth.budget = min(growth.max_depth, self.depth), min(growth.budget, self.config.nodes)
-        samplers, coupled = [growth.sequence.sampler for growth in growths], self.config.proposes == "coupled"
-        if self.body.fuse is not None and all(s.plain or (s.draws and coupled) for s in samplers):
-            return self._sprout(growths, grower)
+        if self.body.fuse is not None and compiles(growths, self.config.proposes):
+            return self._sprout(growths, floor)
+        grower = replace(self._grower, floor=floor)
         states = self.body.catch_up([growth.sequence for growth in growths])
         for growth, state in zip(growths, states, strict=True):
             growth.states = {0: state}
@@ -190,31 +190,27 @@ class EagleDrafter:
             found = self._forward(growths)
         return level
 
-    def _sprout(self, growths: Sequence[_Growth], grower: Grower) -> int:
+    def _sprout(self, growths: Sequence[_Growth], floor: float) -> int:
         """The same in one compiled call."""
-        body, stack = self.body, self.body.stack
+        body, stack, grower = self.body, self.body.stack, self._grower
         assert stack is not None and body.fuse is not None
-        views = [growth.sequence for growth in growths]
-        for view in views:
-            body.shorten(view)
-        texts = [body.texts[view.key] for view in views]
-        firsts = [text.cache.committed for text in texts]
-        pending, states = body.take(views)
-        seeds = []
-        for growth, text, first, tokens in zip(growths, texts, firsts, pending, strict=True):
-            levels, sampler = growth.max_depth, growth.sequence.sampler
-            room = grower.beam * (levels - 1) if grower.topk > 1 else levels - 1
-            most = grower.topk * (1 + grower.beam * (levels - 1)) if grower.topk > 1 else levels
-            keys = text.cache.slots(0, first + len(tokens) + room)
-            rules = None if sampler.plain else sampler.rules
-            seeds.append(Seed(tokens, first, room, keys, growth.budget, levels, most, rules, text.start + 1))
-        shape = grower.factors, grower.topk, grower.beam, grower.floor
-        vocab = len(body.handle.embedding)
-        grown = stack.grow(seeds, *shape, body.pool, vocab, body.fuse, states)
-        body.settle(views, [*map(len, pending)])
+        seeds = [self._seed(growth) for growth in growths]
+        shape = grower.factors, grower.topk, grower.beam, floor
+        grown = stack.grow(seeds, *shape, body.pool, stack.shape[0], body.fuse)
+        body.settle([growth.sequence for growth in growths], [len(seed.pending) for seed in seeds])
         for growth, tree in zip(growths, grown, strict=True):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
         return max(tree.passes for tree in grown)
+
+    def _seed(self, growth: _Growth) -> Seed:
+        """Where a tree starts, for compiled code."""
+        levels, sampler, grower = growth.max_depth, growth.sequence.sampler, self._grower
+        room = (grower.beam if grower.topk > 1 else 1) * (levels - 1)
+        text, tokens, states = self.body.take(growth.sequence)
+        first, rules = text.cache.committed, None if sampler.plain else sampler.rules
+        keys = text.cache.slots(0, first + len(tokens) + room)
+        most, shift = growth.budget, text.start + 1
+        return Seed(tokens, first, room, keys, growth.budget, levels, most, rules, shift, states)
 
     def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""

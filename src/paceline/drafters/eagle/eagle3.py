@@ -155,6 +155,10 @@ class Eagle3Network:
         """As `StateNetwork.read`: the three taps, mapped to one state."""
         return F.linear(torch.cat([hidden[layer] for layer in self.taps], -1), self._weights["fc.weight"])
 
+    def final(self, states: Tensor) -> Tensor:
+        """As `StateNetwork.final`: as they are."""
+        return states
+
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
         """As `StateNetwork.run`; rows always have a token."""
         c = self.config

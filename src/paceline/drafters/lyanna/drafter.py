@@ -40,11 +40,11 @@ from ..states.head import check_fit
 from ..states.network import LAST, HeadNetwork
 from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, read_shape
-from .token_info import EPS
 from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
     from ...target.base import TargetInfo
+    from ...target.handle import TargetHandle
 
 MAX_NODES = 256
 
@@ -140,8 +140,10 @@ class LyannaDrafter:
         reads = self.model.reads_tokens
         network = HeadNetwork(self.model.head, target.handle, device, reads)
         self._body = StateBody(network, target.handle, size, device, reads)
-        self._bias = _bias(self.model, self._body, device)
-        self._info = None if self._body.fuse is None else _compiled_info(self.model)
+        info = _token_info(self.model, target.handle, device)
+        self._bias = _bias(info)
+        if info is not None and self._body.fuse is not None:
+            self._info = NativeTokenInfo(info[0], NativeLinear(info[1], None, quant=False))
 
     @inference
     def observe(self, step: StepFeatures) -> None:
@@ -202,18 +204,11 @@ class LyannaDrafter:
         fresh = [draft for draft in able if draft.steps]
         if not able:
             return
-        for draft in fresh:
-            body.shorten(draft.view)
-        firsts = {draft.view.key: body.texts[draft.view.key].cache.committed for draft in fresh}
-        none = torch.empty(0, self.model.head.config.d_model, dtype=body.handle.dtype)
-        pending, states = body.take([draft.view for draft in fresh]) if fresh else ([], none)
-        waiting = dict(zip(firsts, pending, strict=True))
-        sprouts = [
-            self._sprout(draft, waiting.get(draft.view.key, []), firsts.get(draft.view.key, 0)) for draft in able
-        ]
+        sprouts = [self._sprout(draft) for draft in able]
         noisy = self.config.proposes == "coupled"
-        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, states, body.pool)
-        body.settle([draft.view for draft in fresh], [*map(len, pending)])
+        raw, found = sample(stack, sprouts, self.config.width, noisy, body.fuse, self._info, body.pool)
+        counts = [len(sprout.pending) for sprout in sprouts if sprout.steps]
+        body.settle([draft.view for draft in fresh], counts)
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
             if tree is not None:
@@ -221,14 +216,18 @@ class LyannaDrafter:
             if again is not None and draft.again is not None:
                 draft.again.tree = Proposal(*again)
 
-    def _sprout(self, draft: _Draft, pending: list[int], first: int) -> Sprout:
-        tokens, sampler = draft.view.tokens, draft.view.sampler
-        keys: slice | Tensor = slice(0, 0)
-        if draft.steps:
-            keys = self.body.texts[draft.view.key].cache.slots(0, first + len(pending) + draft.steps - 1)
+    def _sprout(self, draft: _Draft) -> Sprout:
+        """Where its trees start, for compiled code."""
+        tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
         left = None if draft.again is None else draft.again.logits.contiguous()
-        return Sprout(pending, first, keys, draft.steps, tokens[-1], len(tokens), rules, left)
+        most = self._resampling.share(draft.budget, left is not None)
+        if not steps:
+            return Sprout([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, left, None, most)
+        text, pending, states = self.body.take(draft.view)
+        first = text.cache.committed
+        keys = text.cache.slots(0, first + len(pending) + steps - 1)
+        return Sprout(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
     def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
         """The new draft's chain; its logits [steps, V] stay for the next time."""
@@ -298,31 +297,23 @@ class _Draft:
     again: Chain | None = None  # of the states left over
 
 
-def _compiled_info(model: LyannaModel) -> NativeTokenInfo | None:
-    """Token-info as compiled code has it."""
-    info = model.info
-    if info is None:
-        return None
-    up = info.up.data.float()
-    down, table = (
-        NativeLinear(x.float().contiguous(), None, quant=False) for x in (info.down.data.t(), info.table().data)
-    )
-    hot = None
-    if info.hot is not None:
-        hot = torch.zeros(info.vocab, dtype=torch.uint8).index_fill_(0, info.hot.cpu(), 1)
-    return NativeTokenInfo(down, table, up @ up.t() / up.shape[1], hot, EPS)
+@torch.no_grad()
+def _token_info(model: LyannaModel, handle: TargetHandle, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Token-info collapsed: u of every token, and the table that it is multiplied with, [V, r] each; None: none.
 
-
-def _bias(model: LyannaModel, body: StateBody, device: torch.device) -> Bias:
-    """Token-info at work: u of a few tokens, times the table [r, V]."""
+    Both in the dtype of states, as the other weights: what is multiplied is rounded, sums are wide.
+    """
     if model.info is None:
+        return None
+    info = model.info.to(device, torch.float64 if handle.dtype == torch.float64 else torch.float32)
+    factors = info.factors(handle.embedding, torch.arange(info.vocab, device=device))
+    return factors.to(handle.dtype), info.table().data.to(handle.dtype).contiguous()
+
+
+def _bias(info: tuple[Tensor, Tensor] | None) -> Bias:
+    """What a few tokens say about their children, [tokens, V]."""
+    if info is None:
         return lambda tokens: None
-    wide = torch.float64 if body.handle.dtype == torch.float64 else torch.float32
-    info = model.info.to(device, wide)
-    table = info.table().data.t().contiguous()
-
-    def bias(tokens: Sequence[int]) -> Tensor:
-        ids = torch.tensor(tokens, device=device)
-        return info.factors(body.handle.embed(ids), ids) @ table
-
-    return bias
+    wide = torch.float64 if info[0].dtype == torch.float64 else torch.float32
+    factors, table = (part.to(wide) for part in info)
+    return lambda tokens: factors[[*tokens]] @ table.t()

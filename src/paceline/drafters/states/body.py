@@ -40,7 +40,7 @@ class Text:
 
     cache: SequenceCache
     start: int  # position of the first row in the text
-    states: list[Tensor] = field(default_factory=list)  # [rows, d] behind the final norm, that have no K/V yet
+    states: list[Tensor] = field(default_factory=list)  # [rows, d] as the network reads them, that have no K/V yet
     waiting: int = 0  # rows of them
 
     @property
@@ -51,9 +51,9 @@ class Text:
     def take(self, count: int) -> Tensor:
         """The first ``count`` waiting states, which wait no more."""
         whole = torch.cat(self.states) if len(self.states) > 1 else self.states[0]
-        self.states = [whole[count:]] if count < len(whole) else []
         self.waiting -= count
-        return whole[:count]
+        self.states = [whole[count:]] if self.waiting else []
+        return whole[:count] if self.waiting else whole
 
 
 class StateNetwork(Protocol):
@@ -68,7 +68,12 @@ class StateNetwork(Protocol):
         ...
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """[rows, d] the states that rows are made of, from what a pass showed of the taps."""
+        """[rows, d] what is kept of the taps that a pass showed."""
+        ...
+
+    def final(self, states: Tensor) -> Tensor:
+        """[rows, d] the states that rows are made of, from what was kept; where rows are fused in compiled code, that
+        does it."""
         ...
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
@@ -118,16 +123,18 @@ class StateBody:
         if not step.hidden or not len(next(iter(step.hidden.values()))):
             return
         states = self.network.read(step.hidden)
+        shown = states.shape[0]
         for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
-            if rows.stop > rows.start:
-                self._note(view, first, states[rows].clone())
+            count = rows.stop - rows.start
+            if count > 0:  # a part is copied, so that it does not keep the others in memory
+                self._note(view, first, states if count == shown else states[rows].clone(), count)
 
-    def _note(self, view: SequenceView, first: int, states: Tensor) -> None:
+    def _note(self, view: SequenceView, first: int, states: Tensor, count: int) -> None:
         text = self.texts.get(view.key)
         if text is None or text.seen != first:
             text = self._begin(view, first)
         text.states.append(states)
-        text.waiting += len(states)
+        text.waiting += count
         if self.past is not None and text.waiting > max(2 * self.past, CATCH_UP_ROWS):
             last = torch.cat(text.states)[-self.past :].clone()  # nothing was drafted for long
             text = self._begin(view, text.seen - len(last))
@@ -175,16 +182,12 @@ class StateBody:
         while self.texts[view.key].waiting > CATCH_UP_ROWS:
             self._forward_waiting([view], CATCH_UP_ROWS)
 
-    def take(self, views: Sequence[SequenceView]) -> tuple[list[list[int]], Tensor]:
-        """All waiting states of some texts [rows of all, d], for a compiled call, and the tokens behind them; see
-        `settle`."""
-        tokens, states = [], []
-        for view in views:
-            text = self.texts[view.key]
-            first, count = text.start + text.cache.committed, text.waiting
-            tokens.append(view.tokens[first + 1 : first + count + 1])
-            states.append(text.take(count))
-        return tokens, torch.cat(states)
+    def take(self, view: SequenceView) -> tuple[Text, list[int], Tensor]:
+        """A text, for a compiled call: its waiting states [rows, d] and the tokens behind them; see `settle`."""
+        self.shorten(view)
+        text = self.texts[view.key]
+        first, count = text.start + text.cache.committed, text.waiting
+        return text, view.tokens[first + 1 : first + count + 1], text.take(count)
 
     def settle(self, views: Sequence[SequenceView], counts: Sequence[int]) -> None:
         """So many reserved rows of each are part of its text now; what is left stays reserved."""
@@ -213,7 +216,7 @@ class StateBody:
                 prefix=done,
             )
             ends.append(packer.rows - 1)
-        found = self.run(packer, torch.cat(states), self._reads_tokens)
+        found = self.run(packer, self.network.final(torch.cat(states)), self._reads_tokens)
         self.settle(views, [*map(len, states)])
         return found if len(ends) == len(found) else found[ends]
 

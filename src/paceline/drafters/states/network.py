@@ -55,15 +55,19 @@ class HeadNetwork:
         self.fuse: NativeFuse | None = None
         if isinstance(self._fuse_all, NativeLinear) and isinstance(self._fuse_state, NativeLinear):
             parts = self._fuse_all, self._fuse_state, self._constant
-            self.fuse = NativeFuse(*parts, self._sum, reads_tokens)
+            self.fuse = NativeFuse(*parts, self._sum, reads_tokens, handle.stack)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """As `StateNetwork.plan`."""
         return self.decoder.plan(segments, positions)
 
     def read(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """As `StateNetwork.read`: behind the final norm."""
-        return self.handle.final(hidden[LAST])
+        """As `StateNetwork.read`: of the last layer, raw."""
+        return hidden[LAST]
+
+    def final(self, states: Tensor) -> Tensor:
+        """As `StateNetwork.final`: behind the final norm."""
+        return self.handle.final(states)
 
     def run(self, batch: Batch, states: Tensor, tokens: bool, pool: KVPool) -> Tensor:
         """As `StateNetwork.run`."""
