@@ -41,17 +41,18 @@ def figure_16(ask: Asked) -> Iterator[Table | None]:
         }
         for name, run in runs.items():
             same &= run.said == answers
+            tails = {f"P{p}": tail(run.gaps, p / 100) * 1e3 for p in (50, 90, 99)}
             figure = {
                 "method": name,
                 "batch": batch,
                 "throughput": run.throughput,
                 "tbt_ms": run.tbt * 1e3,
-                "tails_ms": {f"P{p}": tail(run.gaps, p / 100) * 1e3 for p in (50, 90, 99)},
+                "tails_ms": tails,
             }
             values.append(figure)
             curves[name].append((run.tbt * 1e3, run.throughput))
-            tails = [f"{value:.0f}" for value in figure["tails_ms"].values()]
-            rows.append([str(batch), name, f"{run.throughput:.1f}", f"{run.tbt * 1e3:.1f}", *tails])
+            shown = [f"{value:.0f}" for value in tails.values()]
+            rows.append([str(batch), name, f"{run.throughput:.1f}", f"{run.tbt * 1e3:.1f}", *shown])
         rows[-1][2] += f" ({runs[DB].throughput / runs[BATCHED].throughput:.2f}x)"
     series = [Series(label=n, x=[x for x, _ in curve], y=[y for _, y in curve]) for n, curve in curves.items()]
     panel = Panel(title="", x_label=f"ms between tokens ({VIRTUAL})", y_label="tokens a second", series=series)
