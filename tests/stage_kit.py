@@ -83,7 +83,8 @@ class Stand:
 
     def start(self) -> None:
         own, other = local_pair(RealClock())
-        made = self.service = self.make()
+        with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
+            made = self.service = self.make()
         codec = Codec(**GREETINGS, **made.kinds)
         self.line = Line(own, codec)
         self.starts += 1

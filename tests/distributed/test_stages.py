@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ CONFIG = tiny_config(num_layers=STAGES)
 DECODER = tiny_decoder(CONFIG)
 PROMPT = [(7 + 3 * j) % (VOCAB - 10) + 10 for j in range(12)]
 TOKENS = 300
+FEW = 60  # where every figure is exact
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
 
@@ -65,6 +67,7 @@ def decode(
     drafter: Synthetic | None,
     stage_s: Callable[[int], float] = lambda rows: 1.0,
     source_s: Callable[[int], float] = lambda rows: 0.5,
+    tokens: int = FEW,
     **parts: Any,
 ) -> tuple[list[int], float, list[Ticked], VirtualStages]:
     """Tokens, seconds of virtual time, ticks and stages of one request."""
@@ -80,7 +83,7 @@ def decode(
     round_.on_tick = ticks.append
     limits = EngineLimits(vocab_size=VOCAB, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
     engine = Engine(round_, pool, limits, SchedulerConfig(), FixedBudget(size=0, why="a test"), TOY_TEXTS, {})
-    (output,) = run(engine, [(PROMPT, PARAMS)])
+    (output,) = run(engine, [(PROMPT, replace(PARAMS, max_tokens=tokens))])
     assert round_.failure is None
     return output.outputs[0].token_ids, clock.now(), ticks, belt
 
@@ -91,7 +94,7 @@ def test_hit_rates_of_the_paper_give_its_times_over_the_plain_pipeline(answer: l
     rate = hit_rate_of(STAGES, measured)
     wrong = lambda place: int(place * (1 - rate)) != int((place - 1) * (1 - rate))  # noqa: E731
     with VirtualClock() as clock:
-        said, seconds, ticks, _ = decode(clock, Synthetic(answer, wrong))
+        said, seconds, ticks, _ = decode(clock, Synthetic(answer, wrong), tokens=TOKENS)
         assert clock.label == "virtual clock"
     assert said == answer[len(PROMPT) :]
     hits = sum(tick.hits for tick in ticks)
@@ -107,20 +110,20 @@ def test_hit_rates_of_the_paper_give_its_times_over_the_plain_pipeline(answer: l
 def test_without_a_source_every_token_takes_all_stages(answer: list[int]) -> None:
     with VirtualClock() as clock:
         said, seconds, _, belt = decode(clock, None)
-    assert said == answer[len(PROMPT) :] and seconds == STAGES * TOKENS
-    assert len([span for span in belt.timeline.spans if span.what == "compute"]) == STAGES * TOKENS
+    assert said == answer[len(PROMPT) :][:FEW] and seconds == STAGES * FEW
+    assert len([span for span in belt.timeline.spans if span.what == "compute"]) == STAGES * FEW
 
 
 def test_a_link_lengthens_every_tick_by_its_way(answer: list[int]) -> None:
     link = Link(latency_ms=100.0, gbit_per_s=1e-6)
     with VirtualClock() as clock:
         said, seconds, ticks, belt = decode(clock, Synthetic(answer, lambda place: False), link=link)
-    assert said == answer[len(PROMPT) :] and len(ticks) == STAGES + TOKENS - 1
+    assert said == answer[len(PROMPT) :][:FEW] and len(ticks) == STAGES + FEW - 1
     states = CONFIG.d_model * 8
     row = link.transfer_s(states + ROW_BYTES) + 0.1
     prompt = link.transfer_s(len(PROMPT) * (states + ROW_BYTES)) + 0.1
     first = link.transfer_s(len(PROMPT) * ROW_BYTES) + 0.1  # no states yet
-    expected = 1 + first + (STAGES - 1) * (1 + prompt) + (TOKENS - 1) * (1 + row)
+    expected = 1 + first + (STAGES - 1) * (1 + prompt) + (FEW - 1) * (1 + row)
     assert seconds == pytest.approx(expected)
     assert {span.what for span in belt.timeline.spans} == {"compute", "transmit", "draft"}
 
@@ -131,11 +134,11 @@ def test_a_level_that_takes_longer_than_a_tick_costs_stalls_and_no_token(answer:
         with VirtualClock() as clock:
             source = Synthetic(answer, lambda place: False)
             said, took, ticks, _ = decode(clock, source, source_s=lambda rows, seconds=seconds: seconds)
-        assert said == answer[len(PROMPT) :]
+        assert said == answer[len(PROMPT) :][:FEW]
         assert any(tick.waits for tick in ticks) == (seconds > 1)
         times.append(took)
-    assert times[0] == STAGES + TOKENS - 1  # one that takes as long as a tick is in time
-    assert times == sorted(times) and times[1] >= 1.9 * times[0] and times[3] <= STAGES * TOKENS
+    late = [STAGES + ticks * (FEW - 1) for ticks in (1, 2, 3)]  # one that takes as long as a tick is in time
+    assert times == [*late, STAGES * FEW]
 
 
 def test_times_must_be_as_many_as_stages() -> None:

@@ -43,7 +43,7 @@ def stage(
     loaded when it connects, and one coordinator is served at a time, one after the other. Whoever reaches the port may
     connect: use a network whose hosts trust each other. Ctrl-C ends it.
     """
-    where = Placement(**placement)
+    where = Placement(**{**placement, "cores": placement["cores"] or ()})
     source = open_source(LLMConfig(model=model, revision=revision, offline=offline), model, "auto")
     fingerprint(source.folder)  # says now what is wrong with the files
     host, port = _address(listen)
