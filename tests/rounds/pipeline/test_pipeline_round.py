@@ -254,6 +254,7 @@ def sources(answers: Path) -> dict[str, Any]:
 
 
 LOOP = [(5 * j) % 40 + 10 for j in range(9)] * 3
+SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SOURCES = ("model", "ngram", "suffix", "hybrid", "synthetic")
 
 
@@ -269,13 +270,13 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_in_every_number_of_stages(name: str, answered: tuple[Path, list[list[int]]]) -> None:
     path, expected = answered
-    jobs, hits = [(LOOP, GREEDY), (PROMPTS[1], GREEDY)], 0
+    jobs, hits = [(LOOP, SHORT), (PROMPTS[1], SHORT)], 0
     for stages in (1, 2, 3, 4, 8):
         engine, round_, ticks = piped(sources(path)[name], stages, ",width=4,children=3")
-        assert ids(run(engine, jobs)) == expected, stages
+        assert ids(run(engine, jobs)) == [said[:20] for said in expected], stages
         assert round_.failure is None and engine.pool.idle
         hits += sum(tick.hits for tick in ticks)
-    assert hits >= (40 if name in ("model", "synthetic", "hybrid") else 1)
+    assert hits >= (20 if name in ("model", "synthetic", "hybrid") else 1)
 
 
 def test_a_synthetic_source_hits_as_often_as_it_is_told(answered: tuple[Path, list[list[int]]]) -> None:
