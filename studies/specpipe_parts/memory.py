@@ -23,6 +23,9 @@ def held(stage: Stage) -> int:
     """Bytes of a stage's layers, of their K and V, and of the embedding or head that belongs to it."""
     decoder = stage.decoder
     parts = [*decoder.layers[stage.start : stage.stop].parameters(), *stage.store.k, *stage.store.v]
+    if decoder.stack is not None:  # packed weights, which are no parameters
+        each = len(decoder.stack.linears) // decoder.num_layers
+        parts += [one.packed for one in decoder.stack.linears[stage.start * each : stage.stop * each]]
     table = decoder.config.vocab_size * decoder.config.d_model * decoder.dtype.itemsize
     ends = (stage.start == 0) + (stage.stop == decoder.num_layers)
     return sum(part.numel() * part.element_size() for part in parts) + ends * table
