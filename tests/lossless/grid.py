@@ -536,7 +536,7 @@ ROUNDS = {  # else the drafter's
     "pipeline_noisy": "pipeline,stages=3,width=3,children=3",
     "pipeline_ngram": "pipeline,stages=2,width=4,children=4",
     "pipeline_suffix": "pipeline,stages=3,width=2,children=2",
-    "pipeline_hybrid": "pipeline,stages=1,width=4,children=2",
+    "pipeline_hybrid": "pipeline,stages=2,width=4,children=2",
     "pipeline_shared": "pipeline,stages=3,width=6,children=2,rows=5",
     "pipeline_tree": "pipeline,stages=2,tree=1x1x3x1x1x1x1x1",
 }
