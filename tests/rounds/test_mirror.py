@@ -86,10 +86,6 @@ def test_it_says_what_plain_decoding_says(name: str, way: str) -> None:
     assert round_.sessions.pool.idle  # type: ignore[attr-defined]
 
 
-class SerialTrace:
-    """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
-
-
 @pytest.mark.parametrize("parts", [f"{LOOKUP}+{MODEL}", f"{LOOKUP}+ngram;depth=5"], ids=["model", "look-ups"])
 def test_several_drafters_at_once(parts: str) -> None:
     """A text that repeats itself: look-ups draft, and the draft model, where there is one, does elsewhere."""
@@ -105,6 +101,10 @@ def test_several_drafters_at_once(parts: str) -> None:
     assert sum(o.stats.accepted for o in outputs) > accepted and any(v.reused for v in verdicts)
     assert max(len(v.window) for v in verdicts) >= longest
     assert engine.pool.idle and (made._models == [] or round_.sessions._model.pool.idle)
+
+
+class SerialTrace:
+    """Windows and verdicts of serial speculation, taken where the round checks its drafts."""
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[tuple[list[int], int, int]] = []
