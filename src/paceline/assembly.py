@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from .attention import make_backend
+from .attention.base import AttentionBackend
 from .config import AUTO_COSTS, TARGET_OPTIONS, LLMConfig, parse_bytes
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
@@ -37,6 +38,9 @@ from .planning.models import read_shape
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round
 from .rounds.base import Origin, Place
+from .rounds.pipeline import PipelineConfig
+from .rounds.pipeline.belt import Belt
+from .rounds.pipeline.split import Split, parse_split
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
@@ -57,15 +61,30 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Any  # None for a folder without one
     folder: Path
+    layers: int  # of the whole target, of which the decoder may have the last ones alone
 
 
 def load_target(config: LLMConfig) -> LoadedModel:
     """The target. Everything that can be checked without the weights is checked before they are read."""
     source = open_source(config, config.model, config.dtype)
-    kept = cache_shape(source.shape, _native(config, source.shape, source.dtype))
+    kept = cache_shape(source.shape, compiled_layers(config, source.shape, source.dtype))
     _pool_tokens(config, kept, source.dtype, _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
-    return _load(config, source, config.exact)
+    return _load(config, source, config.exact, own_layers(config, source.shape))
+
+
+def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | None:
+    """The layers that stay in this process where others have the rest; None: all.
+
+    Raises:
+        ConfigError: more stages than layers, or a cut of another number of layers.
+    """
+    if config.pipeline is None:
+        return None
+    chosen = parse_round(config.round)
+    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    start, stop = chosen.bounds(shape.num_layers)[-2:]
+    return start, stop
 
 
 def check_shared(config: LLMConfig, other: LLMConfig) -> None:
@@ -96,8 +115,12 @@ class Source:
 
     def tokenizer(self) -> Any:
         """Its tokenizer; None for a folder without one."""
+        return load_tokenizer(self.folder) if self.tokenizer_files() else None
+
+    def tokenizer_files(self) -> list[Path]:
+        """Those that are there."""
         files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
-        return load_tokenizer(self.folder) if any(map(is_file, files)) else None
+        return [file for file in files if is_file(file)]
 
 
 def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
@@ -120,32 +143,43 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
     return Source(spec.label, folder, shape, kind, quant is not None)
 
 
-def _load(config: LLMConfig, source: Source, exact: bool) -> LoadedModel:
+def _load(config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None) -> LoadedModel:
     folder, kind = source.folder, source.dtype
-    compiled = _native(config, source.shape, kind)
-    backend = config.attention
-    if backend == "auto":
-        backend = "reference" if kind == torch.float64 else "sdpa"
-    if exact and backend == "reference" and kind != torch.float64:
-        raise CapabilityError(
-            "exact=True with attention='reference'",
-            "the dense reference does not keep a row's order of summation",
-            "use attention='sdpa'",
-        )
+    compiled = compiled_layers(config, source.shape, kind)
+    attention = make_attention(config, kind, exact)
     tokenizer = source.tokenizer()  # before the weights: what is wrong with it is said at once
     decoder = load_model(
         folder,
-        attention=make_backend(backend, kind, exact=exact),
+        attention=attention,
         dtype="int8" if source.quantised else kind,
         device=config.device,
         exact=exact,
         native=compiled,
         stretch=source.shape.stretch,
+        layers=layers,
     )
-    return LoadedModel(source.name, decoder, tokenizer, folder)
+    return LoadedModel(source.name, decoder, tokenizer, folder, source.shape.num_layers)
 
 
-def _native(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
+def make_attention(config: LLMConfig, dtype: torch.dtype, exact: bool) -> AttentionBackend:
+    """The attention of layers that torch runs.
+
+    Raises:
+        CapabilityError: one that is not exact, where that is asked for.
+    """
+    backend = config.attention
+    if backend == "auto":
+        backend = "reference" if dtype == torch.float64 else "sdpa"
+    if exact and backend == "reference" and dtype != torch.float64:
+        raise CapabilityError(
+            "exact=True with attention='reference'",
+            "the dense reference does not keep a row's order of summation",
+            "use attention='sdpa'",
+        )
+    return make_backend(backend, dtype, exact=exact)
+
+
+def compiled_layers(config: LLMConfig, shape: DecoderConfig, dtype: torch.dtype) -> bool:
     """Whether the compiled layers run this model."""
     asked_for_torch = config.kernels == "torch" or config.attention != "auto"
     if config.kernels == "native" and config.attention != "auto":
@@ -168,11 +202,20 @@ class ServeApart(Protocol):
     def __call__(self, config: LLMConfig, pool_tokens: int, rows: int, place: Place) -> DraftSessions: ...
 
 
-def build_engine(config: LLMConfig, target: LoadedModel, serve: ServeApart | None = None) -> Engine:
+class StartStages(Protocol):
+    """Starts the processes of a target's stages, and gives the belt over them, for the pipeline round."""
+
+    def __call__(self, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> Belt: ...
+
+
+def build_engine(
+    config: LLMConfig, target: LoadedModel, serve: ServeApart | None = None, start: StartStages | None = None
+) -> Engine:
     """Drafter, pool, budget, round and engine over a loaded target.
 
     Args:
         serve: starts a drafter's own process, where the round asks for one.
+        start: starts the stages' processes, where the target is split.
 
     Raises:
         ConfigError: a part that is not available, or parts that do not fit together.
@@ -184,7 +227,7 @@ def build_engine(config: LLMConfig, target: LoadedModel, serve: ServeApart | Non
     drafter = build_drafter(config, target, streams)
     max_model_len = _max_model_len(config, decoder.config)
     scheduler = SchedulerConfig(max_sequences=config.max_sequences, max_batch_rows=config.max_batch_rows)
-    pool = make_pool(config, decoder, max_model_len, _scratch_slots(config, drafter, streams))
+    pool = make_pool(config, target, max_model_len, _scratch_slots(config, drafter, streams))
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
     if drafter is not None and not apart:
@@ -193,7 +236,10 @@ def build_engine(config: LLMConfig, target: LoadedModel, serve: ServeApart | Non
     budget = make_budget(config, drafter, target)
     starts = None if serve is None else partial(serve, config, pool.num_tokens)
     origin = Origin(target.name, target.folder, partial(resolve_folder, offline=config.offline))
-    parts = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier, "origin": origin}
+    parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
+    parts["origin"] = origin
+    if config.pipeline is not None and start is not None:
+        parts["start"] = partial(start, config, parse_split(config.pipeline), target, pool)
     round_ = make_round(config.round, starts, **parts)
     limits = EngineLimits(
         vocab_size=decoder.config.vocab_size, max_model_len=max_model_len, eos_ids=decoder.config.eos_ids
@@ -286,7 +332,7 @@ def _predicted(machine: str, target: LoadedModel) -> CostTable:
 
 def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
     """Under which conditions this target's speed was, or would be, measured."""
-    kernels = "native" if _native(config, decoder.config, decoder.dtype) else "torch"
+    kernels = "native" if compiled_layers(config, decoder.config, decoder.dtype) else "torch"
     return calibration.fingerprint(decoder, kernels)
 
 
@@ -348,14 +394,16 @@ def _pool_tokens(
     return tokens
 
 
-def make_pool(config: LLMConfig, decoder: Decoder, max_model_len: int, scratch: int) -> KVPool:
-    """The target's K/V pool, with ``scratch`` slots for streams.
+def make_pool(config: LLMConfig, target: LoadedModel, max_model_len: int, scratch: int) -> KVPool:
+    """The target's K/V pool, with ``scratch`` slots for streams. Its tokens are as many as memory for all layers holds,
+    wherever these are.
 
     Raises:
         ConfigError: too little memory.
     """
-    kept = decoder.cache_shape
-    tokens = _pool_tokens(config, kept, decoder.dtype, max_model_len, scratch)
+    decoder, kept = target.decoder, target.decoder.cache_shape
+    all_layers = target.layers * decoder.config.stretch, *kept[1:]
+    tokens = _pool_tokens(config, all_layers, decoder.dtype, max_model_len, scratch)
     try:
         return KVPool(*kept, tokens, decoder.dtype, decoder.device, scratch_slots=scratch)
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError, or its OutOfMemoryError

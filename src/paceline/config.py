@@ -20,6 +20,8 @@ from .engine.budget import AUTO, FixedBudget, parse_budget
 from .planning import machines
 from .rounds import AUTO as AUTO_ROUND
 from .rounds import ROUNDS, parse_round
+from .rounds.pipeline import PipelineConfig
+from .rounds.pipeline.split import parse_split
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
 from .target.loader import check_dtype, parse_device
 
@@ -40,6 +42,11 @@ class LLMConfig:
     round: str = option(
         AUTO_ROUND,
         help=f"order of drafting and verification: {', '.join(ROUNDS)}, as name,option=value; or auto: by the drafter",
+    )
+    pipeline: int | str | None = option(
+        None,
+        help="the target's layers in stages, each in a process of its own: how many, as 4 or 4,cores=<0,1,2,3>; or the "
+        "HOST:PORT of all but the last (`paceline stage`)",
     )
     verifier: str = option(
         DEFAULT_VERIFIER,
@@ -101,6 +108,8 @@ class LLMConfig:
             parse_bytes(self.kv_memory)
         registry.parse(self.drafter)
         parse_round(self.round)
+        if self.pipeline is not None:
+            object.__setattr__(self, "round", self._piped(parse_split(self.pipeline).stages))
         chosen = parse_budget(self.budget)
         off = self.budget is None or (isinstance(chosen, FixedBudget) and chosen.never_drafts)
         if not off and self.drafter is None:
@@ -114,10 +123,39 @@ class LLMConfig:
         if self.exact and VERIFIERS[self.verifier].ids_depend_on_drafter:
             asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
+        filled = parse_round(self.round)
+        if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
+            asked = f"exact=True with round={shown(self.round)}"
+            raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")
+
+    def _piped(self, stages: int) -> str:
+        """The round over so many stages in processes.
+
+        Raises:
+            ConfigError: another round is named, or another number of stages.
+            CapabilityError: applications, which such stages do not have.
+        """
+        asked = f"pipeline={shown(self.pipeline)}"
+        if self.applications:
+            wrong = "stages in processes have the base model's layers alone, without adapters or streams"
+            raise CapabilityError(f"{asked} with applications", wrong, "leave out one of the two")
+        text = PipelineConfig.kind if self.round == AUTO_ROUND else self.round
+        chosen = parse_round(text)
+        if not isinstance(chosen, PipelineConfig):
+            wrong = "stages are filled by the pipeline round alone"
+            raise ConfigError(
+                f"{asked} with round={shown(self.round)}", wrong, "leave out round, or use round=pipeline"
+            )
+        if "stages" not in text:
+            return f"{text},stages={stages}"
+        if chosen.stages != stages:
+            wrong = f"these are {stages} stages"
+            raise ConfigError(f"{asked} with round={shown(self.round)}", wrong, "leave out stages=")
+        return text
 
 
 # Options on which the target itself depends: two `LLM` that agree in them can share its weights.
-TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision")
+TARGET_OPTIONS = ("model", "dtype", "device", "exact", "kernels", "attention", "revision", "pipeline")
 
 
 def parse_bytes(value: str | int) -> int:

@@ -21,7 +21,10 @@ from .engine.calibration import Fingerprint
 from .engine.engine import LiveRequest
 from .engine.lock import ReentryError
 from .engine.tokens import Prompt, chat_ids, encode
+from .kv.pool import KVPool
 from .rounds.base import Place
+from .rounds.pipeline.belt import Belt
+from .rounds.pipeline.split import Split
 from .target.decoder import Decoder
 
 Message = Mapping[str, str]  # {"role": .., "content": ..}
@@ -32,6 +35,13 @@ def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -
     from .draft_worker import serve_apart
 
     return serve_apart(config, pool_tokens, rows, place)
+
+
+def _start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> Belt:
+    """The target's stages in processes of their own, likewise."""
+    from .stage_worker import start_stages
+
+    return start_stages(config, split, target, pool)
 
 
 class LLM:
@@ -56,13 +66,16 @@ class LLM:
             torch.set_num_threads(self.config.threads)
         self._target = load_target(self.config) if share is None else self._shared(share)
         self.tokenizer = self._target.tokenizer
-        self.engine = build_engine(self.config, self._target, _serve_apart)
+        self.engine = build_engine(self.config, self._target, _serve_apart, _start_stages)
 
     def _shared(self, other: Any) -> LoadedModel:
         """Another one's target, if it is what this one's configuration asks for."""
         if not isinstance(other, LLM):
             raise ConfigError(f"LLM(..., share={shown(other)})", "it is no LLM", "give one of the same target")
         check_shared(self.config, other.config)
+        if self.config.pipeline is not None:
+            wrong = "its layers lie in processes that serve one engine"
+            raise ConfigError(f"LLM(..., share=..., pipeline={shown(self.config.pipeline)})", wrong, "leave share out")
         return other._target
 
     @property

@@ -26,11 +26,24 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "config": {"core", "target", "attention", "drafters", "rounds", "engine", "planning"},
     "assembly": {"config", *ENGINE, "engine", "planning"},
     "draft_worker": {"config", "assembly", "distributed", "core", "target", "drafters", "rounds"},
+    "stage_worker": {"config", "assembly", "distributed", "core", "kv", "target", "drafters", "rounds"},
     "chunks": {"core", "engine"},
-    "llm": {"native", "config", "assembly", "draft_worker", "chunks", "core", "target", "drafters", "rounds", "engine"},
+    "llm": {*ENGINE, "native", "config", "assembly", "draft_worker", "stage_worker", "chunks", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},
     "bench": {*ENGINE, "native", "distributed", "training", "engine", "zoo", "planning", "config", "assembly", "llm"},
-    "cli": {*ENGINE, "distributed", "training", "engine", "zoo", "planning", "config", "llm", "bench"},
+    "cli": {
+        *ENGINE,
+        "distributed",
+        "training",
+        "engine",
+        "zoo",
+        "planning",
+        "config",
+        "assembly",
+        "stage_worker",
+        "llm",
+        "bench",
+    },
 }
 RECIPES = {"recipe.py", "distillation.py"}  # of drafters: how one is trained; these alone may import training
 CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds
@@ -42,6 +55,7 @@ PARTS = {
     "lyanna_parts": "lyanna",
     "spire_parts": "spire",
     "mirror_parts": "mirror",
+    "specpipe_parts": "specpipe",
 }  # folder of studies -> the study, too long for a file, whose parts it holds
 NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies", *PARTS}
 ABOVE = {"cli", "async_llm"}  # parts that no study may import

@@ -231,6 +231,12 @@ class TestCommands:
         for flag in ("--model", "--drafter", "--round", "--device", "--dtype", "--exact", "--threads", "--kv-memory"):
             assert flag in result.output
 
+    def test_help_of_stage(self, run: Any) -> None:
+        output = run("stage", "--help").output
+        for flag in ("--listen", "--model", "--cores", "--threads", "--device", "--offline"):
+            assert flag in output
+        assert "--host" not in output and "--pipeline" in run("generate", "--help").output
+
     def test_help_of_generate_has_the_sampling_options(self, run: Any) -> None:
         output = run("generate", "--help").output
         for flag in ("--prompt", "--max-tokens", "--temperature", "--top-p", "--seed", "--stop", "--json"):
@@ -244,6 +250,14 @@ class TestCommands:
             (["generate", "--prompt", "x", "--logprobs", "2"], "--json"),
             (["generate", "--prompt-file", "/nowhere/at/all"], "/nowhere/at/all"),
             (["generate", "--prompt", "x", "--logit-bias", "1"], "KEY=VALUE"),
+            (["generate", "--prompt", "x", "--pipeline", "13", "--drafter", "ngram"], "the target has 12 layers"),
+            (["generate", "--prompt", "x", "--pipeline", "four"], "HOST:PORT"),
+            (["generate", "--prompt", "x", "--pipeline", "2,cores=<4096,0>", "--drafter", "ngram"], "core 4096"),
+            (["generate", "--prompt", "x", "--pipeline", "127.0.0.1:9", "--drafter", "ngram"], "127.0.0.1:9"),
+            (["generate", "--prompt", "x", "--pipeline", "2", "--round", "mirror"], "pipeline round"),
+            (["stage", "--listen", "nowhere"], "HOST:PORT"),
+            (["stage", "--listen", "203.0.113.9:0"], "the port cannot be had"),
+            (["stage", "--model", "./nowhere"], "nowhere"),
             (["chat", "--n", "2"], "--n 2"),
             (["demo", "--prompts", "0"], "--prompts 0"),
             (["demo", "--prompts", "21"], "--prompts 21"),

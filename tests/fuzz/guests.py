@@ -267,4 +267,8 @@ GUESTS: dict[str, Guest] = {
     "mirror_plain": replace(
         _model(depth=2, proposes="point"), round="mirror,kappa=6,exit=1/2,policy=plain,rollout=beside"
     ),
+    "pipeline": replace(_model(depth=3, noise=0.06), round="pipeline,stages=3,width=4,children=3"),
+    "pipeline_shared": replace(_model(depth=3), round="pipeline,stages=2,width=6,children=2,rows=5"),
+    "pipeline_tree": replace(_model(depth=3), round="pipeline,stages=2,tree=1x2x1"),
+    "pipeline_hybrid": replace(_hybrid(f"{LOOKUP}+{MODEL}"), round="pipeline,stages=2,width=3,children=2"),
 }

@@ -41,6 +41,7 @@ PLACES = tuple(  # before and after each of these
     )
     for when in ("before", "after")
 )
+PIPED = {"pool.commit": "pool.settle", "round.emitter.emit": "round.belt.tick"}  # what a pipeline has in their place
 _FINE = {"prompt_token_ids": [5]}
 MODES = ("submit", "submit", "stream", "stream", "generate")
 
@@ -247,8 +248,9 @@ class Play:
     # -- interruptions
 
     def _lay_fuses(self) -> None:
+        piped = GUESTS[self.case.guest].round.startswith("pipeline")
         for name in {place.split()[1] for place in self.case.tears.values()}:
-            *parts, method = name.split(".")
+            *parts, method = (PIPED.get(name, name) if piped else name).split(".")
             owner = reduce(getattr, parts, self.engine)
             setattr(owner, method, self._fused(name, getattr(owner, method)))
 

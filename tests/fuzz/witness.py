@@ -14,6 +14,7 @@ from paceline.core.verify import VerifyOutcome
 from paceline.drafters.base import DraftRule, SequenceView
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
+from paceline.rounds.pipeline.round import PipelineRound, Ticked
 
 LONG = 5  # accepted lengths from here on are counted together
 
@@ -27,6 +28,9 @@ class Witness:
     def watch(self, engine: Engine) -> None:
         """See every step of ``engine``, and every verdict on a tree."""
         round_: Any = engine.round
+        if isinstance(round_, PipelineRound):
+            round_.on_tick = self._saw_tick
+            return
         judge = getattr(round_, "guard", round_)  # who has the verifier
         step, verify = round_.step, judge.verifier.verify
         paths: dict[int, int] = {}
@@ -51,6 +55,12 @@ class Witness:
 
         round_.step = watched_step
         judge.verifier = replace(judge.verifier, verify=watched_verify)
+
+    def _saw_tick(self, tick: Ticked) -> None:
+        self.met["pipelines' hits"] += tick.hits
+        self.met["pipelines' flushes"] += sum(verdict.rank < 0 for verdict in tick.verdicts)
+        self.met["late siblings"] += tick.late
+        self.met["partial refills"] += tick.refills
 
     def _saw_path(self, path: list[int], parents: list[int]) -> None:
         self.met[f"accepted {len(path)}" if len(path) < LONG else f"accepted {LONG} and more"] += 1

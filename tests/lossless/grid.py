@@ -49,7 +49,8 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.proposal import Proposal
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
-from paceline.rounds.base import StepResult, Work
+from paceline.rounds.base import RunningSequence, StepResult, Work
+from paceline.rounds.pipeline.round import PipelineRound, Ticked
 from paceline.target.adapters import AdapterConfig
 from paceline.target.base import TargetInfo
 from paceline.target.decoder import Decoder
@@ -518,8 +519,27 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "hybrid_magicdec": _beside_a_lookup(lambda cases: MagicDec(MagicDecConfig(window=8, depth=3))),
     "mirror": _model(depth=3),
     "mirror_plain": _model(depth=2, proposes="point"),
+    "pipeline_none": lambda cases: None,
+    "pipeline_model": _model(depth=4),
+    "pipeline_noisy": _model(depth=4, noise=0.08),
+    "pipeline_ngram": lambda cases: NgramConfig(depth=5, branches=3),
+    "pipeline_suffix": lambda cases: SuffixConfig(depth=6),
+    "pipeline_hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
+    "pipeline_shared": _model(depth=4, noise=0.08),
+    "pipeline_tree": _model(depth=4),
 }
-ROUNDS = {"mirror": "mirror,kappa=5,exit=2", "mirror_plain": "mirror,kappa=3,exit=1,policy=plain"}  # else the drafter's
+ROUNDS = {  # else the drafter's
+    "mirror": "mirror,kappa=5,exit=2",
+    "mirror_plain": "mirror,kappa=3,exit=1,policy=plain",
+    "pipeline_none": "pipeline,stages=3,texts=1",
+    "pipeline_model": "pipeline,stages=3,width=6,children=3",
+    "pipeline_noisy": "pipeline,stages=3,width=3,children=3",
+    "pipeline_ngram": "pipeline,stages=2,width=4,children=4",
+    "pipeline_suffix": "pipeline,stages=3,width=2,children=2",
+    "pipeline_hybrid": "pipeline,stages=2,width=4,children=2",
+    "pipeline_shared": "pipeline,stages=3,width=6,children=2,rows=5",
+    "pipeline_tree": "pipeline,stages=2,tree=1x1x3x1x1x1x1x1",
+}
 TARGETS = {
     name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name
 }  # of drafters that need another target
@@ -554,6 +574,9 @@ class Witness:
     def watch(self, engine: Engine) -> None:
         """See every step of ``engine``, and every verdict on a tree."""
         round_: Any = engine.round
+        if isinstance(round_, PipelineRound):
+            self._watch_pipeline(engine, round_)
+            return
         judge = getattr(round_, "guard", round_)  # who has the verifier
         step, verify = round_.step, judge.verifier.verify
         paths: dict[int, list[int]] = {}
@@ -580,6 +603,32 @@ class Witness:
 
         round_.step = watched_step
         judge.verifier = replace(judge.verifier, verify=watched_verify)
+
+    def _watch_pipeline(self, engine: Engine, round_: PipelineRound) -> None:
+        """See every step of a pipeline, and what its ticks tell."""
+        step = round_.step
+
+        def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+            self._saw_works(engine, works)
+            result = step(works, rule)
+            for sequence, _ in result.emitted:
+                self._saw_token(sequence, round_.source is not None)
+            return result
+
+        def ticked(tick: Ticked) -> None:
+            self.accepted.update(int(verdict.hit) for verdict in tick.verdicts)
+            for met, mark in ((tick.refills, "a partial refill"), (tick.late, "a late sibling")):
+                if met:
+                    self.marks.add(mark)
+
+        round_.step, round_.on_tick = watched_step, ticked  # type: ignore[method-assign]
+
+    def _saw_token(self, sequence: RunningSequence, drafts: bool) -> None:
+        params = sequence.params
+        if drafts and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+            self.marks.add("drafts accepted under penalties")
+        if sequence.state.checker.finish_reason == "stop":
+            self.marks.add("a stop with levels in flight" if drafts else "a stop")
 
     def _saw_path(self, path: list[int], parents: list[int]) -> None:
         self.accepted.add(len(path))

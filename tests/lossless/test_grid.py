@@ -66,9 +66,10 @@ ACCEPTED = {
     "duplicates": {*range(4)},
     "magicdec": {*range(5)},
     "magicdec_drawn": {*range(4)},
+    "pipeline_none": {0},
 }
 assert ACCEPTED.keys() <= DRAFTERS.keys()
-EXACTLY = {"none", "empty", "always_wrong"}  # these must have accepted nothing else
+EXACTLY = {"none", "empty", "always_wrong", "pipeline_none"}  # these must have accepted nothing else
 
 ALWAYS = {"a chunk edge", "a prefix hit", "preemption"}
 DRAFTED = {"drafts cut by the pool"}
@@ -76,6 +77,10 @@ TAKEN = {"drafts accepted under penalties"}
 ENDED = {"EOS inside a path", "a stop str inside a path", "a stop int inside a path"}
 BRANCHED = {"a sibling that is not the first"}
 KNOWING = {"always_right", "over_budget"}  # they know the answer: paths cross every end
+PIPED = {
+    "pipeline_none": {"a stop"},
+    "pipeline_noisy": {"a stop with levels in flight", "a partial refill", "a late sibling"},
+}
 FUSED = {"lyanna_fused", "lyanna_equal", "medusa_fused", "streams_fused"}  # both trees below one root
 RESAMPLING = FUSED | {"lyanna_alone"}
 BRANCHING = (
@@ -99,6 +104,8 @@ assert DRAFTERS.keys() >= BRANCHING
 def _must_meet(drafter: str) -> set[str]:
     """What any run of the grid with this drafter must have met."""
     marks = set(ALWAYS)
+    if drafter.startswith("pipeline"):
+        return marks | PIPED.get(drafter, {"a stop with levels in flight"})
     if drafter != "none":
         marks |= DRAFTED
     if drafter not in EXACTLY:

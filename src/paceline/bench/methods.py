@@ -52,6 +52,7 @@ CELL_SETTINGS: dict[str, Callable[[str], Any]] = {
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
+_SHARED |= {"pipeline"}  # its processes serve one engine, and a run's engines share their target
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
 _OF_METHODS = {*SETTINGS, "round", "dtype", "application"}
 _NEED_DRAFTS = {"budget", "costs", "verifier"}  # mean nothing to plain decoding

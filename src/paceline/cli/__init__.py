@@ -23,6 +23,7 @@ COMMANDS = {  # name -> what it does; the module has the same name
     "demo": "Answer plainly and speculatively, compare tokens and speed.",
     "bench": "Measure the speed-up of speculation on this machine.",
     "train": "Train models, draft models, streams and adapters.",
+    "stage": "Serve a stage of a model's pipeline to another host.",
     "plan": "Predict which drafter would pay for a model on a machine.",
     "models": "List the embedded models.",
     "drafters": "List the drafters and their options.",

@@ -54,5 +54,9 @@ class RequestError(PacelineError):
         return type(self), (self.request_id, self.why, self.output)
 
 
+class PassesLost(PacelineError):
+    """What computes passes was lost with its K/V, and comes back: the engine computes all K/V anew."""
+
+
 class PoolFullError(PacelineError):
     """The K/V pool has no free block. The engine responds by dropping drafts or by preemption."""

@@ -1,7 +1,7 @@
-"""``python -m paceline.distributed.begin FD``: a worker process.
+"""``python -m paceline.distributed.begin LIFE [ASKED]``: a worker process.
 
-It is told over an inherited socket what it is, and takes its cores before it imports what does the work: torch chooses
-its threads by the cores and the environment that it finds.
+It is told over an inherited socket what it is, its life's own or another one, and takes its cores before it imports
+what does the work: torch chooses its threads by the cores and the environment that it finds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from .tcp import SocketChannel
 PATIENCE_S = 30.0  # for the first message
 
 
-def begin(fd: int) -> int:
+def begin(life_fd: int, asked_fd: int | None = None) -> int:
     """Begin as the socket says; the exit status."""
-    life = SocketChannel(socket.socket(fileno=fd))
-    asked: Begin = Codec(**LIFE).decode(life.receive(PATIENCE_S))
+    life = SocketChannel(socket.socket(fileno=life_fd))
+    told = life if asked_fd is None else SocketChannel(socket.socket(fileno=asked_fd))
+    asked: Begin = Codec(**LIFE).decode(told.receive(PATIENCE_S))
     if asked.cores:
         pin(asked.cores)
     from .serving import main  # what it imports begins on its cores
@@ -29,4 +30,4 @@ def begin(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(begin(int(sys.argv[1])))
+    sys.exit(begin(*map(int, sys.argv[1:])))

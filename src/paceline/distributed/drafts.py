@@ -255,6 +255,7 @@ class Served(Protocol):
     """A worker, or what stands for one."""
 
     line: Line | None
+    faults: list[str]
 
     def poll(self) -> bool:
         """See `Worker.poll`."""
@@ -349,7 +350,10 @@ class RemoteSessions:
         return growing
 
     def look(self) -> None:
-        """Take what came."""
+        """Take what came, and look after the worker in passing."""
+        if self._growing and not self._worker.poll():
+            self._growing.clear()
+            self._line()  # says why
         while self._growing and self._take(0):
             pass
 
@@ -410,13 +414,17 @@ class RemoteSessions:
 
     def _line(self) -> Line:
         if self._worker.line is None:
-            raise DraftsLost("the drafter's worker is not there")
+            raise DraftsLost(f"the drafter's worker is not there{self._why}")
         return self._worker.line
+
+    @property
+    def _why(self) -> str:
+        return f": {self._worker.faults[-1]}" if self._worker.faults else ""
 
     def _lost(self) -> Any:
         self._growing.clear()
         self._worker.lost()
-        raise DraftsLost("the drafter's worker is gone")
+        raise DraftsLost(f"the drafter's worker is gone{self._why}")
 
     def _give_up(self, why: str) -> Any:
         self._growing.clear()

@@ -52,7 +52,7 @@ class Begin:
     name: str
     service: str  # "module:function" that makes it
     options: dict[str, Any]  # of that function
-    way: str  # the line to be opened: "shared:..." or "tcp:host:port"
+    way: str  # the line to be opened: "shared:...", "tcp:host:port" or "fd:..."
     key: str  # to be said in `Hello`
     cores: list[int]
     device: str

@@ -6,6 +6,7 @@ A process begins with `begin`, which pins it before anything imports torch.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 import traceback
@@ -140,6 +141,8 @@ def _opened(asked: Begin) -> Channel:
     kind, _, where = asked.way.partition(":")
     if kind == "shared":
         return SharedChannel(SharedEnd.parse(where), asked.spin_us)
+    if kind == "fd":
+        return SocketChannel(socket.socket(fileno=int(where)))
     host, _, port = where.rpartition(":")
     return tcp.connect(host, int(port), CONNECT_S)
 

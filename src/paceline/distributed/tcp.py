@@ -17,6 +17,7 @@ from .frames import Buffer, FrameError
 
 LOOPBACK = "127.0.0.1"
 FEW_BYTES = 2**16  # sent in one piece
+GONE_MS = 10_000  # for which what was sent may be without an answer of the other host's system
 
 
 class SocketChannel:
@@ -31,6 +32,8 @@ class SocketChannel:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that is gone without a word is gone
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_MS)
         self._incoming = Incoming()
 
     def send(self, parts: Sequence[Buffer], timeout: float | None = None) -> None:
@@ -83,6 +86,10 @@ class SocketChannel:
     def takes(self) -> bool:
         """Whether a short frame goes without a wait; also where the other end is gone, which sending says."""
         return _ready(self._socket, select.POLLOUT, 0)
+
+    def detach(self) -> socket.socket:
+        """The connection itself, for another hand; this channel is of no use then."""
+        return socket.socket(fileno=self._socket.detach())
 
     def close(self) -> None:
         """Close the connection."""

@@ -67,7 +67,10 @@ class WorkerSpec:
 class Process(Protocol):
     """A process somewhere."""
 
-    pid: int
+    @property
+    def pid(self) -> int | None:
+        """Its number; None: it runs on another host."""
+        ...
 
     def poll(self) -> int | None:
         """Its exit status, below 0 a signal's number; None: it runs."""
@@ -224,7 +227,8 @@ class Worker:
         now = self._clock.now()
         healthy = self.line is not None and now - self._since > self.patience.healthy_s
         self._in_a_row = 1 if healthy else self._in_a_row + 1
-        self.faults.append(f"worker {self.spec.name} (pid {self.pid}) {why}")
+        process = "" if self.pid is None else f" (pid {self.pid})"
+        self.faults.append(f"worker {self.spec.name}{process} {why}")
         self._end()
         rest = self.patience.rest_s * 2.0 ** min(self._in_a_row - 1, 60)
         self._next = now + min(rest, self.patience.most_rest_s)

@@ -27,6 +27,7 @@ from ..core.tree import TokenTree
 from .base import DrafterSpec, DraftRequest, SequenceView
 from .proposal import PathDrafter, Proposal
 from .registry import DrafterConfig, DrafterContext, option
+from .text_sessions import TextSessions
 
 if TYPE_CHECKING:
     from ..target.base import TargetInfo
@@ -181,6 +182,7 @@ class SyntheticDrafter(PathDrafter):
             default_budget=config.depth * config.branches,
             tree=config.branches > 1,
             synthetic=True,
+            ahead=True,
         )
         rates = config.rates
         self._rates = [*rates, *[rates[-1]] * (config.depth - len(rates))]
@@ -189,6 +191,7 @@ class SyntheticDrafter(PathDrafter):
             self._answers.setdefault(answer.prompt, []).append(answer)
         self._readings: dict[int, _Reading] = {}
         self._vocab_size = 0
+        self._target: TargetInfo | None = None
         self.misses: Counter[str] = Counter()  # by `MISSES`
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
@@ -198,7 +201,7 @@ class SyntheticDrafter(PathDrafter):
             ConfigError: an id that the target does not have.
             CapabilityError: more branches than wrong tokens.
         """
-        self._vocab_size = target.vocab_size
+        self._vocab_size, self._target = target.vocab_size, target
         for answer in (answer for same in self._answers.values() for answer in same):
             largest = max((*answer.prompt, *answer.output))
             if largest >= target.vocab_size:
@@ -235,6 +238,29 @@ class SyntheticDrafter(PathDrafter):
             self._miss(seq, reading)
             return Proposal()
         return self._drafted(reading, len(seq.tokens), following, budget)
+
+    def sessions(self, rows: int) -> TextSessions:
+        """See `AheadDrafter`."""
+        assert self._target is not None, "bind comes before sessions"
+        return TextSessions(self, self._target.vocab_size, self._target.eos_ids)
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """See `Continuing`: the recorded token, or a wrong one in its place, then other wrong ones.
+
+        Whether it is right is a function of its position in the text, not of where drafting began: the first of
+        ``accept`` is the rate.
+        """
+        reading, said = self._reading(sequence), len(sequence.tokens) - sequence.prompt_len
+        place = said + len(path)
+        if not reading.left or place >= len(reading.left[0].output):
+            self._miss(sequence, reading)
+            return []
+        output = reading.left[0].output
+        uniform, offset = self._draw(reading, len(sequence.tokens) + len(path), 1)
+        right = [output[place]] if uniform < self._rates[0] and [*output[said:place]] == [*path] else []
+        wrong = [self._wrong(output[place], offset + other) for other in range(width - len(right))]
+        scores = [math.log(max(self._rates[0], _NEVER)), *[math.log(_NEVER)] * (width - 1)]
+        return [*zip([*right, *wrong], scores, strict=True)]
 
     def _drafted(self, reading: _Reading, position: int, following: Sequence[int], budget: int) -> Proposal:
         proposal = Proposal()

@@ -6,13 +6,14 @@ a call that was interrupted, by Ctrl-C for example, the next call restores a con
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError, ConfigError, PassesLost
 from ..core.request import CompletionOutput, Request, RequestOutput, SequenceState, StopChecker, Texts
 from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.stats import SpecStats
@@ -23,6 +24,8 @@ from ..target.applications import Application
 from .budget import DraftBudget, StepRecord
 from .lock import FairLock
 from .scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +269,11 @@ class Engine:
     def step(self) -> list[LiveRequest]:
         """One step of all running sequences. Returns the requests that got tokens or ended; finished ones leave."""
         self._begin()
-        touched, ended = self._step()
+        try:
+            touched, ended = self._step()
+        except PassesLost as error:  # the next call begins with what was surely said
+            log.warning("%s; K/V of all requests is computed anew", error)
+            return []
         told = [*touched.values()]
         if self._untold:
             told += [live for live in self._untold if touched.get(live.request.id) is not live]

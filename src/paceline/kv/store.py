@@ -25,10 +25,18 @@ class KVStore:
         # Zeros, not empty: a masked key is multiplied by weight 0, and 0 * NaN would not be 0.
         # Heads first: what one head reads in a pass lies in one piece.
         shape = (num_layers, kv_heads, slots, head_dim)
-        self.all_k = torch.zeros(shape, dtype=dtype, device=device)  # [layers, kv_heads, slots, head_dim]
-        self.all_v = torch.zeros(shape, dtype=dtype, device=device)
+        self._hold(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    def _hold(self, all_k: Tensor, all_v: Tensor) -> None:
+        self.all_k, self.all_v = all_k, all_v  # [layers, kv_heads, slots, head_dim]
         self.k = list(self.all_k.unbind(0))  # one a layer: [kv_heads, slots, head_dim]
         self.v = list(self.all_v.unbind(0))
+
+    def part(self, start: int, stop: int) -> KVStore:
+        """The same K and V of the layers start .. stop - 1 alone."""
+        made: KVStore = object.__new__(KVStore)
+        made._hold(self.all_k[start:stop], self.all_v[start:stop])
+        return made
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy K and V of slots of every layer; ranges may overlap, since all are read before the first is written."""

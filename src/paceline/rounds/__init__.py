@@ -12,9 +12,12 @@ from ..drafters.base import DrafterSpec
 from .base import Round, RoundConfig, Serve
 from .fused import FusedConfig
 from .mirror import MirrorConfig
+from .pipeline import PipelineConfig
 from .serial import SerialConfig
 
-ROUNDS: dict[str, type[RoundConfig]] = {config.kind: config for config in (SerialConfig, FusedConfig, MirrorConfig)}
+ROUNDS: dict[str, type[RoundConfig]] = {
+    config.kind: config for config in (SerialConfig, FusedConfig, MirrorConfig, PipelineConfig)
+}
 AUTO = "auto"
 
 

@@ -21,7 +21,7 @@ from ..target.applications import adapter_ranges
 from ..target.base import Batch, ForwardState
 from ..target.decoder import Decoder
 from ..target.packing import RowPacker
-from .base import StepResult, Work
+from .base import RunningSequence, StepResult, Work
 from .verification import Verifier, choose_packed
 
 
@@ -156,7 +156,9 @@ def read_logits(p: Pass, target: Decoder) -> None:
     for work, span in zip(p.works, p.spans, strict=True):
         if work.sequence.params.prompt_logprobs is not None:
             try:
-                _record_prompt(work, span, p.state, target)
+                assert work.sequence.cache is not None
+                known = p.state.hidden[span.start : span.start + work.rows]
+                record_prompt(work.sequence, work.sequence.cache.committed, known, target)
             except Exception as error:
                 work.sequence.view.fault = error
     rows: list[int] = []
@@ -173,21 +175,24 @@ def read_logits(p: Pass, target: Decoder) -> None:
         p.logits = target.logits(p.state, torch.tensor(rows, device=hidden.device))
 
 
-def _record_prompt(work: Work, span: Span, state: ForwardState, target: Decoder) -> None:
-    """Log-probabilities of the prompt tokens that follow this pass's prompt rows."""
-    sequence = work.sequence
-    assert sequence.cache is not None
+def record_prompt(sequence: RunningSequence, first: int, hidden: Tensor, target: Decoder) -> None:
+    """Log-probabilities of the prompt tokens that follow some rows of a text.
+
+    Args:
+        sequence: whose text it is.
+        first: position of the first of the rows.
+        hidden: [rows, d_model] states behind the last layer.
+        target: reads them.
+    """
     known = len(sequence.prompt_logprobs)  # of tokens 0 .. known - 1
-    first = sequence.cache.committed
     begin = max(known - 1, first)
-    end = min(first + work.rows, sequence.view.prompt_len - 1)
+    end = min(first + len(hidden), sequence.view.prompt_len - 1)
     if not known:
         sequence.prompt_logprobs.append(None)
         begin = first
     if begin >= end:
         return
-    rows = torch.arange(span.start + begin - first, span.start + end - first, device=state.hidden.device)
-    logits = target.logits(state, rows)
+    logits = target.read(hidden[begin - first : end - first])
     if sequence.params.logprobs_mode == "processed":
         logits = sequence.view.sampler.process(logits)
     actual = torch.tensor(sequence.view.tokens[begin + 1 : end + 1], device=logits.device)

@@ -218,13 +218,18 @@ class Decoder(nn.Module):
 
     def embed(self, batch: Batch) -> ForwardState:
         """Token embeddings (and learned positions, where the family has them): [rows, d_model]."""
-        hidden = F.embedding(batch.tokens, self.embedding)
-        if self.config.learned_positions:
-            hidden.add_(F.embedding(batch.positions + self.config.position_offset, self.position_embedding))
+        hidden = self.words(batch.tokens, batch.positions)
         state = ForwardState(hidden, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
         if self._stack is None:
             self._rotation(state)
         return state
+
+    def words(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
+        hidden = F.embedding(tokens, self.embedding)
+        if self.config.learned_positions:
+            hidden.add_(F.embedding(positions + self.config.position_offset, self.position_embedding))
+        return hidden
 
     def run_layers(
         self, state: ForwardState, start: int, stop: int, cache: KVCache, taps: Taps | None = None

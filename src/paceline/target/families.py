@@ -62,6 +62,16 @@ class DecoderConfig:
         """Layers that a pass goes through."""
         return self.num_layers * self.stretch
 
+    def part(self, start: int, stop: int, words: bool) -> DecoderConfig:
+        """The layers start .. stop - 1 alone.
+
+        Args:
+            start, stop: the range.
+            words: whether embedding, final norm and head are there; else states go in and come out.
+        """
+        kept = replace(self, num_layers=stop - start, windows=self.windows[start:stop])
+        return kept if words else replace(kept, vocab_size=1, tied=True, learned_positions=0)
+
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of every fused linear of one layer, by name; see `decoder.Layer`."""

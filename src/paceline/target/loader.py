@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,8 +46,10 @@ def load_model(
     exact: bool = False,
     native: bool = False,
     stretch: int = 1,
+    layers: tuple[int, int] | None = None,
+    words: bool = True,
 ) -> Decoder:
-    """Load the checkpoint in a local folder.
+    """Load the checkpoint in a local folder, or a part of its layers.
 
     The headers of the weight files are compared with ``config.json``, and the memory that the weights need with what is
     free, before anything is allocated.
@@ -59,6 +62,8 @@ def load_model(
         device: "cpu", "cuda" or "cuda:1".
         exact, native: see `Decoder`.
         stretch: of `DecoderConfig`.
+        layers: the first one, and one past the last one; None: all. They are numbered from 0 then.
+        words: of `DecoderConfig.part`; without them the decoder's embedding and head are zeros, for nobody to use.
 
     Raises:
         ConfigError: files that are missing, broken or do not fit the configuration, or weights for which there is
@@ -70,10 +75,27 @@ def load_model(
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
     layout = read_layout(folder, config)
+    if layers is not None:
+        layout, config = _part(layout, layers, words), config.part(*layers, words)
     with _memory_for(folder, layout, config, kind, place):
         decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
+        if not words:
+            for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
+                parameter.data.zero_()
         _fill_all(decoder, layout)
         return decoder.finish()
+
+
+def _part(layout: Layout, layers: tuple[int, int], words: bool) -> Layout:
+    """What some of the layers need of a checkpoint, under the names that these have alone."""
+    kept = []
+    for piece, tensor in layout.pieces:
+        match = re.fullmatch(r"layers\.(\d+)\.(.*)", piece.into)
+        if match is None and words:
+            kept.append((piece, tensor))
+        elif match is not None and layers[0] <= int(match[1]) < layers[1]:
+            kept.append((replace(piece, into=f"layers.{int(match[1]) - layers[0]}.{match[2]}"), tensor))
+    return Layout(kept, layout.heads if words else [])
 
 
 @contextmanager

@@ -1,0 +1,225 @@
+"""The options of the pipeline round, and the drafters that can run in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar, Literal, cast
+
+from ...core.errors import CapabilityError, ConfigError
+from ...core.options import option
+from ...drafters.base import Drafter, DrafterSpec
+from ...drafters.sessions import AheadDrafter, DraftSessions, GoingSessions
+from ...kv.pool import KVPool
+from ...target.decoder import Decoder
+from ...target.stages import Stage, even_cuts
+from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
+from ..verification import make_verifier, match
+from . import lossy
+from .belt import Belt, StagesInTurn
+from .round import Filling, PipelineRound
+from .source import AtOnce, Going, Levels, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(RoundConfig):
+    """Fills the stages of a target with the future of a request (SpecPipe)."""
+
+    kind: ClassVar[str] = "pipeline"
+    automatic: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
+
+    stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
+    layers: str = option("", help="layers of each stage, such as 5x4x3; none: as many each as can be")
+    width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
+    children: int = option(4, help="candidates below each of them", minimum=1)
+    rows: int | None = option(
+        None, help="drafted tokens of all requests that enter together, at most; none: no limit", minimum=1
+    )
+    texts: int | None = option(
+        None, help="requests whose text enters together: running / stages make micro-batches; none: all", minimum=1
+    )
+    tree: str = option(
+        "", help="in place of levels a whole tree, such as SpecInfer's 1x1x3x1x1x1x1x1: children by level"
+    )
+    accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
+        "strict",
+        help="what the target says; or, lossy, the draft that it likes best, or the best draft in its top-p set",
+    )
+    accept_p: float | None = option(
+        None, help="with accept=lossy_top_p: p of that set; none: 0.9", minimum=0, maximum=1
+    )
+
+    source: Literal["here", "process"] = option(
+        "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
+    )
+    cores: tuple[int, ...] = option((), help="with source=process: CPU cores of the drafter, such as <1>")
+    threads: int | None = option(None, help="with source=process: threads of the drafter; none: one a core", minimum=1)
+
+    def validate(self) -> None:
+        """Cores and threads are those of a process, trees and cuts numbers of at least 1; a cut names all stages."""
+        for name in ("cores", "threads"):
+            self.require(name, self.source == "process" or not getattr(self, name), "is for source=process")
+        for name in ("tree", "layers"):
+            text = getattr(self, name)
+            parts = text.split("x") if text else []
+            self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
+        self.require("accept_p", self.accept_p is None or self.accept == "lossy_top_p", "is for accept=lossy_top_p")
+        self.require("rows", self.rows is None or not self.tree, "is for levels, and tree= lets whole trees enter")
+        named = len(_numbers(self.layers))
+        self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
+
+    @property
+    def filling(self) -> Filling:
+        """What enters in a tick."""
+        return Filling(width=self.width, rows=self.rows, texts=self.texts, tree=_numbers(self.tree))
+
+    @property
+    def place(self) -> Place | None:
+        """See `RoundConfig`."""
+        return Place(self.cores, self.threads) if self.source == "process" else None
+
+    def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
+        remedy = "use drafter='draft_model:MODEL', ngram or suffix"
+        if spec is None:
+            return self._needless(remedy)
+        who = spec.name
+        if spec.streams is not None:
+            return (
+                f"{who} drafts with streams in the target's own pass, which ends {self.stages} ticks too late",
+                remedy,
+            )
+        if spec.taps:
+            late = f"which leave the last stage {self.stages} ticks after its draft is due"
+            return f"{who} drafts from the target's states, {late}", remedy
+        if spec.proposes == "sampled":
+            return (
+                f"{who} draws its drafts for rejection, and this verification is strict",
+                "leave out proposes=sampled",
+            )
+        if not spec.ahead:
+            return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
+        return None
+
+    def _needless(self, remedy: str) -> tuple[str, str] | None:
+        """What is asked for that needs a drafter, where there is none."""
+        if self.place is not None:
+            return "no drafter is named that a process could serve", remedy
+        named = [name for name in ("rows", "tree") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
+        return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
+
+    def build(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str,
+        origin: Origin = UNKNOWN,
+        start: Callable[[], Belt] | None = None,
+    ) -> Round:
+        """See `RoundConfig`.
+
+        Args:
+            start: starts stages elsewhere, where the target has the last one's layers alone.
+        """
+        self._fit(verifier, drafter)
+        return self.over(target, pool, drafter, verifier, self._belt(target, pool, start))
+
+    def build_apart(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter,
+        verifier: str,
+        serve: Serve,
+        origin: Origin = UNKNOWN,
+        start: Callable[[], Belt] | None = None,
+    ) -> Round:
+        """See `RoundConfig`; ``start`` as for `build`."""
+        self._fit(verifier, drafter)
+        assert self.place is not None
+        sessions = cast(GoingSessions, serve(rows=self.nodes, place=self.place))
+        source = self._source(target, sessions, Going(sessions))
+        return self._round(target, pool, self._belt(target, pool, start), source, drafter)
+
+    def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], Belt] | None) -> Belt:
+        return StagesInTurn(self.cut(target, pool)) if start is None else start()
+
+    def bounds(self, layers: int) -> list[int]:
+        """First layer of every stage, and one past the last one's last.
+
+        Raises:
+            ConfigError: more stages than layers, or a cut of another number of layers.
+        """
+        if not self.layers:
+            return even_cuts(layers, self.stages)
+        found = [0, *accumulate(_numbers(self.layers))]
+        if found[-1] != layers:
+            wrong = f"these are {found[-1]} layers, and the target has {layers}"
+            raise ConfigError(f"round='pipeline,layers={self.layers}'", wrong, "name all of them")
+        return found
+
+    def cut(self, target: Decoder, pool: KVPool) -> list[Stage]:
+        """The stages, over their part of the pool's K/V.
+
+        Raises:
+            ConfigError: as of `bounds`.
+        """
+        bounds, stretch = self.bounds(target.num_layers), target.config.stretch
+        pairs = zip(bounds[:-1], bounds[1:], strict=True)
+        return [Stage(target, a, b, pool.tensors.part(a * stretch, b * stretch)) for a, b in pairs]
+
+    def over(
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str,
+        belt: Belt,
+        levels: Callable[[DraftSessions], Levels] = AtOnce,
+    ) -> PipelineRound:
+        """The round over stages wherever they are.
+
+        Args:
+            target, pool, drafter, verifier: as for `build`.
+            belt: the stages.
+            levels: how the drafter's sessions grow.
+
+        Raises:
+            ConfigError, CapabilityError: a verifier that does not fit.
+        """
+        self._fit(verifier, drafter)
+        source = None
+        if drafter is not None:
+            sessions = cast(AheadDrafter, drafter).sessions(self.nodes)
+            source = self._source(target, sessions, levels(sessions))
+        return self._round(target, pool, belt, source, drafter)
+
+    def _source(self, target: Decoder, sessions: DraftSessions, levels: Levels) -> Source:
+        return Source(sessions, levels, self.children, target.config.vocab_size, self.filling.tree)
+
+    def _round(
+        self, target: Decoder, pool: KVPool, belt: Belt, source: Source | None, drafter: Drafter | None
+    ) -> PipelineRound:
+        accept = lossy.rule(self.accept, 0.9 if self.accept_p is None else self.accept_p)
+        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter)
+
+    @staticmethod
+    def _fit(verifier: str, drafter: Drafter | None) -> None:
+        if make_verifier(verifier, None if drafter is None else drafter.spec).verify is not match:
+            wrong = "what the target says itself decides here, and nothing else"
+            raise CapabilityError(f"verifier={verifier!r} with round='pipeline'", wrong, "leave out the verifier")
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes that a session may hold at once: a level for every stage, and what is owed."""
+        tree = self.filling.tree
+        if tree:
+            return (self.stages + 2 + len(tree)) * math.prod(tree) ** 2  # the next one below each leaf
+        return (self.stages + 2) * self.width * self.children
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("x")) if text else ()

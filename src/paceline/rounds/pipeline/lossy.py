@@ -1,0 +1,40 @@
+"""Two lossy ways to decide: what comes out is not what the target would have said (SpecPipe, section 3.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+# (the target's scores [V], after the request's rules; drafts in flight and the log of their paths' chances) -> a token;
+# None: the target's own choice
+Accept = Callable[[Tensor, Mapping[int, float]], int | None]
+
+
+def relaxed(scores: Tensor, drafts: Mapping[int, float]) -> int | None:
+    """Of the drafts the one that the target likes best: while there is one, the pipeline never stalls.
+
+    Drafts that the request's rules forbid are none. Of equals the lowest id is taken.
+    """
+    allowed = [token for token in sorted(drafts) if float(scores[token]) > -math.inf]
+    return max(allowed, key=lambda token: float(scores[token]), default=None)
+
+
+def within_top_p(scores: Tensor, drafts: Mapping[int, float], p: float) -> int | None:
+    """Of the drafts in the target's top-p set the one that the source likes best.
+
+    The set is the smallest one of likeliest tokens whose probabilities reach ``p`` together.
+    """
+    chances = torch.softmax(scores.double(), dim=0)
+    ordered, ids = chances.sort(descending=True, stable=True)
+    before = ordered.cumsum(0) - ordered
+    inside = {*ids[(before < p) & (ordered > 0)].tolist()}
+    return max((token for token in sorted(drafts) if token in inside), key=lambda token: drafts[token], default=None)
+
+
+def rule(name: str, p: float) -> Accept | None:
+    """By name: strict (None), lossy_relaxed or lossy_top_p."""
+    return {"strict": None, "lossy_relaxed": relaxed, "lossy_top_p": partial(within_top_p, p=p)}[name]

@@ -1,0 +1,534 @@
+"""The pipeline round: each tick a level of the tree enters the stages, and while drafts hold a token leaves them.
+
+a level enters -> all stages compute, the source drafts -> what the last one has is decided -> trees are cut
+-> K/V is settled -> all stages hear of it -> the drafted level waits for the next tick
+
+Whatever the source gives, and when, the tokens are those of plain decoding: a level that is late or wrong costs ticks.
+
+Source: SpecPipe, algorithm 1. Of its lines 8 and 9, which can be read in two ways, here: where the newest level was
+pruned away but an older one is left, drafting goes on below that; the token that was said is computed anew only where
+it is not in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ...core.errors import ConfigError
+from ...core.inference import inference
+from ...core.request import Logprob, token_logprobs
+from ...drafters.base import Drafter, DraftRule, SequenceView
+from ...drafters.sessions import Opening
+from ...kv.pool import KVPool, SequenceCache
+from ...target.decoder import Decoder
+from ...target.stages import TEXT, Frame, StageRows
+from ..base import RunningSequence, StepResult, Work
+from ..passes import record_prompt
+from ..verification import choose_packed
+from .belt import Belt
+from .flight import Flight, Offer, Verdict
+from .lossy import Accept
+from .source import Source
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """What a tick did, for who measures."""
+
+    entered: int  # rows
+    said: int  # tokens
+    hits: int  # of them in flight when they were said
+    waits: bool  # whether the source was late
+    verdicts: Sequence[Verdict] = ()  # behind each token but an answer's last one
+    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
+    late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
+
+
+class Riding:
+    """Moves of K/V that the next frame takes along; in the ledger's place of a store."""
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[Sequence[int], Sequence[int]]] = []
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `SlotStore`."""
+        self.moves.append((sources, targets))
+
+    def take(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """All moves since the last frame."""
+        taken, self.moves = self.moves, []
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence whose levels are in flight, or parts of its prompt."""
+
+    request: int
+    sequence: RunningSequence
+    cache: SequenceCache
+    flight: Flight | None = None  # None: the end of the prompt has not entered
+    farthest: int = 0  # place of the last token that is of use
+    counted: int = 0  # nodes that entered since the last verdict, roots not counted
+    newest: int = 0  # place of the newest level since the last flush
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filling:
+    """What enters a pipeline in a tick."""
+
+    width: int = 1  # w, drafted tokens of one request at most
+    rows: int | None = None  # of all requests together, W: w falls as they join (SpecPipe-DB: W / B); None: no limit
+    texts: int | None = None  # requests whose text enters, at most; None: all. Running / stages: micro-batches
+    tree: tuple[int, ...] = ()  # children by level of a tree that enters whole (SpecInfer), in place of levels
+
+
+@dataclass(eq=False)
+class PipelineRound:
+    """Levels of trees enter a target's stages behind each other.
+
+    Args:
+        target: reads the states of the last stage.
+        pool: whose slots the stages' stores have; its moves go with the frames.
+        belt: the stages.
+        source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
+        filling: what enters in a tick.
+        accept: chooses a token from the target's scores and the drafts in flight; None: the target alone decides.
+        drafter: whose sessions the source has.
+    """
+
+    target: Decoder
+    pool: KVPool
+    belt: Belt
+    source: Source | None
+    filling: Filling = Filling()
+    accept: Accept | None = None
+    drafter: Drafter | None = None
+    name: str = field(default="pipeline", init=False)
+    past: int | None = field(default=0, init=False)
+    failure: str | None = field(default=None, init=False)  # why drafting has ended
+    on_tick: Callable[[Ticked], None] | None = field(default=None, init=False)  # told every tick, where anybody listens
+    _running: dict[int, Running] = field(default_factory=dict, init=False)  # by request
+    _requests: dict[int, int] = field(default_factory=dict, init=False)  # by sequence's key
+    _queue: list[tuple[Running, Work]] = field(default_factory=list, init=False)  # text that waits for its turn
+    _ended: list[int] = field(default_factory=list, init=False)  # requests that the stages may forget
+    _riding: Riding = field(default_factory=Riding, init=False)
+    _fresh: int = field(default=0, init=False)
+    _epoch: int = field(default=0, init=False)
+    _turn: int = field(default=0, init=False)  # who comes first where not all have room in a tick
+    _verdicts: list[Verdict] = field(default_factory=list, init=False)  # of the tick
+    _added: tuple[int, int] = field(default=(0, 0), init=False)  # refills and late siblings of the tick
+    _ticks: int = field(default=0, init=False)  # since the last frame that has rows entered
+    _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
+
+    def __post_init__(self) -> None:
+        self.pool.store = self._riding
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows are in flight, or wait."""
+        return bool(self._running)
+
+    @inference
+    def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
+        """Ticks until a token is said, or until nothing is in flight."""
+        assert rule is None, "a rule weighs drafts by the time that they add to a pass"
+        began, self._torn = perf_counter(), True
+        self._enqueue([(self._admit(work), work) for work in works])
+        said: list[tuple[Running, int]] = []
+        while not said and self._going:
+            said = self._tick()
+        self._torn = False
+        told = [(running.sequence, count) for running, count in said]
+        passes = [Work(running.sequence, 1, True, 0, 0) for running, _ in said]
+        return StepResult(passes, {}, told, 0.0, (perf_counter() - began) * 1e3, 0.0, 0.0)
+
+    def _enqueue(self, fresh: Sequence[tuple[Running, Work]]) -> None:
+        """Work that has waited is scheduled anew, as it is now, and keeps its place."""
+        now = {running.request: (running, work) for running, work in fresh}
+        waiting = [now.pop(running.request, (running, work)) for running, work in self._queue]
+        self._queue = [*waiting, *now.values()]
+
+    @property
+    def _going(self) -> bool:
+        return bool(self._queue) or self._ticks < self.belt.count
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
+
+        Frames go on without these rows: what they move may belong to text that others find.
+        """
+        for sequence in sequences:
+            request = self._requests.pop(sequence.view.key, None)
+            if request is None:
+                continue
+            del self._running[request]
+            self._queue = [item for item in self._queue if item[0].request != request]
+            self.belt.close(request)
+            self._ended.append(request)
+            self._close(request)
+        if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
+            self._epoch, self._torn = self.belt.clear(), False
+            self._riding.take()
+            self._ended.clear()
+
+    def _close(self, request: int) -> None:
+        if self.source is not None:
+            self._guard(lambda source: source.close(request))
+
+    # -- what enters
+
+    def _admit(self, work: Work) -> Running:
+        """The sequence of some work, known or new."""
+        sequence = work.sequence
+        request = self._requests.get(sequence.view.key)
+        if request is None:
+            request = self._requests[sequence.view.key] = self._fresh
+            self._fresh += 1
+            assert sequence.cache is not None
+            self._running[request] = Running(request, sequence, sequence.cache)
+        return self._running[request]
+
+    def _tick(self) -> list[tuple[Running, int]]:
+        """One tick of everything; returns who got how many tokens."""
+        frame = self._frame()
+        if self.source is not None and self.source.away:
+            self._guard(self._reopen)
+        if self.source is not None:
+            self._guard(self._ask)
+        self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
+        out = self.belt.tick(frame)
+        said, hits = self._decide(out)
+        waits = False
+        if self.source is not None:
+            waits = not self._guard(self._take)
+        verdicts, self._verdicts = self._verdicts, []
+        added, self._added = self._added, (0, 0)
+        if self.on_tick is not None:
+            rows = 0 if frame is None else frame.rows
+            self.on_tick(Ticked(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
+        return said
+
+    def _frame(self) -> Frame | None:
+        """What enters now: text that waits, and a level of each tree."""
+        taken = self._queue[: self.filling.texts]
+        self._queue = self._queue[len(taken) :]
+        parts = [self._text(running, work) for running, work in taken]
+        if not self.filling.tree:
+            parts += self._levels({running.request for running, _ in taken})
+        ended, self._ended = self._ended, []
+        moves = self._riding.take()
+        if not (parts or moves or ended):
+            return None
+        return Frame(self._epoch, parts, None, moves, ended)
+
+    @property
+    def _share(self) -> int:
+        """w: drafted tokens of each request in a tick."""
+        filling = self.filling
+        if filling.rows is None:
+            return filling.width
+        return max(1, min(filling.width, filling.rows // max(1, len(self._running))))
+
+    def _levels(self, begun: Container[int]) -> list[StageRows]:
+        """The next level of each tree but those that have just begun, ragged, in rows that all share.
+
+        What one request leaves the others take; where there are fewer rows than requests, they take turns.
+        """
+        live = [one for one in self._running.values() if one.flight is not None and one.request not in begun]
+        if not live:
+            return []
+        self._turn += 1
+        start = self._turn % len(live)
+        parts: list[StageRows] = []
+        left = self.filling.rows
+        for place, running in enumerate([*live[start:], *live[:start]]):
+            share = self.filling.width
+            if left is not None:
+                share = min(share, -(-left // (len(live) - place)))
+            part = self._level(running, share) if share else None
+            if part is not None:
+                parts.append(part)
+                left = None if left is None else left - len(part.nodes)
+        return parts
+
+    def _text(self, running: Running, work: Work) -> StageRows:
+        """Rows of a text; the last one is the root, where the text ends with them. Those before it are committed: what
+        enters later finds them written, at every stage."""
+        if self.filling.tree and work.rows == 1 and work.generates and running.flight is not None:
+            return self._whole_tree(running)
+        sequence, cache = running.sequence, running.cache
+        view, rows = sequence.view, work.rows
+        first = cache.committed
+        nodes = [TEXT] * rows
+        part = StageRows(
+            running.request,
+            0 if running.flight is None else running.flight.version,
+            view.tokens[first : first + rows],
+            nodes,
+            range(first, first + rows),
+            cache.slots(0, first + rows),
+            first + rows,
+            first,
+            application=sequence.application,
+        )
+        cache.advance(rows - work.generates)
+        if work.generates:
+            cache.reserve_here(1)
+            cache.enter()
+            self._begin(running, work)
+            assert running.flight is not None
+            nodes[-1] = running.flight.root
+            running.flight.enter(1)
+        return part
+
+    def _begin(self, running: Running, work: Work) -> None:
+        """The tree of a sequence whose text ends here, where there is none."""
+        if running.flight is not None:
+            return
+        view = running.sequence.view
+        root = len(view.tokens) - 1
+        running.farthest = root + work.max_depth
+        running.flight = Flight(view.tokens[-1], root, len(self.filling.tree))
+        if work.max_depth > 0 and self.source is not None:
+            self._guard(lambda source: self._open(source, running))
+
+    def _level(self, running: Running, width: int) -> StageRows | None:
+        """The next level of a tree, as far as there are slots for it: drafts never displace anybody."""
+        flight = running.flight
+        if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
+            return None
+        level = flight.enter(min(width, self._room(running)))
+        running.counted += len(level)
+        return self._rows(running, flight, level) if level else None
+
+    def _whole_tree(self, running: Running) -> StageRows:
+        """A root with all that is drafted below it, within the static tree; what is missing is waited for."""
+        flight = running.flight
+        assert flight is not None
+        while self.source is not None and running.request in self.source.open and self._lacks(flight, running.farthest):
+            self._guard(self._ask)
+            if not self._guard(self._wait):
+                break
+        running.cache.reserve(0)  # what was reserved for the root alone
+        deepest = flight.nodes[flight.root].place + len(self.filling.tree)
+        level = flight.enter(max(1, self._room(running)), deepest)
+        running.counted += len(level) - 1
+        return self._rows(running, flight, level)
+
+    def _lacks(self, flight: Flight, farthest: int) -> bool:
+        """Whether the static tree has levels that are still to be drafted."""
+        return bool(flight.tips(min(farthest, flight.nodes[flight.root].place + len(self.filling.tree))))
+
+    def _wait(self, source: Source) -> bool:
+        found = source.take(wait=True)
+        self._extend(found)
+        return bool(found)
+
+    def _room(self, running: Running) -> int:
+        """Slots for rows of a tree."""
+        cache = running.cache
+        blocks = self.pool.allocator.num_free * self.pool.block_size
+        return cache.capacity - cache.committed - cache.ahead + blocks
+
+    def _rows(self, running: Running, flight: Flight, level: Sequence[int]) -> StageRows:
+        """Nodes that have just entered, as rows."""
+        cache = running.cache
+        cache.reserve(len(level))
+        first = cache.enter()
+        places = [flight.nodes[number].place for number in level]
+        behind = sorted((n for n in flight.nodes.values() if n.row >= 0), key=lambda node: node.row)
+        prefix, stop = cache.committed, first + len(level)
+        return StageRows(
+            running.request,
+            flight.version,
+            [flight.nodes[number].token for number in level],
+            level,
+            places,
+            cache.slots(0, stop),
+            stop,
+            prefix,
+            _visible(flight, level),
+            [node.place for node in behind],
+            running.sequence.application,
+        )
+
+    # -- the source
+
+    def _guard(self, call: Callable[[Source], bool | None]) -> bool:
+        """Ask the source for something; one that fails is left alone from then on. Returns what it gives."""
+        if self.source is None:
+            return False
+        try:
+            return call(self.source) is not False
+        except Exception as error:
+            flights = [running.flight for running in self._running.values() if running.flight is not None]
+            if not isinstance(error, ConfigError) and self.source.lost(flights):
+                log.warning("%s; decoding goes on without drafts until it is back", error)
+                return False
+            log.exception("the drafter failed: decoding goes on without it")
+            self.failure, self.source = f"{type(error).__name__}: {error}", None
+            return False
+
+    def _reopen(self, source: Source) -> None:
+        """Open the sessions that a source has lost, if it is there again."""
+        if not source.ready():
+            return
+        for running in self._running.values():
+            if running.flight is not None and running.flight.nodes[running.flight.root].place < running.farthest:
+                self._open(source, running)
+
+    @staticmethod
+    def _open(source: Source, running: Running) -> None:
+        source.begin(running.request, replace(Opening.of(running.sequence.view), key=running.request))
+
+    def _ask(self, source: Source) -> None:
+        flights = {request: r.flight for request, r in self._running.items() if r.flight is not None}
+        source.ask(flights, {request: running.farthest for request, running in self._running.items()})
+
+    def _take(self, source: Source) -> bool:
+        """Append the level that came. False: it is late."""
+        self._extend(source.take())
+        return not source.owes
+
+    def _extend(self, came: Mapping[int, Sequence[Offer]]) -> None:
+        """Append to every tree what came for it, and where there is room what earlier levels had no room for."""
+        for running in self._running.values():
+            flight = running.flight
+            if flight is None:
+                continue
+            offers = came.get(running.request, ())
+            if self.filling.tree:
+                flight.extend(offer for offer in offers if offer.parent in flight.nodes)
+            else:
+                self._append(running, flight, offers)
+
+    def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
+        deepest = max(node.place for node in flight.nodes.values())
+        waiting = sum(number != flight.root for number in flight.waiting)
+        room = self._share - waiting  # what has not entered yet is part of the coming level
+        places = [flight.nodes[number].place for number in flight.append(offers, max(0, room))]
+        refills, late = self._added
+        refilled = any(deepest < place <= running.newest for place in places)
+        self._added = refills + refilled, late + sum(place <= deepest for place in places)
+        running.newest = max([running.newest, deepest, *places])
+
+    # -- what leaves
+
+    def _decide(self, out: Frame | None) -> tuple[list[tuple[Running, int]], int]:
+        """The verdicts on roots that the last stage has computed: who got how many tokens, and how many were hits."""
+        said: list[tuple[Running, int]] = []
+        hits = begin = 0
+        for part in () if out is None else out.parts:
+            assert out is not None and out.hidden is not None
+            hidden = out.hidden[begin : begin + len(part.nodes)]
+            begin += len(part.nodes)
+            running = self._running[part.request]
+            self._record(running, part, hidden)
+            count, found = self._say(running, part, hidden)
+            hits += found
+            if running.sequence.view.fault is not None:
+                running.sequence.fail()
+            if count or running.sequence.view.fault is not None:
+                said.append((running, count))
+        return said, hits
+
+    def _record(self, running: Running, part: StageRows, hidden: Tensor) -> None:
+        """Log-probabilities of a prompt, where they were asked for."""
+        sequence = running.sequence
+        if sequence.params.prompt_logprobs is None or part.visible is not None:
+            return
+        try:
+            record_prompt(sequence, part.positions[0], hidden, self.target)
+        except Exception as error:
+            sequence.view.fault = error
+
+    def _say(self, running: Running, part: StageRows, hidden: Tensor) -> tuple[int, int]:
+        """What the target says behind the root, where its row is among these, and behind what becomes the root."""
+        count = hits = 0
+        flight, sequence = running.flight, running.sequence
+        while (
+            flight is not None and sequence.view.fault is None and not sequence.finished and flight.root in part.nodes
+        ):
+            row = part.nodes.index(flight.root)
+            logits = self.target.read(hidden[row : row + 1])
+            token = self._choose(sequence.view, flight, logits)
+            kept = self._emit(running, token, logits)
+            if not kept or sequence.finished:
+                return count + kept, hits
+            count += 1
+            hits += self._go_on(running, flight, token)
+        return count, hits
+
+    def _choose(self, view: SequenceView, flight: Flight, logits: Tensor) -> int:
+        """The token behind the root: the target's own choice, unless a lossy rule is asked for and finds another."""
+        token = int(choose_packed([view], [1], logits, None)[0])
+        if self.accept is None or view.fault is not None:
+            return token
+        found = self.accept(view.sampler.process(logits)[0], flight.in_flight())
+        return token if found is None else found
+
+    def _emit(self, running: Running, token: int, logits: Tensor) -> int:
+        """One token for the output, and its statistics; 0: a fault, which the view notes."""
+        sequence, flight = running.sequence, running.flight
+        assert flight is not None
+        if sequence.view.fault is not None:  # its own sampling rules
+            return 0
+        hit = flight.holds(token)
+        try:
+            kept = sequence.emit([token], int(hit), self._logprobs(sequence, token, logits))
+            drafted, running.counted = running.counted, 0
+            stats = sequence.state.stats
+            stats.row_layers += (1 + drafted) * self.belt.layers
+            drafted = max(drafted, int(hit))
+            if kept:
+                sources = {} if self.drafter is None else {self.drafter.spec.name: (drafted, [1] * hit)}
+                stats.record_pass(
+                    drafted=drafted, accepted=int(hit), emitted=kept, offered=min(1, drafted), sources=sources
+                )
+        except Exception as error:
+            sequence.view.fault = error
+            return 0
+        return kept
+
+    @staticmethod
+    def _logprobs(sequence: RunningSequence, token: int, logits: Tensor) -> list[dict[int, Logprob]] | None:
+        wanted = sequence.params.logprobs
+        if wanted is None:
+            return None
+        if sequence.params.logprobs_mode == "processed":
+            logits = sequence.view.sampler.process(logits)
+        return token_logprobs(logits, torch.tensor([token]), wanted, sequence.state.token_text)
+
+    def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
+        """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
+        node = flight.child(token)
+        verdict = flight.say(token)
+        self._verdicts.append(verdict)
+        if node is None:
+            running.newest = 0
+        self.pool.settle([(running.cache, verdict.rows, 1)])
+        running.cache.publish(running.sequence.view.tokens)
+        self.belt.tell(running.request, verdict.version, verdict.alive)
+        if self.source is not None and running.request in self.source.open:
+            number = -1 if node is None else node.source
+            self._guard(lambda source: source.go_on(running.request, token, number))
+            if number < 0:  # what the source has of it begins here
+                flight.ask_again([flight.root])
+        return verdict.hit
+
+
+def _visible(flight: Flight, level: Sequence[int]) -> Tensor:
+    """[rows of the level, rows that have entered] bool: ancestors, and itself."""
+    mask = torch.zeros(len(level), flight.rows, dtype=torch.bool)
+    for row, number in enumerate(level):
+        mask[row, [flight.nodes[above].row for above in flight.path(number)]] = True
+    return mask

@@ -1,0 +1,207 @@
+"""Stages of a target in processes of their own: from the options of an `LLM` to workers and the belt over them.
+
+Each process loads its layers and nothing else: embedding, final norm and head are the coordinator's, with the last
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from .assembly import LoadedModel, Source, compiled_layers, make_attention, open_source
+from .config import LLMConfig
+from .core.errors import ConfigError
+from .core.options import written
+from .distributed.handshake import Begin, Facts
+from .distributed.hosts import launch_at
+from .distributed.placement import Placement, cores, pin
+from .distributed.stage_service import KINDS, StageService
+from .distributed.stage_workers import PATIENCE, StageWorkers
+from .distributed.worker import Worker, WorkerSpec, launch_here
+from .kv.pool import KVPool
+from .kv.store import KVStore
+from .rounds import parse_round
+from .rounds.pipeline import PipelineConfig
+from .rounds.pipeline.split import Split
+from .target.files import fingerprint
+from .target.loader import load_model, parse_device
+from .target.padding import cache_shape
+from .target.stages import Stage
+
+# What a stage's process must know of the options; the rest is the engine's.
+OPTIONS = ("model", "dtype", "exact", "kernels", "attention", "revision", "offline")
+SERVICE = f"{__name__}:service"
+PART = ("start", "stop", "slots")  # the numbers that say which stage it is
+MOST = 2**31  # of each of them
+
+
+def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageWorkers:
+    """Start the stages of a target but the last one, which is the coordinator's, and wait until they are ready.
+
+    They end with what is returned. Where stages have cores, this process keeps to its own from then on.
+
+    Args:
+        config: the options of this process.
+        split: into stages.
+        target: the last stage's layers.
+        pool: of their K/V.
+
+    Raises:
+        ConfigError: cores that are not there, a host that does not answer, or one that differs in weights,
+            vocabulary, dtype or version.
+        WorkerFailed: a stage does not start.
+    """
+    source = open_source(config, config.model, config.dtype)
+    chosen = parse_round(config.round)
+    assert isinstance(chosen, PipelineConfig), "the configuration makes it one"
+    bounds = chosen.bounds(source.shape.num_layers)
+    slots = pool.tensors.all_k.shape[2]
+    placements = place(split, config.device)
+    workers = []
+    for index, (start, stop) in enumerate(zip(bounds[:-2], bounds[1:-1], strict=True)):
+        part = {"start": start, "stop": stop, "slots": slots}
+        spec = stage_spec(config, split, index, part, placements[index], source)
+        launch = launch_here if not split.hosts else launch_at(split.hosts[index])
+        workers.append(Worker(spec, PATIENCE, launch))
+    last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
+    belt = StageWorkers(workers, last, target.layers)
+    finalize(belt, _stop, workers)
+    _start(workers)
+    if placements[-1].cores:
+        pin(placements[-1].cores)
+    if config.threads is None and placements[-1].num_threads:
+        torch.set_num_threads(placements[-1].num_threads)
+    return belt
+
+
+def _start(workers: Sequence[Worker]) -> None:
+    """All at once; the first that cannot be had ends them all."""
+    try:
+        for worker in workers:
+            worker.poll()
+        for worker in workers:
+            worker.start()
+    except BaseException:
+        _stop(workers)
+        raise
+
+
+def _stop(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def place(split: Split, device: str) -> list[Placement]:
+    """Where each stage runs, the coordinator's last: on cores of its own, where cores are named.
+
+    Raises:
+        ConfigError: fewer cores than stages, cores that do not go evenly into them or are not there.
+    """
+    count = split.stages
+    if split.hosts:
+        return [Placement(device=device)] * count
+    if not split.cores:
+        threads = split.threads or max(1, len(cores()) // count)
+        return [Placement(threads=threads, device=device)] * count
+    each, left = divmod(len(split.cores), count)
+    if left or not each:
+        wrong = f"{len(split.cores)} cores cannot be shared evenly by {count} stages"
+        raise ConfigError(f"pipeline cores={written(split.cores)}", wrong, "name as many for every stage, in order")
+    shares = [split.cores[i * each : (i + 1) * each] for i in range(count)]
+    return [Placement(cores=own, threads=split.threads, device=device) for own in shares]
+
+
+def stage_spec(
+    config: LLMConfig, split: Split, index: int, part: Mapping[str, int], where: Placement, source: Source
+) -> WorkerSpec:
+    """A worker with a stage.
+
+    Args:
+        config: the options of the coordinator.
+        split: into stages.
+        index: which stage.
+        part: its layers and slots, as of `service`.
+        where: it runs.
+        source: the target.
+    """
+    options = {name: getattr(config, name) for name in OPTIONS}
+    options["kernels"] = "native" if compiled_layers(config, source.shape, source.dtype) else "torch"  # as here
+    return WorkerSpec(
+        name=f"stage {index}{f' at {split.hosts[index]}' if split.hosts else ''}",
+        service=SERVICE,
+        options={"options": options, **part},
+        kinds=KINDS,
+        expected=_facts(source),
+        placement=where,
+    )
+
+
+def service(device: str, options: Mapping[str, Any], start: int, stop: int, slots: int) -> StageService:
+    """What such a worker makes, in its own process.
+
+    Args:
+        device: where it computes.
+        options: those of `LLMConfig` that it must know.
+        start, stop: its layers.
+        slots: of K/V.
+
+    Raises:
+        ConfigError: a checkpoint that cannot be used, layers that it does not have, too little memory.
+    """
+    config = LLMConfig(**{**options, "device": device})
+    source = open_source(config, config.model, config.dtype)
+    layers, where = source.shape.num_layers, parse_device(device)
+    if not 0 <= start < stop <= layers:
+        asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
+        raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
+    compiled = compiled_layers(config, source.shape, source.dtype)
+    decoder = load_model(
+        source.folder,
+        attention=make_attention(config, source.dtype, config.exact),
+        dtype="int8" if source.quantised else source.dtype,
+        device=device,
+        exact=config.exact,
+        native=compiled,
+        stretch=source.shape.stretch,
+        layers=(start, stop),
+        words=False,
+    )
+    store = KVStore(*cache_shape(decoder.config, compiled), slots, source.dtype, where)
+    return StageService(Stage(decoder, 0, stop - start, store), _facts(source))
+
+
+def chosen(model: str, revision: str | None, offline: bool, asked: Begin) -> Begin:
+    """What a host begins for a coordinator: the stage that it asks for, of the host's own checkpoint.
+
+    Raises:
+        ConfigError: it asks for something else than a stage.
+    """
+    given = asked.options
+    options, part = given.get("options"), {name: given.get(name) for name in PART}
+    if not isinstance(options, dict) or not all(isinstance(n, int) and 0 <= n <= MOST for n in part.values()):
+        raise ConfigError("a stage", "who connects asks for something else", "install the same version on both sides")
+    kept = {name: options[name] for name in OPTIONS if name in options}
+    own = {"model": model, "revision": revision, "offline": offline}
+    return replace(asked, service=SERVICE, options={"options": {**kept, **own}, **part})
+
+
+def _facts(source: Source) -> Facts:
+    return Facts(
+        weights=fingerprint(source.folder),
+        vocabulary=_vocabulary(source),
+        dtype=str(source.dtype).removeprefix("torch."),
+    )
+
+
+def _vocabulary(source: Source) -> str:
+    """sha256 over the tokenizer's files: a stage has no tokenizer, and would be long in reading one."""
+    digest = sha256()
+    for file in source.tokenizer_files():
+        digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
+    return digest.hexdigest()

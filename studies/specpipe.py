@@ -1,0 +1,21 @@
+"""SpecPipe: the paper's tables and figures in virtual time.
+
+    python studies/specpipe.py --out build/specpipe                        # all of it, minutes
+    python studies/specpipe.py figure_11 figure_12 --out build/specpipe    # two of it
+
+Tokens, trees, levels in flight, pruning and K/V are real; the clock is computed: stages, links and the source take the
+times that are given here. The functions are in the folder `specpipe_parts` beside this file; what came of them:
+docs/specpipe.md.
+
+Source: SpecPipe: Accelerating Pipeline Parallelism-based LLM Inference with Speculative Decoding.
+"""
+
+from __future__ import annotations
+
+from specpipe_parts import memory, rates, requests, single
+from specpipe_parts.common import study
+
+PARTS = (single, rates, requests, memory)  # imported: each adds its tables and figures
+
+if __name__ == "__main__":
+    study.main()

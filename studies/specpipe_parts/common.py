@@ -1,0 +1,243 @@
+"""What all parts share: the study, its options, and pipelines that run by a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from paceline.assembly import drafter_context
+from paceline.bench import workloads
+from paceline.bench.scores import encoded_prompts, workload_of
+from paceline.bench.study import Options, Study, asked
+from paceline.core.sampling import SamplingParams
+from paceline.distributed.channels import Link
+from paceline.distributed.clock import VIRTUAL, VirtualClock
+from paceline.distributed.stages import VirtualLevels, VirtualStages
+from paceline.distributed.timeline import Span
+from paceline.drafters import registry
+from paceline.drafters.base import DrafterSpec, SequenceView
+from paceline.drafters.text_sessions import TextSessions
+from paceline.engine.budget import FixedBudget
+from paceline.engine.engine import Engine, EngineLimits
+from paceline.engine.scheduler import SchedulerConfig
+from paceline.kv.pool import KVPool
+from paceline.llm import LLM
+from paceline.rounds.pipeline import PipelineConfig
+from paceline.rounds.pipeline.round import Ticked
+
+Value = TypeVar("Value")
+Job = tuple[Sequence[int], SamplingParams]
+STAGES = 8
+STAGE_MS = 302.39 / STAGES  # HumanEval-X, plain pipeline (section 4.2)
+DRAFT_MS = 17.0  # of a level: Llama 1B on an L40 (section 3.3.1)
+LEAP = 64  # rows of a GPU's matrix product (figure 9)
+LEAP_MS = 6.0  # ours: what each 64 rows more add to a stage
+FREE = Link()
+OWN = ("draft", "stages", "width", "children")  # options that figures look at
+TREE = "1x1x3x1x1x1x1x1"  # of SpecInfer (section 4)
+HOW = f"{VIRTUAL}: tokens, trees and pruning are real, times are those that stages, link and source are given"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Options):
+    """The options of this study."""
+
+    draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
+    stages: int = asked(STAGES, "Stages of the pipeline.", "M")
+    width: int = asked(8, "Drafted tokens of a request that enter together.", "W")
+    children: int = asked(4, "Candidates below each of them.", "K")
+
+    def few(self, values: Sequence[Value]) -> Sequence[Value]:
+        """What is swept; the first two where it is to be quick."""
+        return values[:2] if self.quick else values
+
+
+study = Study(
+    "SpecPipe: the paper's tables and figures in virtual time.",
+    Asked,
+    quick={"prompts": 1, "max_new_tokens": 10},
+)
+
+
+@cache
+def loaded(model: str, dtype: str, threads: int | None) -> LLM:
+    """A target, once for all figures."""
+    return LLM(model, dtype=dtype, threads=threads, max_sequences=16)
+
+
+def target(ask: Asked) -> LLM:
+    """The target that is asked for, on the CPU."""
+    return loaded(ask.model, ask.dtype, ask.threads)
+
+
+def prompts(ask: Asked, tokens: int) -> list[list[int]]:
+    """The first prompts of each task, with room for so many tokens."""
+    found: list[list[int]] = []
+    for task in ask.names:
+        load = workloads.load(workload_of(task), folder=ask.data, limit=ask.prompts, seed=ask.seed)
+        found += encoded_prompts(target(ask), load, tokens)[0]
+    return found
+
+
+def greedy(tokens: int, **options: Any) -> SamplingParams:
+    """So many tokens, whatever they are."""
+    return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True} | options)
+
+
+def plain(ask: Asked, jobs: Sequence[Job]) -> list[list[int]]:
+    """What plain decoding says."""
+    outputs = target(ask).generate([{"prompt_token_ids": [*ids]} for ids, _ in jobs], [params for _, params in jobs])
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def draft_of(ask: Asked) -> Any:
+    """The draft model, afresh."""
+    llm = target(ask)
+    chosen = registry.parse(f"draft_model:{ask.draft}")
+    assert chosen is not None
+    return registry.build(chosen, drafter_context(llm.config, llm.config.model, llm.folder, llm.decoder.dtype))
+
+
+class Evenly:
+    """A synthetic source: knows the text, and is wrong about tokens at even distances. It guesses nothing.
+
+    Args:
+        text: prompt and answer.
+        rate: share of the tokens that it is right about.
+    """
+
+    spec = DrafterSpec(name="synthetic", ahead=True, synthetic=True)
+
+    def __init__(self, text: Sequence[int], rate: float) -> None:
+        self.text, self.rate, self.vocab = text, rate, max(text) + 2
+
+    def bind(self, info: Any, sequences: int, tokens: int, device: Any) -> None:
+        """Learn the vocabulary."""
+        self.vocab = info.vocab_size
+
+    def sessions(self, rows: int) -> TextSessions:
+        """See `AheadDrafter`."""
+        return TextSessions(self, self.vocab, ())
+
+    def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
+        """See `Continuing`: one token."""
+        place = len(sequence.tokens) + len(path)
+        if place >= len(self.text):
+            return []
+        right = [*sequence.tokens[sequence.prompt_len :], *path] == [*self.text[sequence.prompt_len : place]]
+        misses = 1 - self.rate
+        wrong = not right or int(place * misses) != int((place - 1) * misses)
+        return [((self.text[place] + wrong) % self.vocab, -0.1)]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What came of some requests."""
+
+    said: list[list[int]]
+    seconds: float  # of the virtual clock, from the first prompt on
+    ticks: list[Ticked]
+    times: list[list[float]]  # of each request's tokens
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens that were in flight when they were said (an answer's last one is not looked up)."""
+        verdicts = [verdict for tick in self.ticks for verdict in tick.verdicts]
+        return sum(verdict.hit for verdict in verdicts) / max(1, len(verdicts))
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens, of all requests."""
+        return [after - before for row in self.times for before, after in zip(row, row[1:], strict=False)]
+
+    @property
+    def tbt(self) -> float:
+        """Mean seconds between tokens."""
+        return sum(self.gaps) / max(1, len(self.gaps))
+
+    @property
+    def mean_bubble(self) -> float:
+        """Ticks without a token for each one with a token, from the first one that gave one on."""
+        said = [tick.said for tick in self.ticks]
+        first = next(place for place, count in enumerate(said) if count)
+        return said[first:].count(0) / max(1, sum(said) - 1)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second, prompts included in the time."""
+        return sum(map(len, self.said)) / self.seconds
+
+
+def stage_seconds(rows: int) -> float:
+    """A stage of the paper's kind: flat up to 64 rows, then a leap for each 64 more."""
+    return (STAGE_MS + LEAP_MS * ((rows - 1) // LEAP)) * 1e-3
+
+
+def even(rows: int) -> float:
+    """The same whatever enters."""
+    return STAGE_MS * 1e-3
+
+
+def decode(
+    ask: Asked,
+    jobs: Sequence[Job],
+    drafter: Any,
+    config: PipelineConfig,
+    together: int | None = None,
+    stage_s: Callable[[int], float] = stage_seconds,
+    draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3,
+    link: Link = FREE,
+) -> Run:
+    """Requests through a pipeline in virtual time.
+
+    Args:
+        ask: names the target.
+        jobs: prompts and parameters.
+        drafter: the source's; None: a plain pipeline.
+        config: of the round.
+        together: requests that run at once; None: all.
+        stage_s: seconds of a stage by rows.
+        draft_s: seconds of a level by nodes that are expanded.
+        link: into each stage.
+    """
+    decoder = target(ask).decoder
+    slots = sum(len(ids) + (params.max_tokens or 0) + 64 for ids, params in jobs) + 4096
+    pool = KVPool(*decoder.cache_shape, slots, decoder.dtype, decoder.device)
+    if drafter is not None:
+        drafter.bind(decoder.info("target", target(ask).tokenizer), len(jobs), slots, decoder.device)
+    with VirtualClock() as clock:
+        belt = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link)
+        round_ = config.over(
+            decoder,
+            pool,
+            drafter,
+            "sample_and_match",
+            belt,
+            lambda sessions: VirtualLevels(clock, sessions, draft_s, belt.timeline),
+        )
+        ticks: list[Ticked] = []
+        round_.on_tick = ticks.append
+        shape = decoder.config
+        limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
+        scheduler = SchedulerConfig(max_sequences=together or len(jobs))
+        engine = Engine(round_, pool, limits, scheduler, FixedBudget(size=0, why="a pipeline"), None, {})
+        live = [engine.live[engine.submit(ids, params)].sequences[0].state for ids, params in jobs]
+        times: list[list[float]] = [[] for _ in live]
+        while engine.busy:
+            engine.step()
+            for row, state in zip(times, live, strict=True):
+                row += [clock.now()] * (len(state.token_ids) - len(row))
+        assert round_.failure is None, round_.failure
+        said = [[*state.token_ids] for state in live]
+        return Run(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=belt.timeline.spans)
+
+
+def levels(ask: Asked, **options: Any) -> PipelineConfig:
+    """SpecPipe's pipeline, as asked for."""
+    return PipelineConfig(**{"stages": ask.stages, "width": ask.width, "children": ask.children} | options)

@@ -1,0 +1,95 @@
+"""Hit rates by width, candidates and stages: figures 7 and 10."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.bench import figures
+from paceline.bench.figures import Panel, Series
+from paceline.bench.study import Table
+from paceline.distributed.clock import VIRTUAL
+from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt, hit_rates
+from specpipe_parts.common import HOW, OWN, STAGE_MS, Asked, decode, draft_of, greedy, levels, plain, prompts, study
+
+WIDTHS = (1, 2, 4, 8)
+
+
+@study.figure(takes=OWN, tasks="books", prompts=3, max_new_tokens=16)
+def figure_7(ask: Asked) -> Iterator[Table | None]:
+    """Hit rate P(w, m) on books, by width and by the levels that the source must be ahead."""
+    tokens = ask.max_new_tokens or 0
+    found = prompts(ask, tokens)
+    counts = ask.few((1, 2, 4, 8))
+    yield None
+    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
+    same, series = True, []
+    jobs = [(prompt, greedy(tokens)) for prompt in found]
+    answers = plain(ask, jobs)
+    for stages in counts:
+        verdicts = []
+        for job, answer in zip(jobs, answers, strict=True):
+            run = decode(ask, [job], draft_of(ask), levels(ask, stages=stages, width=max(WIDTHS)))
+            same &= run.said == [answer]
+            verdicts += [verdict.rank for tick in run.ticks for verdict in tick.verdicts]
+        rates = hit_rates(verdicts, WIDTHS)
+        values.append({"stages": stages, "rates": rates, "verdicts": len(verdicts)})
+        series.append(Series(label=f"m = {stages}", x=WIDTHS, y=[rates[width] for width in WIDTHS]))
+        rows.append([str(stages), *(f"{rates[width]:.3f}" for width in WIDTHS), str(len(verdicts))])
+    panel = Panel(title="", x_label="w", y_label="P(w, m)", series=series, log_x=True, y_from=0.0)
+    yield Table(
+        title="Share of said tokens that the tree held, on books",
+        head=("stages m", *(f"w = {width}" for width in WIDTHS), "tokens"),
+        parts={"": rows},
+        values={"rows": values},
+        remarks=["widths below the largest are counted by the token's rank in its level of that one run"],
+        how=[[HOW, f"{len(found)} passages, {tokens} tokens each, k = {ask.children}, {ask.draft} drafts"]],
+        plots={".svg": lambda path: figures.lines([panel], path)},
+        same=same,
+    )
+
+
+@study.figure(takes=OWN, tasks="sql,e2e", prompts=1, max_new_tokens=24)
+def figure_10(ask: Asked) -> Iterator[Table | None]:
+    """Time between tokens and hit rate by width w and candidates k, and what the planner would choose."""
+    tokens = ask.max_new_tokens or 0
+    found = prompts(ask, tokens)
+    yield None
+    jobs = [(prompt, greedy(tokens)) for prompt in found]
+    answers = plain(ask, jobs)
+    rows, tried, same = [], {}, True
+    series: dict[int, list[tuple[int, float]]] = {}
+    for children in ask.few((2, 4, 8)):
+        for width in ask.few((1, 2, 4, 8, 16)):
+            runs = [decode(ask, [job], draft_of(ask), levels(ask, width=width, children=children)) for job in jobs]
+            same &= [run.said[0] for run in runs] == answers
+            rate = sum(run.hit_rate for run in runs) / len(runs)
+            tbt = sum(run.tbt for run in runs) / len(runs) * 1e3
+            tried[width, children] = rate, tbt
+            series.setdefault(children, []).append((width, tbt))
+            bound = expected_tbt(STAGE_MS, ask.stages, rate)
+            rows.append([str(width), str(children), f"{rate:.3f}", f"{tbt:.1f}", f"{bound:.1f}"])
+    rates = {key: rate for key, (rate, _) in tried.items()}
+    chosen = choose_tree([Candidate(*key, rate) for key, rate in rates.items()], lambda width: STAGE_MS, ask.stages)
+    best = min(tried, key=lambda key: (tried[key][1], key))
+    panel = Panel(
+        title="",
+        x_label="w",
+        y_label=f"ms between tokens ({VIRTUAL})",
+        log_x=True,
+        series=[Series(label=f"k = {k}", x=[x for x, _ in p], y=[y for _, y in p]) for k, p in series.items()],
+    )
+    yield Table(
+        title=f"Width and candidates in {ask.stages} stages ({VIRTUAL})",
+        head=("w", "k", "in flight when said", "TBT ms", "P t + (1-P) m t"),
+        parts={"": rows},
+        values={"rows": [{"w": w, "k": k, "hit_rate": r, "tbt_ms": t} for (w, k), (r, t) in tried.items()]},
+        remarks=[
+            f"fastest: w = {best[0]}, k = {best[1]}; chosen by the planner from hit rates: "
+            f"w = {chosen.width}, k = {chosen.children}"
+        ],
+        how=[[HOW, f"{len(jobs)} prompts, {tokens} tokens each"]],
+        plots={".svg": lambda path: figures.lines([panel], path)},
+        same=same,
+    )

@@ -1,0 +1,229 @@
+"""One request: figures 11, 12, 14 and 15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.bench import figures, timeline
+from paceline.bench.figures import Panel, Series
+from paceline.bench.study import Table
+from paceline.distributed.channels import Link
+from paceline.distributed.clock import VIRTUAL
+from paceline.planning.pipeline import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
+from paceline.rounds.pipeline import PipelineConfig
+from specpipe_parts.common import (
+    FREE,
+    HOW,
+    OWN,
+    STAGE_MS,
+    TREE,
+    Asked,
+    Evenly,
+    decode,
+    draft_of,
+    even,
+    greedy,
+    levels,
+    plain,
+    prompts,
+    study,
+)
+
+ETHERNET = Link(latency_ms=0.1, gbit_per_s=10.0)
+MS = f"ms between tokens ({VIRTUAL})"
+
+
+@study.table(takes=("stages",), prompts=1, max_new_tokens=200)
+def figure_11(ask: Asked) -> Iterator[Table | None]:
+    """Times the plain pipeline at the hit rates that the paper's figures need: equal stages, a synthetic source."""
+    tokens = ask.max_new_tokens or 0
+    (prompt,) = prompts(ask, tokens)[:1]
+    yield None
+    jobs = [(prompt, greedy(tokens))]
+    (answer,) = plain(ask, jobs)
+    links = {"no link": FREE, "10 GbE": ETHERNET}
+    slow = {where: decode(ask, jobs, None, levels(ask), stage_s=even, link=link) for where, link in links.items()}
+    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
+    same = all(run.said == [answer] for run in slow.values())
+    for paper in (4.19, 5.53):
+        rate = hit_rate_of(ask.stages, paper)
+        for where, link in links.items():
+            source = Evenly([*prompt, *answer], rate)
+            run = decode(ask, jobs, source, levels(ask, width=1, children=1), stage_s=even, link=link)
+            same &= run.said == [answer]
+            t = STAGE_MS
+            found = {
+                "paper": paper,
+                "link": where,
+                "hit_rate": run.hit_rate,
+                "tbt_ms": run.tbt * 1e3,
+                "times_plain": slow[where].tbt / run.tbt,
+                "formula_ms": expected_tbt(t, ask.stages, run.hit_rate),
+                "equation_2_ms": equation_2(t, ask.stages, run.hit_rate),
+                "bubbles_ms": tbt_with_bubbles(t, run.mean_bubble),
+            }
+            values.append(found)
+            rows.append(
+                [
+                    f"{paper:.2f}",
+                    where,
+                    f"{rate:.3f}",
+                    f"{run.hit_rate:.3f}",
+                    f"{run.tbt * 1e3:.2f}",
+                    f"{found['formula_ms']:.2f}",
+                    f"{found['equation_2_ms']:.2f}",
+                    f"{found['times_plain']:.2f}",
+                ]
+            )
+    yield Table(
+        title=f"{ask.stages} stages, a synthetic source ({VIRTUAL})",
+        head=("paper", "link", "P wanted", "P", "TBT ms", "P t + (1-P) m t", "eq. 2", "times plain"),
+        parts={"": rows},
+        values={
+            "runs": values,
+            "plain_ms": {where: run.tbt * 1e3 for where, run in slow.items()},
+            "stages": ask.stages,
+        },
+        remarks=["plain pipeline: " + ", ".join(f"{run.tbt * 1e3:.2f} ms ({where})" for where, run in slow.items())],
+        how=[[HOW, f"1 prompt, {tokens} tokens, {STAGE_MS:.1f} ms a stage; a synthetic source predicts nothing"]],
+        same=same,
+    )
+
+
+@study.figure(takes=OWN, prompts=1, max_new_tokens=24)
+def figure_12(ask: Asked) -> Iterator[Table | None]:
+    """Who works when: source, stages, links; steps that stand below each other, and a flush."""
+    tokens = ask.max_new_tokens or 0
+    (prompt,) = prompts(ask, tokens)[:1]
+    yield None
+    jobs = [(prompt, greedy(tokens))]
+    run = decode(ask, jobs, draft_of(ask), levels(ask), link=ETHERNET)
+    same = run.said == plain(ask, jobs)
+    flushes = sum(verdict.rank < 0 for tick in run.ticks for verdict in tick.verdicts)
+    begins: dict[float, int] = {}
+    for span in run.spans:
+        if span.what == "transmit":
+            begins[span.began] = begins.get(span.began, 0) + 1
+    aligned = sum(count for count in begins.values() if count > 1) / max(1, sum(begins.values()))
+    shares = {
+        what: sum(span.ended - span.began for span in run.spans if span.what == what and span.who != "source")
+        for what in ("compute", "transmit")
+    }
+    yield Table(
+        title=f"Timeline of one request ({VIRTUAL})",
+        head=("ticks", "tokens", "hits", "flushes", "refills", "late siblings"),
+        parts={
+            "": [
+                [
+                    str(len(run.ticks)),
+                    str(tokens),
+                    f"{run.hit_rate:.2f}",
+                    str(flushes),
+                    str(sum(tick.refills for tick in run.ticks)),
+                    str(sum(tick.late for tick in run.ticks)),
+                ]
+            ]
+        },
+        values={"flushes": flushes, "seconds": shares, "aligned": aligned, "ticks": len(run.ticks)},
+        remarks=[
+            f"of the stages' time {shares['compute'] / sum(shares.values()):.1%} is computation",
+            f"{aligned:.0%} of the stages' frames begin together with another one's",
+        ],
+        how=[[HOW, "1 prompt; links of 10 Gbit/s and 0.1 ms"]],
+        plots={".svg": lambda path: timeline.draw(run.spans, path, VIRTUAL, "one request")},
+        same=same,
+    )
+
+
+WAYS = ("SpecPipe", "SpecInfer")
+
+
+def way(ask: Asked, name: str) -> PipelineConfig:
+    """A method in the same stages."""
+    return levels(ask) if name == WAYS[0] else PipelineConfig(stages=ask.stages, tree=TREE)
+
+
+@study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=32)
+def figure_14(ask: Asked) -> Iterator[Table | None]:
+    """Hit rate against time between tokens: SpecPipe, and SpecInfer's tree in the same stages."""
+    tokens = ask.max_new_tokens or 0
+    found = prompts(ask, tokens)
+    yield None
+    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
+    same, series = True, []
+    base = STAGE_MS * ask.stages
+    for name in WAYS:
+        points: list[tuple[float, float]] = []
+        for prompt in found:
+            jobs = [(prompt, greedy(tokens))]
+            run = decode(ask, jobs, draft_of(ask), way(ask, name))
+            same &= run.said == plain(ask, jobs)
+            points.append((run.hit_rate, run.tbt * 1e3))
+        mean = sum(y for _, y in points) / len(points)
+        rate = sum(x for x, _ in points) / len(points)
+        series.append(Series(label=name, x=[x for x, _ in points], y=[y for _, y in points]))
+        values.append({"method": name, "points": points, "tbt_ms": mean, "hit_rate": rate})
+        rows.append([name, f"{rate:.3f}", f"{mean:.1f}", f"{base / mean:.2f}"])
+    panel = Panel(title="", x_label="hit rate", y_label=MS, series=series)
+    yield Table(
+        title=f"SpecPipe and SpecInfer in {ask.stages} stages ({VIRTUAL})",
+        head=("method", "in flight when said", "TBT ms", "times plain"),
+        parts={"": rows},
+        values={"methods": values, "plain_ms": base},
+        remarks=[f"SpecPipe is {values[1]['tbt_ms'] / values[0]['tbt_ms']:.2f} times as fast as SpecInfer's tree"],
+        how=[[HOW, f"{len(found)} prompts, {tokens} tokens each; {STAGE_MS:.1f} ms a stage, 17 ms a level of drafts"]],
+        plots={".svg": lambda path: figures.lines([panel], path, kind="points")},
+        same=same,
+    )
+
+
+PAPERS_SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 80}
+
+
+@study.table(takes=OWN, tasks="sql,e2e,gsm8k", prompts=1, max_new_tokens=32)
+def figure_15(ask: Asked) -> Iterator[Table | None]:
+    """Greedy and stochastic decoding (temperature 0.6, top-p 0.9, top-k 80; five seeds), and the two lossy rules."""
+    tokens = ask.max_new_tokens or 0
+    found = prompts(ask, tokens)
+    seeds = [None, *ask.few(range(5))]
+    yield None
+    rows: list[list[str]] = []
+    values: list[dict[str, Any]] = []
+    same = True
+    for name, options in {
+        "strict": {},
+        "lossy: relaxed": {"accept": "lossy_relaxed"},
+        "lossy: top-p": {"accept": "lossy_top_p"},
+    }.items():
+        for kind in ("greedy", "stochastic"):
+            chosen = [seed for seed in seeds if (seed is None) == (kind == "greedy")]
+            if options and kind == "stochastic":
+                continue
+            rates, times, agreed = [], [], []
+            for prompt in found:
+                for seed in chosen:
+                    given = {} if seed is None else {**PAPERS_SAMPLING, "seed": seed}
+                    jobs = [(prompt, greedy(tokens, **given))]
+                    run = decode(ask, jobs, draft_of(ask), levels(ask, **options))
+                    (right,) = plain(ask, jobs)
+                    same &= bool(options) or run.said == [right]
+                    agreed.append(sum(a == b for a, b in zip(run.said[0], right, strict=True)) / tokens)
+                    rates.append(run.hit_rate)
+                    times.append(run.tbt * 1e3)
+            rate, mean = sum(rates) / len(rates), sum(times) / len(times)
+            match = sum(agreed) / len(agreed)
+            values.append({"rule": name, "kind": kind, "hit_rate": rate, "tbt_ms": mean, "tokens_as_plain": match})
+            rows.append([name, kind, f"{rate:.3f}", f"{mean:.1f}", f"{match:.0%}"])
+    change = values[1]["tbt_ms"] / values[0]["tbt_ms"] - 1
+    yield Table(
+        title=f"Stochastic decoding, and lossy rules ({VIRTUAL})",
+        head=("rule", "decoding", "in flight when said", "TBT ms", "tokens as in plain decoding"),
+        parts={"": rows},
+        values={"rows": values, "slower": change},
+        remarks=[f"stochastic decoding is {change:+.1%} in time between tokens (paper: +4.39%)"],
+        how=[[HOW, f"{len(found)} prompts, {tokens} tokens, {len(seeds) - 1} seeds"]],
+        same=same,
+    )

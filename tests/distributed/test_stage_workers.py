@@ -1,0 +1,198 @@
+"""Stages elsewhere say what plain decoding says, whatever becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from native_kit import needs_kernels
+from stage_kit import CONFIG, LAYERS, over_threads
+from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+
+from paceline.core.sampling import SamplingParams
+from paceline.distributed.frames import Codec
+from paceline.distributed.handshake import GREETINGS
+from paceline.distributed.stage_service import KINDS, frame_of, message_of
+from paceline.distributed.worker import WorkerFailed
+from paceline.target.stages import Frame, StageRows
+
+DECODER = tiny_decoder(CONFIG)
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+WARM = SamplingParams(temperature=1, seed=3, max_tokens=30)
+
+
+def drafter(noise: float = 0.03, **shape: Any) -> Any:
+    return draft_model(noise=noise, target={"config": CONFIG} | shape)
+
+
+def ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
+    return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None:
+    hits = 0
+    for params in (GREEDY, WARM):
+        jobs = [(PROMPTS[1], params)]
+        engine, belt, ticks = over_threads(stages, drafter())
+        assert ids(run(engine, jobs)) == plain(jobs)
+        here = assemble(drafter(), round=f"pipeline,stages={stages}", decoder=DECODER)
+        others: list[Any] = []
+        here.round.on_tick = others.append  # type: ignore[attr-defined]
+        (output,) = run(here, jobs)
+        assert [(t.entered, t.said, t.hits) for t in ticks] == [(t.entered, t.said, t.hits) for t in others]
+        assert engine.pool.idle and not engine.round.busy and engine.round.failure is None and belt.faults == []
+        assert output.stats.row_layers % LAYERS == 0
+        hits += sum(tick.hits for tick in ticks)
+    assert hits > 5 or stages == 1
+
+
+def test_a_batch_with_chunks_and_preemption() -> None:
+    jobs = [(prompt, SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS]
+    engine, _, ticks = over_threads(4, drafter(), tokens=96, block_size=4, max_batch_rows=20)
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    assert sum(o.stats.preemptions for o in outputs) and sum(tick.hits for tick in ticks) > 5
+
+
+@needs_kernels
+def test_on_compiled_layers_probabilities_too() -> None:
+    shape = {"dtype": torch.bfloat16, "compiled": True}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    engine, _, ticks = over_threads(3, drafter(**shape), **shape)
+    (said,) = run(engine, [(PROMPTS[2], params)])
+    (expected,) = run(assemble(decoder=tiny_decoder(CONFIG, **shape)), [(PROMPTS[2], params)])
+    assert said.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert said.outputs[0].logprobs == expected.outputs[0].logprobs
+    assert said.prompt_logprobs == expected.prompt_logprobs and sum(tick.hits for tick in ticks) > 3
+
+
+def broken(belt: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> None:
+    """A stage raises at some ticks."""
+    left, stand = [*at], belt.workers[stage]
+    start = stand.start
+
+    def breaking() -> None:
+        whole = stand.service.handle
+
+        def handle(message: Any) -> Any:
+            if left and len(ticks) >= left[0]:
+                left.pop(0)
+                raise OSError("out of order")
+            return whole(message)
+
+        stand.service.handle = handle
+
+    def started() -> None:
+        start()
+        breaking()
+
+    stand.start = started
+    breaking()
+
+
+def test_a_stage_that_is_lost_is_named_and_no_token_changes() -> None:
+    jobs = [(prompt, params) for prompt in PROMPTS[:3] for params in (GREEDY, WARM)]
+    engine, belt, ticks = over_threads(4, drafter())
+    broken(belt, ticks, 1, (1, 9, 20))
+    broken(belt, ticks, 2, (15,))
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert [f for f in belt.faults if "stage 1" in f] == ["worker stage 1 failed: OSError: out of order"] * 3
+    assert len(belt.faults) == 4 and belt.workers[1].starts == 4 and belt.workers[0].starts == 1
+    assert engine.pool.idle and sum(tick.hits for tick in ticks) > 5
+    assert ids(run(engine, jobs)) == plain(jobs)  # prefixes that are found again are right
+
+
+def test_a_second_failure_in_a_row_ends_the_requests_with_its_words() -> None:
+    engine, belt, ticks = over_threads(3, drafter())
+    broken(belt, ticks, 0, (6, 6))
+    with pytest.raises(WorkerFailed, match="worker stage 0 failed: OSError: out of order; before that: worker stage 0"):
+        run(engine, [(PROMPTS[1], GREEDY)])
+    for name in [*engine.live]:
+        engine.abort(name)
+    assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == plain([(PROMPTS[2], GREEDY)])
+
+
+def test_a_tick_that_is_interrupted_changes_no_token() -> None:
+    engine, belt, ticks = over_threads(3, drafter())
+    whole, left = belt._receive, [9, 14]
+
+    def interrupted(index: int, began: float, rows: int) -> Any:
+        if left and len(ticks) == left[0] and index == 1:
+            left.pop(0)
+            raise KeyboardInterrupt
+        return whole(index, began, rows)
+
+    belt._receive = interrupted  # type: ignore[method-assign]
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, jobs)
+    live = [*engine.live.values()]
+    with pytest.raises(KeyboardInterrupt):
+        while engine.busy:
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert not left and belt.faults == []
+
+
+def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, belt, ticks = over_threads(3, drafter())
+    monkeypatch.setattr("paceline.distributed.stage_workers.HANG_S", 0.2)
+    stage, silent = belt.workers[0], []
+    whole = stage.service.handle
+
+    def handle(message: Any) -> Any:
+        if len(ticks) == 10:
+            silent.append(message)
+            return ()
+        return whole(message)
+
+    stage.service.handle = handle
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+    assert silent and len(belt.faults) == 1 and "worker stage 0 hangs: at " in belt.faults[0]
+
+
+# -- messages
+
+
+def sent(frame: Frame) -> Any:
+    codec = Codec(**GREETINGS, **KINDS)
+    return codec.decode(bytearray().join(codec.encode(message_of(frame))))
+
+
+def test_a_frame_comes_out_as_it_went_in() -> None:
+    visible = torch.tensor([[True, False, True], [True, True, False]])
+    tree = StageRows(7, 3, [1, 2], [4, 5], [9, 9], torch.tensor([3, 4, 8, 9, 17]), 5, 2, visible, [8, 9, 9])
+    text = StageRows(8, 0, [5, 6, 7], [-1, -1, 0], [0, 1, 2], slice(32, 35), 3, 0)
+    frame = Frame(2, [tree, text], torch.randn(5, 4), [([3], [4])])
+    found = frame_of(sent(frame), torch.device("cpu"))
+    assert found.epoch == 2 and torch.equal(found.hidden, frame.hidden) and found.moves == [([3], [4])]  # type: ignore[arg-type]
+    for made, part in zip(found.parts, frame.parts, strict=True):
+        for name in ("request", "version", "nodes", "num_keys", "prefix", "block_positions"):
+            assert getattr(made, name) == getattr(part, name)
+        assert [*made.positions] == [*part.positions]
+    assert torch.equal(found.parts[0].keys, tree.keys) and torch.equal(found.parts[0].visible, visible)  # type: ignore[arg-type]
+    assert found.parts[1].keys == text.keys and found.parts[1].visible is None
+
+
+def test_frames_that_do_not_fit_are_refused() -> None:
+    text = StageRows(8, 0, [5, 6, 7], [-1, -1, 0], [0, 1, 2], torch.tensor([1, 2, 3]), 3, 0)
+    good = sent(Frame(0, [text], torch.randn(3, 4)))
+    assert frame_of(good, torch.device("cpu")).rows == 3
+    for frame in (
+        Frame(0, [text], torch.randn(2, 4)),
+        Frame(0, [StageRows(8, 0, [5], [0], [0, 1], slice(0, 1), 1, 0)], torch.randn(1, 4)),
+        Frame(0, [StageRows(8, 0, [5], [0], [0], torch.tensor([1]), 2, 0)], torch.randn(1, 4)),
+        Frame(0, [StageRows(8, 0, [5], [0], [0], torch.tensor([1, 2]), 1, 0)], torch.randn(1, 4)),
+    ):
+        with pytest.raises(ValueError, match="rows"):
+            frame_of(sent(frame), torch.device("cpu"))

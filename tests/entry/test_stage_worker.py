@@ -1,0 +1,184 @@
+"""The stages of an `LLM`: split, loaded, placed and refused; and with real processes the same answers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LLM, CapabilityError, ConfigError, SamplingParams
+from paceline.assembly import load_target, open_source
+from paceline.config import LLMConfig
+from paceline.distributed.handshake import Begin
+from paceline.distributed.placement import Placement, cores
+from paceline.distributed.stage_service import message_of
+from paceline.kv.pool import KVPool
+from paceline.rounds.pipeline.split import Split, parse_split
+from paceline.stage_worker import chosen, place, service, stage_spec
+from paceline.target.stages import Frame, Stage, StageRows
+
+MODEL = "paceline-small"
+LAYERS = 12
+SMALL: dict[str, Any] = {"max_model_len": 256, "max_sequences": 4}
+PROMPTS = ["Once upon a time there was a little", "SELECT name FROM players WHERE"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+DRAFTER = "draft_model:paceline-small-draft"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float64"])
+def test_layers_in_two_parts_compute_what_they_compute_together(dtype: str) -> None:
+    whole = load_target(LLMConfig(model=MODEL, dtype=dtype)).decoder
+    config = LLMConfig(model=MODEL, dtype=dtype, pipeline=2)
+    own = load_target(config)
+    assert config.round == "pipeline,stages=2" and own.layers == LAYERS and own.decoder.num_layers == LAYERS // 2
+    pools = [KVPool(*d.cache_shape, 32, d.dtype, d.device) for d in (whole, own.decoder)]
+    slots = pools[0].tensors.all_k.shape[2]
+    part = {"start": 0, "stop": LAYERS // 2, "slots": slots}
+    source = open_source(config, MODEL, dtype)
+    spec = stage_spec(config, Split(stages=2), 0, part, Placement(), source)
+    made = service("cpu", **json.loads(json.dumps(spec.options)))
+    assert made.facts == spec.expected and len(made.facts.weights) == len(made.facts.vocabulary) == 64
+    assert sum(p.numel() for p in made.stage.decoder.parameters()) < sum(p.numel() for p in own.decoder.parameters())
+
+    count = 9
+    text = StageRows(0, 0, [5 * i for i in range(count)], [-1] * count, range(count), slice(0, count), count, 0)
+    frame = Frame(0, [text])
+    with torch.inference_mode():
+        expected = Stage(whole, 0, LAYERS, pools[0].tensors).run(frame).hidden
+        hidden = own.decoder.words(torch.tensor(text.tokens), torch.arange(count))
+        (computed,) = made.handle(message_of(replace(frame, hidden=hidden)))
+        last = Stage(own.decoder, 0, own.decoder.num_layers, pools[1].tensors)
+        found = last.run(replace(frame, hidden=computed.hidden)).hidden
+        assert expected is not None and found is not None and torch.equal(found, expected)
+        assert torch.equal(own.decoder.read(found), whole.read(expected))
+
+
+def test_how_a_split_is_written() -> None:
+    assert parse_split(4) == parse_split("4") == Split(stages=4)
+    assert parse_split("2,cores=<0,1>,threads=1") == Split(stages=2, cores=(0, 1), threads=1)
+    assert parse_split("a:1, b.example:65535") == Split(stages=3, hosts=("a:1", "b.example:65535"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (0, "stages must be 1 or more"),
+        (True, "pipeline takes"),
+        ("-2", "neither a number"),
+        ("four", "neither a number"),
+        ("a:0", "neither a number"),
+        ("a:65536", "neither a number"),
+        ("a:1,b", "neither a number"),
+        ("a:1,a:1", "there twice"),
+        ("4,core=<0>", "no option 'core'"),
+        ("4,hosts=<a:1>", "all stages but the last"),
+        ("2,threads=0", "threads must be 1 or more"),
+        ("x" * 10_000, "characters"),
+    ],
+)
+def test_splits_that_cannot_be(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLMConfig(model=MODEL, pipeline=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pipeline": 2, "round": "serial"}, "by the pipeline round alone"),
+        ({"pipeline": 2, "round": "pipeline,stages=3"}, "these are 2 stages"),
+        ({"pipeline": 2, "applications": {"sql": "paceline-small-sql"}}, "without adapters or streams"),
+    ],
+)
+def test_what_does_not_fit_a_split(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLMConfig(model=MODEL, **options)
+    assert LLMConfig(model=MODEL, pipeline=3, round="pipeline,width=4").round == "pipeline,width=4,stages=3"
+
+
+def test_places() -> None:
+    usable = cores()
+    assert place(Split(stages=1, cores=(usable[0],)), "cpu") == [Placement(cores=(usable[0],))]
+    assert [p.num_threads for p in place(Split(stages=3), "cpu")] == [max(1, len(usable) // 3)] * 3
+    assert place(Split(stages=2, hosts=("a:1",)), "cpu") == [Placement()] * 2
+    with pytest.raises(ConfigError, match="1 cores cannot be shared evenly by 2 stages"):
+        place(Split(stages=2, cores=(usable[0],)), "cpu")
+    with pytest.raises(ConfigError, match="core 4096 is none"):
+        place(Split(stages=2, cores=(usable[0], 4096)), "cpu")
+
+
+def test_a_host_takes_numbers_and_options_and_nothing_else() -> None:
+    options = {"model": "theirs", "dtype": "float32", "trust_remote_code": True, "drafter": "x"}
+    part = {"start": 0, "stop": 2, "slots": 64}
+    asked = Begin("stage 0", "os:system", {"options": options, **part}, "", "k", [], "", 0, 1.0)
+    begin = chosen("ours", None, True, asked)
+    assert begin.service == "paceline.stage_worker:service"
+    given = {"model": "ours", "revision": None, "offline": True, "dtype": "float32"}
+    assert begin.options == {"options": given, **part}
+    for bad in ({"options": "x"}, {"options": {}, "start": "0", "stop": 1, "slots": 1}, {}):
+        with pytest.raises(ConfigError, match="asks for something else"):
+            chosen("ours", None, False, replace(asked, options=bad))
+    with pytest.raises(ConfigError, match="it has layers 0 to 11"):
+        service("cpu", {"model": MODEL}, 4, 13, 64)
+
+
+def ids(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.timeout(600)
+def test_processes_give_the_answers_of_one() -> None:
+    """A stage and the source in processes; both are killed while they answer."""
+    expected = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
+    llm = LLM(MODEL, pipeline=2, drafter=DRAFTER, round="pipeline,source=process", exact=True, **SMALL)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected
+    belt: Any = llm.engine.round.belt  # type: ignore[attr-defined]
+    source: Any = llm.engine.round.source.sessions._worker  # type: ignore[attr-defined]
+    ticks: list[Any] = []
+
+    def on_tick(tick: Any) -> None:
+        ticks.append(tick)
+        if len(ticks) == 8:
+            os.kill(belt.workers[0].pid, signal.SIGKILL)
+        if len(ticks) == 12:
+            os.kill(source.pid, signal.SIGKILL)
+
+    llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
+    assert ids(llm.generate(PROMPTS, GREEDY)) == expected
+    assert "stage 0" in belt.faults[0] and "killed by SIGKILL" in belt.faults[0] and len(belt.faults) == 1
+    assert "worker draft" in source.faults[0] and llm.engine.round.failure is None
+    with pytest.raises(ConfigError, match="leave share out"):
+        LLM(MODEL, share=llm, pipeline=2, **SMALL)
+    with pytest.raises(ConfigError, match="the shared target was loaded with"):
+        LLM(MODEL, share=llm, **SMALL)
+
+
+@pytest.mark.timeout(600)
+def test_a_host_as_the_command_line_starts_it() -> None:
+    expected = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
+    command = [sys.executable, "-m", "paceline", "stage", "--model", MODEL, "--listen", "127.0.0.1:0"]
+    host = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert host.stderr is not None
+        address = host.stderr.readline().split()[-1]
+        threading.Thread(target=host.stderr.read, daemon=True).start()
+        llm = LLM(MODEL, pipeline=address, exact=True, **SMALL)
+        assert ids(llm.generate(PROMPTS, GREEDY)) == expected
+        with pytest.raises(ConfigError, match="it serves another coordinator"):
+            LLM(MODEL, pipeline=address, exact=True, **SMALL)
+        del llm
+        gc.collect()
+        with pytest.raises(CapabilityError, match="its weights is"):
+            LLM("paceline-small-draft", pipeline=address, **SMALL)
+    finally:
+        host.send_signal(signal.SIGINT)
+        host.wait(60)
+    assert host.returncode == 130

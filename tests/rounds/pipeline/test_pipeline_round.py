@@ -1,0 +1,389 @@
+"""The pipeline round says what plain decoding says, whatever its source gives and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_kit import needs_kernels
+from tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.drafters.base import DrafterSpec
+from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.sessions import Ask, Grown
+from paceline.drafters.suffix import SuffixConfig
+from paceline.drafters.synthetic import SyntheticConfig, write_answers
+from paceline.engine.engine import Engine
+from paceline.rounds import parse_round
+from paceline.rounds.pipeline.lossy import relaxed, within_top_p
+from paceline.rounds.pipeline.round import Filling, PipelineRound, Ticked
+
+LAYERS = 8
+CONFIG = tiny_config(num_layers=LAYERS)
+DECODER = tiny_decoder(CONFIG)
+PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "eos": SamplingParams(temperature=0, max_tokens=60),
+    "warm": SamplingParams(temperature=1, seed=3, max_tokens=30, ignore_eos=True),
+    "rules": SamplingParams(
+        temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.4, min_tokens=6, max_tokens=20
+    ),
+}
+
+
+def drafter(noise: float = 0.03, **shape: Any) -> Any:
+    return draft_model(noise=noise, target={"config": CONFIG} | shape)
+
+
+def piped(draft: Any, stages: int = 4, options: str = "", **parts: Any) -> tuple[Engine, PipelineRound, list[Ticked]]:
+    engine = assemble(draft, round=f"pipeline,stages={stages}{options}", **{"decoder": DECODER} | parts)
+    assert isinstance(engine.round, PipelineRound)
+    ticks: list[Ticked] = []
+    engine.round.on_tick = ticks.append
+    return engine, engine.round, ticks
+
+
+def ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def plain(jobs: Sequence[Any], decoder: Any = DECODER) -> list[list[int]]:
+    return ids([run(assemble(decoder=decoder), [job])[0] for job in jobs])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", [*PARAMS])
+def test_one_request_says_what_plain_decoding_says(name: str, stages: int) -> None:
+    hits = 0
+    for prompt in PROMPTS[1:2]:
+        jobs = [(prompt, PARAMS[name])]
+        engine, round_, ticks = piped(drafter(), stages)
+        assert ids(run(engine, jobs)) == plain(jobs)
+        hits += sum(tick.hits for tick in ticks)
+        assert engine.pool.idle and round_.failure is None and not round_.busy
+    assert hits > 5 or stages == 1
+
+
+def test_a_batch_with_chunks_preemption_and_ends_in_flight() -> None:
+    """In a pool so small that sequences are preempted with levels in flight, and prompts are computed in chunks."""
+    for name in ("eos", "rules"):
+        jobs = [(prompt, PARAMS[name]) for prompt in PROMPTS]
+        engine, round_, ticks = piped(drafter(), 4, kv_tokens=112, block_size=4, max_batch_rows=20)
+        outputs = run(engine, jobs)
+        assert ids(outputs) == plain(jobs)
+        assert sum(output.stats.preemptions for output in outputs)
+        assert sum(tick.hits for tick in ticks) > 5 and round_.failure is None
+        assert engine.pool.idle and not round_.busy
+    assert any(output.outputs[0].token_ids[-1] == EOS for output in outputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_on_compiled_layers_ids_and_probabilities_are_those_of_plain_decoding(dtype: torch.dtype) -> None:
+    shape = {"dtype": dtype, "compiled": True}
+    decoder = tiny_decoder(CONFIG, **shape)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    for prompt in PROMPTS[1:3]:
+        engine, _, ticks = piped(drafter(**shape), 4, decoder=decoder)
+        (said,) = run(engine, [(prompt, params)])
+        (expected,) = run(assemble(decoder=decoder), [(prompt, params)])
+        assert said.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert said.outputs[0].logprobs == expected.outputs[0].logprobs  # to the last bit
+        assert said.prompt_logprobs == expected.prompt_logprobs
+        assert sum(tick.hits for tick in ticks) > 5
+
+
+def test_what_a_request_left_is_right_for_the_next_one() -> None:
+    """Its last moves of K/V were on their way when it ended, and a later prompt finds the text that they belong to."""
+    engine, _, ticks = piped(drafter(0.02), 8, block_size=4)
+    prompt, seen = PROMPTS[1], 0
+    for length in range(8, 20):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
+        (said,), (expected,) = run(engine, [(prompt, params)]), run(assemble(decoder=DECODER), [(prompt, params)])
+        assert said.outputs[0].token_ids == expected.outputs[0].token_ids
+        chances = [[entry.logprob for entry in place.values()] for place in said.outputs[0].logprobs]
+        wanted = [[entry.logprob for entry in place.values()] for place in expected.outputs[0].logprobs]
+        assert torch.allclose(torch.tensor(chances), torch.tensor(wanted), atol=1e-9)
+        prompt = [*prompt, *said.outputs[0].token_ids, 11]
+        seen += said.stats.cached_prompt_tokens
+    assert seen > 400 and sum(tick.hits for tick in ticks) > 40
+
+
+class Late:
+    """Levels of a source that takes some ticks for each."""
+
+    def __init__(self, inner: Any, ticks: int) -> None:
+        self.inner, self.ticks, self.left = inner, ticks, 0
+
+    def begin(self, asks: Sequence[Ask]) -> None:
+        self.left = self.ticks
+        self.inner.begin(asks)
+
+    def take(self, wait: bool = False) -> Sequence[Grown] | None:
+        self.left -= 1
+        return None if self.left >= 0 else self.inner.take()
+
+
+def test_a_source_that_is_late_costs_ticks_and_no_token() -> None:
+    jobs, counts = [(PROMPTS[1], GREEDY)], []
+    for late in (0, 1, 2, 9):
+        engine, round_, ticks = piped(drafter(0.0), 4)
+        assert round_.source is not None
+        round_.source._levels = Late(round_.source._levels, late)
+        assert ids(run(engine, jobs)) == plain(jobs)
+        assert any(tick.waits for tick in ticks) == (late > 0)
+        counts.append(len(ticks))
+    assert counts == sorted(counts) and counts[-1] == 40 * 4  # as if there were no source
+    assert counts[0] < counts[1] < counts[2] < counts[3]
+
+
+def test_a_draft_that_is_always_right_gives_a_token_a_tick() -> None:
+    """A pipeline of m stages takes m ticks for the first token, and one for each that follows."""
+    for stages in (2, 4, 8):
+        engine, _, ticks = piped(drafter(0.0), stages, ",width=1,children=1")
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+        assert len(ticks) == stages + GREEDY.max_tokens - 1
+
+
+def test_without_a_source_a_token_takes_all_stages() -> None:
+    for stages in (1, 4):
+        engine, _, ticks = piped(None, stages)
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+        assert len(ticks) == stages * GREEDY.max_tokens
+
+
+def test_micro_batches_fill_the_stages_with_several_requests() -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    counts = []
+    for together in (None, 1):
+        engine, round_, ticks = piped(None, 4)
+        round_.filling = Filling(texts=together)
+        assert ids(run(engine, jobs)) == plain(jobs)
+        counts.append(len(ticks))
+    assert counts[0] == 40 * 4  # all in one stage at any time
+    assert counts[1] <= 40 * 4 + 3  # as many ticks, each with a row or a prompt a stage in place of four in one
+
+
+def test_a_broken_source_is_left_alone() -> None:
+    class Broken:
+        calls = 0
+
+        def begin(self, asks: Sequence[Ask]) -> None:
+            self.calls += 1
+
+        def take(self, wait: bool = False) -> Sequence[Grown]:
+            return [Grown(parents=[0], nodes=[1], tokens=[VOCAB + 5], log_q=[0.0])]
+
+    engine, round_, _ = piped(drafter(), 4)
+    assert round_.source is not None
+    round_.source._levels = Broken()
+    assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
+    assert "vocabulary" in str(round_.failure)
+
+
+def test_sources_that_look_texts_up() -> None:
+    loop = PROMPTS[3] * 3
+    engine, round_, ticks = piped(NgramConfig(), 4)
+    assert ids(run(engine, [(loop, GREEDY)])) == plain([(loop, GREEDY)])
+    assert round_.failure is None and any(tick.entered > 1 for tick in ticks[1:]) | any(t.hits for t in ticks)
+
+
+def test_what_cannot_run_is_refused_with_the_reason() -> None:
+    config = parse_round("pipeline,stages=5")
+    assert config is not None
+    taps = config.refusal(DrafterSpec(name="eagle", taps=(-1,)))
+    assert taps is not None and "5 ticks" in taps[0] and "eagle" in taps[0]
+    beside = config.refusal(streams().spec)
+    assert beside is not None and "streams in the target's own pass" in beside[0]
+    with pytest.raises(CapabilityError, match="drawn"):
+        piped(drafter(), 4, verifier="rejection")
+    with pytest.raises(CapabilityError, match="drafts for rejection"):
+        piped(draft_model(proposes="sampled", target={"config": CONFIG}), 4)
+    with pytest.raises(ConfigError, match="9 stages: the target has 8 layers"):
+        piped(None, 9)
+    for bad in ("stages=0", "width=0", "children=0"):
+        with pytest.raises(ConfigError, match=bad.split("=")[0]):
+            parse_round(f"pipeline,{bad}")
+
+
+def test_a_tick_that_is_interrupted_changes_no_token() -> None:
+    engine, round_, ticks = piped(drafter(), 4)
+    stage, left = round_.belt.stages[2], [9, 14]  # type: ignore[attr-defined]
+    whole = stage.run
+
+    def interrupted(frame: Any) -> Any:
+        if len(ticks) in left:
+            left.remove(len(ticks))
+            raise KeyboardInterrupt
+        return whole(frame)
+
+    stage.run = interrupted
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, jobs)
+    live = [*engine.live.values()]
+    with pytest.raises(KeyboardInterrupt):
+        while engine.busy:
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
+    assert not left and round_.belt.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
+
+
+# -- every source, every number of stages
+
+
+def sources(answers: Path) -> dict[str, Any]:
+    lookup, model = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
+    return {
+        "model": drafter(0.05),
+        "ngram": NgramConfig(branches=3),
+        "suffix": SuffixConfig(),
+        "hybrid": hybrid(f"{lookup}+{model}", noise=0.05, target={"config": CONFIG}),
+        "synthetic": SyntheticConfig(answers=str(answers), accept=0.8),
+    }
+
+
+LOOP = [(5 * j) % 40 + 10 for j in range(9)] * 3
+SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SOURCES = ("model", "ngram", "suffix", "hybrid", "synthetic")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A file of the plain answers to two prompts, and these."""
+    path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
+    said = plain([(prompt, GREEDY) for prompt in (LOOP, PROMPTS[1])])
+    write_answers(path, zip((LOOP, PROMPTS[1]), said, strict=True))
+    return path, said
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_in_every_number_of_stages(name: str, answered: tuple[Path, list[list[int]]]) -> None:
+    path, expected = answered
+    jobs, hits = [(LOOP, SHORT), (PROMPTS[1], SHORT)], 0
+    for stages in (1, 2, 3, 4, 8):
+        engine, round_, ticks = piped(sources(path)[name], stages, ",width=4,children=3")
+        assert ids(run(engine, jobs)) == [said[:20] for said in expected], stages
+        assert round_.failure is None and engine.pool.idle
+        hits += sum(tick.hits for tick in ticks)
+    assert hits >= (20 if name in ("model", "synthetic", "hybrid") else 1)
+
+
+def test_a_synthetic_source_hits_as_often_as_it_is_told(answered: tuple[Path, list[list[int]]]) -> None:
+    path, expected = answered
+    for accept, stages in ((1.0, 8), (0.0, 4)):
+        source = SyntheticConfig(answers=str(path), accept=accept)
+        engine, _, ticks = piped(source, stages, ",width=1,children=1")
+        assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == expected[1:]
+        assert len(ticks) == (stages + 39 if accept else stages * 40)
+
+
+# -- what is refilled, and when
+
+
+def test_levels_that_are_pruned_away_are_refilled_from_an_older_one() -> None:
+    """Partial refills and late siblings change no token, and cost fewer ticks than flushes would."""
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS[1:3]]
+    refills = late = flushes = 0
+    for job in jobs:
+        engine, _, ticks = piped(drafter(0.15), 8, ",width=2,children=4")
+        assert ids(run(engine, [job])) == plain([job])
+        refills += sum(tick.refills for tick in ticks)
+        late += sum(tick.late for tick in ticks)
+        missed = sum(verdict.rank < 0 for tick in ticks for verdict in tick.verdicts)
+        flushes += missed
+        assert len(ticks) < 8 * 40 and len(ticks) >= 8 + 39 + 7 * missed
+    assert refills and late and flushes
+
+
+def test_aborts_and_ends_with_levels_in_flight() -> None:
+    engine, round_, _ = piped(drafter(0.0), 8)
+    names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    live = [engine.live[name] for name in names]
+    while len(live[1].sequences[0].state.token_ids) < 5:
+        engine.step()
+    flight = next(running.flight for running in round_._running.values() if running.sequence is live[1].sequences[0])
+    assert flight is not None and len(flight.nodes) > 4
+    engine.abort(names[1])
+    while engine.busy:
+        engine.step()
+    said = [one.sequences[0].state.token_ids for one in (live[0], live[2])]
+    assert said == plain([(PROMPTS[0], GREEDY), (PROMPTS[2], GREEDY)])
+    assert engine.pool.idle and not round_.busy
+
+
+# -- many requests, other trees
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_requests_share_the_rows_of_a_level(rows: int) -> None:
+    """SpecPipe-DB: levels of all requests in one tensor, never more rows than given but for texts, nobody starves."""
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, _, ticks = piped(drafter(0.03), 4, f",width=8,children=3,rows={rows}")
+    outputs = run(engine, jobs)
+    assert ids(outputs) == plain(jobs)
+    roots = len(PROMPTS)  # at most one text, or root, of each
+    assert max(tick.entered for tick in ticks[4:]) <= rows + roots
+    assert all(output.stats.accepted > (0 if rows == 1 else 5) for output in outputs)
+
+
+def test_fewer_rows_than_requests_go_round() -> None:
+    jobs = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, _, _ = piped(drafter(0.0), 2, ",width=4,children=2,rows=2")
+    accepted = [output.stats.accepted for output in run(engine, jobs)]
+    assert min(accepted) > 5 and max(accepted) <= 2 * min(accepted) + 4
+
+
+def test_a_static_tree_enters_whole_and_the_next_is_drafted_meanwhile() -> None:
+    """SpecInfer in the same stages: a tree goes through all stages before the next one enters."""
+    jobs = [(PROMPTS[1], GREEDY)]
+    engine, round_, ticks = piped(drafter(0.0), 4, ",tree=1x1x3x1x1x1x1x1")
+    assert ids(run(engine, jobs)) == plain(jobs)
+    assert {tick.said for tick in ticks} >= {0, 1, 9}
+    entered = [tick.entered for tick in ticks if tick.entered]
+    assert max(entered[1:]) == 21  # the root, 1 + 1 + 6 * 3 nodes
+    assert len(ticks) == 4 * (1 + 5)  # the prompt; 5 trees of 9 tokens, the last one cut short
+    batch = [(prompt, GREEDY) for prompt in PROMPTS]
+    engine, round_, _ = piped(drafter(0.1), 4, ",tree=1x2x1")
+    assert ids(run(engine, batch)) == plain(batch) and round_.failure is None
+
+
+# -- lossy rules
+
+
+def test_lossy_rules_choose_among_drafts() -> None:
+    scores = torch.tensor([0.0, 3.0, 2.0, -math.inf, 1.0])
+    assert relaxed(scores, {2: -3.0, 4: -0.1}) == 2 and relaxed(scores, {3: -0.1}) is None
+    assert within_top_p(scores, {2: -3.0, 4: -0.1}, 0.5) is None  # the likeliest token alone is half of it
+    assert within_top_p(scores, {2: -3.0, 4: -0.1}, 0.8) == 2
+    assert within_top_p(scores, {2: -3.0, 4: -0.1}, 0.95) == 4 and within_top_p(scores, {}, 0.9) is None
+    assert within_top_p(scores, {3: 0.0}, 1.0) is None
+
+
+def test_lossy_rules_stall_less() -> None:
+    misses = {}
+    for accept in ("strict", "lossy_relaxed", "lossy_top_p"):
+        engine, _, ticks = piped(drafter(0.3), 4, f",width=4,children=4,accept={accept}")
+        said = ids(run(engine, [(PROMPTS[1], GREEDY)]))
+        assert (said == plain([(PROMPTS[1], GREEDY)])) or accept != "strict"
+        misses[accept] = sum(verdict.rank < 0 for tick in ticks for verdict in tick.verdicts)
+    assert misses["lossy_relaxed"] < misses["strict"] and misses["lossy_top_p"] <= misses["strict"]
+
+
+def test_options_without_an_effect_are_refused() -> None:
+    for options, name in (("rows=4", "rows"), ("tree=1x2", "tree"), ("accept=lossy_relaxed", "accept")):
+        with pytest.raises(CapabilityError, match=f"{name} is for drafts"):
+            piped(None, 2, f",{options}")
+    for options in ("accept_p=0.5", "tree=1x2,rows=4"):
+        with pytest.raises(ConfigError):
+            parse_round(f"pipeline,{options}")

@@ -1,0 +1,156 @@
+"""The tiny target in stages that are elsewhere: in threads, or in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tiny import TOY_TEXTS, tiny_config, tiny_weights
+
+from paceline.attention import make_backend
+from paceline.distributed.channels import Line, local_pair
+from paceline.distributed.clock import RealClock
+from paceline.distributed.frames import Codec
+from paceline.distributed.handshake import GREETINGS, Facts
+from paceline.distributed.serving import serve
+from paceline.distributed.stage_service import StageService
+from paceline.distributed.stage_workers import StageWorkers
+from paceline.engine.budget import FixedBudget
+from paceline.engine.engine import Engine, EngineLimits
+from paceline.engine.scheduler import SchedulerConfig
+from paceline.kv.pool import KVPool
+from paceline.kv.store import KVStore
+from paceline.rounds.pipeline import PipelineConfig
+from paceline.rounds.pipeline.round import Ticked
+from paceline.target.decoder import Decoder
+from paceline.target.stages import Stage, even_cuts
+
+LAYERS, TOKENS = 8, 512
+CONFIG = tiny_config(num_layers=LAYERS)
+
+
+def part(start: int, stop: int, words: bool, dtype: torch.dtype = torch.float64, compiled: bool = False) -> Decoder:
+    """Layers of the tiny target alone, with the weights that they have in it."""
+    attention = make_backend("reference" if dtype == torch.float64 else "sdpa", dtype)
+    shape: dict[str, Any] = {"dtype": dtype, "native": compiled}
+    whole = tiny_weights(Decoder(CONFIG, attention, dtype=dtype))
+    made = Decoder(CONFIG.part(start, stop, words), attention, **shape)
+    for name, parameter in made.named_parameters():
+        head, _, rest = name.partition(".")
+        if head == "layers":
+            index, _, rest = rest.partition(".")
+            parameter.data.copy_(whole[f"layers.{int(index) + start}.{rest}"].data)
+        elif words:
+            parameter.data.copy_(whole[name].data)
+        else:
+            parameter.data.zero_()
+    return made.finish()
+
+
+def made(start: int, stop: int, slots: int, dtype: str = "float64", compiled: bool = False) -> StageService:
+    """A service with a stage of the tiny target."""
+    kind: torch.dtype = getattr(torch, dtype)
+    decoder = part(start, stop, False, kind, compiled)
+    store = KVStore(*decoder.cache_shape, slots, kind, decoder.device)
+    return StageService(Stage(decoder, 0, stop - start, store), Facts(weights="tiny", dtype=dtype))
+
+
+def service(device: str, **given: Any) -> StageService:
+    """What a worker makes."""
+    torch.set_num_threads(1)
+    return made(**given)
+
+
+class Stand:
+    """A worker whose service is in a thread; it comes back ``rest`` looks after it was lost."""
+
+    def __init__(self, name: str, make: Callable[[], Any], rest: int = 2) -> None:
+        self.name, self.make, self.rest = name, make, rest
+        self.faults: list[str] = []
+        self.line: Line | None = None
+        self.service: Any = None
+        self.starts, self.left = 0, 0
+        self.poll()
+
+    def poll(self) -> bool:
+        if self.line is None:
+            self.left -= 1
+            if self.left < 0:
+                self.start()
+        return self.line is not None
+
+    def start(self) -> None:
+        own, other = local_pair(RealClock())
+        with torch.inference_mode(False):  # of the engine, whose step this may be: a process would know nothing of it
+            made = self.service = self.make()
+        codec = Codec(**GREETINGS, **made.kinds)
+        self.line = Line(own, codec)
+        self.starts += 1
+
+        def live() -> None:
+            try:
+                serve(made, Line(other, codec))
+            except Exception:
+                other.close()
+
+        RealClock().start(self.name, live)
+
+    def failed(self, why: str) -> None:
+        if self.line is not None:
+            self.line.close()
+            self.line, self.left = None, self.rest
+            self.faults.append(f"worker {self.name} {why}")
+
+    def lost(self) -> None:
+        self.failed("closed its line")
+
+    def stop(self) -> None:
+        if self.line is not None:
+            self.line.close()
+
+
+def split(stages: int) -> list[tuple[int, int]]:
+    bounds = even_cuts(LAYERS, stages)
+    return [*zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def pool_of(decoder: Decoder, tokens: int = TOKENS, block_size: int = 16) -> KVPool:
+    return KVPool(*decoder.cache_shape, tokens, decoder.dtype, decoder.device, block_size)
+
+
+def engine_over(
+    workers: Sequence[Any],
+    drafter: Any,
+    decoder: Decoder,
+    pool: KVPool,
+    max_batch_rows: int = 64,
+    **options: Any,
+) -> tuple[Engine, StageWorkers, list[Ticked]]:
+    """An engine whose pipeline round runs over workers and, last, ``decoder``."""
+    config = PipelineConfig(stages=len(workers) + 1, **options)
+    belt = StageWorkers(workers, Stage(decoder, 0, decoder.num_layers, pool.tensors), LAYERS)
+    if drafter is not None:
+        drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
+    round_ = config.over(decoder, pool, drafter, "sample_and_match", belt)
+    ticks: list[Ticked] = []
+    round_.on_tick = ticks.append
+    limits = EngineLimits(vocab_size=CONFIG.vocab_size, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
+    scheduler = SchedulerConfig(max_sequences=64, max_batch_rows=max_batch_rows)
+    budget = FixedBudget(size=8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")
+    return Engine(round_, pool, limits, scheduler, budget, TOY_TEXTS, {}), belt, ticks
+
+
+def over_threads(
+    stages: int, drafter: Any, dtype: torch.dtype = torch.float64, compiled: bool = False, **parts: Any
+) -> tuple[Engine, StageWorkers, list[Ticked]]:
+    """The same with a thread a stage."""
+    *others, own = split(stages)
+    decoder = part(*own, True, dtype, compiled)
+    sizes = {name: parts.pop(name) for name in ("tokens", "block_size") if name in parts}
+    pool = pool_of(decoder, **sizes)
+    slots, kind = pool.tensors.all_k.shape[2], str(dtype).removeprefix("torch.")
+    given: dict[str, Any] = {"slots": slots, "dtype": kind, "compiled": compiled}
+    stands = [Stand(f"stage {i}", partial(made, a, b, **given)) for i, (a, b) in enumerate(others)]
+    return engine_over(stands, drafter, decoder, pool, **parts)

@@ -1,0 +1,36 @@
+"""The study of SpecPipe: virtual times are what the formulas give, and ids are plain decoding's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import specpipe
+
+pytest.importorskip("matplotlib")
+
+
+def values(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text("utf-8"))
+
+
+def test_the_papers_hit_rates_give_its_times_over_the_plain_pipeline(tmp_path: Path) -> None:
+    assert specpipe.study.run(["figure_11", "table_1", "--max-new-tokens", "48", "--out", str(tmp_path)]) == 0
+    found = values(tmp_path, "figure_11")
+    for run in found["runs"]:
+        if run["link"] == "no link":
+            assert run["tbt_ms"] == pytest.approx(run["formula_ms"], rel=1e-6)
+            assert run["tbt_ms"] == pytest.approx(run["bubbles_ms"], rel=1e-6)
+        else:
+            assert run["tbt_ms"] > run["formula_ms"]
+        assert run["formula_ms"] < run["equation_2_ms"]
+    assert values(tmp_path, "table_1")["farthest"] < 0.05
+
+
+def test_everything_else_in_small(tmp_path: Path) -> None:
+    figures = [name for name in specpipe.study.items if name not in ("figure_11", "table_1")]
+    small = ["--quick", "--stages", "2", "--max-new-tokens", "6", "--tasks", "sql"]
+    assert specpipe.study.run([*figures, *small, "--out", str(tmp_path)]) == 0
+    assert {file.stem for file in tmp_path.glob("*.json")} == {*figures}
