@@ -244,7 +244,7 @@ def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[Verdict]]:
     engine = assemble(draft_model(noise=0.2, depth=4), round="mirror,kappa=4,exit=2", decoder=TARGET)
     made, verdicts = engine.round, list[Verdict]()
     assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
-    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits
+    given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits, made.noisy
     engine.round = MirrorRound(made.target, made.pool, *given, sessions, Elsewhere())
     engine.round.on_verdict = verdicts.append
     return ids(run(engine, JOBS)), verdicts
