@@ -15,7 +15,7 @@ from functools import partial
 from ..core.errors import ConfigError
 from ..core.inference import inference
 from ..drafters.sessions import Ask, DraftSessions, Grown
-from ..target.stages import Frame, Stage
+from ..target.stages import Frame, Stage, StagesInTurn
 from .channels import Link
 from .clock import Late, Mailbox, Pace, VirtualClock
 from .timeline import Timeline
@@ -24,7 +24,7 @@ ROW_BYTES = 16  # of a row in a frame, beside its states: node, position, token,
 FREE = Link()
 
 
-class VirtualStages:
+class VirtualStages(StagesInTurn):
     """Stages that are activities of a virtual clock; the caller, its coordinator, is another.
 
     Args:
@@ -49,11 +49,9 @@ class VirtualStages:
         if len(seconds) != len(stages):
             wrong = f"there are {len(stages)} stages"
             raise ConfigError(f"times of {len(seconds)} stages", wrong, "give each stage its time")
-        self.stages, self.count = stages, len(stages)
-        self.layers = stages[-1].stop
+        super().__init__(stages)
         self.timeline = timeline or Timeline(clock)
         self._clock, self._link = clock, link
-        self._held: list[Frame | None] = [None] * self.count
         self._inboxes = [clock.mailbox() for _ in stages]
         self._outboxes = [clock.mailbox() for _ in stages]
         for index in range(self.count):
@@ -81,34 +79,13 @@ class VirtualStages:
             with self.timeline.span(who, "transmit", rows=frame.rows):
                 self._clock.sleep_until(self._clock.now() + way)
 
-    def tick(self, entering: Frame | None) -> Frame | None:
-        """See `rounds.pipeline.belt.Belt`."""
-        self._held[0] = entering
-        for inbox, frame in zip(self._inboxes, self._held, strict=True):
+    def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
+        """What each stage makes of what it holds, all at the same time."""
+        for inbox, frame in zip(self._inboxes, held, strict=True):
             if frame is not None:
                 inbox.put(frame)
-        pairs = zip(self._outboxes, self._held, strict=True)
-        done = [None if frame is None else outbox.get() for outbox, frame in pairs]
-        self._held = [None, *done[:-1]]
-        return done[-1]
-
-    def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """A verdict, to all stages."""
-        for stage in self.stages:
-            stage.tell(request, version, alive)
-
-    def close(self, request: int) -> None:
-        """A request ended."""
-        for stage in self.stages:
-            stage.close(request)
-
-    def clear(self) -> int:
-        """Drop all frames and begin a new epoch."""
-        self._held = [None] * self.count
-        epoch = self.stages[0].epoch + 1
-        for stage in self.stages:
-            stage.forget(epoch)
-        return epoch
+        pairs = zip(self._outboxes, held, strict=True)
+        return [None if frame is None else outbox.get() for outbox, frame in pairs]
 
 
 class VirtualLevels:

@@ -14,11 +14,11 @@ from ...drafters.base import Drafter, DrafterSpec
 from ...drafters.sessions import AheadDrafter, DraftSessions, GoingSessions
 from ...kv.pool import KVPool
 from ...target.decoder import Decoder
-from ...target.stages import Stage, even_cuts
+from ...target.stages import Stage, StagesInTurn, even_cuts
 from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from ..verification import make_verifier, match
 from . import lossy
-from .belt import Belt, StagesInTurn
+from .belt import Belt
 from .round import Filling, PipelineRound
 from .source import AtOnce, Going, Levels, Source
 
