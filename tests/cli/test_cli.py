@@ -21,6 +21,7 @@ from paceline.cli.console import Painter
 from paceline.cli.options import takes
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
+from paceline.training.registry import KINDS
 
 
 @pytest.fixture
@@ -236,6 +237,11 @@ class TestCommands:
         for flag in ("--listen", "--model", "--cores", "--threads", "--device", "--offline"):
             assert flag in output
         assert "--host" not in output and "--pipeline" in run("generate", "--help").output
+
+    def test_every_kind_of_training_is_a_command(self, run: Any) -> None:
+        output = run("train", "--help").output
+        for kind in [*KINDS, "answers"]:
+            assert f" {kind} " in output, kind
 
     def test_help_of_generate_has_the_sampling_options(self, run: Any) -> None:
         output = run("generate", "--help").output

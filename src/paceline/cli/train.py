@@ -23,12 +23,14 @@ from ..core.options import check, option
 from ..drafters.distillation import DraftModelOptions
 from ..drafters.eagle.recipe import EagleOptions
 from ..drafters.lyanna.recipe import LyannaOptions
+from ..drafters.medusa.recipe import MedusaOptions
 from ..drafters.spire.recipe import SpireOptions
 from ..drafters.streams.recipe import StreamOptions
 from ..target.loader import load_tokenizer, resolve_folder
 from ..target.streams import fingerprint
 from ..training import answers as answering
 from ..training.data import Encoder, SourceSpec
+from ..training.exits import ExitOptions
 from ..training.job import Job, finish, run
 from ..training.recipe import locate, read_recipe
 from ..training.registry import KINDS
@@ -39,7 +41,7 @@ from .options import takes
 from .train_progress import Bar, event_file
 
 INTERRUPTED = 130
-CACHED = ("draft_model", "lyanna", "eagle")  # kinds that learn from likeliest tokens, which a cache can hold
+CACHED = ("draft_model", "medusa", "lyanna", "eagle")  # kinds that learn from likeliest tokens, which a cache can hold
 SUFFIX = ".toml"
 
 
@@ -172,6 +174,8 @@ def _places(out: str, target: str | None, init: str | None, cache: str | None) -
 _command("target", TargetOptions, "A Llama-family model, tokenizer included.")
 _command("draft_model", DraftModelOptions, "A small draft model, distilled from a target.")
 _command("streams", StreamOptions, "Speculative streams over a frozen target, or adapters for an application.")
+_command("medusa", MedusaOptions, "Heads on the target's last state, one for each token ahead (Medusa).")
+_command("exits", ExitOptions, "Early exits of a target at several depths, for the mirror round.")
 _command("lyanna", LyannaOptions, "A drafter of states, with token-info at its logits (Lyanna).")
 _command("eagle", EagleOptions, "A drafter of states that reads the tokens it drafts (EAGLE).")
 _command("spire", SpireOptions, "A draft of the target's last layers, with feedback memory (SPIRe).")

@@ -33,7 +33,9 @@ KAPPAS = (1, 4, 8)  # candidates whose overlap mass is logged (eq. 9)
 class ExitOptions:
     """Where exits are, and what they learn from."""
 
-    depths: tuple[float, ...] = option((0.25, 0.5, 0.75), help="shares of the target's depth, such as <0.25,0.5,0.75>")
+    depths: tuple[float, ...] = option(
+        (0.25, 0.5, 0.75), help="shares of the target's depth behind which an exit stands"
+    )
     distill: float = option(
         0.0, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
@@ -42,7 +44,7 @@ class ExitOptions:
         check(self)
         if not 0 < len(self.depths) <= MOST_EXITS or not all(0 < depth < 1 for depth in self.depths):
             asked = f"depths={self.depths}"
-            raise ConfigError(asked, f"1 to {MOST_EXITS} shares between 0 and 1 are wanted", "use <0.25,0.5,0.75>")
+            raise ConfigError(asked, f"1 to {MOST_EXITS} shares between 0 and 1 are wanted", "use 0.25, 0.5, 0.75")
 
 
 @dataclass(slots=True)
