@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_kit import needs_kernels
 
+from paceline import native
 from paceline.core.errors import ConfigError
 from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
 from paceline.drafters.ngram import log_trust
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.suffix import SuffixAutomaton, SuffixConfig, SuffixDrafter
+from paceline.native.lookup import SuffixTexts
 
 words = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 # Loops are what models fall into, and where an automaton's cost would run away.
@@ -239,3 +243,78 @@ def test_a_batch_becomes_valid_trees_within_each_budget():
 def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         SuffixConfig(**options)
+
+
+def bound(**options) -> tuple[SuffixDrafter, SuffixDrafter]:
+    """A drafter that looks up in compiled code, and one that does not."""
+    assert native.library() is not None
+    fast, slow = drafter(**options), drafter(**options)
+    fast.bind(None, 8, 1000, "cpu")  # type: ignore[arg-type]  # it reads none of them
+    assert fast._texts is not None and slow._texts is None
+    return fast, slow
+
+
+moves = st.lists(st.tuples(st.integers(0, 4), text, st.booleans()), min_size=1, max_size=24)
+numbers = st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(0, 60), st.sampled_from([0.5, 1.0, 4.0, 100.0]))
+
+
+@needs_kernels
+@settings(max_examples=80, deadline=None)
+@given(moves, numbers, st.sampled_from([1e-6, 0.1, 0.4]))
+def test_compiled_look_ups_are_those_of_the_long_way(moves, numbers, min_prob):
+    """Several texts at once, which grow by any number of tokens, end and are remembered; score for score."""
+    depth, shortest, memory, reach = numbers
+    options = {"min_match": shortest, "max_match": shortest + 3, "reach": reach, "min_prob": min_prob}
+    fast, slow = bound(depth=depth, max_tokens=memory, **options)
+    views = [view([key % 3], key, 1) for key in range(5)]
+    for key, tokens, ends in moves:
+        views[key].tokens.extend(tokens)
+        for each in (fast, slow):
+            each.observe(StepFeatures(views[:2], [[], []], [0, 0], [[], []]))
+        rows = [(v, 1 + (len(v.tokens) + key) % 9, depth - (len(tokens) + v.key) % 4) for v in views]
+        found, wanted = fast.propose_all(rows), slow.propose_all(rows)
+        assert found == wanted
+        if ends:
+            fast.release([key, 77])
+            slow.release([key, 77])
+            views[key] = view([key % 3], key, 1)
+            assert fast._texts is not None and fast._texts.size == slow.shared.size
+    fast.forget()
+    slow.forget()
+    assert fast.propose_all(rows) == slow.propose_all(rows)
+
+
+@needs_kernels
+def test_compiled_look_ups_of_a_long_text_of_many_tokens():
+    """Tables grow, states with many followers are told apart."""
+    fast, slow = bound(depth=12, max_tokens=4000)
+    draw = random.Random(5)
+    for key in range(3):
+        grown = view([], key, 1)
+        for _ in range(30):
+            grown.tokens.extend(draw.choice(PHRASES) if draw.random() < 0.7 else [draw.randrange(300)])
+            row = [(grown, 12, 12)]
+            assert fast.propose_all(row) == slow.propose_all(row)
+        assert len(fast.propose_all([(grown, 12, 12)])) == 1
+        for each in (fast, slow):
+            each.release([key])
+
+
+PHRASES = [[17, 23, 23, 99, 4], [4, 17, 23, 5, 6, 7, 8, 9], [*range(200, 240)], [3] * 6]
+
+
+@needs_kernels
+def test_draft_sessions_take_the_long_way():
+    fast, slow = bound()
+    grown = view([1, 2, 3, 1, 2], 0)
+    assert fast.continuations(grown, [3], 2) == slow.continuations(grown, [3], 2) != []
+    assert fast.propose_all([(grown, 4, 4)]) == slow.propose_all([(grown, 4, 4)])
+
+
+@needs_kernels
+def test_compiled_look_ups_refuse_what_they_cannot_do():
+    native.library()
+    with pytest.raises(RuntimeError, match="runs of 3 to 2"):
+        SuffixTexts(3, 2, 1.0, 0.1, 0)
+    with pytest.raises(ValueError, match="no token"):
+        SuffixTexts(1, 2, 1.0, 0.1, 0).draft([(0, [1, 2, 3], 0, 4)])

@@ -223,6 +223,16 @@ def test_catching_up_is_charged_apart() -> None:
     assert costs.catch_up_ms == pytest.approx(0.05, rel=0.1)
 
 
+def test_a_first_call_for_a_short_text_does_not_price_a_drafter_out() -> None:
+    """It does what is done once; with few tokens to divide that by, long texts would never be asked for again."""
+    costs = DraftCosts()
+    costs.observe(1, 4, 20, 3.0)
+    assert costs.catch_up_ms < 0.06
+    many = DraftCosts()
+    many.observe(1, 4, 416, 40.0)
+    assert many.catch_up_ms == pytest.approx(0.1)
+
+
 # -- honest chances
 
 

@@ -33,7 +33,7 @@ from paceline.engine.weighing import judge_all, weigh_all
 from paceline.engine.worth import Book, Kind
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
-from paceline.native.lookup import NgramTexts
+from paceline.native.lookup import NgramTexts, SuffixTexts
 from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.target.base import ForwardState
 from paceline.target.decoder import Decoder
@@ -475,6 +475,7 @@ def look_ups(draw: random.Random) -> None:
     """Growing texts, and the chances of trees of their tokens."""
     texts: list[list[int]] = [[] for _ in range(4)]
     found = NgramTexts(1, draw.randint(1, 5), 8)
+    suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
     kind = Kind([Chances(), Chances()])
     views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
     books = [Book(kind, view, 0, 0, array("d", [0.0, 0.0]), 1, []) for view in views]
@@ -490,6 +491,11 @@ def look_ups(draw: random.Random) -> None:
             tokens = [[texts[key][-1], *row] for (key, _, _), row in zip(asked, drafted, strict=True)]
             lists = TreeLists(tokens, parents, marks, [*map(len, tokens)])
             weigh_all(native.library(), [books[key] for key, _, _ in asked], lists, None, draw.choice([0, 1, 99]))
+        suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
+        if draw.random() < 0.2:
+            key = draw.randint(0, 3)
+            suffixes.drop(key)
+            suffixes.remember(texts[key])
         found.drop(draw.randint(0, 40))  # of few of them nothing is known any more
 
 

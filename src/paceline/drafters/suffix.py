@@ -18,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from .. import native
 from ..core.tree_lists import depths_below
+from ..native.lookup import SuffixTexts
 from .base import DrafterSpec, SequenceView, StepFeatures
 from .ngram import log_trust
 from .proposal import PathDrafter, Proposal
@@ -255,6 +257,10 @@ class SharedOutputs:
         self.generations[0].extend(output)
 
 
+def _chained(matched: int, tokens: list[int], log_scores: list[float]) -> Proposal:
+    return Proposal(tokens, [*range(len(tokens))], log_scores, matched)
+
+
 class SuffixDrafter(PathDrafter):
     """Drafts the most frequent continuations of the longest suffix seen before."""
 
@@ -267,10 +273,16 @@ class SuffixDrafter(PathDrafter):
         self._target: TargetInfo | None = None
         self.shared = SharedOutputs(config.max_tokens, config.max_match)
         self._sequences: dict[int, _Sequence] = {}
+        self._texts: SuffixTexts | None = None  # in their place, where chains are looked up by compiled code
+        self._outputs: dict[int, tuple[list[int], int]] = {}  # then: live tokens of each sequence, and of its prompt
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Note what draft sessions must know of the target."""
+        """Look up in compiled code, where the target runs on it."""
+        config = self.config
         self._target = target
+        if native.in_use() is not None and not config.tree:
+            lengths = config.min_match, config.max_match
+            self._texts = SuffixTexts(*lengths, config.reach, config.min_prob, config.max_tokens)
 
     def sessions(self, rows: int) -> TextSessions:
         """See `AheadDrafter`."""
@@ -279,6 +291,7 @@ class SuffixDrafter(PathDrafter):
 
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
         """See `Continuing`: what follows the longest suffix of text and path, of the own text or the shared outputs."""
+        self._texts = None  # a drafter is used in one of the two ways
         state = self._sequence(sequence)
         state.catch_up(sequence.tokens)
         best: list[tuple[float, int]] = []  # -chance and token
@@ -296,7 +309,22 @@ class SuffixDrafter(PathDrafter):
     def observe(self, step: StepFeatures) -> None:
         """Note the running sequences: an output is remembered even if its sequence was never drafted for."""
         for seq in step.sequences:
-            self._sequence(seq).tokens = seq.tokens
+            if self._texts is None:
+                self._sequence(seq).tokens = seq.tokens
+            else:
+                self._outputs[seq.key] = seq.tokens, seq.prompt_len
+
+    def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
+        """`propose_paths` for all rows; chains in one compiled call, where there is one."""
+        if self._texts is None:
+            return super().propose_all(rows)
+        most, asked = self.config.depth, []
+        for seq, budget, max_depth in rows:
+            if budget > 0 and max_depth > 0:
+                self._outputs[seq.key] = seq.tokens, seq.prompt_len
+                asked.append((seq.key, seq.tokens, min(most, budget), min(most, max_depth)))
+        found = iter(self._texts.draft(asked) if asked else ())
+        return [_chained(*next(found)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
 
     def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
@@ -329,9 +357,15 @@ class SuffixDrafter(PathDrafter):
             ended = self._sequences.pop(key, None)
             if ended is not None:
                 self.shared.add(ended.tokens[ended.prompt_len :])
+            tokens, prompt_len = self._outputs.pop(key, ([], 0))
+            if self._texts is not None:
+                self._texts.drop(key)
+                self._texts.remember(tokens[prompt_len:])
 
     def forget(self) -> None:
         """Forget the outputs of earlier requests."""
+        if self._texts is not None:
+            self._texts.forget()
         self.shared = SharedOutputs(self.config.max_tokens, self.config.max_match)
 
     def _sequence(self, seq: SequenceView) -> _Sequence:

@@ -26,6 +26,7 @@ Points = tuple[tuple[int, float], ...]  # (count, ms), counts ascending
 STEEPEST = 1.5  # a correction moves by a factor of this at most for one observation
 WINDOW = 3  # observations of which the median counts: one accident in three changes nothing
 SLOWEST = 0.02  # least weight of a new observation in a correction
+FEW = 64  # tokens to catch up with; of fewer a drafter's first call tells less of what one of them costs
 SLOWEST_CATCH_UP = 0.1  # least weight of a new observation of what catching up costs
 LEVELS = 6  # passes that a draft takes at most, before anything else was seen; more nodes are siblings or looked up
 NEAR = 16  # tokens a sequence that a drafter has not seen which a call takes in its stride
@@ -299,7 +300,7 @@ class DraftCosts:
 
     def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
         self._ask, self._level = max(0.0, ask), max(0.0, level)
-        self.catch_up_ms = max(0.0, catch_up)  # a token
+        self._guess = self.catch_up_ms = max(0.0, catch_up)  # a token
         self.usual_calls = 0  # those with little to catch up with
         self._lines: dict[int, _Line] = {}  # by bucket of sequences
         self._calls = self._caught_up = 0
@@ -350,8 +351,12 @@ class DraftCosts:
         """Learn from one call: its sequences, the deepest node proposed, and tokens that it processed first."""
         if unseen > NEAR * sequences:
             self._waiting.append((sequences, levels, unseen, ms))
-            if not self._caught_up and self.usual_calls < WINDOW:  # for the time being: all of it was catching up
-                self.catch_up_ms = ms / (unseen - NEAR * sequences)
+            if not self._caught_up and self.usual_calls < WINDOW:
+                # For the time being all of it was catching up. The first call does what is done once, too: with few
+                # tokens to divide that by, the drafter would seem too dear to be asked again.
+                behind = unseen - NEAR * sequences
+                guessed = max(0, FEW - behind)
+                self.catch_up_ms = (guessed * self._guess + ms) / (guessed + behind)
         elif self._calls:
             self._lines.setdefault(bucket(sequences), _Line()).learn(sequences, levels, ms)
             self.usual_calls += 1

@@ -1,9 +1,11 @@
-"""Look-ups in token ids by compiled code: n-grams of growing texts."""
+"""Look-ups in token ids by compiled code: n-grams and suffixes of growing texts."""
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from . import library
@@ -72,6 +74,126 @@ class _Text:
         self.handle: int = found.pl_ngrams_new(*lengths)
         self.known = 0  # tokens that are in it
         self._free = found.pl_ngrams_free
+
+    def __del__(self) -> None:
+        self._free(self.handle)
+
+
+class SuffixTexts:
+    """Growing texts, and those that ended: how the longest run of last tokens that was seen before went on most often.
+
+    What it drafts is what `drafters.suffix` does the long way, chains alone.
+
+    Args:
+        shortest, longest: tokens of a run that counts, and that is told apart.
+        reach: tokens drafted at most for each matched one.
+        least: chance of a path below which it ends.
+        remembered: of ended texts, tokens that are kept, in two generations: when the younger has half, the older goes.
+
+    Raises:
+        RuntimeError: nothing is compiled here (`native.library` is None), or these are no lengths.
+    """
+
+    def __init__(self, shortest: int, longest: int, reach: float, least: float, remembered: int) -> None:
+        found = library()
+        if found is None or not 1 <= shortest <= longest:
+            raise RuntimeError(f"runs of {shortest} to {longest} tokens in compiled code")
+        self._library, self._shortest, self._longest = found, shortest, longest
+        self._limits, self._half = array("d", (reach, least)), remembered // 2
+        self._texts: dict[int, _SuffixText] = {}
+        self._ended: deque[_Runs] = deque(maxlen=2)  # younger first
+        self._numbers = count()
+
+    @property
+    def size(self) -> int:
+        """Tokens of ended texts that are remembered."""
+        return sum(runs.size for runs in self._ended)
+
+    def draft(self, texts: Sequence[tuple[int, list[int], int, int]]) -> list[tuple[int, list[int], list[float]]]:
+        """Continue each text.
+
+        Args:
+            texts: key, tokens (which only grow from call to call), tokens to draft at most, and depth; one or more.
+
+        Returns:
+            For each how many tokens match, those that may follow, and logs of the estimated chances of these paths.
+
+        Raises:
+            ValueError: nothing to draft for one of them.
+        """
+        numbers = [len(texts), self._shortest, len(self._ended)]
+        for runs in self._ended:
+            numbers += (runs.number, runs.handle)
+        fresh, total, places = list[int](), 0, []
+        for key, tokens, nodes, depth in texts:
+            text = self._texts.get(key)
+            if text is None:
+                text = self._texts[key] = _SuffixText(self._library, self._longest)
+            known, text.known = text.known, len(tokens)
+            numbers += (text.handle, text.known - known, nodes, depth)
+            fresh += tokens[known:]
+            places.append(total)
+            total += max(0, min(nodes, depth))
+        given, scores = array("q", numbers + fresh), array("d", bytes(8 * max(1, total)))
+        made = array("q", bytes(8 * (total + 2 * len(texts))))
+        limits = self._limits.buffer_info()[0]
+        if self._library.pl_suffixes(given.buffer_info()[0], limits, made.buffer_info()[0], scores.buffer_info()[0]):
+            raise ValueError("look-ups of no token")
+        found = []
+        for i, at in enumerate(places):
+            start = at + 2 * i
+            size = made[start]
+            found.append(
+                (made[start + 1], made[start + 2 : start + 2 + size].tolist(), scores[at : at + size].tolist())
+            )
+        return found
+
+    def drop(self, key: int) -> None:
+        """Forget a running text."""
+        self._texts.pop(key, None)
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Keep a text that has ended; of one longer than half of the limit its last part."""
+        tokens = tokens[-self._half :] if self._half else ()
+        if not tokens:
+            return
+        if not self._ended or self._ended[0].size + len(tokens) > self._half:
+            self._ended.appendleft(_Runs(self._library, self._longest, next(self._numbers)))
+        self._ended[0].add(tokens)
+
+    def forget(self) -> None:
+        """Forget all texts that have ended."""
+        self._ended.clear()
+
+
+class _Runs:
+    """Runs of texts that have ended, in compiled code."""
+
+    __slots__ = ("_library", "handle", "number", "size")
+
+    def __init__(self, found: Any, longest: int, number: int) -> None:
+        self._library, self.number, self.size = found, number, 0
+        self.handle: int = found.pl_suffixes_new(longest)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take in one text."""
+        given = array("q", tokens)
+        self._library.pl_suffixes_add(self.handle, given.buffer_info()[0], len(given))
+        self.size += len(given)
+
+    def __del__(self) -> None:
+        self._library.pl_suffixes_free(self.handle)
+
+
+class _SuffixText:
+    """One running text in compiled code."""
+
+    __slots__ = ("_free", "handle", "known")
+
+    def __init__(self, found: Any, longest: int) -> None:
+        self.handle: int = found.pl_suffix_text_new(longest)
+        self.known = 0  # tokens that are in it
+        self._free = found.pl_suffix_text_free
 
     def __del__(self) -> None:
         self._free(self.handle)
