@@ -15,7 +15,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "native": set(),
     "target": {"core", "attention", "kv", "native", "zoo"},
     "attention": {"core", "target", "kv"},
-    "kv": {"core", "target", "attention"},
+    "kv": {"core", "native", "target", "attention"},
     "training": {"core", "target", "attention", "kv", "drafters"},
     "drafters": {"core", "native", "target", "attention", "kv"},
     "rounds": {"core", "target", "attention", "kv", "drafters"},

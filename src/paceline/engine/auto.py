@@ -14,7 +14,7 @@ second over many steps (a ratio is at its largest where no choice improves numer
     asking    a drafter is asked for a sequence where its asks there bring more than they cost, on average
 
 Since every proposal is judged by the text that followed, drafts that were not checked teach as much as those that were.
-Asks that are not expected to pay are made with a stated share of the time.
+Asks that are not expected to pay are made with a stated share of the time, each drafter with its own.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class AutoBudget:
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
         self._steps = self._rested = self._look_at = 0
-        self._purse, self._plain = Purse(self.config), PlainSteps(self.config)
+        # One for each source: a look-up that costs little would spend what a network has to save up for.
+        self._purses, self._plain = [Purse(self.config) for _ in self.sources], PlainSteps(self.config)
         self._rows: dict[int, int] = {}  # by bucket of batch sizes: most nodes that were checked at once
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
@@ -144,7 +145,7 @@ class AutoBudget:
                 self._rest()
                 self.learns = self._steps % self.config.listen_every == 0
                 if not self.learns:
-                    self._purse.save(self._plain_ms, self._plain_ms)
+                    self._save(self._plain_ms)
                 return [0] * len(sequences)
         self.rests = False
         books = self._open(sequences, batch_size)
@@ -152,7 +153,7 @@ class AutoBudget:
         heard = self._heard.get(bucket(batch_size), 0)
         self.learns = plain or heard < self.config.known_after or self._steps % self.config.listen_every == 0
         if not self.learns:
-            self._purse.save(self._plain_ms, self._plain_ms)
+            self._save(self._plain_ms)
         wanted = self._wanted(books, plain)
         if not wanted:
             if not plain:
@@ -167,6 +168,10 @@ class AutoBudget:
         """Draft nothing in the coming step."""
         self._rested += 1
         self.rests = self._spares and self._steps + 1 < self._look_at
+
+    def _save(self, ms: float) -> None:
+        for purse in self._purses:
+            purse.save(ms, self._plain_ms)
 
     def _knows(self, sequences: Sequence[RunningSequence]) -> bool:
         return all([sequence.view.key in self._books for sequence in sequences])
@@ -304,17 +309,16 @@ class AutoBudget:
     def _explore(self, books: Sequence[Book], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
         the saved share of the time goes."""
-        if self._purse.credit_ms(self._plain_ms) <= 0 or self.row_chance * (1 + self.config.margin) >= 1:
+        open_ = {k for k in self._numbers if self._purses[k].credit_ms(self._plain_ms) > 0}
+        if not open_ or self.row_chance * (1 + self.config.margin) >= 1:
             return set()
         found = set()
-        waiting = [
-            (book.worths[k].asked_at, k, i) for k in self._numbers for i, book in enumerate(books) if i not in paying[k]
-        ]
+        waiting = [(book.worths[k].asked_at, k, i) for k in open_ for i, book in enumerate(books) if i not in paying[k]]
         for _, source, i in sorted(waiting):
             book = books[i]
             if not book.worths[source].begun:  # else it is paid for
                 cost = self.draft_costs[source].predict(1) + self._behind_ms(source, book)
-                if not self._purse.pay(cost, self._plain_ms):
+                if not self._purses[source].pay(cost, self._plain_ms):
                     continue
             self._trials.add((book.view.key, source))
             found.add(i)
@@ -437,7 +441,7 @@ class AutoBudget:
             return False
         rise = self._rise(most)
         loss = rise[most] - rise[count] - sum(chances[count:]) / self._rate
-        return self._purse.pay(loss, self._plain_ms)
+        return self._purses[0].pay(loss, self._plain_ms)
 
     # -- learning
 
@@ -481,7 +485,7 @@ class AutoBudget:
                         cost = self._rate * self.draft_costs[source].predict(1)
                         worth.kind.lifted(max(0.0, worth.gain / max(worth.open, LEAST_OPEN) - cost), 1 / 16)
                 if gain and (view.key, source) in self._trials:
-                    self._purse.earn(gain / self._rate, self._plain_ms)
+                    self._purses[source].earn(gain / self._rate, self._plain_ms)
 
     def observe(self, step: StepRecord) -> None:
         """Learn what the step cost and earned."""
@@ -490,7 +494,7 @@ class AutoBudget:
         batch, drafted, asked = len(step.sequences), sum(step.drafted), any(step.budgets)
         size = bucket(batch)
         total_ms = step.draft_ms + step.rest_ms
-        self._purse.save(total_ms, self._plain_ms)
+        self._save(total_ms)
         if step.pure:
             context = sum(len(s.view.tokens) for s in step.sequences)
             if drafted or not (asked and self._rides()):

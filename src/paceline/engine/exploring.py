@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class AutoBudgetConfig:
     """What is spent on learning, and how fast old figures fade."""
 
-    explore: float = 0.01  # share of the time for asks that are not expected to pay, and one for plain steps
+    explore: float = 0.01  # of the time, for asks of a drafter that are not expected to pay; as much for plain steps
     purse: float = 1.0  # of that share, plain steps that may be saved up
     overdraft: float = 4.0  # plain steps that one such ask may cost beyond a full purse: a long prompt to catch up with
     first_gain: float = 0.5  # tokens that the asks of an unknown look-up are taken to bring

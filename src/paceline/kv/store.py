@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .. import native
 
 
 class KVStore:
@@ -40,6 +43,16 @@ class KVStore:
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy K and V of slots of every layer; ranges may overlap, since all are read before the first is written."""
+        if len(sources) != len(targets):
+            raise ValueError(f"{len(sources)} slots to copy to {len(targets)}")
+        library = native.in_use() if self.all_k.device.type == "cpu" and self.all_k.is_contiguous() else None
+        if library is not None:  # a few rows: torch would wake threads for them, which takes longer than a pass
+            layers, heads, slots, dim = self.all_k.shape
+            shape, moves = (layers * heads, slots, dim * self.all_k.itemsize), array("q", (*sources, *targets))
+            for cache in (self.all_k, self.all_v):
+                if library.pl_copy_rows(cache.data_ptr(), *shape, moves.buffer_info()[0], len(sources)):
+                    raise IndexError(f"slots {[*sources, *targets]} of a cache of {slots}")
+            return
         source = torch.tensor(sources, device=self.all_k.device)
         target = torch.tensor(targets, device=self.all_k.device)
         for cache in (self.all_k, self.all_v):

@@ -285,6 +285,7 @@ def _declared(found: Any) -> Any:
         *(ctypes.POINTER(Model), ctypes.POINTER(Heads), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
     ]
+    found.pl_copy_rows.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64]
     found.pl_ngrams_new.restype = ctypes.c_void_p
     found.pl_ngrams_new.argtypes = [ctypes.c_int64] * 2
     found.pl_ngrams_free.restype = None

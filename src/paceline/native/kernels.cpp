@@ -4382,6 +4382,21 @@ int pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, i
   return DONE;
 }
 
+// Rows of every plane of a cache [planes, slots, bytes] are copied to other places; all of a plane are read before one is written.
+// moves [2, count]: slots that are read, slots that are written. Returns a `Refusal`.
+int pl_copy_rows(char* cache, int64_t planes, int64_t slots, int64_t bytes, const int64_t* moves, int64_t count) {
+  if (count < 0) return BAD_COUNT;
+  for (int64_t i = 0; i < 2 * count; i++)
+    if (moves[i] < 0 || moves[i] >= slots) return BAD_SLOT;
+  static thread_local std::vector<char> held;
+  grow(held, count * bytes);
+  for (int64_t p = 0; p < planes; p++, cache += slots * bytes) {
+    for (int64_t i = 0; i < count; i++) std::memcpy(held.data() + i * bytes, cache + moves[i] * bytes, bytes);
+    for (int64_t i = 0; i < count; i++) std::memcpy(cache + moves[count + i] * bytes, held.data() + i * bytes, bytes);
+  }
+  return DONE;
+}
+
 // An empty text whose n-grams of `shortest` .. `longest` tokens are looked up; null where these are no lengths.
 void* pl_ngrams_new(int64_t shortest, int64_t longest) {
   return shortest < 1 || longest < shortest ? nullptr : new NgramText(shortest, longest);
