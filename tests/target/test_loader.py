@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline import zoo
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.target.decoder import Decoder
 from paceline.target.families import decoder_config
-from paceline.target.loader import load_model, load_tokenizer, load_weights, parse_device, read_config, resolve_folder
+from paceline.target.loader import (
+    _plain_tokenizer,
+    load_model,
+    load_tokenizer,
+    load_weights,
+    parse_device,
+    read_config,
+    resolve_folder,
+)
 from paceline.target.weights import weight_map
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
@@ -382,3 +392,36 @@ def test_a_hub_out_of_reach_and_a_name_it_does_not_know(monkeypatch: pytest.Monk
 def test_a_missing_tokenizer_is_an_error(checkpoint: Path):
     with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(checkpoint)
+
+
+STARTED = r"""
+import sys
+from paceline.target.loader import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
+quick = "torch._dynamo" not in sys.modules
+from transformers import AutoTokenizer
+auto = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+assert "torch._dynamo" in sys.modules
+asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<|user|> caf\u00e9 \U0001f600"}]
+for one in (tokenizer, auto):
+    ids = one.encode("def f(x):\n  return <|eos|> \u00e9")
+    print(quick, type(one).__name__, one, ids, one.decode(ids), one.apply_chat_template(asked, tokenize=False))
+"""
+
+
+def test_the_embedded_tokenizer_is_transformers_own_without_torch_s_compiler():
+    folder = str(zoo.find("paceline-small"))
+    done = subprocess.run([sys.executable, "-c", STARTED, folder], capture_output=True, text=True, check=True)
+    ours, theirs = done.stdout[: len(done.stdout) // 2], done.stdout[len(done.stdout) // 2 :]
+    assert ours == theirs and ours.startswith("True TokenizersBackend ")
+
+
+@pytest.mark.parametrize("change", [{"tokenizer_class": "LlamaTokenizer"}, {"auto_map": {}}, None])
+def test_any_other_tokenizer_is_transformers_business(change: dict[str, Any] | None, tmp_path: Path):
+    folder = zoo.find("paceline-small")
+    assert folder is not None and _plain_tokenizer(folder)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    if change is not None:
+        said = json.loads((folder / "tokenizer_config.json").read_text()) | change
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    assert not _plain_tokenizer(tmp_path)

@@ -433,12 +433,32 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         ConfigError: no tokenizer there, or one that cannot be read.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        if _plain_tokenizer(Path(folder)):
+            from transformers import TokenizersBackend
+
+            tokenizer = TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         # Some settings of a file (truncation, padding) are taken back in the first use: not while threads use it.
         tokenizer.encode("")
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds, plain Exception among them
         raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({_first(error)})", _RESTORE) from error
+
+
+def _plain_tokenizer(folder: Path) -> bool:
+    """Whether `AutoTokenizer` would come to transformers' plain class, by what the files say.
+
+    To know of the model what it needs to know, it imports torch's compiler: half of the time in which a small model
+    starts.
+    """
+    files = "tokenizer_config.json", "config.json"
+    if not all(is_file(folder / name) for name in files):
+        return False
+    said, model = (read_json(folder / name, _RESTORE) for name in files)
+    if not isinstance(said, dict) or not isinstance(model, dict) or "auto_map" in said or "auto_map" in model:
+        return False
+    return (said.get("tokenizer_class"), model.get("model_type")) == ("TokenizersBackend", "llama")
