@@ -144,6 +144,7 @@ def test_one_that_hangs_is_named(workers: list[Worker]):
             os.kill(worker.pid or 0, signal.SIGSTOP)
         while not worker.faults:
             worker.poll()
+            time.sleep(0.005)
         assert words in worker.faults[0] and worker.faults[0].startswith("worker echo (pid ")
         assert worker.pid is None and worker.line is None
 

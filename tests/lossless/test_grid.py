@@ -19,6 +19,7 @@ from grid import (
     OPTIONS,
     PROMPTS,
     SIZES,
+    TWINS,
     WHOLE,
     Witness,
     case,
@@ -148,7 +149,9 @@ def test_the_target_varies(config: DecoderConfig) -> None:
     assert all(len(set(o.outputs[0].token_ids)) >= 20 for o in outputs)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", [pytest.param(name, marks=pytest.mark.full if name in TWINS else ()) for name in DRAFTERS]
+)
 def test_every_option(drafter: str) -> None:
     """All options once, a share of them in each condition, different options and prompts in one batch."""
     witness, config = Witness(), config_of(drafter)

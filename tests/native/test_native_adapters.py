@@ -548,6 +548,7 @@ def test_start_values_change_nothing():
         assert torch.equal(alone(decoder, tokens, adapter, LENGTH), one_by_one("base", kind, 0, None))
 
 
+@pytest.mark.full  # `test_native` asks the portable build for one answer with every run
 def test_without_instructions_of_particular_processors():
     """The portable build runs the tests of numbers and bits of this file."""
     if os.environ.get("PACELINE_NATIVE") == "generic":

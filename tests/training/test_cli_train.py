@@ -255,7 +255,7 @@ def losses_with_steps(out: Path) -> dict[int, float]:
 # ---- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     number: signal.Signals, run: Callable[..., Result], data: Path, tmp_path: Path
 ) -> None:
