@@ -1,6 +1,7 @@
 """A drafter in a process of its own: from the options of an `LLM` to a worker that serves its draft sessions.
 
-The target is not loaded there: of it a drafter that runs ahead knows name, sizes and tokenizer.
+The target is not loaded there: of it a drafter that runs ahead knows name, sizes and vocabulary. It reads and writes no
+text, so that what does need not be imported, and it is soon back after its process has died.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
     """
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
-    drafter: Any = registry.build(chosen, drafter_context(config, source.name, source.folder, source.dtype))
+    of_target = source.name, source.folder, source.dtype
+    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
@@ -122,7 +124,7 @@ def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     folder = None if name is None else resolve_folder(parse_model(name).name, offline=config.offline)
     return Facts(
         weights="" if folder is None else fingerprint(folder),
-        vocabulary=tokenizer_mark(source.tokenizer()),
+        vocabulary=tokenizer_mark(source.vocabulary()),
         dtype=str(source.dtype).removeprefix("torch."),
     )
 
@@ -140,6 +142,6 @@ def _info(source: Source) -> TargetInfo:
         dtype=source.dtype,
         eos_ids=shape.eos_ids,
         bos_id=shape.bos_id,
-        tokenizer=source.tokenizer(),
+        tokenizer=source.vocabulary(),
         **elsewhere,
     )

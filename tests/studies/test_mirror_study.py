@@ -47,7 +47,8 @@ def test_parameters_are_those_of_one_head(tmp_path: Path) -> None:
 
 
 def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:
-    said = {"window": [1], "accepted": 0, "told": True, "reused": False, "candidates": [5, 6], "chances": [0.5, 0.2]}
+    said = {"window": [1], "accepted": 0, "told": True, "reused": False, "prepared": 0}
+    said |= {"candidates": [5, 6], "chances": [0.5, 0.2]}
     verdicts = [Verdict(**{**said, "key": key, "said": token}) for key, token in ((0, 5), (0, 6), (1, 9), (1, 5))]
     found = Fallbacks.of([*verdicts, Verdict(**{**said, "key": 1, "said": 9, "told": False})], [1, 2])
     assert found.rates() == [0.5, 0.25] and found.predicted() == pytest.approx([0.5, 0.3])

@@ -15,6 +15,7 @@ class Verdict:
     said: int  # the correction, or the bonus token
     told: bool  # whether the exit spoke and a draft could follow: what was said is then reused, or a fallback
     reused: bool
+    prepared: int  # tokens of the next window that were drafted before the verdict
     candidates: list[int]  # where the window ended, likeliest first; empty: the exit did not speak
     chances: list[float]  # the target's own probability of each
 
