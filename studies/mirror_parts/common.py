@@ -100,10 +100,13 @@ def plain_llm(ask: Asked) -> LLM:
 def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature: float, alone: bool = False) -> Heard:
     """Answer prompts in the mirror round, or another one, and write down what it tells.
 
+    Each request has a seed of its own: noise goes by seed and position, so that requests of one seed would err together.
+
     Args:
         alone: one request after the other.
     """
-    params = SamplingParams(temperature=temperature, seed=ask.seed, max_tokens=ask.max_new_tokens, ignore_eos=True)
+    usual = SamplingParams(temperature=temperature, max_tokens=ask.max_new_tokens, ignore_eos=True)
+    jobs = [(prompt, replace(usual, seed=1000 * ask.seed + place)) for place, prompt in enumerate(prompts)]
     heard, pending = Heard([]), list[Verdict]()
     round_: Any = llm.engine.round
 
@@ -114,8 +117,8 @@ def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature:
 
     if hasattr(round_, "on_verdict"):
         round_.on_verdict, round_.on_step = pending.append, step
-    for part in [[prompt] for prompt in prompts] if alone else [[*prompts]]:
-        heard.outputs += llm.generate(part, params)
+    for part in [[job] for job in jobs] if alone else [jobs]:
+        heard.outputs += llm.generate([prompt for prompt, _ in part], [params for _, params in part])
     failed = round_.failure
     assert failed is None, failed
     return heard

@@ -52,7 +52,9 @@ def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:
     verdicts = [Verdict(**{**said, "key": key, "said": token}) for key, token in ((0, 5), (0, 6), (1, 9), (1, 5))]
     found = Fallbacks.of([*verdicts, Verdict(**{**said, "key": 1, "said": 9, "told": False})], [1, 2])
     assert found.rates() == [0.5, 0.25] and found.predicted() == pytest.approx([0.5, 0.3])
-    assert all(low <= mean <= high for (low, high), mean in zip(found.differences(), (0.0, -0.05), strict=True))
+    for (low, high), mean, mass in zip(found.differences(), (0.0, -0.05), (0.5, 0.7), strict=True):
+        assert (low + high) / 2 == pytest.approx(mean)
+        assert (high - low) / 2 == pytest.approx(1.96 * (mass * (1 - mass) / 4) ** 0.5)
 
 
 def test_the_virtual_clock_is_the_law() -> None:

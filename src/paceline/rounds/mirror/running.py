@@ -154,7 +154,8 @@ class Elsewhere:
         if self._growing is not None:
             _going(rollout).wait(self._growing)
             self._take(rollout)
-            rollout.ms += (perf_counter() - self._began) * 1e3
+            times = self._growing.times  # of what was drafted, also where nobody looked before the verdict
+            rollout.ms += ((times[-1][1] if times else perf_counter()) - self._began) * 1e3
             self._growing = None
 
     def _take(self, rollout: Rollout) -> None:
