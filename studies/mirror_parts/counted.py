@@ -110,7 +110,8 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
             f"equal within the interval: {within} of {total}",
             "a set of fewer candidates is a part of one of more, so that fallbacks fall with kappa on every trace",
             "the last column's candidates depend on the noise that decides what is said; the prediction is not theirs",
-            f"drafts are the draft's likeliest tokens, windows of {ask.gamma}; intervals: of a sum of coins that fall by the mass",
+            f"drafts are the draft's likeliest tokens, windows of {ask.gamma}",
+            "intervals: of a sum of coins that fall by the mass",
         ],
         plots={".svg": lambda path: figures.lines(panels, path, width=1.7)},
     )

@@ -51,7 +51,9 @@ def test_drafters_without_a_model(drafter: str):
     assert grown.tokens == [1, 3]
 
 
-@pytest.mark.parametrize("text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3", STRETCHED])
+@pytest.mark.parametrize(
+    "text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3", STRETCHED]
+)
 def test_a_drafter_in_words(text: str):
     chosen: Any = registry.parse(text)
     assert chosen is not None and registry.parse(named(chosen)) == chosen

@@ -49,8 +49,8 @@ class MirrorConfig(RoundConfig):
     )
     rows: int | None = option(
         None,
-        help="drafted tokens of a request's rollout at most, for the likeliest outcomes, whose branches are then longer "
-        "than others'; none: all branches are as long as a window",
+        help="drafted tokens of a request's rollout at most, for the likeliest outcomes, whose branches are longer than "
+        "others'; none: all branches are as long as a window",
         minimum=1,
     )
     cores: tuple[int, ...] = option(
@@ -58,15 +58,22 @@ class MirrorConfig(RoundConfig):
     )
     threads: int | None = option(None, help="with rollout=process: threads of the drafter; none: one a core", minimum=1)
 
+    level_ms: float | None = option(
+        None,
+        help="with rollout=process: ms that a level is given, as if the drafter were on another device; none: what it "
+        "takes",
+        above=0,
+    )
+
     def validate(self) -> None:
-        """Cores and threads are those of a process."""
-        for name in ("cores", "threads"):
+        """Cores, threads and times are those of a process."""
+        for name in ("cores", "threads", "level_ms"):
             self.require(name, self.rollout == "process" or not getattr(self, name), "is for rollout=process")
 
     @property
     def place(self) -> Place | None:
         """See `RoundConfig`."""
-        return Place(self.cores, self.threads) if self.rollout == "process" else None
+        return Place(self.cores, self.threads, self.level_ms) if self.rollout == "process" else None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"
@@ -95,7 +102,9 @@ class MirrorConfig(RoundConfig):
         exit_head = self.exit_head(target, origin)  # before anything is allocated
         ahead = cast(AheadDrafter, drafter)  # its spec says so
         runner = Beside() if self.rollout == "beside" else Between()
-        return self.over(target, pool, drafter, verifier, exit_head, ahead.sessions(self.capacity(drafter.spec)), runner)
+        return self.over(
+            target, pool, drafter, verifier, exit_head, ahead.sessions(self.capacity(drafter.spec)), runner
+        )
 
     def build_apart(
         self,
@@ -140,7 +149,17 @@ class MirrorConfig(RoundConfig):
         kappas = {batch: min(kappa, target.config.vocab_size) for batch, kappa in self._kappas().items()}
         waits = self.policy == "wait"
         return MirrorRound(
-            target, pool, drafter, verifier, exit_head, kappas, waits, self.ranks == "noise", sessions, runner, self.rows
+            target,
+            pool,
+            drafter,
+            verifier,
+            exit_head,
+            kappas,
+            waits,
+            self.ranks == "noise",
+            sessions,
+            runner,
+            self.rows,
         )
 
     def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:
