@@ -63,9 +63,9 @@ def test_a_drafter_in_words(text: str):
 def test_what_reads_and_writes_no_text_is_not_imported():
     """It takes longer than all else that a drafter's process does before it can draft."""
     options = draft_worker(LLMConfig(model="paceline-small", drafter=DRAFTER), 40, 512, Placement()).options
-    told = f"import sys, json; from paceline.draft_worker import service; service('cpu', **json.loads({json.dumps(options)!r}))"
-    check = "sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", f"{told}; {check}"], timeout=120).returncode == 0
+    made = f"from paceline.draft_worker import service; service('cpu', **json.loads({json.dumps(options)!r}))"
+    code = f"import sys, json; {made}; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_what_cannot_be():

@@ -524,7 +524,7 @@ def test_the_drafter_in_a_process_dies_and_comes_back(caplog: pytest.LogCaptureF
         os.kill(last, 0)
 
 
-@pytest.mark.parametrize("name", ["cores=<1>", "threads=2", "level_ms=2"])
+@pytest.mark.parametrize("name", ["cores=<1>", "threads=2", "level_ms=2.0"])
 def test_only_a_process_has_a_place(name: str) -> None:
     with pytest.raises(ConfigError, match=f"mirror,{name}: .* is for rollout=process"):
         parse_round(f"mirror,rollout=beside,{name}")

@@ -49,8 +49,8 @@ class MirrorConfig(RoundConfig):
     )
     rows: int | None = option(
         None,
-        help="drafted tokens of a request's rollout at most, for the likeliest outcomes, whose branches are longer than "
-        "others'; none: all branches are as long as a window",
+        help="drafted tokens of a request's rollout at most, most of them below its likeliest outcomes; none: below each "
+        "outcome as many as a window has",
         minimum=1,
     )
     cores: tuple[int, ...] = option(
