@@ -49,7 +49,7 @@ class MirrorConfig(RoundConfig):
     )
     rows: int | None = option(
         None,
-        help="drafted tokens of a request's rollout at most, most of them below its likeliest outcomes; none: below each "
+        help="drafted tokens of a request's rollout at most, most below its likeliest outcomes; none: below each "
         "outcome as many as a window has",
         minimum=1,
     )
