@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -164,6 +165,53 @@ def traces(ask: Asked) -> Iterator[Table | None]:
         remarks=[f"policy wait, windows of {ask.gamma}; a trace: passes, drafted tokens and the counts of each length"],
         same=same,
     )
+
+
+BUDGETS = (None, 24, 12, 6)  # drafted tokens of a rollout; the first one: the whole grid
+
+
+@study.table(takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
+def unequal_depth(ask: Asked) -> Iterator[Table | None]:
+    """Branches of unequal depth under a budget of rows: drafted tokens, and levels left for after the verdict."""
+    yield None
+    base = plain_llm(ask)
+    rows, values = [], []
+    for task in ask.names:
+        for temperature in (0.0, 1.0):
+            for budget in BUDGETS:
+                round_ = mirror_of(replace(ask, rows=budget), 8, HALF)
+                llm = LLM(ask.model, drafter=drafter_of(ask), round=round_, share=base, **ask.llm)
+                heard = listen(llm, prompts_of(ask, llm, task), ask, temperature)
+                drafted = fmean(times.nodes for times, verdicts in heard.steps if any(v.told for v in verdicts))
+                found = {"task": task, "temperature": temperature, "rows": budget, "drafted": drafted}
+                found |= after_the_verdict(heard.verdicts)
+                shares = (f"{found[name]:.2f}" for name in ("fallbacks", "left", "wanted"))
+                rows.append([task, f"{temperature:g}", str(budget or "all"), f"{drafted:.1f}", *shares])
+                values.append(found)
+    yield Table(
+        title=f"Branches of unequal depth, 8 candidates, {ask.exit_words}",
+        head=("task", "T", "rows", "drafted a step", "fallbacks", "levels after the verdict", "levels of a window"),
+        parts={"": rows},
+        values={"runs": values, "gamma": ask.gamma},
+        remarks=[
+            f"windows of {ask.gamma}, all requests of a task in one batch: drafted tokens are those of all of them",
+            "levels after the verdict: what is left to draft of the next window, on the critical path; with fallbacks",
+        ],
+    )
+
+
+def after_the_verdict(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Fallbacks of a verdict, and levels of the next window: those left after it, and all."""
+    by_key: dict[int, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_key.setdefault(verdict.key, []).append(verdict)
+    pairs = [(one, two) for own in by_key.values() for one, two in pairwise(own) if one.told]
+    return {
+        "verdicts": len(pairs),
+        "fallbacks": fmean(not one.reused for one, _ in pairs),
+        "left": fmean(max(0, len(two.window) - one.prepared) for one, two in pairs),
+        "wanted": fmean(len(two.window) for _, two in pairs),
+    }
 
 
 @study.figure(takes=("draft", "gamma"), tasks=OWN, **COUNTS)

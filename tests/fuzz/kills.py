@@ -130,6 +130,8 @@ class Killed:
                 self.found.problems.append(f"{chosen.name}: no drafts for {HOPELESS_S:.0f} s")
                 return
         self.found.resumed.append((chosen.name, self.awake.now() - sent[0]))
+        found = self.found
+        print(f"{found.requests} requests, {chosen.name}: {found.resumed[-1][1]:.1f} s", file=sys.stderr, flush=True)
 
 
 def run(requests: int, kills: int, seed: int) -> Found:

@@ -9,7 +9,7 @@ from typing import Any
 import mirror
 import pytest
 import torch
-from mirror_parts.counted import Fallbacks, clock
+from mirror_parts.counted import Fallbacks, after_the_verdict, clock
 from mirror_parts.timed import after
 
 from paceline.distributed.placement import cores
@@ -55,6 +55,18 @@ def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:
     for (low, high), mean, mass in zip(found.differences(), (0.0, -0.05), (0.5, 0.7), strict=True):
         assert (low + high) / 2 == pytest.approx(mean)
         assert (high - low) / 2 == pytest.approx(1.96 * (mass * (1 - mass) / 4) ** 0.5)
+
+
+def test_levels_that_are_left_after_the_verdict() -> None:
+    said = {"accepted": 0, "said": 1, "told": True, "candidates": [], "chances": []}
+    rows = [(0, 0, False, 0), (0, 3, True, 2), (1, 3, True, 3), (0, 3, True, 1), (1, 2, True, 1)]
+    verdicts = [
+        Verdict(**said, key=key, window=[9] * width, reused=reused, prepared=prepared)
+        for key, width, reused, prepared in rows
+    ]
+    assert after_the_verdict(verdicts) == pytest.approx(
+        {"verdicts": 3, "fallbacks": 1 / 3, "left": (3 + 1 + 0) / 3, "wanted": (3 + 3 + 2) / 3}
+    )
 
 
 def test_the_virtual_clock_is_the_law() -> None:
