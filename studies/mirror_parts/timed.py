@@ -5,6 +5,7 @@ These need a machine without other work, of two cores at least.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -54,12 +55,24 @@ WAYS = {  # name: round behind "mirror", threads, whether the drafter has a core
 }
 
 
-def ran(ask: Asked, way: str, gamma: int, temperature: float = 0.0) -> Ran:
-    """Answer the prompts of all tasks, one after the other; in a fresh process, which it keeps to some cores."""
+def ran(ask: Asked, way: str, gammas: Sequence[int]) -> list[Ran]:
+    """Answer the prompts of all tasks, one after the other, with windows of each of these lengths; in a fresh process,
+    which it keeps to some cores."""
+    here, (_, threads, _) = cores(), WAYS[way]
+    base = LLM(ask.model, **{**ask.llm, "threads": threads})
+    found = []
+    for gamma in gammas:
+        pin(here)  # from which the mirror round takes the drafter's
+        found.append(_answered(ask, way, gamma, base))
+        gc.collect()  # with the drafter's process
+    return found
+
+
+def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
     more, threads, alone = WAYS[way]
     if alone and not more:  # the cores that the mirror round's target has
         pin([core for core in cores() if core != ask.core][:1])
-    options = {**ask.llm, "threads": threads}
+    options: dict[str, Any] = {**ask.llm, "threads": threads, "share": base}
     if more:
         core = f",cores=<{ask.core}>" if alone else ""
         given = f",level_ms={ask.level_ms}" if alone and ask.level_ms else ""
@@ -70,8 +83,8 @@ def ran(ask: Asked, way: str, gamma: int, temperature: float = 0.0) -> Ran:
     if not more and ask.level_ms:
         slow(llm, ask.level_ms)
     prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
-    listen(llm, prompts[:1], ask, temperature)  # what the first pass prepares
-    heard = listen(llm, prompts, ask, temperature, alone=True)
+    listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
+    heard = listen(llm, prompts, ask, 0.0, alone=True)
     stats = [output.stats for output in heard.outputs]
     return Ran(
         wall=sum(s.elapsed_ms - (s.ttft_ms or 0.0) for s in stats),
@@ -133,7 +146,7 @@ def law(ask: Asked) -> Iterator[Table | None]:
     found: dict[str, list[Ran]] = {way: [] for way in ways}
     for _ in range(ask.repeats):  # in turns
         for way, runs in found.items():
-            runs.append(apart(ran, ask, way, ask.gamma))
+            runs += apart(ran, ask, way, [ask.gamma])
     best = {way: min(runs, key=lambda run: run.ms) for way, runs in found.items()}
     mirror, serial = best["mirror, two processes"], best["serial, one core"]
     facts = law_of(mirror, serial)
@@ -229,10 +242,10 @@ def figure_3a(ask: Asked) -> Iterator[Table | None]:
     yield None
     ways = ("serial, one core", "mirror, two processes")
     rows, series = [], []
+    gammas = GAMMAS[:2] if ask.quick else GAMMAS
     for way in ways:
         accepted, exposed = [], []
-        for gamma in GAMMAS[:2] if ask.quick else GAMMAS:
-            run = apart(ran, ask, way, gamma)
+        for gamma, run in zip(gammas, apart(ran, ask, way, gammas), strict=True):
             accepted.append(run.accepted / run.passes)
             exposed.append(run.draft / run.passes)
             rows.append([way, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
