@@ -22,7 +22,7 @@ from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
 from .distributed.shared import SPIN_US
-from .distributed.worker import Worker, WorkerSpec
+from .distributed.worker import Patience, Worker, WorkerSpec
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .drafters.vocabulary import tokenizer_mark
@@ -35,6 +35,7 @@ from .target.loader import parse_device, resolve_folder
 OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
 
 
+PATIENCE = Patience(most_rest_s=1.0)  # with it drafting is back within seconds, however often the drafter died before
 SPIN_OWN_US = 20_000  # how long a drafter on cores of its own looks for the next message before it sleeps
 
 
@@ -86,7 +87,7 @@ def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) ->
     if place.cores and not rest:
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
-    worker = Worker(draft_worker(config, rows, pool_tokens, placement, place.level_ms))
+    worker = Worker(draft_worker(config, rows, pool_tokens, placement, place.level_ms), PATIENCE)
     worker.start()
     sessions = RemoteSessions(worker)
     finalize(sessions, worker.stop)
