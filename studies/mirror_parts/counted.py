@@ -167,7 +167,9 @@ def traces(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-BUDGETS = (None, 24, 12, 6)  # drafted tokens of a rollout; the first one: the whole grid
+# Candidates, and drafted tokens of a rollout; none: the whole grid. The grids of 2 and 1 have as many as a budget of 24
+# and 12, with windows of 3.
+BUDGETS = ((8, None), (8, 24), (2, None), (8, 12), (1, None))
 
 
 @study.table(takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
@@ -178,19 +180,29 @@ def unequal_depth(ask: Asked) -> Iterator[Table | None]:
     rows, values = [], []
     for task in ask.names:
         for temperature in (0.0, 1.0):
-            for budget in BUDGETS:
-                round_ = mirror_of(replace(ask, rows=budget), 8, HALF)
+            for kappa, budget in BUDGETS:
+                round_ = mirror_of(replace(ask, rows=budget), kappa, HALF)
                 llm = LLM(ask.model, drafter=drafter_of(ask), round=round_, share=base, **ask.llm)
                 heard = listen(llm, prompts_of(ask, llm, task), ask, temperature)
                 drafted = fmean(times.nodes for times, verdicts in heard.steps if any(v.told for v in verdicts))
-                found = {"task": task, "temperature": temperature, "rows": budget, "drafted": drafted}
+                found: dict[str, Any] = {"task": task, "temperature": temperature, "kappa": kappa, "rows": budget}
+                found["drafted"] = drafted
                 found |= after_the_verdict(heard.verdicts)
                 shares = (f"{found[name]:.2f}" for name in ("fallbacks", "left", "wanted"))
-                rows.append([task, f"{temperature:g}", str(budget or "all"), f"{drafted:.1f}", *shares])
+                rows.append([task, f"{temperature:g}", str(kappa), str(budget or "all"), f"{drafted:.1f}", *shares])
                 values.append(found)
     yield Table(
-        title=f"Branches of unequal depth, 8 candidates, {ask.exit_words}",
-        head=("task", "T", "rows", "drafted a step", "fallbacks", "levels after the verdict", "levels of a window"),
+        title=f"Branches of unequal depth, {ask.exit_words}",
+        head=(
+            "task",
+            "T",
+            "kappa",
+            "rows",
+            "drafted a step",
+            "fallbacks",
+            "levels after the verdict",
+            "levels of a window",
+        ),
         parts={"": rows},
         values={"runs": values, "gamma": ask.gamma},
         remarks=[
