@@ -35,7 +35,7 @@ from .target.loader import parse_device, resolve_folder
 OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
 
 
-# Drafting is to be back within seconds, however often a drafter died before; taking one for dead too soon costs no token.
+# Drafting is to be back within seconds, however often a drafter died; taking one for dead too soon costs no token.
 PATIENCE = Patience(silent_s=1.5, most_rest_s=1.0)
 SPIN_OWN_US = 20_000  # how long a drafter on cores of its own looks for the next message before it sleeps
 
