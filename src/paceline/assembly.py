@@ -45,7 +45,15 @@ from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
 from .target.families import DecoderConfig
 from .target.files import free_bytes, is_file
-from .target.loader import load_model, load_tokenizer, parse_device, parse_dtype, read_config, resolve_folder
+from .target.loader import (
+    load_model,
+    load_tokenizer,
+    load_vocabulary,
+    parse_device,
+    parse_dtype,
+    read_config,
+    resolve_folder,
+)
 from .target.native import unsupported
 from .target.padding import cache_shape
 from .target.streams import CONFIG_FILE
@@ -117,6 +125,14 @@ class Source:
         """Its tokenizer; None for a folder without one."""
         return load_tokenizer(self.folder) if self.tokenizer_files() else None
 
+    def vocabulary(self) -> Any:
+        """What knows its tokenizer's ids and pieces (``get_vocab``), and may know nothing else; None: no tokenizer.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return load_vocabulary(self.folder) if self.tokenizer_files() else None
+
     def tokenizer_files(self) -> list[Path]:
         """Those that are there."""
         files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
@@ -143,11 +159,14 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
     return Source(spec.label, folder, shape, kind, quant is not None)
 
 
-def _load(config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None) -> LoadedModel:
+def _load(
+    config: LLMConfig, source: Source, exact: bool, layers: tuple[int, int] | None = None, texts: bool = True
+) -> LoadedModel:
     folder, kind = source.folder, source.dtype
     compiled = compiled_layers(config, source.shape, kind)
     attention = make_attention(config, kind, exact)
-    tokenizer = source.tokenizer()  # before the weights: what is wrong with it is said at once
+    # Before the weights: what is wrong with it is said at once.
+    tokenizer = source.tokenizer() if texts else source.vocabulary()
     decoder = load_model(
         folder,
         attention=attention,
@@ -253,10 +272,11 @@ class ModelLoader:
 
     config: LLMConfig
     dtype: torch.dtype  # of the target: what "auto" means
+    texts: bool = True  # whether texts are read and written here; else of tokenizers their vocabulary is enough
 
     def __call__(self, name: str, dtype: str) -> LoadedModel:
         wanted = str(self.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        return _load(self.config, open_source(self.config, name, wanted), exact=False)
+        return _load(self.config, open_source(self.config, name, wanted), exact=False, texts=self.texts)
 
 
 def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Drafter | None:
@@ -272,10 +292,17 @@ def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Draft
     return registry.build(chosen, drafter_context(config, *source, streams))
 
 
-def drafter_context(config: LLMConfig, name: str, folder: Path, dtype: torch.dtype, streams: int = 0) -> DrafterContext:
-    """What a drafter may use while it is built, for a target of this name, folder and dtype."""
+def drafter_context(
+    config: LLMConfig, name: str, folder: Path, dtype: torch.dtype, streams: int = 0, texts: bool = True
+) -> DrafterContext:
+    """What a drafter may use while it is built, for a target of this name, folder and dtype.
+
+    Args:
+        streams: most streams that a row of the applications beside it carries.
+        texts: see `ModelLoader`.
+    """
     return DrafterContext(
-        load_model=ModelLoader(config, dtype),
+        load_model=ModelLoader(config, dtype, texts),
         dtype=dtype,
         device=parse_device(config.device),
         offline=config.offline,

@@ -1,6 +1,7 @@
 """A drafter in a process of its own: from the options of an `LLM` to a worker that serves its draft sessions.
 
-The target is not loaded there: of it a drafter that runs ahead knows name, sizes and tokenizer.
+The target is not loaded there: of it a drafter that runs ahead knows name, sizes and vocabulary. It reads and writes no
+text, so that what does need not be imported, and it is soon back after its process has died.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .core.options import written
 from .distributed.drafts import KINDS, DraftService, RemoteSessions
 from .distributed.handshake import Facts
 from .distributed.placement import Placement, cores, pin
-from .distributed.worker import Worker, WorkerSpec
+from .distributed.shared import SPIN_US
+from .distributed.worker import Patience, Worker, WorkerSpec
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .drafters.vocabulary import tokenizer_mark
@@ -33,7 +35,14 @@ from .target.loader import parse_device, resolve_folder
 OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")
 
 
-def draft_worker(config: LLMConfig, rows: int, pool_tokens: int, placement: Placement) -> WorkerSpec:
+# Drafting is to be back within seconds, however often a drafter died; taking one for dead too soon costs no token.
+PATIENCE = Patience(silent_s=1.5, most_rest_s=1.0)
+SPIN_OWN_US = 20_000  # how long a drafter on cores of its own looks for the next message before it sleeps
+
+
+def draft_worker(
+    config: LLMConfig, rows: int, pool_tokens: int, placement: Placement, level_ms: float | None = None
+) -> WorkerSpec:
     """A worker that serves the draft sessions of the drafter that the configuration names.
 
     Args:
@@ -41,6 +50,7 @@ def draft_worker(config: LLMConfig, rows: int, pool_tokens: int, placement: Plac
         rows: drafted nodes that a sequence may hold at once.
         pool_tokens: tokens that the target's K/V pool holds.
         placement: where it runs.
+        level_ms: what a level is given; None: as long as it takes.
 
     Raises:
         ConfigError: no drafter is named, or one that cannot run ahead of the target.
@@ -50,10 +60,11 @@ def draft_worker(config: LLMConfig, rows: int, pool_tokens: int, placement: Plac
     return WorkerSpec(
         name="draft",
         service=f"{__name__}:service",
-        options={"options": options, "rows": rows, "pool_tokens": pool_tokens},
+        options={"options": options, "rows": rows, "pool_tokens": pool_tokens, "level_ms": level_ms},
         kinds=KINDS,
         expected=_facts(config, chosen, open_source(config, config.model, config.dtype)),
         placement=placement,
+        spin_us=SPIN_OWN_US if placement.cores else SPIN_US,
     )
 
 
@@ -77,7 +88,7 @@ def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) ->
     if place.cores and not rest:
         wrong = "no core is left for the target"
         raise ConfigError(f"cores={written(place.cores)} of the drafter", wrong, "leave one out")
-    worker = Worker(draft_worker(config, rows, pool_tokens, placement))
+    worker = Worker(draft_worker(config, rows, pool_tokens, placement, place.level_ms), PATIENCE)
     worker.start()
     sessions = RemoteSessions(worker)
     finalize(sessions, worker.stop)
@@ -87,7 +98,9 @@ def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) ->
     return sessions
 
 
-def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int) -> DraftService:
+def service(
+    device: str, options: Mapping[str, Any], rows: int, pool_tokens: int, level_ms: float | None = None
+) -> DraftService:
     """What that worker makes, in its own process; arguments as of `draft_worker`.
 
     Raises:
@@ -95,12 +108,15 @@ def service(device: str, options: Mapping[str, Any], rows: int, pool_tokens: int
     """
     config = LLMConfig(**{**options, "device": device})
     chosen, source = _chosen(config), open_source(config, config.model, config.dtype)
-    drafter: Any = registry.build(chosen, drafter_context(config, source.name, source.folder, source.dtype))
+    of_target = source.name, source.folder, source.dtype
+    drafter: Any = registry.build(chosen, drafter_context(config, *of_target, texts=False))
     if not drafter.spec.ahead:
         wrong = "it cannot draft below tokens that are not decided on"
         raise CapabilityError(f"drafter {named(chosen)} in a process of its own", wrong, "use draft_model")
     drafter.bind(_info(source), config.max_sequences, pool_tokens, parse_device(device))
-    return DraftService(drafter.sessions(rows), _facts(config, chosen, source))
+    given = None if level_ms is None else level_ms / 1e3
+    level_s = None if given is None else (lambda nodes: given)
+    return DraftService(drafter.sessions(rows), _facts(config, chosen, source), level_s=level_s)
 
 
 def named(chosen: DrafterConfig) -> str:
@@ -122,7 +138,7 @@ def _facts(config: LLMConfig, chosen: DrafterConfig, source: Source) -> Facts:
     folder = None if name is None else resolve_folder(parse_model(name).name, offline=config.offline)
     return Facts(
         weights="" if folder is None else fingerprint(folder),
-        vocabulary=tokenizer_mark(source.tokenizer()),
+        vocabulary=tokenizer_mark(source.vocabulary()),
         dtype=str(source.dtype).removeprefix("torch."),
     )
 
@@ -140,6 +156,6 @@ def _info(source: Source) -> TargetInfo:
         dtype=source.dtype,
         eos_ids=shape.eos_ids,
         bos_id=shape.bos_id,
-        tokenizer=source.tokenizer(),
+        tokenizer=source.vocabulary(),
         **elsewhere,
     )

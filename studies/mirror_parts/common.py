@@ -11,6 +11,7 @@ from paceline import LLM, SamplingParams
 from paceline.bench import workloads
 from paceline.bench.scores import encoded_prompts, workload_of
 from paceline.bench.study import Options, Study, asked
+from paceline.core.options import written
 from paceline.core.request import RequestOutput
 from paceline.rounds.mirror.records import StepTimes, Verdict
 
@@ -28,6 +29,8 @@ class Asked(Options):
     exits: str = asked("1/4,1/2,3/4", "Depths of the exit.", "DEPTH,..")
     kappas: str = asked("1,2,4,8,16", "Candidates of a position.", "K,..")
     log: Path | None = asked(None, "Log of a run that trained exits (log.jsonl).", "FILE")
+    rows: int | None = asked(None, "Drafted tokens of a request's rollout at most; none: the whole grid.", "N")
+    level_ms: float | None = asked(None, "What a level is given, as on another device; none: what it takes.", "MS")
     core: int = asked(1, "Core of the drafter's process; the target keeps to the first other one.", "N")
 
     @property
@@ -63,13 +66,14 @@ study = Study(
 
 def drafter_of(ask: Asked, gamma: int | None = None) -> str:
     """The draft model, as it is named."""
-    return f"draft_model:{ask.draft},depth={gamma or ask.gamma}"
+    return f"draft_model:{written(ask.draft)},depth={gamma or ask.gamma}"
 
 
 def mirror_of(ask: Asked, kappa: int, exit_: str = "1/2", more: str = "") -> str:
     """The mirror round, as it is named."""
     heads = f",heads={ask.heads}" if ask.heads else ""
-    return f"mirror,kappa={kappa},exit={exit_}{heads}{more}"
+    rows = f",rows={ask.rows}" if ask.rows else ""
+    return f"mirror,kappa={kappa},exit={exit_}{heads}{rows}{more}"
 
 
 def prompts_of(ask: Asked, llm: LLM, task: str) -> list[dict[str, Any]]:
@@ -100,10 +104,13 @@ def plain_llm(ask: Asked) -> LLM:
 def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature: float, alone: bool = False) -> Heard:
     """Answer prompts in the mirror round, or another one, and write down what it tells.
 
+    Each request has a seed of its own: noise goes by seed and position, and requests of one seed would err together.
+
     Args:
         alone: one request after the other.
     """
-    params = SamplingParams(temperature=temperature, seed=ask.seed, max_tokens=ask.max_new_tokens, ignore_eos=True)
+    usual = SamplingParams(temperature=temperature, max_tokens=ask.max_new_tokens, ignore_eos=True)
+    jobs = [(prompt, replace(usual, seed=1000 * ask.seed + place)) for place, prompt in enumerate(prompts)]
     heard, pending = Heard([]), list[Verdict]()
     round_: Any = llm.engine.round
 
@@ -114,8 +121,8 @@ def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature:
 
     if hasattr(round_, "on_verdict"):
         round_.on_verdict, round_.on_step = pending.append, step
-    for part in [[prompt] for prompt in prompts] if alone else [[*prompts]]:
-        heard.outputs += llm.generate(part, params)
+    for part in [[job] for job in jobs] if alone else [jobs]:
+        heard.outputs += llm.generate([prompt for prompt, _ in part], [params for _, params in part])
     failed = round_.failure
     assert failed is None, failed
     return heard

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -17,7 +18,6 @@ from paceline import LLM
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.bench.study import Table
-from paceline.bench.summary import SEED, draw_groups, percentile_bounds
 from paceline.core.errors import ConfigError
 from paceline.distributed.clock import VIRTUAL, VirtualClock
 from paceline.rounds.mirror.records import Verdict
@@ -36,7 +36,6 @@ class Fallbacks:
 
     missed: np.ndarray[Any, Any]  # [verdicts, widths] 1: what was said was not among so many candidates
     mass: np.ndarray[Any, Any]  # [verdicts, widths] the target's own probability of these
-    requests: np.ndarray[Any, Any]  # [verdicts]
 
     @staticmethod
     def of(verdicts: Sequence[Verdict], widths: Sequence[int]) -> Fallbacks:
@@ -44,7 +43,7 @@ class Fallbacks:
         told = [v for v in verdicts if v.told]
         missed = [[float(v.said not in v.candidates[:width]) for width in widths] for v in told]
         mass = [[sum(v.chances[:width]) for width in widths] for v in told]
-        return Fallbacks(np.array(missed), np.array(mass), np.array([v.key for v in told]))
+        return Fallbacks(np.array(missed), np.array(mass))
 
     def rates(self) -> list[float]:
         """FF, by width."""
@@ -55,14 +54,14 @@ class Fallbacks:
         return [1 - float(mass) for mass in self.mass.mean(0)]
 
     def differences(self) -> list[tuple[float, float]]:
-        """95% intervals of FF less what is predicted, by width; bootstrap over requests."""
-        keys = np.unique(self.requests)
-        off = self.missed - (1 - self.mass)
-        sums = np.array([off[self.requests == key].sum(0) for key in keys])
-        counts = np.array([(self.requests == key).sum() for key in keys])
-        drawn = draw_groups(len(keys), np.random.default_rng(SEED))
-        means = sums[drawn].sum(1) / counts[drawn].sum(1)[:, None]
-        return [percentile_bounds(means[:, place]) for place in range(means.shape[1])]
+        """95% intervals of FF less what is predicted, by width.
+
+        Given all that went before, a verdict misses with the chance 1 - mass. So its difference from that has the mean
+        0 and the variance mass (1 - mass), whatever windows and earlier verdicts were, and variances add up.
+        """
+        off = self.missed.mean(0) - (1 - self.mass.mean(0))
+        spread = 1.96 * np.sqrt((self.mass * (1 - self.mass)).sum(0)) / len(self.mass)
+        return [(float(one - wide), float(one + wide)) for one, wide in zip(off, spread, strict=True)]
 
 
 @study.figure(takes=("draft", "gamma", "heads", "exits", "kappas"), tasks=OWN, **COUNTS)
@@ -112,7 +111,8 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
             f"equal within the interval: {within} of {total}",
             "a set of fewer candidates is a part of one of more, so that fallbacks fall with kappa on every trace",
             "the last column's candidates depend on the noise that decides what is said; the prediction is not theirs",
-            f"drafts are the draft's likeliest tokens, windows of {ask.gamma}; intervals: bootstrap over requests",
+            f"drafts are the draft's likeliest tokens, windows of {ask.gamma}",
+            "intervals: of a sum of coins that fall by the mass",
         ],
         plots={".svg": lambda path: figures.lines(panels, path, width=1.7)},
     )
@@ -165,6 +165,65 @@ def traces(ask: Asked) -> Iterator[Table | None]:
         remarks=[f"policy wait, windows of {ask.gamma}; a trace: passes, drafted tokens and the counts of each length"],
         same=same,
     )
+
+
+# Candidates, and drafted tokens of a rollout; none: the whole grid. The grids of 2 and 1 have as many as a budget of 24
+# and 12, with windows of 3.
+BUDGETS = ((8, None), (8, 24), (2, None), (8, 12), (1, None))
+
+
+@study.table(takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
+def unequal_depth(ask: Asked) -> Iterator[Table | None]:
+    """Branches of unequal depth under a budget of rows: drafted tokens, and levels left for after the verdict."""
+    yield None
+    base = plain_llm(ask)
+    rows, values = [], []
+    for task in ask.names:
+        for temperature in (0.0, 1.0):
+            for kappa, budget in BUDGETS:
+                round_ = mirror_of(replace(ask, rows=budget), kappa, HALF)
+                llm = LLM(ask.model, drafter=drafter_of(ask), round=round_, share=base, **ask.llm)
+                heard = listen(llm, prompts_of(ask, llm, task), ask, temperature)
+                drafted = fmean(times.nodes for times, verdicts in heard.steps if any(v.told for v in verdicts))
+                found: dict[str, Any] = {"task": task, "temperature": temperature, "kappa": kappa, "rows": budget}
+                found["drafted"] = drafted
+                found |= after_the_verdict(heard.verdicts)
+                shares = (f"{found[name]:.2f}" for name in ("fallbacks", "left", "wanted"))
+                rows.append([task, f"{temperature:g}", str(kappa), str(budget or "all"), f"{drafted:.1f}", *shares])
+                values.append(found)
+    yield Table(
+        title=f"Branches of unequal depth, {ask.exit_words}",
+        head=(
+            "task",
+            "T",
+            "kappa",
+            "rows",
+            "drafted a step",
+            "fallbacks",
+            "levels after the verdict",
+            "levels of a window",
+        ),
+        parts={"": rows},
+        values={"runs": values, "gamma": ask.gamma},
+        remarks=[
+            f"windows of {ask.gamma}, all requests of a task in one batch: drafted tokens are those of all of them",
+            "levels after the verdict: what is left to draft of the next window, on the critical path; with fallbacks",
+        ],
+    )
+
+
+def after_the_verdict(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Fallbacks of a verdict, and levels of the next window: those left after it, and all."""
+    by_key: dict[int, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_key.setdefault(verdict.key, []).append(verdict)
+    pairs = [(one, two) for own in by_key.values() for one, two in pairwise(own) if one.told]
+    return {
+        "verdicts": len(pairs),
+        "fallbacks": fmean(not one.reused for one, _ in pairs),
+        "left": fmean(max(0, len(two.window) - one.prepared) for one, two in pairs),
+        "wanted": fmean(len(two.window) for _, two in pairs),
+    }
 
 
 @study.figure(takes=("draft", "gamma"), tasks=OWN, **COUNTS)

@@ -5,6 +5,7 @@ These need a machine without other work, of two cores at least.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -17,11 +18,12 @@ from paceline.bench.figures import Panel, Series
 from paceline.bench.grid import apart
 from paceline.bench.methods import parse_method
 from paceline.bench.study import Entry, Grid, Table
-from paceline.core.errors import CapabilityError
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.distributed.clock import Pace, RealClock
 from paceline.distributed.placement import cores, pin
 from paceline.planning.latency import MirrorStep
 
-STRETCHED = "stretch:paceline-small,times=8"
+STRETCHED, DRAFT = "stretch:paceline-small,times=8", "stretch:paceline-small-draft,times=4"
 KAPPA = 4
 GAMMAS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 2, 4, 8)
@@ -32,11 +34,11 @@ MOST_LATE, MOST_EXPOSED, LEAST_SAVED, LEAST_RATIO = 0.05, 0.03, 0.8, 1.2  # what
 class Ran:
     """One way of decoding: its times in ms, and what came out."""
 
-    wall: float  # of all requests
-    tokens: int
+    wall: float  # of all requests, from their first tokens on
+    tokens: int  # after the first ones, as all that follows
     passes: int
     accepted: int
-    draft: float  # on the critical path, of all requests
+    draft: float  # on the critical path; with what the first passes had of it
     steps: list[dict[str, Any]]  # of passes behind a prompt, in the mirror round
 
     @property
@@ -53,30 +55,58 @@ WAYS = {  # name: round behind "mirror", threads, whether the drafter has a core
 }
 
 
-def ran(ask: Asked, way: str, gamma: int, temperature: float = 0.0) -> Ran:
-    """Answer the prompts of all tasks, one after the other; in a fresh process, which it keeps to some cores."""
+def ran(ask: Asked, way: str, gammas: Sequence[int]) -> list[Ran]:
+    """Answer the prompts of all tasks, one after the other, with windows of each of these lengths; in a fresh process,
+    which it keeps to some cores."""
+    here, (_, threads, _) = cores(), WAYS[way]
+    base = LLM(ask.model, **{**ask.llm, "threads": threads})
+    found = []
+    for gamma in gammas:
+        pin(here)  # from which the mirror round takes the drafter's
+        found.append(_answered(ask, way, gamma, base))
+        gc.collect()  # with the drafter's process
+    return found
+
+
+def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
     more, threads, alone = WAYS[way]
     if alone and not more:  # the cores that the mirror round's target has
         pin([core for core in cores() if core != ask.core][:1])
-    options = {**ask.llm, "threads": threads}
+    options: dict[str, Any] = {**ask.llm, "threads": threads, "share": base}
     if more:
         core = f",cores=<{ask.core}>" if alone else ""
-        options["round"] = mirror_of(ask, KAPPA, more=f",{more}{core}")
+        given = f",level_ms={ask.level_ms}" if alone and ask.level_ms else ""
+        options["round"] = mirror_of(ask, KAPPA, more=f",{more}{core}{given}")
     else:
         options["budget"] = gamma
     llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
+    if not more and ask.level_ms:
+        slow(llm, ask.level_ms)
     prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
-    listen(llm, prompts[:1], ask, temperature)  # what the first pass prepares
-    heard = listen(llm, prompts, ask, temperature, alone=True)
+    listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
+    heard = listen(llm, prompts, ask, 0.0, alone=True)
     stats = [output.stats for output in heard.outputs]
     return Ran(
-        wall=sum(s.elapsed_ms for s in stats),
-        tokens=sum(s.emitted for s in stats),
-        passes=sum(s.passes for s in stats),
+        wall=sum(s.elapsed_ms - (s.ttft_ms or 0.0) for s in stats),
+        tokens=sum(s.emitted - 1 for s in stats),
+        passes=sum(s.passes - 1 for s in stats),
         accepted=sum(s.accepted for s in stats),
         draft=sum(s.draft_ms for s in stats),
         steps=[_step(times, verdicts) for times, verdicts in heard.steps if verdicts],
     )
+
+
+def slow(llm: LLM, level_ms: float) -> None:
+    """Give each level of serial speculation's drafts a time."""
+    guard: Any = llm.engine.round
+    drafter = guard.guard.drafter
+    propose, pace = drafter.propose, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
+
+    def paced(want: Any) -> Any:
+        with pace.work(min(max(want.budgets), max(want.max_depths))):
+            return propose(want)
+
+    drafter.propose = paced
 
 
 def _step(times: Any, verdicts: Sequence[Any]) -> dict[str, Any]:
@@ -97,15 +127,26 @@ def _two_cores(ask: Asked) -> None:
         raise CapabilityError(f"--core {ask.core}", f"this process may use {here}", "give one of two cores or more")
 
 
-@study.table(takes=("draft", "gamma", "heads", "core"), model=STRETCHED, tasks="sql", prompts=8, max_new_tokens=64)
+@study.table(
+    takes=("draft", "gamma", "heads", "core", "rows", "level_ms"),
+    model=STRETCHED,
+    draft=DRAFT,
+    tasks="sql",
+    prompts=8,
+    max_new_tokens=64,
+)
 def law(ask: Asked) -> Iterator[Table | None]:
     """The latency law on two cores: predicted and observed, on steps that reuse and on those behind a fallback."""
     _two_cores(ask)
+    if ask.level_ms is not None and ask.level_ms <= 0:
+        raise ConfigError(f"--level-ms {ask.level_ms:g}", "no time", "give more than 0")
     yield None
-    found: dict[str, list[Ran]] = {way: [] for way in WAYS}
+    # One process has no other device.
+    ways = [way for way in WAYS if ask.level_ms is None or way != "mirror, one process"]
+    found: dict[str, list[Ran]] = {way: [] for way in ways}
     for _ in range(ask.repeats):  # in turns
         for way, runs in found.items():
-            runs.append(apart(ran, ask, way, ask.gamma))
+            runs += apart(ran, ask, way, [ask.gamma])
     best = {way: min(runs, key=lambda run: run.ms) for way, runs in found.items()}
     mirror, serial = best["mirror, two processes"], best["serial, one core"]
     facts = law_of(mirror, serial)
@@ -118,7 +159,11 @@ def law(ask: Asked) -> Iterator[Table | None]:
         head=("way", "ms a token", "of the mirror round's", "tokens a pass"),
         parts={"": rows},
         values={"ms": {way: [run.ms for run in runs] for way, runs in found.items()}, **facts},
-        remarks=[*_said(facts, serial.ms / mirror.ms), f"best of {ask.repeats} runs of each, in turns"],
+        remarks=[
+            *_said(facts, serial.ms / mirror.ms),
+            *_terms(facts, ask.level_ms),
+            f"best of {ask.repeats} runs of each, in turns",
+        ],
     )
 
 
@@ -135,8 +180,26 @@ def law_of(mirror: Ran, serial: Ran) -> dict[str, Any]:
     suffix, rendezvous = (fmean(sum(s[n] for n in names) for s in steps) for names in (("suffix",), _RENDEZVOUS))
     chain = serial.draft / serial.passes
     possible = MirrorStep(prefix=0, suffix=suffix, draft=chain).saved - rendezvous
-    saved = serial.wall / serial.passes - mirror.wall / mirror.passes
+    pass_ms = serial.wall / serial.passes
+    saved = pass_ms - mirror.wall / mirror.passes
+    if reuse:
+        facts["saved_reuse"] = pass_ms - fmean(s["observed"] for s in reuse)
+    facts["target_ms"] = {"serial": pass_ms - chain, "mirror": fmean(s["prefix"] + s["suffix"] for s in steps)}
+    facts["draft"] = fmean(s["draft"] for s in steps)
     return facts | {"budget": suffix, "rendezvous": rendezvous, "chain": chain, "possible": possible, "saved": saved}
+
+
+def _terms(facts: dict[str, Any], level_ms: float | None) -> list[str]:
+    """What the figures are made of."""
+    both = facts["target_ms"]
+    return [
+        f"target of a pass: {both['serial']:.2f} ms in serial, {both['mirror']:.2f} ms beside the drafter's process, "
+        f"{facts['budget']:.2f} ms of it behind the exit",
+        f"draft: a chain in series {facts['chain']:.2f} ms, a rollout {facts['draft']:.2f} ms, a fresh one "
+        f"{facts['fresh']:.2f} ms; both rendezvous with the exit's head {facts['rendezvous']:.2f} ms",
+        f"{facts['fallback']} of {facts['steps']} steps are behind a fallback",
+        *([f"each level of a draft is given {level_ms:g} ms, as on a device of its own"] if level_ms else []),
+    ]
 
 
 _RENDEZVOUS = ("rendezvous_exit", "rendezvous_final")
@@ -151,9 +214,11 @@ def _said(facts: dict[str, Any], ratio: float) -> list[str]:
     off = abs(facts["observed"] / facts["predicted"] - 1)
     rows += [("mean step against law + FF x fresh", off, MOST_LATE, True)]
     if facts["possible"] > 0:
-        rows += [
-            ("saved of min(budget, chain) less rendezvous", facts["saved"] / facts["possible"], LEAST_SAVED, False)
-        ]
+        words = "saved of min(budget, chain) less rendezvous, "
+        rows += [(f"{words}over all steps", facts["saved"] / facts["possible"], LEAST_SAVED, False)]
+        if "saved_reuse" in facts:
+            share = facts["saved_reuse"] / facts["possible"]
+            rows += [(f"{words}on steps that reuse", share, LEAST_SAVED, False)]
     rows += [("serial with the same placement over mirror", ratio, LEAST_RATIO, False)]
     return [
         f"{words}: {value:.3f}, {'at most' if most else 'at least'} {bound} wanted: "
@@ -162,17 +227,25 @@ def _said(facts: dict[str, Any], ratio: float) -> list[str]:
     ]
 
 
-@study.figure(takes=("draft", "heads", "core"), model=STRETCHED, tasks="sql", prompts=4, max_new_tokens=48)
+@study.figure(
+    takes=("draft", "heads", "core", "rows", "level_ms"),
+    model=STRETCHED,
+    draft=DRAFT,
+    tasks="sql",
+    prompts=4,
+    max_new_tokens=32,
+    repeats=1,
+)
 def figure_3a(ask: Asked) -> Iterator[Table | None]:
     """Windows of 1 to 8 tokens: tokens accepted, and draft time on the critical path, serial and mirror."""
     _two_cores(ask)
     yield None
     ways = ("serial, one core", "mirror, two processes")
     rows, series = [], []
+    gammas = GAMMAS[:2] if ask.quick else GAMMAS
     for way in ways:
         accepted, exposed = [], []
-        for gamma in GAMMAS[:2] if ask.quick else GAMMAS:
-            run = apart(ran, ask, way, gamma)
+        for gamma, run in zip(gammas, apart(ran, ask, way, gammas), strict=True):
             accepted.append(run.accepted / run.passes)
             exposed.append(run.draft / run.passes)
             rows.append([way, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
@@ -202,17 +275,17 @@ def _both(ask: Asked) -> list[Entry]:
     ]
 
 
-BOTH = ("draft", "gamma", "heads")
+BOTH = ("draft", "gamma", "heads", "rows")
 
 
-@study.figure(takes=BOTH, model=STRETCHED, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
+@study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
 def figure_4(ask: Asked) -> Grid:
     """Speed-up over the target alone: serial and mirror with a plain draft, greedy and at temperature 1."""
     cells = {"temperatures": (0.0, 1.0)}
     return Grid(title="Serial and mirror", entries=_both(ask), x_label="temperature", cell="temperature", cells=cells)
 
 
-@study.figure(takes=BOTH, model=STRETCHED, tasks="sql", prompts=8, max_new_tokens=48, threads=1)
+@study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql", prompts=8, max_new_tokens=48, threads=1)
 def figure_5(ask: Asked) -> Grid:
     """Speed-up by batch size, serial and mirror."""
     batches = BATCHES[:2] if ask.quick else BATCHES

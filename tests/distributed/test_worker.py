@@ -277,7 +277,7 @@ def test_a_worker_that_says_no_hello_is_started_again(hand: Hand):
     hand.pass_time(worker, 0.1)
     assert worker.line is not None
     hand.broken = True
-    with pytest.raises(OSError):
+    with pytest.raises(CapabilityError, match="its process or the channel to it cannot be opened .no more processes"):
         watched(hand)  # the first start is who asks for it to know
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from paceline.drafters import registry
 from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.rounds.base import Place
 
+STRETCHED = "draft_model:<stretch:paceline-small-draft,times=4>,depth=2"
 DRAFTER = "draft_model:paceline-small-draft,depth=3,min_prob=0.01"
 
 
@@ -48,10 +51,21 @@ def test_drafters_without_a_model(drafter: str):
     assert grown.tokens == [1, 3]
 
 
-@pytest.mark.parametrize("text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3"])
+@pytest.mark.parametrize(
+    "text", [DRAFTER, "ngram", "ngram,min_ngram=2,branches=3", "draft_model:x,branching=1x1x3", STRETCHED]
+)
 def test_a_drafter_in_words(text: str):
-    chosen = registry.parse(text)
+    chosen: Any = registry.parse(text)
     assert chosen is not None and registry.parse(named(chosen)) == chosen
+    assert text != STRETCHED or (chosen.model, chosen.depth) == ("stretch:paceline-small-draft,times=4", 2)
+
+
+def test_what_reads_and_writes_no_text_is_not_imported():
+    """It takes longer than all else that a drafter's process does before it can draft."""
+    options = draft_worker(LLMConfig(model="paceline-small", drafter=DRAFTER), 40, 512, Placement()).options
+    made = f"from paceline.draft_worker import service; service('cpu', **json.loads({json.dumps(options)!r}))"
+    code = f"import sys, json; {made}; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_what_cannot_be():

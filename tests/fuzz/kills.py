@@ -17,8 +17,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from threading import Timer
-from time import monotonic
+from threading import Thread, Timer
+from time import monotonic, sleep
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,10 +29,11 @@ from paceline import LLM, SamplingParams  # noqa: E402
 MODEL = "paceline-small"
 DRAFTER = "draft_model:paceline-small-draft,depth=3"
 ROUND = "mirror,kappa=2,rollout=process"
-BATCH = 4
+BATCH = 8
 LATEST_S = 0.4  # after the beginning of a batch the signal comes at the latest
 RESUMED_S = 10.0  # drafting is to be back by then
 HOPELESS_S = 120.0  # then it is given up
+TICK_S, STOPPED_S = 0.05, 0.5  # a tick that comes so late: all of this was stopped, not the drafter alone
 PROMPTS = (
     "Once upon a time there was a little",
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return",
@@ -49,6 +50,27 @@ class Found:
     accepted: int = 0
     resumed: list[tuple[str, float]] = field(default_factory=list)  # signal, and seconds until drafts came again
     problems: list[str] = field(default_factory=list)
+    stopped: float = 0.0  # seconds in which all of this was stopped
+
+
+class Awake:
+    """Seconds, but for those in which this process was stopped itself, as a machine that is shared may do."""
+
+    def __init__(self) -> None:
+        self.stopped, self._ticked = 0.0, monotonic()
+        Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        while True:
+            sleep(TICK_S)
+            late = monotonic() - self._ticked - TICK_S
+            if late > STOPPED_S:
+                self.stopped += late
+            self._ticked = monotonic()
+
+    def now(self) -> float:
+        """From any beginning."""
+        return monotonic() - self.stopped
 
 
 class Killed:
@@ -59,7 +81,7 @@ class Killed:
     """
 
     def __init__(self, draw: random.Random) -> None:
-        self.draw, self.found = draw, Found()
+        self.draw, self.found, self.awake = draw, Found(), Awake()
         self.plain = LLM(MODEL, exact=True, kv_memory="64MiB")
         options: dict[str, Any] = {"drafter": DRAFTER, "round": ROUND, "share": self.plain}
         self.mirror = LLM(MODEL, exact=True, kv_memory="64MiB", **options)
@@ -97,17 +119,19 @@ class Killed:
 
         def send() -> None:
             os.kill(pid, chosen)
-            sent.append(monotonic())
+            sent.append(self.awake.now())
 
         timer = Timer(self.draw.uniform(0.0, LATEST_S), send)
         timer.start()
         self.batch(BATCH)
         timer.join()
         while not (self.batch(1) and self.worker.starts > before):
-            if monotonic() - sent[0] > HOPELESS_S:
+            if self.awake.now() - sent[0] > HOPELESS_S:
                 self.found.problems.append(f"{chosen.name}: no drafts for {HOPELESS_S:.0f} s")
                 return
-        self.found.resumed.append((chosen.name, monotonic() - sent[0]))
+        self.found.resumed.append((chosen.name, self.awake.now() - sent[0]))
+        found = self.found
+        print(f"{found.requests} requests, {chosen.name}: {found.resumed[-1][1]:.1f} s", file=sys.stderr, flush=True)
 
 
 def run(requests: int, kills: int, seed: int) -> Found:
@@ -119,6 +143,7 @@ def run(requests: int, kills: int, seed: int) -> Found:
             killed.batch(BATCH)
         if strike < kills and not found.problems:
             killed.strike()
+    found.stopped = killed.awake.stopped
     late = [f"{name} after {seconds:.1f} s" for name, seconds in found.resumed if seconds > RESUMED_S]
     if late:
         found.problems.append(f"drafting resumed late ({RESUMED_S:.0f} s wanted): {', '.join(late)}")
@@ -138,7 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = run(asked.requests, asked.kills, asked.seed)
     slowest = max((seconds for _, seconds in found.resumed), default=0.0)
     print(f"{found.requests:,} requests, {found.accepted:,} drafts accepted, {len(found.resumed)} deaths")
-    print(f"drafting resumed after {slowest:.1f} s at the latest")
+    usual = sorted(seconds for _, seconds in found.resumed)[len(found.resumed) // 2] if found.resumed else 0.0
+    print(f"drafting resumed after {slowest:.1f} s at the latest, {usual:.1f} s in the middle")
+    for name in sorted({name for name, _ in found.resumed}):
+        print(f"  {name}: " + " ".join(f"{seconds:.1f}" for own, seconds in found.resumed if own == name))
+    if found.stopped:
+        print(f"without {found.stopped:.0f} s in which this process was stopped itself")
     for problem in found.problems:
         print(f"FAILED: {problem}")
     return 1 if found.problems else 0

@@ -23,6 +23,7 @@ class Growth:
     asks: dict[int, Ask]
     left: dict[int, list[int]]  # tokens wanted below each node of an ask
     levels: list[dict[int, Grown]] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
     done: bool = False
 
 
@@ -101,14 +102,16 @@ class Going:
         self.inner.close(key)
 
 
-def elsewhere(pace: int, lost: int = 0, **options: Any) -> tuple[Engine, Going, list[Verdict], list[StepTimes]]:
+def elsewhere(
+    pace: int, lost: int = 0, rows: int | None = None, **options: Any
+) -> tuple[Engine, Going, list[Verdict], list[StepTimes]]:
     engine = assemble(drafter(depth=4), round="mirror,kappa=4,exit=2", decoder=DECODER, **options)
     made = engine.round
     assert isinstance(made, MirrorRound)
     going = Going(made.sessions, pace, lost)
     assert isinstance(going, GoingSessions)
     parts = made.target, made.pool, made.drafter, "sample_and_match"
-    config = MirrorConfig(kappa=4, exit="2")
+    config = MirrorConfig(kappa=4, exit="2", rows=rows)
     round_ = config.over(*parts, config.exit_head(made.target), going, Elsewhere(spin_s=0.0))
     verdicts: list[Verdict] = []
     times: list[StepTimes] = []
@@ -134,6 +137,18 @@ def test_windows_are_the_same_however_late_they_come(name: str) -> None:
         assert going.inner.pool.idle and engine.pool.idle
     assert all(one == traces[0] for one in traces)
     assert reused[0] == reused[1] == reused[2] == reused[3] > 0
+
+
+def test_what_was_not_prepared_of_a_branch_is_drafted_after_the_verdict() -> None:
+    """However late it comes: windows are those of branches that were prepared whole."""
+    verdicts: list[list[Verdict]] = []
+    for pace, rows in ((99, None), (99, 6), (1, 6), (0, 6)):
+        engine, going, own, _ = elsewhere(pace, rows=rows)
+        assert ids(run(engine, [(PROMPTS[2], PARAMS["greedy"])])) == plain([(PROMPTS[2], PARAMS["greedy"])])
+        verdicts.append(own)
+        assert going.inner.pool.idle and not going.growths
+    assert all(trace(own) == trace(verdicts[0]) for own in verdicts)
+    assert any(v.reused and 0 < v.prepared < 4 for v in verdicts[1][:-4])
 
 
 def test_a_batch_with_preemption() -> None:

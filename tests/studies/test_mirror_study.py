@@ -9,7 +9,7 @@ from typing import Any
 import mirror
 import pytest
 import torch
-from mirror_parts.counted import Fallbacks, clock
+from mirror_parts.counted import Fallbacks, after_the_verdict, clock
 from mirror_parts.timed import after
 
 from paceline.distributed.placement import cores
@@ -47,11 +47,26 @@ def test_parameters_are_those_of_one_head(tmp_path: Path) -> None:
 
 
 def test_fallbacks_of_fewer_candidates_come_from_one_run() -> None:
-    said = {"window": [1], "accepted": 0, "told": True, "reused": False, "candidates": [5, 6], "chances": [0.5, 0.2]}
+    said = {"window": [1], "accepted": 0, "told": True, "reused": False, "prepared": 0}
+    said |= {"candidates": [5, 6], "chances": [0.5, 0.2]}
     verdicts = [Verdict(**{**said, "key": key, "said": token}) for key, token in ((0, 5), (0, 6), (1, 9), (1, 5))]
     found = Fallbacks.of([*verdicts, Verdict(**{**said, "key": 1, "said": 9, "told": False})], [1, 2])
     assert found.rates() == [0.5, 0.25] and found.predicted() == pytest.approx([0.5, 0.3])
-    assert all(low <= mean <= high for (low, high), mean in zip(found.differences(), (0.0, -0.05), strict=True))
+    for (low, high), mean, mass in zip(found.differences(), (0.0, -0.05), (0.5, 0.7), strict=True):
+        assert (low + high) / 2 == pytest.approx(mean)
+        assert (high - low) / 2 == pytest.approx(1.96 * (mass * (1 - mass) / 4) ** 0.5)
+
+
+def test_levels_that_are_left_after_the_verdict() -> None:
+    said = {"accepted": 0, "said": 1, "told": True, "candidates": [], "chances": []}
+    rows = [(0, 0, False, 0), (0, 3, True, 2), (1, 3, True, 3), (0, 3, True, 1), (1, 2, True, 1)]
+    verdicts = [
+        Verdict(**said, key=key, window=[9] * width, reused=reused, prepared=prepared)
+        for key, width, reused, prepared in rows
+    ]
+    assert after_the_verdict(verdicts) == pytest.approx(
+        {"verdicts": 3, "fallbacks": 1 / 3, "left": (3 + 1 + 0) / 3, "wanted": (3 + 3 + 2) / 3}
+    )
 
 
 def test_the_virtual_clock_is_the_law() -> None:

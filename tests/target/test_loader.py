@@ -22,6 +22,7 @@ from paceline.target.loader import (
     _plain_tokenizer,
     load_model,
     load_tokenizer,
+    load_vocabulary,
     load_weights,
     parse_device,
     read_config,
@@ -425,3 +426,11 @@ def test_any_other_tokenizer_is_transformers_business(change: dict[str, Any] | N
         said = json.loads((folder / "tokenizer_config.json").read_text()) | change
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     assert not _plain_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_is_that_of_the_tokenizer(tmp_path: Path):
+    folder = resolve_folder("paceline-small")
+    assert load_vocabulary(folder).get_vocab() == load_tokenizer(folder).get_vocab()
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_vocabulary(tmp_path)

@@ -153,7 +153,7 @@ def _limit(fault: Any) -> str | None:
 
 
 def read(text: str, hint: Any) -> Any:
-    """A value as it is written -> the type of its field: ``none``, ``yes``, ``3``, ``<1,1,3>``.
+    """A value as it is written -> the type of its field: ``none``, ``yes``, ``3``, ``<1,1,3>``, text with a comma too.
 
     Raises:
         ValueError: the text fits no alternative of the type.
@@ -168,7 +168,9 @@ def read(text: str, hint: Any) -> Any:
 
 def _read_as(text: str, kind: Any) -> Any:
     """One of `alternatives`; ValueError (pydantic's is one) where the text does not fit it."""
-    if kind in (int, float, str):
+    if kind is str:
+        return text[1:-1] if _enclosed(text) else text
+    if kind in (int, float):
         return kind(text)
     value: Any = text
     if kind is NoneType:
@@ -176,9 +178,13 @@ def _read_as(text: str, kind: Any) -> Any:
     elif get_origin(kind) is Literal:
         value = next((choice for choice in get_args(kind) if str(choice) == text), text)
     elif get_origin(kind) is tuple:
-        inner = text[1:-1] if text.startswith("<") and text.endswith(">") else text
+        inner = text[1:-1] if _enclosed(text) else text
         value = tuple(part.strip() for part in inner.split(",") if part.strip())
     return TypeAdapter(kind).validate_python(value)
+
+
+def _enclosed(text: str) -> bool:
+    return text.startswith("<") and text.endswith(">")
 
 
 def named_values(flag: str, pairs: Iterable[str]) -> dict[str, str]:
@@ -203,7 +209,9 @@ def written(value: Any) -> str:
     """The inverse of `read`."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return f"<{','.join(map(str, value))}>" if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple) or (isinstance(value, str) and "," in value):
+        return f"<{value if isinstance(value, str) else ','.join(map(str, value))}>"
+    return str(value)
 
 
 def alternatives(hint: Any) -> list[Any]:

@@ -32,6 +32,8 @@ from .timeline import Span, Timeline
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.25  # between two looks at a worker that is waited for
+
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -351,17 +353,27 @@ class RemoteSessions:
 
     def look(self) -> None:
         """Take what came, and look after the worker in passing."""
-        if self._growing and not self._worker.poll():
-            self._growing.clear()
-            self._line()  # says why
+        if self._growing:
+            self._look_after()
         while self._growing and self._take(0):
             pass
 
     def wait(self, growing: AnyGrowing) -> None:
-        """Until a growth is done, a level at a time."""
+        """Until a growth is done, a level at a time; looks after the worker meanwhile, which may be known to hang."""
+        waited = 0.0
         while not growing.done:
-            if not self._take(self._patience_s):
+            if self._take(min(LOOK_S, self._patience_s)):
+                waited = 0.0
+                continue
+            waited += LOOK_S
+            if waited >= self._patience_s:
                 self._give_up(f"answered nothing for {self._patience_s:g} s")
+            self._look_after()
+
+    def _look_after(self) -> None:
+        if not self._worker.poll():
+            self._growing.clear()
+            self._line()  # says why
 
     def drop(self, growing: Growing) -> None:
         """What is still to come of a growth is of no interest."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ..core.errors import ConfigError, PacelineError
+from ..core.errors import CapabilityError, ConfigError, PacelineError
 from ..core.options import check, option
 from .channels import Channel, ChannelClosed, Line
 from .clock import Clock, Late, RealClock
@@ -187,6 +187,7 @@ class Worker:
 
         Raises:
             ConfigError: it cannot serve what it is asked to, or is not what is expected.
+            CapabilityError: no process, or no channel to it, can be opened.
             WorkerFailed: it did not come to that.
         """
         while not self.poll():
@@ -250,9 +251,17 @@ class Worker:
             self._launched = self._launch(self.spec, self.patience.silent_s / 6)
         except (OSError, PacelineError) as error:
             if not self.starts:
-                raise
+                raise self._hopeless(error) from error
             self.failed(f"could not be started: {error}")
         self.starts += 1
+
+    def _hopeless(self, error: OSError | PacelineError) -> PacelineError:
+        """What is said where not even the first process, or the channel to it, can be had."""
+        if isinstance(error, PacelineError):
+            return error
+        wrong = f"its process or the channel to it cannot be opened ({error})"
+        remedy = "look at the limits on open files, processes and memory (ulimit -a)"
+        return CapabilityError(f"worker {self.spec.name}", wrong, remedy)
 
     def _end(self) -> None:
         """End its process and the ways to it."""

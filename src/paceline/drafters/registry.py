@@ -155,7 +155,8 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
 
     Args:
         spec: a config object (returned as it is), None (no drafter), or
-            ``name[:model][,option=value]...``; a tuple is written ``<1,1,3>``, an absent value ``none``.
+            ``name[:model][,option=value]...``; a tuple is written ``<1,1,3>``, text with a comma in it
+            ``<stretch:MODEL,times=8>``, an absent value ``none``.
 
     Raises:
         ConfigError: an unknown drafter or option, a value of the wrong type or out of bounds.
@@ -168,7 +169,7 @@ def parse(spec: str | DrafterConfig | None) -> DrafterConfig | None:
         raise ConfigError(asked, "neither a name nor a config object", "write drafter='ngram' or NgramConfig(...)")
     if len(spec) > MOST_TEXT:
         raise ConfigError(asked, f"it has {len(spec):,} characters, {MOST_TEXT:,} are the most", "shorten it")
-    match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?::([^,]*))?(?:,(.*))?", spec, re.DOTALL)
+    match = re.fullmatch(r"\s*([^:,=\s]+)\s*(?::(<[^<>]*>|[^,]*))?(?:,(.*))?", spec, re.DOTALL)
     if match is None:
         raise ConfigError(asked, "no drafter's name", "write name, name:model or name:model,option=value")
     name, subject, rest = match.groups()

@@ -112,6 +112,7 @@ class Growing(Protocol):
     """A growth of several levels, as far as it is known."""
 
     levels: list[dict[int, Grown]]  # by level what came, by sequence; sequences of which nothing was left are missing
+    times: list[tuple[float, float]]  # by level: when it was drafted, by `time.perf_counter` of this host
     done: bool  # nothing more will come
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 
 import torch
 from torch import Tensor
@@ -54,6 +55,28 @@ def speak(view: SequenceView, window: Sequence[int], logits: Tensor, kappa: int,
         message.tokens.append([token for token, _ in kept])
         message.log_p.append([value for _, value in kept])
     return message
+
+
+def outcome_chances(message: Message, kept: Sequence[float]) -> list[list[float]]:
+    """How likely each candidate is to be what comes next, as far as can be known at mid-depth.
+
+    Where a window ends goes by how often drafts were accepted so far; the exit says with what, if it is with one of
+    its candidates.
+
+    Args:
+        message: of gamma + 1 positions.
+        kept: [gamma] chance of the token at each place of the window to be accepted after those in front of it.
+
+    Returns:
+        [gamma + 1][<= kappa], 1 together at most.
+    """
+    found, reached = [], 1.0
+    for place, log_p in enumerate(message.log_p):
+        passed = kept[place] if place < len(message.log_p) - 1 else 0.0
+        shares = [exp(value) for value in log_p]
+        found.append([reached * (1 - passed) * share / (sum(shares) or 1.0) for share in shares])
+        reached *= passed
+    return found
 
 
 def overlap(

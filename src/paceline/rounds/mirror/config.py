@@ -47,20 +47,33 @@ class MirrorConfig(RoundConfig):
         "between",
         help="drafts while the target stands still at its exit, or beside its other layers: in a thread, in a process",
     )
+    rows: int | None = option(
+        None,
+        help="drafted tokens of a request's rollout at most, most below its likeliest outcomes; none: below each "
+        "outcome as many as a window has",
+        minimum=1,
+    )
     cores: tuple[int, ...] = option(
         (), help="with rollout=process: CPU cores of the drafter, such as <1>; the target keeps to the others"
     )
     threads: int | None = option(None, help="with rollout=process: threads of the drafter; none: one a core", minimum=1)
 
+    level_ms: float | None = option(
+        None,
+        help="with rollout=process: ms that a level is given, as if the drafter were on another device; none: what it "
+        "takes",
+        above=0,
+    )
+
     def validate(self) -> None:
-        """Cores and threads are those of a process."""
-        for name in ("cores", "threads"):
+        """Cores, threads and times are those of a process."""
+        for name in ("cores", "threads", "level_ms"):
             self.require(name, self.rollout == "process" or not getattr(self, name), "is for rollout=process")
 
     @property
     def place(self) -> Place | None:
         """See `RoundConfig`."""
-        return Place(self.cores, self.threads) if self.rollout == "process" else None
+        return Place(self.cores, self.threads, self.level_ms) if self.rollout == "process" else None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"
@@ -89,7 +102,9 @@ class MirrorConfig(RoundConfig):
         exit_head = self.exit_head(target, origin)  # before anything is allocated
         ahead = cast(AheadDrafter, drafter)  # its spec says so
         runner = Beside() if self.rollout == "beside" else Between()
-        return self.over(target, pool, drafter, verifier, exit_head, ahead.sessions(self.rows(drafter.spec)), runner)
+        return self.over(
+            target, pool, drafter, verifier, exit_head, ahead.sessions(self.capacity(drafter.spec)), runner
+        )
 
     def build_apart(
         self,
@@ -102,10 +117,10 @@ class MirrorConfig(RoundConfig):
     ) -> Round:
         assert self.place is not None
         exit_head = self.exit_head(target, origin)  # before a process is started
-        sessions = serve(rows=self.rows(drafter.spec), place=self.place)
+        sessions = serve(rows=self.capacity(drafter.spec), place=self.place)
         return self.over(target, pool, drafter, verifier, exit_head, sessions, Elsewhere())
 
-    def rows(self, spec: DrafterSpec) -> int:
+    def capacity(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""
         gamma = spec.window
         return (gamma + 1) * (1 + max(self._kappas().values()) * gamma)
@@ -125,7 +140,7 @@ class MirrorConfig(RoundConfig):
         Args:
             target, pool, drafter, verifier: as for `build`.
             exit_head: of the target.
-            sessions: of the drafter, with room for `rows`.
+            sessions: of the drafter, with room for `capacity`.
             runner: how rollouts run there.
 
         Raises:
@@ -134,7 +149,17 @@ class MirrorConfig(RoundConfig):
         kappas = {batch: min(kappa, target.config.vocab_size) for batch, kappa in self._kappas().items()}
         waits = self.policy == "wait"
         return MirrorRound(
-            target, pool, drafter, verifier, exit_head, kappas, waits, self.ranks == "noise", sessions, runner
+            target,
+            pool,
+            drafter,
+            verifier,
+            exit_head,
+            kappas,
+            waits,
+            self.ranks == "noise",
+            sessions,
+            runner,
+            self.rows,
         )
 
     def exit_head(self, target: Decoder, origin: Origin = UNKNOWN) -> ExitHead:

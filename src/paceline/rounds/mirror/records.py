@@ -15,6 +15,7 @@ class Verdict:
     said: int  # the correction, or the bonus token
     told: bool  # whether the exit spoke and a draft could follow: what was said is then reused, or a fallback
     reused: bool
+    prepared: int  # tokens of the next window that were drafted before the verdict
     candidates: list[int]  # where the window ended, likeliest first; empty: the exit did not speak
     chances: list[float]  # the target's own probability of each
 
@@ -29,7 +30,8 @@ class StepTimes:
     """The terms of eq. 10 and 14 in one step, in ms.
 
     While the rollout runs beside the target ``exposed`` is what of ``draft`` the step had to wait for; between the
-    layers it is all of it. Of sessions elsewhere ``draft`` is what the round saw of it: until it had all it needs.
+    layers it is all of it. Of sessions elsewhere ``draft`` is from the start of the rollout until they had drafted the
+    last level that they were not called off from, and what was still missing after that.
     """
 
     fresh: float  # windows drafted before the pass, after outcomes that were not prepared for

@@ -42,6 +42,9 @@ class Branch:
     levels: int  # tokens wanted
     outcome: Outcome | None = None  # that it is prepared for; None: a chain below the root
     candidate: int = -1  # node of the outcome's last token; -1: below the root
+    whole: int = 0  # tokens wanted if the outcome comes true
+    stuck: bool = False  # it goes no further: want of room, or no token is allowed
+    prepared: int = 0  # tokens that were there at the verdict, if the outcome came true
     chain: Chain = field(default_factory=Chain)
 
 
@@ -53,6 +56,7 @@ class Candidate:
     token: int
     place: int  # position of the window
     levels: int
+    whole: int = 0  # tokens wanted if it comes; 0: the same
 
 
 class Rollout:
@@ -87,6 +91,13 @@ class Rollout:
     def narrow(self, outcomes: Iterable[Outcome]) -> None:
         """The verdict: from the next level on nothing is drafted but for these. Safe from another thread."""
         self._outcomes = frozenset(outcomes)
+
+    def lengthen(self, branches: Iterable[Branch]) -> None:
+        """What came true is wanted whole: open the branches that were prepared for fewer levels than that."""
+        for branch in branches:
+            branch.levels = max(branch.levels, branch.whole)
+            if branch not in self.open and not branch.stuck and 0 < len(branch.chain) < branch.levels:
+                self.open.append(branch)
 
     def advance(self) -> bool:
         """Draft one level of everything. False: nothing is left to draft.
@@ -157,7 +168,8 @@ class Rollout:
         begun = []
         for candidate, node in zip(self._given.get(key, ()), answer.given, strict=True):
             outcome = key, candidate.place, candidate.token
-            branch = self.found[outcome] = Branch(key, node, candidate.levels, outcome, node)
+            whole = candidate.whole or candidate.levels
+            branch = self.found[outcome] = Branch(key, node, candidate.levels, outcome, node, whole)
             begun.append(branch)
         return begun
 
@@ -167,7 +179,8 @@ class Rollout:
         for branch in branches:
             at = below.get(branch.tip)
             if at is None:
-                continue  # it goes no further: want of room, or no token is allowed
+                branch.stuck = True
+                continue
             branch.chain.nodes.append(answer.nodes[at])
             branch.chain.tokens.append(answer.tokens[at])
             branch.tip = answer.nodes[at]
@@ -182,6 +195,28 @@ class Rollout:
             raise ValueError("an answer of another form than its question")
         if any(not 0 <= token < self._vocab for token in answer.tokens):
             raise ValueError("a drafted token lies outside the vocabulary")
+
+
+def share_rows(chances: Sequence[float], most: Sequence[int], rows: int, kept: float) -> list[int]:
+    """Levels of each branch under one budget, so that what is prepared is worth most.
+
+    A row on level l of a branch is of use where its outcome comes true and the l tokens in front of it are accepted:
+    the likeliest rows are taken. Of equals the earlier branch's.
+
+    Args:
+        chances: [branches] of the outcomes.
+        most: [branches] levels that are wanted at most.
+        rows: of all branches together.
+        kept: chance of a drafted token to be accepted after those in front of it.
+
+    Returns:
+        [branches] levels, 0 for those that are not worth a row.
+    """
+    worth = [(chance * kept**level, branch) for branch, chance in enumerate(chances) for level in range(most[branch])]
+    levels = [0] * len(chances)
+    for _, branch in sorted(worth, key=lambda one: (-one[0], one[1]))[:rows]:
+        levels[branch] += 1
+    return levels
 
 
 def go_on(rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Iterable[int]) -> dict[Outcome, Branch]:
@@ -204,6 +239,7 @@ def go_on(rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Iterab
             rollout.sessions.commit(outcome[0], tokens)
         else:
             rollout.sessions.reroot(outcome[0], branch.candidate)
+            branch.prepared = len(branch.chain)
             reused[outcome] = branch
     rollout.told_ms = (perf_counter() - began) * 1e3
     return reused

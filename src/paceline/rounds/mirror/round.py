@@ -29,9 +29,9 @@ from ..base import RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
 from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from ..verification import make_verifier
-from .channel import Message, overlap, speak
+from .channel import Message, outcome_chances, overlap, speak
 from .records import StepTimes, Verdict
-from .rollout import Branch, Candidate, Chain, Outcome, Rollout
+from .rollout import Branch, Candidate, Chain, Outcome, Rollout, share_rows
 from .running import Runner
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class MirrorRound:
         noisy: whether candidates are ranked with the noise of the target's own choices.
         sessions: of the drafter.
         runner: runs the rollouts.
+        rows: drafted tokens of a sequence's rollout at most; branches are then of unequal depth, and the one that is
+            reused is drafted to its end after the verdict. None: all branches are as long as a window.
 
     Raises:
         ConfigError: a verifier that does not fit the drafter.
@@ -73,11 +75,12 @@ class MirrorRound:
         noisy: bool,
         sessions: DraftSessions,
         runner: Runner,
+        rows: int | None = None,
     ) -> None:
         self.target, self.pool, self.drafter = target, pool, drafter
         self.exit, self.kappas, self.waits = exit_head, dict(sorted(kappas.items())), waits
         self.noisy = noisy
-        self.sessions, self.runner = sessions, runner
+        self.sessions, self.runner, self.rows = sessions, runner, rows
         self.verifier = make_verifier(verifier, drafter.spec)
         self.emitter = Emitter(target.num_layers, drafter.spec)
         self.gamma = drafter.spec.window
@@ -88,6 +91,8 @@ class MirrorRound:
         self._away = isinstance(sessions, GoingSessions)  # whether they are not there, and may come back
         self._windows: dict[int, Chain] = {}  # by sequence with an open session; empty: the pass has none
         self._fallen: set[int] = set()  # whose last outcome was not prepared for
+        # By place of a window: tokens that were verified behind accepted ones, and how many of them were accepted.
+        self._offered, self._accepted = [0] * self.gamma, [0] * self.gamma
 
     @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
@@ -113,6 +118,7 @@ class MirrorRound:
         read_logits(p, self.target)
         decide(p, self.verifier.verify)
         checked = perf_counter()
+        self._count(p, windows)
         verdicts = self._verdicts(p, windows, told) if self.on_verdict is not None else []
         self.emitter.emit(p)
         keep(p, self.pool)
@@ -233,8 +239,29 @@ class MirrorRound:
                 levels = min(wanted, work.max_depth - place - 1)  # so many tokens may be drafted behind it
                 if levels > 0:
                     candidates += [Candidate(window.behind(place), token, place, levels) for token in tokens]
+            if self.rows is not None:
+                candidates = self._share(candidates, message, self.rows)
             rollout.prepare(work.sequence.view.key, candidates)
         return rollout
+
+    def _share(self, candidates: Sequence[Candidate], message: Message, rows: int) -> list[Candidate]:
+        """The candidates that are worth a row, with as many levels as they are worth."""
+        counts = [*zip(self._accepted, self._offered, strict=True)]
+        kept = [(1 + accepted) / (2 + offered) for accepted, offered in counts]
+        mean = (1 + sum(self._accepted)) / (2 + sum(self._offered))
+        by_place = outcome_chances(message, kept)
+        chances = [by_place[c.place][message.tokens[c.place].index(c.token)] for c in candidates]
+        levels = share_rows(chances, [c.levels for c in candidates], rows, mean)
+        shorter = zip(candidates, levels, strict=True)
+        return [replace(c, levels=count, whole=c.levels if self.waits else count) for c, count in shorter if count]
+
+    def _count(self, p: Pass, windows: Mapping[int, Chain]) -> None:
+        """Note how many tokens of each window were accepted."""
+        for i in p.generating:
+            accepted, width = len(p.paths[i]), len(windows[i])
+            for place in range(min(accepted + 1, width, self.gamma)):
+                self._offered[place] += 1
+                self._accepted[place] += place < accepted
 
     def _start(self, rollout: Rollout) -> None:
         """Have the rollout drafted."""
@@ -289,14 +316,16 @@ class MirrorRound:
                 chances = overlap(view, window.tokens, accepted, logits, candidates)
             said, drafts_follow = p.tokens[i][accepted], p.works[i].max_depth > accepted + 1
             told = message is not None and drafts_follow
-            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, candidates, chances))
+            found.append(Verdict(view.key, window.tokens, accepted, said, told, False, 0, candidates, chances))
         return found
 
     def _tell(self, verdicts: Sequence[Verdict], reused: Mapping[Outcome, Branch]) -> None:
         """The verdicts, with what became of them."""
         for verdict in verdicts:
-            outcome = verdict.key, verdict.accepted, verdict.said
-            self.on_verdict(replace(verdict, reused=outcome in reused))  # type: ignore[misc]  # there are none else
+            branch = reused.get((verdict.key, verdict.accepted, verdict.said))
+            prepared = 0 if branch is None else branch.prepared
+            told = replace(verdict, reused=branch is not None, prepared=prepared)
+            self.on_verdict(told)  # type: ignore[misc]  # there are none else
 
     # -- faults
 

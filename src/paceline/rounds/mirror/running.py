@@ -38,6 +38,15 @@ def run_to_end(rollout: Rollout) -> None:
         pass
 
 
+def _rest(rollout: Rollout, reused: dict[Outcome, Branch]) -> dict[Outcome, Branch]:
+    """Draft what is missing of the branches that are reused."""
+    rollout.narrow(reused)
+    rollout.lengthen(reused.values())
+    if rollout.open:
+        run_to_end(rollout)
+    return reused
+
+
 class Between:
     """At once, in the caller's thread."""
 
@@ -53,7 +62,7 @@ class Between:
         self, rollout: Rollout, said: Mapping[Outcome, Sequence[int]], ended: Sequence[int]
     ) -> dict[Outcome, Branch]:
         """See `Runner`."""
-        return go_on(rollout, said, ended)
+        return _rest(rollout, go_on(rollout, said, ended))
 
 
 class Beside:
@@ -77,7 +86,7 @@ class Beside:
         """See `Runner`."""
         rollout.narrow(said)
         self._wait()
-        return go_on(rollout, said, ended)
+        return _rest(rollout, go_on(rollout, said, ended))
 
     def _wait(self) -> None:
         while self._under_way is not None:
@@ -125,6 +134,7 @@ class Elsewhere:
         reused = go_on(rollout, said, ended)
         self._end(rollout)
         rollout.narrow(reused)
+        rollout.lengthen(reused.values())
         self.run(rollout)
         return reused
 
@@ -144,7 +154,8 @@ class Elsewhere:
         if self._growing is not None:
             _going(rollout).wait(self._growing)
             self._take(rollout)
-            rollout.ms += (perf_counter() - self._began) * 1e3
+            times = self._growing.times  # of what was drafted, also where nobody looked before the verdict
+            rollout.ms += ((times[-1][1] if times else perf_counter()) - self._began) * 1e3
             self._growing = None
 
     def _take(self, rollout: Rollout) -> None:
