@@ -65,6 +65,24 @@ def logits_at(recipe: ExitRecipe, batch: TokenBatch, layer: int) -> torch.Tensor
     return target.logits(target.final(hidden))
 
 
+def test_with_the_state_added_an_exit_begins_as_the_untrained_one(tmp_path: Path) -> None:
+    heads = ExitHeads.fresh(make_config(skip=True), torch.Generator().manual_seed(5))
+    hidden = torch.randn(3, heads.config.d_model)
+    assert torch.equal(heads.adapt(1, hidden), hidden)
+    with torch.no_grad():
+        heads.up.normal_()
+    made = (hidden @ heads.down[1].T).relu() @ heads.up[1].T
+    torch.testing.assert_close(heads.adapt(1, hidden), hidden + made)
+    heads.save(tmp_path, torch.float32)
+    again = load(tmp_path, torch.float32)
+    assert again.config.skip and torch.equal(again.adapt(1, hidden), heads.adapt(1, hidden))
+    recipe = make_recipe()
+    recipe.module = ExitHeads.fresh(make_config(skip=True)).requires_grad_(True)
+    loss, _ = recipe.loss(make_batch(0.0), context())
+    loss.backward()
+    assert recipe.module.up.grad is not None and recipe.module.up.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("distill", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("prompt_weight", [0.0, 0.3])
 def test_the_loss_is_its_formula(distill: float, prompt_weight: float) -> None:
@@ -204,4 +222,4 @@ def test_what_cannot_be_trained() -> None:
 def test_the_recipe_of_the_zoo() -> None:
     recipe = read_recipe(RECIPES / "exits.toml")
     options = fill(kind(recipe.kind).Options, recipe.options, recipe.where)
-    assert options == ExitOptions()
+    assert options == ExitOptions(skip=True, distill=0.8)

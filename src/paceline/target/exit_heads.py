@@ -8,6 +8,10 @@ The final norm applies to what the map makes. The paper leaves it out of eq. 6; 
 it, and the length of f(h), which would else have to be learned, then does not count. There is no bias: a head has
 H^2 parameters, as the paper's shares say.
 
+With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then an
+exit begins as what the head reads of the state as it is, and training goes on from there; the paper's map first has to
+learn that again.
+
 Source: Mirror Speculative Decoding, section 3.1, eq. 6, and E.2.
 """
 
@@ -42,6 +46,7 @@ class ExitsConfig:
     num_layers: int  # of the target
     d_model: int  # likewise
     vocab_size: int  # likewise
+    skip: bool = False  # whether the state is added to what the map makes of it
     target: str = ""  # its name; empty: not recorded
     fingerprint: str = ""  # of its checkpoint; empty: not recorded
 
@@ -78,15 +83,19 @@ class ExitHeads(nn.Module):
     @staticmethod
     @torch.no_grad()
     def fresh(config: ExitsConfig, generator: torch.Generator | None = None) -> ExitHeads:
-        """Exits to be trained, in float32: random, of a length that keeps that of the states."""
+        """Exits to be trained, in float32: random, of a length that keeps that of the states, or that adds nothing."""
         heads, d = ExitHeads(config), config.d_model
         fill_normal(heads.down, d**-0.5, generator)
-        fill_normal(heads.up, (d / 4) ** -0.5, generator)  # ReLU leaves half of d/2 numbers
+        if config.skip:
+            heads.up.zero_()
+        else:
+            fill_normal(heads.up, (d / 4) ** -0.5, generator)  # ReLU leaves half of d/2 numbers
         return heads
 
     def adapt(self, exit_: int, hidden: Tensor) -> Tensor:
         """f(h) of one exit, for states [.., d_model] behind its layers."""
-        return F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
+        made = F.linear(torch.relu(F.linear(hidden, self.down[exit_])), self.up[exit_])
+        return hidden + made if self.config.skip else made
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing."""

@@ -36,6 +36,7 @@ class ExitOptions:
     depths: tuple[float, ...] = option(
         (0.25, 0.5, 0.75), help="shares of the target's depth behind which an exit stands"
     )
+    skip: bool = option(False, help="add the state to what an exit makes of it, so that it begins as the untrained one")
     distill: float = option(
         0.0, help="weight of the distance from the target, 0 to 1; the rest is cross-entropy", minimum=0, maximum=1
     )
@@ -197,6 +198,7 @@ class ExitsKind:
         shape, folder = context.target.config, Path(context.target_folder)
         config = ExitsConfig(
             layers=shares(shape.num_layers, options.depths),
+            skip=options.skip,
             num_layers=shape.num_layers,
             d_model=shape.d_model,
             vocab_size=shape.vocab_size,
