@@ -39,6 +39,8 @@ class Asked(Options):
     drawn: dict[str, str] = asked({}, "Answers drawn from the target at temperature 1 (JSONL).", "DOMAIN=FILE")
     starts: int = asked(20_000, "Starts of a draft at least, over all that is drawn.", "N")
     here: bool = asked(False, "Time passes of this machine.")
+    temperature: float = asked(1.0, "Of the answers whose throughput is measured; 0: greedy.")
+    window: int = asked(64, "Last tokens that drafting passes of MagicDec see.", "N")
 
     def few(self, values: Sequence[Value]) -> Sequence[Value]:
         """What is swept; the first two where it is to be quick."""
@@ -62,7 +64,7 @@ def drafter_of(ask: Asked, name: str) -> str:
         ConfigError: its folder is not given.
     """
     if name == MAGICDEC:
-        return "magicdec"
+        return f"magicdec,window={ask.window}"
     folder = ask.spire if name == SPIRE else ask.vanilla
     if not folder:
         flag = "--spire" if name == SPIRE else "--vanilla"

@@ -26,7 +26,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert target is not None
     network = Network.load(target, frozen=True)
     made = {}
-    for name, options in (("spire", SpireOptions()), ("bare", SpireOptions(feedback=False))):
+    for name, options in (("spire", SpireOptions(ends="target")), ("bare", SpireOptions(feedback=False))):
         context = BuildContext(target=network, target_folder=target, tokenizer=None)
         made[name] = folder / name
         SpireKind().build(options, context).export(made[name], {})
@@ -62,10 +62,10 @@ def test_ablations_are_paired_over_the_same_starts(
 
 def test_tau_from_the_engine(tmp_path: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spire_parts.accepted.CONTEXTS", (72, 100))
-    found = run(tmp_path, "table_1", "--spire", str(drafts["spire"]), "--prompts", "1", "--max-new-tokens", "6")
+    found = run(tmp_path, "table_1", "--vanilla", "paceline-small-draft", "--spire", str(drafts["spire"]), "--prompts", "1", "--max-new-tokens", "6")
     rows = found["tau"]["the target's domains"]
     assert {(row["context"], row["draft"]) for row in rows} == {
-        (c, d) for c in (72, 100) for d in ("MagicDec", "SPIRe")
+        (c, d) for c in (72, 100) for d in ("vanilla", "MagicDec", "SPIRe")
     }
     assert all(1 <= low <= tau <= high <= 5 for row in rows for tau, low, high in (row["sampled"], row["greedy"]))
     assert any("MagicDec" in row["draft"] and row["greedy"][0] > 2 for row in rows)
@@ -90,7 +90,7 @@ def test_throughput_is_predicted_and_measured(tmp_path: Path, monkeypatch: pytes
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafts: dict[str, Path]) -> None:
     for arguments, wrong in (
-        (["table_1"], "--spire is not given"),
+        (["table_1"], "--vanilla is not given"),
         (["figure_5", "--spire", str(drafts["spire"])], "--variants is not given"),
         (["tau_by_depth", "--spire", str(drafts["spire"]), "--drawn", "a=nowhere"], "there is no such file"),
         (["tau_by_depth", "--spire", str(tmp_path), "--drawn", f"a={drafts['text']}"], "it holds no spire.json"),
