@@ -40,7 +40,20 @@ class Asked(Options):
     starts: int = asked(20_000, "Starts of a draft at least, over all that is drawn.", "N")
     here: bool = asked(False, "Time passes of this machine.")
     temperature: float = asked(1.0, "Of the answers whose throughput is measured; 0: greedy.")
+    batches: str = asked("1,4,16,64", "Sequences at once, of the cells.", "N,..")
+    contexts: str = asked("", "Contexts of the cells; those that the target has positions for if not given.", "N,..")
     window: int = asked(64, "Last tokens that drafting passes of MagicDec see.", "N")
+
+    def numbers(self, name: str) -> list[int]:
+        """What an option lists, each 1 or more; the first two where it is to be quick.
+
+        Raises:
+            ConfigError: something that is no such number.
+        """
+        parts = [part.strip() for part in getattr(self, name).split(",") if part.strip()]
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ConfigError(f"--{name} {getattr(self, name)}", "not a list of numbers above 0", "write 1,4,16")
+        return list(self.few([int(part) for part in parts]))
 
     def few(self, values: Sequence[Value]) -> Sequence[Value]:
         """What is swept; the first two where it is to be quick."""

@@ -36,10 +36,10 @@ from paceline.planning.throughput import Network, Precision
 from paceline.target.loader import resolve_folder
 from spire_parts.common import CONTEXTS, DEPTH, DOMAINS, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
 
-CELL_BATCHES = (1, 4, 16, 64)
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
-VIEW = 65  # keys of a sparse draft
+LARGE_BATCH, SMALL_TURNS = 16, 3  # steps of smaller batches are short: they are timed in more turns
+VIEW = 65  # keys of a SPIRe draft
 MOST_ROWS = 8192  # of a pass over the ends of all prompts
 WANTED_ERROR, WANTED_TIMES = 0.20, 1.5
 ACCEPTS = (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -99,7 +99,7 @@ class Computed:
             llm: of the same target.
             room: tokens that each is going to grow by.
         """
-        pool = llm.engine.pool
+        pool, opened = llm.engine.pool, []
         pool.forget()
         for ids, (keys, values) in zip(self.prompts, self.kv, strict=True):
             cache, tokens = pool.open(ids, reuse=0, expected=len(ids) + room), keys.shape[2]
@@ -110,6 +110,8 @@ class Computed:
                     layer[:, slots] = values_
             pool.commit([(cache, range(tokens))])
             cache.publish(ids)
+            opened.append(cache)
+        for cache in opened:  # not before all are placed, or each would lie right behind the one in front, without room
             cache.release()
 
 
@@ -185,7 +187,7 @@ def made_up(llm: LLM, prompts: list[list[int]]) -> Computed:
 
 def prepare(ask: Asked, model: str, contexts: Sequence[int], steps: int) -> dict[int, Computed]:
     """By context the prompts of the largest batch, computed once for all methods."""
-    count, found = max(ask.few(CELL_BATCHES)), {}
+    count, found = max(ask.numbers("batches")), dict[int, Computed]()
     for context in contexts:
         llm = Builder(model, ask.device, ask.threads).llm(
             _at_once(Method(name=PLAIN), ask.dtype), _limits(count, context, 0)
@@ -200,12 +202,13 @@ def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps:
     methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
     builder, found, room = Builder(model, ask.device, ask.threads), [], room_of(steps)
     for method in methods:
-        llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.few(CELL_BATCHES)), max(known), room))
+        llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.numbers("batches")), max(known), room))
         for context, texts in known.items():
-            for batch in ask.few(CELL_BATCHES):
+            for batch in ask.numbers("batches"):
                 own = texts.first(batch)
                 own.lend(llm, room)
-                seeds = [ask.seed + 1000 * turn for turn in range(ask.repeats)]
+                turns = ask.repeats * (1 if batch >= LARGE_BATCH else SMALL_TURNS)
+                seeds = [ask.seed + 1000 * turn for turn in range(turns)]
                 taken = [decode_speed(llm, own.prompts, steps, seed, ask.temperature) for seed in seeds]
                 speed, tokens = (median(column) for column in zip(*taken, strict=True))
                 cell: dict[str, Any] = {"batch": batch, "context": context, "steps": steps}
@@ -259,15 +262,27 @@ def contexts_of(llm: LLM, steps: int) -> list[int]:
     return [min(context, most) for context in (*CONTEXTS, LONG) if context <= llm.decoder.config.max_position] or [most]
 
 
-@study.figure(needs=("here",), takes=("spire", "vanilla", "temperature", "window"), tasks=DOMAINS, repeats=3)
+@study.figure(
+    needs=("here",),
+    takes=("spire", "vanilla", "temperature", "window", "batches", "contexts"),
+    tasks=DOMAINS,
+    repeats=3,
+)
 def cells(ask: Asked) -> Iterator[Table | None]:
     """Throughput by batch and context of plain decoding and of every draft: measured, and by this machine's law."""
     steps = 2 if ask.quick else STEPS
+    if not ask.numbers("batches"):
+        raise ConfigError("--batches", "there is none", "name one at least")
+    wanted = ask.numbers("contexts")
     yield None
     with materialised(ask.model) as folder:
         llm = LLM(folder, max_sequences=1, **ask.llm)
         target = network_of(llm)
-        known = prepare(ask, folder, ask.few(contexts_of(llm, steps)), steps)
+        most = llm.decoder.config.max_position - room_of(steps) - DEPTH - 1
+        if max(wanted, default=1) > most:
+            wrong = f"{llm.decoder.config.max_position} positions leave {most} beside the answers"
+            raise ConfigError(f"--contexts {ask.contexts}", wrong, f"give {most} or less")
+        known = prepare(ask, folder, wanted or ask.few(contexts_of(llm, steps)), steps)
         law = measure_law(llm, target, SMALL if ask.quick else None)
         measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
@@ -280,10 +295,22 @@ def cells(ask: Asked) -> Iterator[Table | None]:
         rows.append(
             [str(one.batch), f"{one.context:,}", one.method, f"{one.tau:.2f}", f"{one.tokens_per_s:,.0f}"]
             + [f"{one.predicted:,.0f}", f"{one.predicted / one.tokens_per_s - 1:+.0%}", *(f"{t:.2f}" for t in times)]
+            + [f"{one.tau / times[0]:.2f}"]
         )
     yield Table(
         title=f"Throughput of decoding steps by batch and context, T={ask.temperature:g}",
-        head=("batch", "context", "method", "tau", "tokens/s", "predicted", "error", "times plain", "predicted"),
+        head=(
+            "batch",
+            "context",
+            "method",
+            "tau",
+            "tokens/s",
+            "predicted",
+            "error",
+            "times plain",
+            "predicted",
+            "pays above tau",
+        ),
         parts={"": rows},
         values={
             "cells": [vars_of(one) for one in found],
@@ -304,7 +331,8 @@ def vars_of(one: Speed) -> dict[str, Any]:
 def _remarks(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], law: LawFound) -> list[str]:
     sizes = {one: abs(one.predicted / one.tokens_per_s - 1) for one in found}
     worst, middle = max(found, key=lambda one: sizes[one]), median(sizes.values())
-    best = max(found, key=lambda one: one.tokens_per_s / plain[one.batch, one.context].tokens_per_s)
+    last = max((one.batch, one.context) for one in found)
+    best = max((one for one in found if (one.batch, one.context) == last), key=lambda one: one.tokens_per_s)
     times = best.tokens_per_s / plain[best.batch, best.context].tokens_per_s
     place = f"batch {best.batch}, context {best.context:,}"
     held = median_error(law.law, law.held_out)
@@ -314,6 +342,7 @@ def _remarks(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], law
         verdict(f"{best.method}, {place}: {times:.2f} times plain, {WANTED_TIMES} wanted", times > WANTED_TIMES),
         f"the law's median error of passes that it was not fitted to: {held:.0%}",
         "steps in which the whole batch decodes; tau is that of the same steps; two plain cells tell the engine's work",
+        "pays above tau: what a step costs, in steps of plain decoding",
     ]
 
 

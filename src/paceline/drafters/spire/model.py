@@ -1,8 +1,8 @@
 """A trained SPIRe drafter: what it is, and its files.
 
 A folder with a Hugging Face checkpoint of the draft's layers and ends (``config.json``, ``model.safetensors``; of the
-layers alone where the ends are the target's), and beside it ``spire.json``, which says what the draft is and for whom, and ``spire.safetensors``, the weights of its
-feedback memory.
+layers alone where the ends are the target's), and beside it ``spire.json``, which says what the draft is and for whom,
+and ``spire.safetensors``, the weights of its feedback memory.
 """
 
 from __future__ import annotations
