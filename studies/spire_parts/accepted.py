@@ -49,7 +49,7 @@ class Cells:
 def tau_of(report: Report, cells: Cells) -> Mean | None:
     """The mean over tasks, each alike; None where a task has no trial that went well."""
     values, drawn = [], []
-    for task in cells.tasks:
+    for stream, task in enumerate(cells.tasks):
         own = [
             t
             for t in report.trials
@@ -59,7 +59,7 @@ def tau_of(report: Report, cells: Cells) -> Mean | None:
         ]
         if not own:
             return None
-        value, resampled = tau(own)
+        value, resampled = tau(own, stream)
         values.append(value)
         drawn.append(resampled)
     return mean_of(float(np.mean(values)), np.mean(drawn, axis=0)) if values else None

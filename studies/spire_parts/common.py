@@ -127,9 +127,9 @@ class Mean:
         return [self.value, self.low, self.high]
 
 
-def ratio_of(counts: Floats) -> tuple[float, Floats]:
-    """Sum over sum of clusters [n, 2], and [resamples] the same of drawn clusters."""
-    draw = np.random.default_rng(SEED).integers(0, len(counts), (RESAMPLES, len(counts)))
+def ratio_of(counts: Floats, stream: int = 0) -> tuple[float, Floats]:
+    """Sum over sum of clusters [n, 2], and [resamples] the same of drawn clusters: of one ``stream`` the same ones."""
+    draw = np.random.default_rng([SEED, stream]).integers(0, len(counts), (RESAMPLES, len(counts)))
     sums = counts[draw].sum(1)
     resampled = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(RESAMPLES), where=sums[:, 1] > 0)
     top, bottom = counts.sum(0)
@@ -141,10 +141,14 @@ def mean_of(value: float, resampled: Floats) -> Mean:
     return Mean(value, *percentile_bounds(resampled))
 
 
-def tau(trials: Sequence[Trial]) -> tuple[float, Floats]:
-    """Mean tokens a round, the target's own included, over passes with a draft; and the same of drawn prompts."""
+def tau(trials: Sequence[Trial], stream: int = 0) -> tuple[float, Floats]:
+    """Mean tokens a round, the target's own included, over passes with a draft; and the same of drawn prompts.
+
+    Args:
+        stream: of the draw; groups of prompts whose means are added are drawn apart.
+    """
     rows = [[sum(t.depth_accepted), sum(t.depth_offered[:1])] for t in trials if t.error is None]
-    value, resampled = ratio_of(np.array(rows, dtype=np.float64).reshape(-1, 2))
+    value, resampled = ratio_of(np.array(rows, dtype=np.float64).reshape(-1, 2), stream)
     return 1 + value, 1 + resampled
 
 
