@@ -110,6 +110,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["tau_by_depth", "--spire", str(drafts["spire"]), "--drawn", "a=nowhere"], "there is no such file"),
         (["tau_by_depth", "--spire", str(tmp_path), "--drawn", f"a={drafts['text']}"], "it holds no spire.json"),
         (["cells"], "--here is not given"),
+        (["cells", "--here", "--batches", "4,0"], "not a list of numbers above 0"),
     ):
         assert spire.study.run([*arguments, "--out", str(tmp_path)]) == 2
         assert wrong in capsys.readouterr().err
