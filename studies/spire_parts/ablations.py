@@ -73,7 +73,7 @@ def text_of(ask: Asked) -> dict[str, list[TokenBatch]]:
 @torch.no_grad()
 def estimate(folder: str, target: Network, batches: Sequence[TokenBatch], depth: int | None = None) -> Estimate:
     """Of a trained draft, over every start in the text from which a whole draft can be judged."""
-    module, shape = load_trained(resolve_folder(folder))
+    module, shape = load_trained(resolve_folder(folder), target)
     shape = shape if depth is None else replace(shape, depth=depth)
     recipe = SpireRecipe(module, target, shape, SpireOptions(), {}, {})
     sums, starts = [], []

@@ -49,7 +49,7 @@ class Cells:
 def tau_of(report: Report, cells: Cells) -> Mean | None:
     """The mean over tasks, each alike; None where a task has no trial that went well."""
     values, drawn = [], []
-    for task in cells.tasks:
+    for stream, task in enumerate(cells.tasks):
         own = [
             t
             for t in report.trials
@@ -59,7 +59,7 @@ def tau_of(report: Report, cells: Cells) -> Mean | None:
         ]
         if not own:
             return None
-        value, resampled = tau(own)
+        value, resampled = tau(own, stream)
         values.append(value)
         drawn.append(resampled)
     return mean_of(float(np.mean(values)), np.mean(drawn, axis=0)) if values else None
@@ -76,7 +76,9 @@ def shown(found: Mean | None) -> str:
     return "failed" if found is None else found.text
 
 
-@study.table(needs=("spire",), takes=("vanilla", "others"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS)
+@study.table(
+    needs=("vanilla",), takes=("spire", "others", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS
+)
 def table_1(ask: Asked) -> Iterator[Table | None]:
     """Tau at k = 4 by context, from the engine: sampled drafts, rejection, T=1; greedy beside it."""
     names, texts, contexts = contestants(ask), texts_of(ask), ask.few(CONTEXTS)
@@ -132,7 +134,7 @@ def _verdicts(rows: Sequence[dict[str, object]], names: Sequence[str]) -> list[s
     return said
 
 
-@study.figure(needs=("spire",), takes=("vanilla",), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS)
+@study.figure(needs=("vanilla",), takes=("spire", "window"), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS)
 def depths(ask: Asked) -> Grid:
     """Tau and throughput by depth, k = 1 to 8: drafts with the target's noise, T=1, context 960."""
     entries = [
@@ -144,7 +146,7 @@ def depths(ask: Asked) -> Grid:
     return Grid(title="Tau and throughput by depth", entries=entries, x_label="k", cells=cells)
 
 
-@study.table(needs=("spire",), takes=("vanilla",), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS)
+@study.table(needs=("vanilla",), takes=("spire", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS)
 def verification(ask: Asked) -> Iterator[Table | None]:
     """Block verification beside token verification: tau at T=1, k = 4, context 960."""
     context, verifiers = CONTEXTS[1], {"token": "rejection", "block": "block"}

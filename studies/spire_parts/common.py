@@ -39,6 +39,21 @@ class Asked(Options):
     drawn: dict[str, str] = asked({}, "Answers drawn from the target at temperature 1 (JSONL).", "DOMAIN=FILE")
     starts: int = asked(20_000, "Starts of a draft at least, over all that is drawn.", "N")
     here: bool = asked(False, "Time passes of this machine.")
+    temperature: float = asked(1.0, "Of the answers whose throughput is measured; 0: greedy.")
+    batches: str = asked("1,4,16,64", "Sequences at once, of the cells.", "N,..")
+    contexts: str = asked("", "Contexts of the cells; those that the target has positions for if not given.", "N,..")
+    window: int = asked(64, "Last tokens that drafting passes of MagicDec see.", "N")
+
+    def numbers(self, name: str) -> list[int]:
+        """What an option lists, each 1 or more; the first two where it is to be quick.
+
+        Raises:
+            ConfigError: something that is no such number.
+        """
+        parts = [part.strip() for part in getattr(self, name).split(",") if part.strip()]
+        if not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ConfigError(f"--{name} {getattr(self, name)}", "not a list of numbers above 0", "write 1,4,16")
+        return list(self.few([int(part) for part in parts]))
 
     def few(self, values: Sequence[Value]) -> Sequence[Value]:
         """What is swept; the first two where it is to be quick."""
@@ -62,7 +77,7 @@ def drafter_of(ask: Asked, name: str) -> str:
         ConfigError: its folder is not given.
     """
     if name == MAGICDEC:
-        return "magicdec"
+        return f"magicdec,window={ask.window}"
     folder = ask.spire if name == SPIRE else ask.vanilla
     if not folder:
         flag = "--spire" if name == SPIRE else "--vanilla"
@@ -112,9 +127,9 @@ class Mean:
         return [self.value, self.low, self.high]
 
 
-def ratio_of(counts: Floats) -> tuple[float, Floats]:
-    """Sum over sum of clusters [n, 2], and [resamples] the same of drawn clusters."""
-    draw = np.random.default_rng(SEED).integers(0, len(counts), (RESAMPLES, len(counts)))
+def ratio_of(counts: Floats, stream: int = 0) -> tuple[float, Floats]:
+    """Sum over sum of clusters [n, 2], and [resamples] the same of drawn clusters: of one ``stream`` the same ones."""
+    draw = np.random.default_rng([SEED, stream]).integers(0, len(counts), (RESAMPLES, len(counts)))
     sums = counts[draw].sum(1)
     resampled = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(RESAMPLES), where=sums[:, 1] > 0)
     top, bottom = counts.sum(0)
@@ -126,10 +141,14 @@ def mean_of(value: float, resampled: Floats) -> Mean:
     return Mean(value, *percentile_bounds(resampled))
 
 
-def tau(trials: Sequence[Trial]) -> tuple[float, Floats]:
-    """Mean tokens a round, the target's own included, over passes with a draft; and the same of drawn prompts."""
+def tau(trials: Sequence[Trial], stream: int = 0) -> tuple[float, Floats]:
+    """Mean tokens a round, the target's own included, over passes with a draft; and the same of drawn prompts.
+
+    Args:
+        stream: of the draw; groups of prompts whose means are added are drawn apart.
+    """
     rows = [[sum(t.depth_accepted), sum(t.depth_offered[:1])] for t in trials if t.error is None]
-    value, resampled = ratio_of(np.array(rows, dtype=np.float64).reshape(-1, 2))
+    value, resampled = ratio_of(np.array(rows, dtype=np.float64).reshape(-1, 2), stream)
     return 1 + value, 1 + resampled
 
 

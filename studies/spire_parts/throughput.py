@@ -5,19 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from paceline.bench import figures, machine
+import torch
+from torch import Tensor
+
+from paceline.bench import figures, machine, workloads
 from paceline.bench.calibrate import BATCHES, ROWS
 from paceline.bench.figures import Panel, Series
 from paceline.bench.law import LawConfig, LawFound, measure_law, nodes_that_pay
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
+from paceline.bench.scores import workload_of
 from paceline.bench.study import Table
+from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine import calibration
@@ -28,12 +34,12 @@ from paceline.planning.measured import errors, median_error
 from paceline.planning.models import read_shape
 from paceline.planning.throughput import Network, Precision
 from paceline.target.loader import resolve_folder
-from spire_parts.common import CONTEXTS, DEPTH, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
+from spire_parts.common import CONTEXTS, DEPTH, DOMAINS, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
 
-CELL_BATCHES = (1, 4, 16, 64)
 LONG = 3968  # tokens of a context for targets with 4,096 positions
-STEPS = 12  # timed steps of a cell
-VIEW = 65  # keys of a sparse draft
+STEPS = 6  # timed steps of a cell: most answers are longer
+LARGE_BATCH, SMALL_TURNS = 16, 3  # steps of smaller batches are short: they are timed in more turns
+VIEW = 65  # keys of a SPIRe draft
 MOST_ROWS = 8192  # of a pass over the ends of all prompts
 WANTED_ERROR, WANTED_TIMES = 0.20, 1.5
 ACCEPTS = (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -67,7 +73,7 @@ def network_of(llm: LLM) -> Network:
 def draft_of(ask: Asked, name: str, target: Network) -> Network:
     """What a draft's passes are of."""
     if name == MAGICDEC:
-        return replace(target, keys=VIEW)
+        return replace(target, keys=ask.window + 1)
     if name == SPIRE:
         return replace(
             target, shape=target.shape.last_layers(read_draft(resolve_folder(str(ask.spire))).layers), keys=VIEW
@@ -75,18 +81,81 @@ def draft_of(ask: Asked, name: str, target: Network) -> Network:
     return replace(target, shape=read_shape(resolve_folder(str(ask.vanilla))))
 
 
-def known_prompts(llm: LLM, batch: int, context: int, seed: int) -> list[list[int]]:
-    """Random prompts that the engine has computed: it will find all of them but their ends in its cache."""
-    draw, vocab = random.Random(f"{seed} {batch} {context}"), llm.decoder.config.vocab_size
-    prompts = [draw.choices(range(8, vocab), k=context) for _ in range(batch)]
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Prompts and their K/V, to be lent to engines of the same target: none of them computes it again."""
+
+    prompts: list[list[int]]
+    kv: list[tuple[Tensor, Tensor]]  # of each prompt [layers, kv_heads, tokens, head_dim], of whole blocks
+
+    def first(self, count: int) -> Computed:
+        """Of the first prompts alone."""
+        return Computed(self.prompts[:count], self.kv[:count])
+
+    def lend(self, llm: LLM, room: int) -> None:
+        """Put them into an engine's cache, where requests find them.
+
+        Args:
+            llm: of the same target.
+            room: tokens that each is going to grow by.
+        """
+        pool, opened = llm.engine.pool, []
+        pool.forget()
+        for ids, (keys, values) in zip(self.prompts, self.kv, strict=True):
+            cache, tokens = pool.open(ids, reuse=0, expected=len(ids) + room), keys.shape[2]
+            cache.reserve(tokens)
+            slots = cache.slots(0, tokens)
+            for held, own in ((pool.k, keys), (pool.v, values)):
+                for layer, values_ in zip(held, own, strict=True):
+                    layer[:, slots] = values_
+            pool.commit([(cache, range(tokens))])
+            cache.publish(ids)
+            opened.append(cache)
+        for cache in opened:  # not before all are placed, or each would lie right behind the one in front, without room
+            cache.release()
+
+
+def prompts_of(ask: Asked, llm: LLM, count: int, context: int, room: int) -> list[list[int]]:
+    """Prompts of the tasks in turn, filled with book text to one context; random ids where text means nothing."""
+    if ask.model.startswith("random:"):
+        draw, vocab = random.Random(f"{ask.seed} {context}"), llm.decoder.config.vocab_size
+        return [draw.choices(range(8, vocab), k=context) for _ in range(count)]
+    found = []
+    for task in ask.names:
+        each = -(-count // len(ask.names))
+        workload = workloads.load(workload_of(task), folder=ask.data, limit=each, seed=ask.seed)
+        longest = {"max_model_len": llm.decoder.config.max_position, "max_new_tokens": room}
+        made = workloads.Encoded(workload, llm.tokenizer, context=context, **longest)
+        found.append([list(prompt.ids) for prompt in made.prompts])
+    mixed = [ids for turn in zip_longest(*found) for ids in turn if ids is not None]
+    if len(mixed) < count:
+        wrong = f"there are {len(mixed)} prompts of {', '.join(ask.names)}"
+        raise ConfigError(f"a batch of {count}", wrong, "give --data with more, or more --tasks")
+    return mixed[:count]
+
+
+def computed(llm: LLM, prompts: list[list[int]]) -> Computed:
+    """Compute prompts with the target, and take their K/V out of its cache."""
+    pool, found = llm.engine.pool, list[tuple[Tensor, Tensor]]()
+    pool.forget()
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(temperature=0, max_tokens=1))
-    return prompts
+    for ids in prompts:
+        cache = pool.open(ids)
+        slots = cache.slots(0, cache.committed)
+        keys, values = (torch.stack([layer[:, slots] for layer in held]) for held in (pool.k, pool.v))
+        found.append((keys, values))
+        cache.release()
+    pool.forget()
+    return Computed(prompts, found)
 
 
-def decode_speed(llm: LLM, prompts: Sequence[Sequence[int]], steps: int, seed: int) -> tuple[float, float]:
-    """Tokens/s of steps in which all of a batch are decoding at T=1, and tokens of a sequence a step."""
+def decode_speed(
+    llm: LLM, prompts: Sequence[Sequence[int]], steps: int, seed: int, temperature: float
+) -> tuple[float, float]:
+    """Tokens/s of steps in which all of a batch are decoding, and tokens of a sequence a step."""
     engine, batch, room = llm.engine, len(prompts), room_of(steps)
-    params = [SamplingParams(temperature=1.0, seed=seed + i, max_tokens=room, ignore_eos=True) for i in range(batch)]
+    given: dict[str, Any] = {"temperature": temperature, "max_tokens": room, "ignore_eos": True}
+    params = [SamplingParams(seed=seed + i, **given) for i in range(batch)]
     names = [engine.submit(list(ids), one) for ids, one in zip(prompts, params, strict=True)]
     try:
         running = [engine.live[name].sequences[0] for name in names]
@@ -108,24 +177,48 @@ def room_of(steps: int) -> int:
     return (DEPTH + 1) * (steps + 4)
 
 
-def measured_cells(ask: Asked, model: str, cells: Sequence[tuple[int, int]], steps: int) -> list[Speed]:
-    """Every method in every cell, in turns; the largest K/V pool that a cell needs, so that nothing is preempted."""
-    methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
-    builder, found = Builder(model, ask.device, ask.threads), []
-    for batch, context in cells:
-        each = context + room_of(steps) + DEPTH + 1
-        limits = Limits(max_sequences=batch, max_model_len=each, pool_tokens=batch * (each + 32))
-        llms = {m.name: builder.llm(_at_once(m, ask.dtype), limits) for m in methods}
-        prompts = {name: known_prompts(llm, batch, context, ask.seed) for name, llm in llms.items()}
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
-        for repeat in range(ask.repeats):
-            for name, llm in llms.items():
-                taken[name].append(decode_speed(llm, prompts[name], steps, ask.seed + 1000 * repeat))
-        for name, values in taken.items():
-            speed, tokens = (median(column) for column in zip(*values, strict=True))
-            cell = {"batch": batch, "context": context, "steps": steps}
-            found.append(Speed(method=name, tokens_per_s=speed, tau=tokens, **cell))
+def made_up(llm: LLM, prompts: list[list[int]]) -> Computed:
+    """K/V of prompts that nobody computed, for models whose answers mean nothing: what a step costs is the same."""
+    layers, heads, width = llm.decoder.cache_shape
+    tokens = (len(prompts[0]) - 1) // llm.engine.pool.block_size * llm.engine.pool.block_size
+    one = torch.full((layers, heads, tokens, width), 0.1, dtype=llm.decoder.dtype)
+    return Computed(prompts, [(one, one)] * len(prompts))
+
+
+def prepare(ask: Asked, model: str, contexts: Sequence[int], steps: int) -> dict[int, Computed]:
+    """By context the prompts of the largest batch, computed once for all methods."""
+    count, found = max(ask.numbers("batches")), dict[int, Computed]()
+    for context in contexts:
+        llm = Builder(model, ask.device, ask.threads).llm(
+            _at_once(Method(name=PLAIN), ask.dtype), _limits(count, context, 0)
+        )
+        prompts = prompts_of(ask, llm, count, context, room_of(steps))
+        found[context] = (made_up if ask.model.startswith("random:") else computed)(llm, prompts)
     return found
+
+
+def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps: int) -> list[Speed]:
+    """Every method in every cell; a K/V pool that the largest cell fits into, so that nothing is preempted."""
+    methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
+    builder, found, room = Builder(model, ask.device, ask.threads), [], room_of(steps)
+    for method in methods:
+        llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.numbers("batches")), max(known), room))
+        for context, texts in known.items():
+            for batch in ask.numbers("batches"):
+                own = texts.first(batch)
+                own.lend(llm, room)
+                turns = ask.repeats * (1 if batch >= LARGE_BATCH else SMALL_TURNS)
+                seeds = [ask.seed + 1000 * turn for turn in range(turns)]
+                taken = [decode_speed(llm, own.prompts, steps, seed, ask.temperature) for seed in seeds]
+                speed, tokens = (median(column) for column in zip(*taken, strict=True))
+                cell: dict[str, Any] = {"batch": batch, "context": context, "steps": steps}
+                found.append(Speed(method=method.name, tokens_per_s=speed, tau=tokens, **cell))
+    return sorted(found, key=lambda one: (one.batch, one.context))
+
+
+def _limits(batch: int, context: int, room: int) -> Limits:
+    each = context + room + DEPTH + 1
+    return Limits(max_sequences=batch, max_model_len=each, pool_tokens=batch * (each + 32))
 
 
 def _at_once(method: Method, dtype: str) -> Method:
@@ -169,17 +262,29 @@ def contexts_of(llm: LLM, steps: int) -> list[int]:
     return [min(context, most) for context in (*CONTEXTS, LONG) if context <= llm.decoder.config.max_position] or [most]
 
 
-@study.figure(needs=("here",), takes=("spire", "vanilla"), repeats=3)
+@study.figure(
+    needs=("here",),
+    takes=("spire", "vanilla", "temperature", "window", "batches", "contexts"),
+    tasks=DOMAINS,
+    repeats=3,
+)
 def cells(ask: Asked) -> Iterator[Table | None]:
     """Throughput by batch and context of plain decoding and of every draft: measured, and by this machine's law."""
     steps = 2 if ask.quick else STEPS
+    if not ask.numbers("batches"):
+        raise ConfigError("--batches", "there is none", "name one at least")
+    wanted = ask.numbers("contexts")
     yield None
     with materialised(ask.model) as folder:
         llm = LLM(folder, max_sequences=1, **ask.llm)
         target = network_of(llm)
+        most = llm.decoder.config.max_position - room_of(steps) - DEPTH - 1
+        if max(wanted, default=1) > most:
+            wrong = f"{llm.decoder.config.max_position} positions leave {most} beside the answers"
+            raise ConfigError(f"--contexts {ask.contexts}", wrong, f"give {most} or less")
+        known = prepare(ask, folder, wanted or ask.few(contexts_of(llm, steps)), steps)
         law = measure_law(llm, target, SMALL if ask.quick else None)
-        where = [(b, c) for b in ask.few(CELL_BATCHES) for c in ask.few(contexts_of(llm, steps))]
-        measured = measured_cells(ask, folder, where, steps)
+        measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
     found = predicted_cells(measured, law, networks)
     plain = {(one.batch, one.context): one for one in found if one.method == PLAIN}
@@ -190,10 +295,22 @@ def cells(ask: Asked) -> Iterator[Table | None]:
         rows.append(
             [str(one.batch), f"{one.context:,}", one.method, f"{one.tau:.2f}", f"{one.tokens_per_s:,.0f}"]
             + [f"{one.predicted:,.0f}", f"{one.predicted / one.tokens_per_s - 1:+.0%}", *(f"{t:.2f}" for t in times)]
+            + [f"{one.tau / times[0]:.2f}"]
         )
     yield Table(
-        title="Throughput of decoding steps by batch and context, T=1",
-        head=("batch", "context", "method", "tau", "tokens/s", "predicted", "error", "times plain", "predicted"),
+        title=f"Throughput of decoding steps by batch and context, T={ask.temperature:g}",
+        head=(
+            "batch",
+            "context",
+            "method",
+            "tau",
+            "tokens/s",
+            "predicted",
+            "error",
+            "times plain",
+            "predicted",
+            "pays above tau",
+        ),
         parts={"": rows},
         values={
             "cells": [vars_of(one) for one in found],
@@ -214,7 +331,8 @@ def vars_of(one: Speed) -> dict[str, Any]:
 def _remarks(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], law: LawFound) -> list[str]:
     sizes = {one: abs(one.predicted / one.tokens_per_s - 1) for one in found}
     worst, middle = max(found, key=lambda one: sizes[one]), median(sizes.values())
-    best = max(found, key=lambda one: one.tokens_per_s / plain[one.batch, one.context].tokens_per_s)
+    last = max((one.batch, one.context) for one in found)
+    best = max((one for one in found if (one.batch, one.context) == last), key=lambda one: one.tokens_per_s)
     times = best.tokens_per_s / plain[best.batch, best.context].tokens_per_s
     place = f"batch {best.batch}, context {best.context:,}"
     held = median_error(law.law, law.held_out)
@@ -224,6 +342,7 @@ def _remarks(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], law
         verdict(f"{best.method}, {place}: {times:.2f} times plain, {WANTED_TIMES} wanted", times > WANTED_TIMES),
         f"the law's median error of passes that it was not fitted to: {held:.0%}",
         "steps in which the whole batch decodes; tau is that of the same steps; two plain cells tell the engine's work",
+        "pays above tau: what a step costs, in steps of plain decoding",
     ]
 
 

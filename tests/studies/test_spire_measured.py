@@ -26,7 +26,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert target is not None
     network = Network.load(target, frozen=True)
     made = {}
-    for name, options in (("spire", SpireOptions()), ("bare", SpireOptions(feedback=False))):
+    for name, options in (("spire", SpireOptions(ends="target")), ("bare", SpireOptions(feedback=False))):
         context = BuildContext(target=network, target_folder=target, tokenizer=None)
         made[name] = folder / name
         SpireKind().build(options, context).export(made[name], {})
@@ -62,13 +62,28 @@ def test_ablations_are_paired_over_the_same_starts(
 
 def test_tau_from_the_engine(tmp_path: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spire_parts.accepted.CONTEXTS", (72, 100))
-    found = run(tmp_path, "table_1", "--spire", str(drafts["spire"]), "--prompts", "1", "--max-new-tokens", "6")
+    given = ("--vanilla", "paceline-small-draft", "--spire", str(drafts["spire"]))
+    found = run(tmp_path, "table_1", *given, "--prompts", "1", "--max-new-tokens", "6")
     rows = found["tau"]["the target's domains"]
     assert {(row["context"], row["draft"]) for row in rows} == {
-        (c, d) for c in (72, 100) for d in ("MagicDec", "SPIRe")
+        (c, d) for c in (72, 100) for d in ("vanilla", "MagicDec", "SPIRe")
     }
     assert all(1 <= low <= tau <= high <= 5 for row in rows for tau, low, high in (row["sampled"], row["greedy"]))
     assert any("MagicDec" in row["draft"] and row["greedy"][0] > 2 for row in rows)
+
+
+def test_bytes_of_sparse_drafts_are_constant(
+    tmp_path: Path, drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spire_parts.held.CONTEXTS", (96, 160))
+    given = ("--vanilla", "paceline-small-draft", "--spire", str(drafts["spire"]))
+    found = run(tmp_path, "kv_bytes", *given)["bytes"]
+    of = {(one["draft"], one["context"]): one for one in found}
+    token = 12 * 2 * 384 * 2
+    for draft, reads, holds in (("MagicDec", 65 * token, token), ("SPIRe", 65 * token // 4, 69 * token // 4)):
+        assert {(of[draft, c]["pass_reads"], of[draft, c]["holds"]) for c in (96, 160)} == {(reads, holds)}
+    assert of["vanilla", 160]["holds"] > 1.5 * of["vanilla", 96]["holds"]
+    assert of["plain", 160]["target_holds"] >= 160 * token
 
 
 def test_costs_of_this_machine(tmp_path: Path) -> None:
@@ -90,11 +105,12 @@ def test_throughput_is_predicted_and_measured(tmp_path: Path, monkeypatch: pytes
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafts: dict[str, Path]) -> None:
     for arguments, wrong in (
-        (["table_1"], "--spire is not given"),
+        (["table_1"], "--vanilla is not given"),
         (["figure_5", "--spire", str(drafts["spire"])], "--variants is not given"),
         (["tau_by_depth", "--spire", str(drafts["spire"]), "--drawn", "a=nowhere"], "there is no such file"),
         (["tau_by_depth", "--spire", str(tmp_path), "--drawn", f"a={drafts['text']}"], "it holds no spire.json"),
         (["cells"], "--here is not given"),
+        (["cells", "--here", "--batches", "4,0"], "not a list of numbers above 0"),
     ):
         assert spire.study.run([*arguments, "--out", str(tmp_path)]) == 2
         assert wrong in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
+from safetensors import safe_open
 from spire_kit import drafts_by_hand, memory_of
 from tiny import VOCAB, tiny_config
 from toolkit import examples, network, trainer, write_data, write_target
@@ -18,7 +19,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.distillation import DraftModelKind, DraftModelOptions, DraftModelRecipe
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
-from paceline.drafters.spire.recipe import SpireKind, SpireModule, SpireOptions, SpireRecipe, _start
+from paceline.drafters.spire.recipe import SpireKind, SpireModule, SpireOptions, SpireRecipe, _start, load_trained
 from paceline.llm import LLM
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.job import Job, prepare, run
@@ -56,7 +57,7 @@ def recipe(target: Network | None = None, held_out: Any = None, start: str = "pr
     made = SpireOptions(**{"layers": 2, "window": 9, "sinks": 2, "start": start} | options)
     shape = made.shape(2)
     draft = network(1, num_layers=2, windows=WHOLE[:2])
-    _start(draft, target, made.start, 1)
+    _start(draft, target, made, 1)
     return SpireRecipe(SpireModule(draft, shape), target, shape, made, {}, held_out or {})
 
 
@@ -153,6 +154,11 @@ def test_gradients_reach_all_of_the_draft_and_none_of_the_target() -> None:
     assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in made.module.parameters())
     assert made.module.memory is not None and made.module.memory.grad is not None
     assert all(p.grad is None for p in made.target.parameters())
+    lent = recipe(ends="target")
+    lent.loss(batch(), context())[0].backward()
+    ends = {name for name, p in lent.module.named_parameters() if p.grad is None}
+    assert ends == {"network.decoder.embedding", "network.decoder.norm.weight", "network.decoder.head.weight"}
+    torch.testing.assert_close(lent.module.memory.grad, made.module.memory.grad)  # type: ignore[union-attr]
     nothing = collate([[Example(torch.tensor([9, 9]).numpy())]], 8)
     loss, figures = recipe().loss(nothing, context())
     loss.backward()
@@ -238,7 +244,13 @@ def job(data: Path, target: Path | None, out: Path, **changes: Any) -> Job:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"past": "embedding", "loss": "text"}, {"feedback": False}, {"past": "last", "shared": True, "omega": 1.0}],
+    [
+        {},
+        {"ends": "target"},
+        {"ends": "target", "past": "embedding", "loss": "text", "start": "random"},
+        {"feedback": False},
+        {"past": "last", "shared": True, "omega": 1.0},
+    ],
     ids=str,
 )
 def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Path], tmp_path: Path) -> None:
@@ -258,8 +270,17 @@ def test_what_is_trained_drafts(options: dict[str, Any], places: tuple[Path, Pat
     assert llm.engine.round.failure is None and all(o.stats.drafted for o in found)
     again = prepare(job(data, target, tmp_path / "again", options=options, init=folder))
     begun: Any = again.recipe
-    stored = Network.load(folder)
-    assert torch.equal(begun.module.network.decoder.embedding, stored.decoder.embedding)
+    whole = Network.load(target)
+    stored, _ = load_trained(folder, whole)
+    for name, value in stored.network.decoder.named_parameters():
+        assert torch.equal(begun.module.network.decoder.get_parameter(name), value)
+    lent = options.get("ends") == "target"
+    assert torch.equal(stored.network.decoder.embedding, whole.decoder.embedding) == lent
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        assert all(name.startswith("model.layers.") for name in tensors.keys()) == lent  # noqa: SIM118  (no mapping)
+    if lent:
+        with pytest.raises(ConfigError, match="ends=target, not own"):
+            prepare(job(data, target, tmp_path / "other", options={**options, "ends": "own"}, init=folder))
 
 
 def test_another_target_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def plan(
     ] = None,
     weights: Annotated[str, typer.Option(metavar="DTYPE", help=f"How weights are stored: {STORED}.")] = "bfloat16",
     kv: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. [bfloat16]")
+        str | None, typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. Default: bfloat16.")
     ] = None,
     devices: Annotated[int, typer.Option(metavar="N", help="Devices that share every layer (tensor parallel).")] = 1,
     stages: Annotated[int, typer.Option(metavar="N", help="Groups of them in a pipeline.")] = 1,
@@ -90,6 +90,8 @@ def plan(
     How often drafts are accepted is assumed, and said; --tau takes your own figures.
     """
     shape = resolve(target)
+    if devices < 1:
+        raise ConfigError(f"--devices {devices}", "a model lies on one device at least", "give 1 or more")
     if measured:
         given = {"--machine": machine, "--kv": kv, "--devices": devices > 1, "--stages": stages > 1, "--paper": paper}
         _refuse_beside_measured(given)

@@ -229,6 +229,8 @@ class PassTimer:
         self._decoder = decoder
         size = (room + 64) * sequences  # with room to lie in one piece each
         self._pool = KVPool(*decoder.cache_shape, size, decoder.dtype, decoder.device)
+        for cache in (self._pool.tensors.all_k, self._pool.tensors.all_v):
+            cache.fill_(0.5)  # zeros that nobody wrote are one page of memory, read from the processor's caches
         self._caches = [self._filled(context, room) for _ in range(sequences)]
 
     def _filled(self, context: int, room: int) -> SequenceCache:

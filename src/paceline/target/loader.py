@@ -204,13 +204,16 @@ class Layout:
     heads: list[StoredTensor]  # stored beside a tied embedding, of which they must be copies
 
 
-def read_layout(folder: Path, config: DecoderConfig) -> Layout:
+def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
     """Find every parameter in the headers of the folder's safetensors files; no data is read.
+
+    Args:
+        layers_only: the files are to hold the layers' tensors, and nothing of what is before and behind them.
 
     Raises:
         ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
     """
-    wanted = {piece.source: piece for piece in weight_map(config)}
+    wanted = {piece.source: piece for piece in weight_map(config) if piece.of_layer or not layers_only}
     stored = _by_source(stored_tensors(_weight_files(folder), _RESTORE))
     pieces = [(wanted[source], tensor) for source, tensor in stored.items() if source in wanted]
     for piece, tensor in pieces:
@@ -252,13 +255,16 @@ def _check_piece(piece: Piece, tensor: StoredTensor) -> None:
         )
 
 
-def load_weights(decoder: Decoder, folder: Path) -> None:
+def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> None:
     """Fill the decoder's parameters from the folder's safetensors files.
+
+    Args:
+        layers_only: as of `read_layout`; embedding, norm and head are left as they are.
 
     Raises:
         ConfigError: as `read_layout`.
     """
-    _fill_all(decoder, read_layout(folder, decoder.config))
+    _fill_all(decoder, read_layout(folder, decoder.config, layers_only))
 
 
 def _fill_all(decoder: Decoder, layout: Layout) -> None:

@@ -22,6 +22,11 @@ class Piece:
     rows: int | None = None  # how many of its rows; None: all
 
     @property
+    def of_layer(self) -> bool:
+        """Whether it belongs to a layer, not to what is before and behind them."""
+        return self.into.startswith("layers.")
+
+    @property
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)

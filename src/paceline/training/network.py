@@ -162,27 +162,32 @@ class Network(nn.Module):
 
     # -- files
 
-    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parameters under their checkpoint names."""
+    def state(self, dtype: torch.dtype, layers_only: bool = False) -> dict[str, Tensor]:
+        """The parameters under their checkpoint names; of all of them, or of the layers'."""
         parameters = dict(self.decoder.named_parameters())
         made = {}
         for piece in weight_map(self.config):
+            if layers_only and not piece.of_layer:
+                continue
             value = parameters[piece.into].detach()
             rows = value if piece.rows is None else value[piece.at : piece.at + piece.rows]
             name = piece.source if piece.source.startswith("lm_head") else f"model.{piece.source}"
             made[name] = rows.to("cpu", dtype).contiguous().clone()
         return made
 
-    def save(self, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
+    def save(
+        self, folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, layers_only: bool = False
+    ) -> None:
         """Write ``config.json`` and the weights in ``dtype``.
 
         Args:
             config: the checkpoint's config.json.
+            layers_only: leave embedding, final norm and head out: those who load it have them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         values = {**config, "dtype": str(dtype).removeprefix("torch.")}
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        save_file(self.state(dtype), str(folder / WEIGHTS), metadata={"format": "pt"})
+        save_file(self.state(dtype, layers_only), str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
 def project(

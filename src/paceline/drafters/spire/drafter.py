@@ -170,8 +170,10 @@ class SpireDrafter:
         config = read_config(self._source)
         native = target.decoder.stack is not None and unsupported(config, target.dtype, device) is None
         attention = make_backend("reference" if target.dtype == torch.float64 else "sdpa", target.dtype)
-        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native)
-        load_weights(decoder, self._source)
+        lent = self.shape.ends == "target"
+        lender = target.handle if lent else None
+        decoder = Decoder(config, attention, dtype=target.dtype, device=device, native=native, lender=lender)
+        load_weights(decoder, self._source, layers_only=lent)
         return decoder, read_memory(self.shape, self._source)
 
     def release(self, keys: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """A trained SPIRe drafter: what it is, and its files.
 
-A folder with a Hugging Face checkpoint of the draft's layers and ends (``config.json``, ``model.safetensors``), and
-beside it ``spire.json``, which says what the draft is and for whom, and ``spire.safetensors``, the weights of its
-feedback memory.
+A folder with a Hugging Face checkpoint of the draft's layers and ends (``config.json``, ``model.safetensors``; of the
+layers alone where the ends are the target's), and beside it ``spire.json``, which says what the draft is and for whom,
+and ``spire.safetensors``, the weights of its feedback memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..states.head import fill, known, read_tensors, stored
 CONFIG_FILE, WEIGHTS_FILE = "spire.json", "spire.safetensors"
 MEMORY = "memory"
 Past = Literal["layers", "embedding", "last"]
+Ends = Literal["own", "target"]
 OWN_WEIGHT = 2.0  # at the start, of the layer's own input in its memory; the others have 0
 
 
@@ -40,6 +41,7 @@ class SpireShape:
     past: Past = "layers"  # what stands for the memory of verified tokens: the target's activations layer by layer; the
     # draft's embeddings, or the target's last activation for all layers (3.3's worse variants)
     shared: bool = False  # one memory for all layers (Fan et al. 2021), not one each
+    ends: Ends = "own"  # embedding, final norm and head: in the checkpoint; or the target's, which it then lacks
     target: str = ""  # name of the target, for messages
     fingerprint: str = ""  # of the target's checkpoint; empty: not recorded
 

@@ -15,13 +15,14 @@ from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, option
 from ...target.families import DecoderConfig, decoder_config
 from ...target.files import fingerprint
-from ...target.loader import load_weights
+from ...target.loader import load_weights, read_config
+from ...target.weights import weight_map
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
 from ...training.network import Network
 from ...training.prefixes import Blocks, run_blocks
 from ...training.trainer import StepContext
-from .model import Past, SpireShape, read_memory, read_shape, save_shape
+from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext
@@ -43,6 +44,9 @@ class SpireOptions:
     )
     shared: bool = option(False, help="one memory for all layers; with past = embedding or last")
     start: Literal["pruned", "random"] = option("pruned", help="from the target's last layers and ends, or at random")
+    ends: Ends = option(
+        "own", help="embedding, final norm and head: own ones, trained and stored; or the target's as they are"
+    )
     loss: Literal["mixed", "text"] = option(
         "mixed", help="mixed: omega CE(p, q) - (1 - omega) alpha; text: cross-entropy with the text"
     )
@@ -53,7 +57,7 @@ class SpireOptions:
 
     def shape(self, layers: int, target: str = "", mark: str = "") -> SpireShape:
         """What the draft is; refuses what does not go together."""
-        names = ("window", "sinks", "depth", "feedback", "past", "shared")
+        names = ("window", "sinks", "depth", "feedback", "past", "shared", "ends")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return SpireShape(layers=layers, target=target, fingerprint=mark, **values)
 
@@ -69,18 +73,28 @@ class SpireModule(nn.Module):
     def __init__(self, network: Network, shape: SpireShape) -> None:
         super().__init__()
         self.network = network
+        if shape.ends == "target":
+            for piece in weight_map(network.config):
+                if not piece.of_layer:
+                    network.decoder.get_parameter(piece.into).requires_grad_(False)
         made = shape.fresh_memory()
         self.memory = None if made is None else nn.Parameter(made.to(network.head_weight.device))
 
 
-def load_trained(folder: Path) -> tuple[SpireModule, SpireShape]:
+def load_trained(folder: Path, target: Network) -> tuple[SpireModule, SpireShape]:
     """A draft as training left it, float32, and what it is.
+
+    Args:
+        target: whose ends a draft has that has none of its own.
 
     Raises:
         ConfigError: a folder that holds none.
     """
     shape = read_shape(folder)
-    module = SpireModule(Network.load(folder, frozen=True), shape)
+    network = Network(read_config(folder), target.head_weight.device, frozen=True)
+    _load(network, shape, target, folder)
+    network.decoder.assert_loaded()
+    module = SpireModule(network, shape)
     memory = read_memory(shape, folder)
     if module.memory is not None and memory is not None:
         module.memory.data.copy_(memory)
@@ -151,11 +165,12 @@ class SpireRecipe:
     def _mean(self, part: Rows, final: Tensor | None) -> Tensor:
         """The loss of the rows of a pass."""
         head = self.module.network.head_weight
+        frozen = 0 if head.requires_grad else head.shape[1]
         if self.options.loss == "text":
-            return cross_entropy(part.hidden, head, part.targets, part.weights, check=False)
+            return cross_entropy(part.hidden, head, part.targets, part.weights, check=False, frozen=frozen)
         assert final is not None, "the target was run"
         says = TargetHidden(final.flatten(0, 1)[part.places], self.target.head_weight)
-        return mixed(part.hidden, head, says, part.weights, check=False, omega=self.options.omega)
+        return mixed(part.hidden, head, says, part.weights, check=False, frozen=frozen, omega=self.options.omega)
 
     @torch.no_grad()
     def know(self, batch: TokenBatch) -> Known:
@@ -234,7 +249,8 @@ class SpireRecipe:
 
     def export(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """What users load; the job adds ``training.json``."""
-        self.module.network.save(folder, dict(self.config), torch.bfloat16)
+        layers_only = self.shape.ends == "target"
+        self.module.network.save(folder, dict(self.config), torch.bfloat16, layers_only)
         save_shape(self.shape, self.module.memory, folder)
 
 
@@ -277,10 +293,10 @@ class SpireKind:
         config = _config(context.target_folder, layers)
         network = Network(decoder_config(config), context.device)
         if context.init is None:
-            _start(network, context.target, options.start, context.seed)
+            _start(network, context.target, options, context.seed)
         module = SpireModule(network, shape)
         if context.init is not None:
-            _resume(module, shape, context.init)
+            _resume(module, shape, context.target, context.init)
         return SpireRecipe(module, context.target, shape, options, config, context.held_out)
 
 
@@ -301,28 +317,40 @@ def _config(folder: Path, layers: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _start(network: Network, target: Network, start: Literal["pruned", "random"], seed: int) -> None:
-    """The target's embedding, last layers, norm and head (section 3.2); or random weights."""
-    if start == "random":
+def _start(network: Network, target: Network, options: SpireOptions, seed: int) -> None:
+    """The target's embedding, last layers, norm and head (section 3.2); or random weights for all that is trained."""
+    if options.start == "random":
         network.init_weights(seed)
-        return
     known, skipped = dict(target.decoder.named_parameters()), len(target.layers) - len(network.layers)
     for name, parameter in network.decoder.named_parameters():
         parts = name.split(".")
+        if options.start == "random" and (parts[0] == "layers" or options.ends == "own"):
+            continue
         if parts[0] == "layers":
             parts[1] = str(int(parts[1]) + skipped)
         parameter.copy_(known[".".join(parts)])
 
 
 @torch.no_grad()
-def _resume(module: SpireModule, shape: SpireShape, folder: Path) -> None:
+def _load(network: Network, shape: SpireShape, target: Network, folder: Path) -> None:
+    """Weights of a trained draft, and the target's ends where it has none."""
+    if shape.ends == "target":
+        known = dict(target.decoder.named_parameters())
+        for name, parameter in network.decoder.named_parameters():
+            if not name.startswith("layers."):
+                parameter.copy_(known[name])
+    load_weights(network.decoder, folder, layers_only=shape.ends == "target")
+
+
+@torch.no_grad()
+def _resume(module: SpireModule, shape: SpireShape, target: Network, folder: Path) -> None:
     """Take the weights of another draft, to train them on."""
     found = read_shape(folder)
-    for name in ("layers", "feedback", "shared"):
+    for name in ("layers", "feedback", "shared", "ends"):
         ours, theirs = getattr(shape, name), getattr(found, name)
         if ours != theirs:
             raise ConfigError(f"--init {folder}", f"it has {name}={theirs}, not {ours}", f"train with {name}={theirs}")
-    load_weights(module.network.decoder, folder)
+    _load(module.network, shape, target, folder)
     memory = read_memory(found, folder)
     if module.memory is not None and memory is not None:
         module.memory.copy_(memory)
