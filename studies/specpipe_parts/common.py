@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,6 +35,8 @@ DRAFT_MS = 17.0  # of a level: Llama 1B on an L40 (section 3.3.1)
 LEAP = 64  # rows of a GPU's matrix product (figure 9)
 LEAP_MS = 6.0  # ours: what each 64 rows more add to a stage
 FREE = Link()
+ROW = 8192 * 2  # bytes of a row's states on a link: Llama 70B's (section 4.2: 16 KiB a token)
+ETHERNET = Link(latency_ms=1.0, gbit_per_s=10.0)  # "10 GbE with millisecond-level latency" (section 4.2)
 OWN = ("draft", "stages", "width", "children")  # options that figures look at
 TREE = "1x1x3x1x1x1x1x1"  # of SpecInfer (section 4)
 HOW = f"{VIRTUAL}: tokens, trees and pruning are real, times are those that stages, link and source are given"
@@ -174,6 +176,14 @@ class Run:
         return sum(map(len, self.said)) / self.seconds
 
 
+def two_hosts(ask: Asked) -> list[Link]:
+    """10 GbE into the middle stage, and back to the first one; rows take on it as long as the paper's."""
+    decoder = target(ask).decoder
+    row = decoder.config.d_model * decoder.dtype.itemsize
+    link = replace(ETHERNET, gbit_per_s=ETHERNET.gbit_per_s * row / ROW)
+    return [link if stage in (0, ask.stages // 2) else FREE for stage in range(ask.stages)]
+
+
 def stage_seconds(rows: int) -> float:
     """A stage of the paper's kind: flat up to 64 rows, then a leap for each 64 more."""
     return (STAGE_MS + LEAP_MS * ((rows - 1) // LEAP)) * 1e-3
@@ -192,7 +202,7 @@ def decode(
     together: int | None = None,
     stage_s: Callable[[int], float] = stage_seconds,
     draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3,
-    link: Link = FREE,
+    link: Link | Sequence[Link] = FREE,
 ) -> Run:
     """Requests through a pipeline in virtual time.
 
@@ -204,7 +214,7 @@ def decode(
         together: requests that run at once; None: all.
         stage_s: seconds of a stage by rows.
         draft_s: seconds of a level by nodes that are expanded.
-        link: into each stage.
+        link: into each stage, or of each its own.
     """
     decoder = target(ask).decoder
     slots = sum(len(ids) + (params.max_tokens or 0) + 64 for ids, params in jobs) + 4096

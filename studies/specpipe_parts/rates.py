@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.bench.study import Table
 from paceline.distributed.clock import VIRTUAL
+from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt, hit_rates
-from specpipe_parts.common import HOW, OWN, STAGE_MS, Asked, decode, draft_of, greedy, levels, plain, prompts, study
+from paceline.rounds.pipeline.flight import NONE
+from specpipe_parts.common import (
+    HOW,
+    OWN,
+    STAGE_MS,
+    Asked,
+    Job,
+    decode,
+    draft_of,
+    greedy,
+    levels,
+    plain,
+    prompts,
+    study,
+    target,
+)
 
 WIDTHS = (1, 2, 4, 8)
 
 
-@study.figure(takes=OWN, tasks="books", prompts=3, max_new_tokens=16)
+def ranks_below(ask: Asked, jobs: Sequence[Job], answers: Sequence[Sequence[int]], width: int) -> list[int]:
+    """Of each token but an answer's first, its place among the draft's candidates below the text; -1: none of them.
+
+    It is what a level hits whose parent is known: P(w, 1), the paper's own figure 7.
+    """
+    drafter = draft_of(ask)
+    decoder = target(ask).decoder
+    drafter.bind(decoder.info("target", target(ask).tokenizer), 1, 4096, decoder.device)
+    sessions = drafter.sessions(width)
+    ranks = []
+    for key, ((prompt, params), answer) in enumerate(zip(jobs, answers, strict=True)):
+        sessions.open(Opening(key, [*prompt, answer[0]], len(prompt), params, 0, 0))
+        for token in answer[1:]:
+            (grown,) = sessions.grow([Ask(key, expand=[ROOT], width=width)])
+            order = sorted(range(len(grown.tokens)), key=lambda place: -grown.log_q[place])
+            best = [grown.tokens[place] for place in order]
+            ranks.append(best.index(token) if token in best else NONE)
+            sessions.commit(key, [token])
+        sessions.close(key)
+    return ranks
+
+
+@study.figure(takes=OWN, tasks="books", prompts=7, max_new_tokens=32)
 def figure_7(ask: Asked) -> Iterator[Table | None]:
-    """Hit rate P(w, m) on books, by width and by the levels that the source must be ahead."""
+    """Hit rate P(w, m) on books, by width and by the levels that the source must be ahead.
+
+    With one stage nothing is ahead, and P(w, 1) is the share of tokens among the draft's w best below the text.
+    """
     tokens = ask.max_new_tokens or 0
     found = prompts(ask, tokens)
-    counts = ask.few((1, 2, 4, 8))
+    counts = ask.few(range(1, 9))
     yield None
     rows: list[list[str]] = []
     values: list[dict[str, Any]] = []
@@ -29,10 +70,13 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
     answers = plain(ask, jobs)
     for stages in counts:
         verdicts = []
-        for job, answer in zip(jobs, answers, strict=True):
-            run = decode(ask, [job], draft_of(ask), levels(ask, stages=stages, width=max(WIDTHS)))
-            same &= run.said == [answer]
-            verdicts += [verdict.rank for tick in run.ticks for verdict in tick.verdicts]
+        if stages == 1:
+            verdicts = ranks_below(ask, jobs, answers, max(WIDTHS))
+        else:
+            for job, answer in zip(jobs, answers, strict=True):
+                run = decode(ask, [job], draft_of(ask), levels(ask, stages=stages, width=max(WIDTHS)))
+                same &= run.said == [answer]
+                verdicts += [verdict.rank for tick in run.ticks for verdict in tick.verdicts]
         rates = hit_rates(verdicts, WIDTHS)
         values.append({"stages": stages, "rates": rates, "verdicts": len(verdicts)})
         series.append(Series(label=f"m = {stages}", x=WIDTHS, y=[rates[width] for width in WIDTHS]))
@@ -50,7 +94,7 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-@study.figure(takes=OWN, tasks="sql,e2e", prompts=1, max_new_tokens=24)
+@study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=1, max_new_tokens=32)
 def figure_10(ask: Asked) -> Iterator[Table | None]:
     """Time between tokens and hit rate by width w and candidates k, and what the planner would choose."""
     tokens = ask.max_new_tokens or 0
@@ -61,7 +105,7 @@ def figure_10(ask: Asked) -> Iterator[Table | None]:
     rows, tried, same = [], {}, True
     series: dict[int, list[tuple[int, float]]] = {}
     for children in ask.few((2, 4, 8)):
-        for width in ask.few((1, 2, 4, 8, 16)):
+        for width in ask.few((1, 2, 4, 8, 16, 32, 128)):
             runs = [decode(ask, [job], draft_of(ask), levels(ask, width=width, children=children)) for job in jobs]
             same &= [run.said[0] for run in runs] == answers
             rate = sum(run.hit_rate for run in runs) / len(runs)

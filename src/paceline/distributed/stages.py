@@ -31,11 +31,11 @@ class VirtualStages(StagesInTurn):
         clock: whose activities they are.
         stages: in order.
         seconds: of each stage, by rows.
-        link: into every stage; the coordinator is as far from the first one as stages are from each other.
+        link: into every stage, or into each its own; that into the first one is the coordinator's.
         timeline: notes who does what.
 
     Raises:
-        ConfigError: times of more or fewer stages.
+        ConfigError: times, or links, of more or fewer stages.
     """
 
     def __init__(
@@ -43,15 +43,18 @@ class VirtualStages(StagesInTurn):
         clock: VirtualClock,
         stages: Sequence[Stage],
         seconds: Sequence[Callable[[int], float]],
-        link: Link = FREE,
+        link: Link | Sequence[Link] = FREE,
         timeline: Timeline | None = None,
     ) -> None:
+        links = [link] * len(stages) if isinstance(link, Link) else link
+        wrong = f"there are {len(stages)} stages"
         if len(seconds) != len(stages):
-            wrong = f"there are {len(stages)} stages"
             raise ConfigError(f"times of {len(seconds)} stages", wrong, "give each stage its time")
+        if len(links) != len(stages):
+            raise ConfigError(f"links into {len(links)} stages", wrong, "give one link, or each stage its own")
         super().__init__(stages)
         self.timeline = timeline or Timeline(clock)
-        self._clock, self._link = clock, link
+        self._clock, self._links = clock, links
         self._inboxes = [clock.mailbox() for _ in stages]
         self._outboxes = [clock.mailbox() for _ in stages]
         for index in range(self.count):
@@ -65,18 +68,19 @@ class VirtualStages(StagesInTurn):
         while True:
             frame: Frame = stage.pruned(self._inboxes[index].get())
             if frame.rows:
-                self._travel(who, frame)
+                self._travel(index, frame)
                 with self.timeline.span(who, "compute", rows=frame.rows), pace.work(frame.rows):
                     frame = stage.run(frame)
             else:  # moves alone: their bytes and their copies are next to nothing
                 frame = stage.run(frame)
             self._outboxes[index].put(frame)
 
-    def _travel(self, who: str, frame: Frame) -> None:
+    def _travel(self, index: int, frame: Frame) -> None:
         """Wait until a frame has come."""
-        way = self._link.transfer_s(frame.bytes + ROW_BYTES * frame.rows) + self._link.latency_ms * 1e-3
+        link = self._links[index]
+        way = link.transfer_s(frame.bytes + ROW_BYTES * frame.rows) + link.latency_ms * 1e-3
         if way:
-            with self.timeline.span(who, "transmit", rows=frame.rows):
+            with self.timeline.span(f"stage {index}", "transmit", rows=frame.rows):
                 self._clock.sleep_until(self._clock.now() + way)
 
     def compute(self, held: Sequence[Frame | None]) -> list[Frame | None]:
