@@ -44,6 +44,15 @@ def _start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KV
     return start_stages(config, split, target, pool)
 
 
+def _cut(config: LLMConfig) -> LLMConfig:
+    """With a cut into stages that is measured, where one is asked for; likewise."""
+    if config.pipeline is None:
+        return config
+    from .stage_worker import with_cut
+
+    return with_cut(config)
+
+
 class LLM:
     """A target model with an engine, ready for requests.
 
@@ -61,7 +70,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, share: LLM | None = None, **options: Any) -> None:
-        self.config = config_of(model, options)
+        self.config = _cut(config_of(model, options))
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self._target = load_target(self.config) if share is None else self._shared(share)

@@ -6,9 +6,12 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from statistics import median
 from typing import Any
 from weakref import finalize
 
@@ -17,7 +20,8 @@ import torch
 from .assembly import LoadedModel, Source, compiled_layers, make_attention, open_source
 from .config import LLMConfig
 from .core.errors import ConfigError
-from .core.options import written
+from .core.inference import inference
+from .core.options import shown, written
 from .distributed.handshake import Begin, Facts
 from .distributed.hosts import launch_at
 from .distributed.placement import Placement, cores, pin
@@ -28,17 +32,22 @@ from .kv.pool import KVPool
 from .kv.store import KVStore
 from .rounds import parse_round
 from .rounds.pipeline import PipelineConfig
-from .rounds.pipeline.split import Split
+from .rounds.pipeline.config import MEASURED
+from .rounds.pipeline.split import Split, parse_split
+from .target.decoder import Decoder
 from .target.files import fingerprint
 from .target.loader import load_model, parse_device
 from .target.padding import cache_shape
-from .target.stages import Stage
+from .target.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 
 # What a stage's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "exact", "kernels", "attention", "revision", "offline")
 SERVICE = f"{__name__}:service"
 PART = ("start", "stop", "slots")  # the numbers that say which stage it is
 MOST = 2**31  # of each of them
+TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: keys that rows see, passes of which the median counts
+
+log = logging.getLogger(__name__)
 
 
 def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageWorkers:
@@ -78,6 +87,83 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
     if config.threads is None and placements[-1].num_threads:
         torch.set_num_threads(placements[-1].num_threads)
     return belt
+
+
+def with_cut(config: LLMConfig) -> LLMConfig:
+    """The options with ``layers=auto`` replaced by a cut from what a layer and the head take here.
+
+    A layer is timed with one row and with w rows. Rows fall along a pipeline, since its trees are pruned on their way:
+    taken are w of them in the first stage, one in the last, and even factors between.
+
+    Raises:
+        ConfigError: stages on other hosts, more stages than layers, a checkpoint that cannot be used.
+    """
+    chosen = parse_round(config.round)
+    if config.pipeline is None or not isinstance(chosen, PipelineConfig) or chosen.layers != MEASURED:
+        return config
+    split = parse_split(config.pipeline)
+    if split.hosts:
+        wrong = "what other hosts take is not measured"
+        raise ConfigError(f"pipeline={shown(config.pipeline)} with layers=auto", wrong, "name the layers of each stage")
+    source = open_source(config, config.model, config.dtype)
+    count, width = source.shape.num_layers, chosen.width
+    even_cuts(count, split.stages)  # says now what is wrong with their number
+    layer, head = _timed(config, source, place(split, config.device)[-1].num_threads, (1, width))
+    rows = [width ** (1 - stage / max(1, split.stages - 1)) for stage in range(split.stages)]
+    slope = (layer[width] - layer[1]) / max(1, width - 1)
+    bounds = cut_by_rows(count, rows, lambda n: layer[1] + max(0.0, slope) * (n - 1), head)
+    layers = "x".join(str(b - a) for a, b in zip(bounds, bounds[1:], strict=False))
+    log.info("stages of %s layers: one takes %.2f ms, the head %.2f ms", layers, 1e3 * layer[1], 1e3 * head)
+    text = ",".join(f"layers={layers}" if part == f"layers={MEASURED}" else part for part in config.round.split(","))
+    return replace(config, round=text)
+
+
+@inference
+def _timed(
+    config: LLMConfig, source: Source, threads: int | None, rows: Sequence[int]
+) -> tuple[dict[int, float], float]:
+    """Median seconds of the last layer by rows, and of the head with one row, with so many threads."""
+    before = torch.get_num_threads()
+    decoder = load_part(config, source, (source.shape.num_layers - 1, source.shape.num_layers), words=True)
+    pool = KVPool(*decoder.cache_shape, TIMED_KEYS, decoder.dtype, decoder.device)
+    stage = Stage(decoder, 0, 1, pool.tensors)
+    hidden = torch.zeros(max(rows), decoder.config.d_model, dtype=decoder.dtype, device=decoder.device)
+    found = {}
+    torch.set_num_threads(threads or before)
+    try:
+        for count in rows:
+            first = TIMED_KEYS - count
+            text = StageRows(
+                0, 0, [0] * count, [TEXT] * count, range(first, TIMED_KEYS), slice(0, TIMED_KEYS), TIMED_KEYS, first
+            )
+            found[count] = _median_s(lambda count=count, text=text: stage.run(Frame(0, [text], hidden[:count].clone())))
+        return found, _median_s(lambda: decoder.read(hidden[:1]))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _median_s(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(TIMES + 2):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return median(times[2:])
+
+
+def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], words: bool) -> Decoder:
+    """Some of a target's layers; errors as of `load_model`."""
+    return load_model(
+        source.folder,
+        attention=make_attention(config, source.dtype, config.exact),
+        dtype="int8" if source.quantised else source.dtype,
+        device=config.device,
+        exact=config.exact,
+        native=compiled_layers(config, source.shape, source.dtype),
+        stretch=source.shape.stretch,
+        layers=layers,
+        words=words,
+    )
 
 
 def _start(workers: Sequence[Worker]) -> None:
@@ -161,17 +247,7 @@ def service(device: str, options: Mapping[str, Any], start: int, stop: int, slot
         asked = f"a stage of layers {start} to {stop - 1} of {config.model}"
         raise ConfigError(asked, f"it has layers 0 to {layers - 1}", "give both sides the same checkpoint")
     compiled = compiled_layers(config, source.shape, source.dtype)
-    decoder = load_model(
-        source.folder,
-        attention=make_attention(config, source.dtype, config.exact),
-        dtype="int8" if source.quantised else source.dtype,
-        device=device,
-        exact=config.exact,
-        native=compiled,
-        stretch=source.shape.stretch,
-        layers=(start, stop),
-        words=False,
-    )
+    decoder = load_part(config, source, (start, stop), words=False)
     store = KVStore(*cache_shape(decoder.config, compiled), slots, source.dtype, where)
     return StageService(Stage(decoder, 0, stop - start, store), _facts(source))
 

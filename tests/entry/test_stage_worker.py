@@ -23,7 +23,8 @@ from paceline.distributed.placement import Placement, cores
 from paceline.distributed.stage_service import message_of
 from paceline.kv.pool import KVPool
 from paceline.rounds.pipeline.split import Split, parse_split
-from paceline.stage_worker import chosen, place, service, stage_spec
+from paceline.rounds import parse_round
+from paceline.stage_worker import chosen, place, service, stage_spec, with_cut
 from paceline.target.stages import Frame, Stage, StageRows
 
 MODEL = "paceline-small"
@@ -182,3 +183,15 @@ def test_a_host_as_the_command_line_starts_it() -> None:
         host.send_signal(signal.SIGINT)
         host.wait(60)
     assert host.returncode == 130
+
+
+def test_a_cut_is_measured_where_it_is_asked_for() -> None:
+    config = LLMConfig(model=MODEL, pipeline=3, round="pipeline,layers=auto,width=4")
+    layers = parse_round(with_cut(config).round).layers
+    sizes = [int(part) for part in layers.split("x")]
+    assert len(sizes) == 3 and sum(sizes) == LAYERS and min(sizes) > 0
+    assert with_cut(LLMConfig(model=MODEL, pipeline=3)).round == "pipeline,stages=3"
+    with pytest.raises(ConfigError, match="other hosts"):
+        with_cut(replace(config, pipeline="a:1,b:2"))
+    with pytest.raises(ConfigError, match="times are measured where stages start"):
+        LLM(MODEL, round="pipeline,layers=auto", drafter="ngram")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError
@@ -113,7 +113,7 @@ def choose_tree(candidates: Iterable[Candidate], step_time: Callable[[int], floa
     return min(candidates, key=cost)
 
 
-def hit_rates(ranks: Sequence[int], widths: Iterable[int]) -> dict[int, float]:
+def hit_rates(ranks: Collection[int], widths: Iterable[int]) -> dict[int, float]:
     """P(w) of every width, from one run with a width at least as large: for choosing w while requests run.
 
     It is an estimate: a narrower tree would also have dropped what grew below the nodes that it lacks.

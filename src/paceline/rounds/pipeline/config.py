@@ -21,6 +21,9 @@ from . import lossy
 from .belt import Belt
 from .round import Filling, PipelineRound
 from .source import AtOnce, Going, Levels, Source
+from .widths import Widths
+
+MEASURED = "auto"  # in place of a cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,11 @@ class PipelineConfig(RoundConfig):
     weighs: ClassVar[bool] = False
 
     stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
-    layers: str = option("", help="layers of each stage, such as 5x4x3; none: as many each as can be")
+    layers: str = option("", help="layers of each stage, such as 5x4x3; auto: by measured times; none: as even as can be")
     width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
+    adapt: bool = option(
+        False, help="w follows the measured hit rates and times of ticks, and is width at most; ids do not depend on it"
+    )
     children: int = option(4, help="candidates below each of them", minimum=1)
     rows: int | None = option(
         None, help="drafted tokens of all requests that enter together, at most; none: no limit", minimum=1
@@ -62,13 +68,13 @@ class PipelineConfig(RoundConfig):
         """Cores and threads are those of a process, trees and cuts numbers of at least 1; a cut names all stages."""
         for name in ("cores", "threads"):
             self.require(name, self.source == "process" or not getattr(self, name), "is for source=process")
-        for name in ("tree", "layers"):
-            text = getattr(self, name)
+        for name, text in (("tree", self.tree), ("layers", "" if self.layers == MEASURED else self.layers)):
             parts = text.split("x") if text else []
             self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
         self.require("accept_p", self.accept_p is None or self.accept == "lossy_top_p", "is for accept=lossy_top_p")
         self.require("rows", self.rows is None or not self.tree, "is for levels, and tree= lets whole trees enter")
-        named = len(_numbers(self.layers))
+        self.require("adapt", not (self.adapt and self.tree), "is for levels, and tree= lets whole trees enter")
+        named = 0 if self.layers == MEASURED else len(_numbers(self.layers))
         self.require("layers", named in (0, self.stages), f"names {named} stages, and stages={self.stages}")
 
     @property
@@ -107,7 +113,7 @@ class PipelineConfig(RoundConfig):
         """What is asked for that needs a drafter, where there is none."""
         if self.place is not None:
             return "no drafter is named that a process could serve", remedy
-        named = [name for name in ("rows", "tree") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
+        named = [name for name in ("rows", "tree", "adapt") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
         return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
     def build(
@@ -151,10 +157,14 @@ class PipelineConfig(RoundConfig):
         """First layer of every stage, and one past the last one's last.
 
         Raises:
-            ConfigError: more stages than layers, or a cut of another number of layers.
+            ConfigError: more stages than layers, a cut of another number of layers, or one that is still to be
+                measured.
         """
         if not self.layers:
             return even_cuts(layers, self.stages)
+        if self.layers == MEASURED:
+            wrong = "times are measured where stages start in processes of this host"
+            raise ConfigError("round='pipeline,layers=auto'", wrong, "give pipeline=STAGES, or name the layers")
         found = [0, *accumulate(_numbers(self.layers))]
         if found[-1] != layers:
             wrong = f"these are {found[-1]} layers, and the target has {layers}"
@@ -204,7 +214,8 @@ class PipelineConfig(RoundConfig):
         self, target: Decoder, pool: KVPool, belt: Belt, source: Source | None, drafter: Drafter | None
     ) -> PipelineRound:
         accept = lossy.rule(self.accept, 0.9 if self.accept_p is None else self.accept_p)
-        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter)
+        widths = Widths(self.width, belt.count) if self.adapt else None
+        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter, widths)
 
     @staticmethod
     def _fit(verifier: str, drafter: Drafter | None) -> None:

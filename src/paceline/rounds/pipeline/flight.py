@@ -47,6 +47,7 @@ class Verdict:
     alive: frozenset[int]  # nodes that are left; of those that had been added before
     rows: tuple[int, ...]  # of K/V that stay, ascending; the first is the old root's, which is text now
     rank: int = NONE  # of the token where it was appended; `NONE`: it was not in the tree
+    missed: int = NONE  # the rank that it had where there was no room for it; `NONE`: it was no candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Flight:
         self.rows = 0  # that have entered and are left
         self.nodes: dict[int, Node] = {}
         self.spare: list[Offer] = []  # that levels had no room for
+        self._missed: dict[tuple[int, int], int] = {}  # parent and token of these -> rank in their level
         self._fresh = 0
         self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
         self._levels = levels
@@ -135,12 +137,20 @@ class Flight:
         late = self.best(older, width - len(chosen))
         taken.update(map(id, late))
         self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in taken]
+        self._note_missed(offers)
         known = {*self.nodes}
         numbers = [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
         ranked = sorted(numbers, key=lambda number: (-self.nodes[number].score, number))
         for rank, number in enumerate(ranked):
             self.nodes[number].rank = rank
         return numbers
+
+    def _note_missed(self, offers: Sequence[Offer]) -> None:
+        """Ranks of the candidates that there was no room for, of those whose parents are there."""
+        ranked = sorted((o for o in offers if o.parent in self.nodes), key=self._path_score, reverse=True)
+        ranks = {(offer.parent, offer.token): rank for rank, offer in enumerate(ranked)}
+        left = ((offer.parent, offer.token) for offer in self.spare)
+        self._missed = {key: rank for key in left if (rank := ranks.get(key, self._missed.get(key))) is not None}
 
     def _path_score(self, offer: Offer) -> float:
         return self.nodes[offer.parent].score + offer.log_q
@@ -172,7 +182,7 @@ class Flight:
         """The source has lost its tree: what is here goes on, and drafting begins below the root again."""
         for number, node in self.nodes.items():
             node.source, node.asked = NONE, number != self.root
-        self.spare = []
+        self.spare, self._missed = [], {}
 
     # -- entering
 
@@ -232,9 +242,10 @@ class Flight:
         child = self._children.get((self.root, token))
         self.version += 1
         if child is None:
-            self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
+            missed = self._missed.get((self.root, token), NONE)
+            self.nodes, self._children, self.rows, self.spare, self._missed = {}, {}, 0, [], {}
             self.root = self._add(Node(NONE, token, old.place + 1))
-            return Verdict(self.version, token, False, frozenset(), (0,))
+            return Verdict(self.version, token, False, frozenset(), (0,), missed=missed)
         return self._reroot(child)
 
     def _reroot(self, child: int) -> Verdict:

@@ -13,6 +13,7 @@ it is not in flight.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -35,6 +36,7 @@ from .belt import Belt
 from .flight import Flight, Offer, Verdict
 from .lossy import Accept
 from .source import Source
+from .widths import Widths
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class PipelineRound:
         filling: what enters in a tick.
         accept: chooses a token from the target's scores and the drafts in flight; None: the target alone decides.
         drafter: whose sessions the source has.
+        widths: choose w while requests run; None: it stays.
     """
 
     target: Decoder
@@ -112,6 +115,8 @@ class PipelineRound:
     filling: Filling = Filling()
     accept: Accept | None = None
     drafter: Drafter | None = None
+    widths: Widths | None = None
+    now: Callable[[], float] = field(default=perf_counter, init=False)  # by which ticks are timed
     name: str = field(default="pipeline", init=False)
     past: int | None = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why drafting has ended
@@ -127,10 +132,12 @@ class PipelineRound:
     _verdicts: list[Verdict] = field(default_factory=list, init=False)  # of the tick
     _added: tuple[int, int] = field(default=(0, 0), init=False)  # refills and late siblings of the tick
     _ticks: int = field(default=0, init=False)  # since the last frame that has rows entered
+    _levels_in: deque[int] = field(init=False)  # rows of the frames in flight; 0: of text, which says nothing of w
     _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
 
     def __post_init__(self) -> None:
         self.pool.store = self._riding
+        self._levels_in = deque([0] * self.belt.count, maxlen=self.belt.count)
 
     @property
     def busy(self) -> bool:
@@ -199,7 +206,7 @@ class PipelineRound:
 
     def _tick(self) -> list[tuple[Running, int]]:
         """One tick of everything; returns who got how many tokens."""
-        frame = self._frame()
+        began, frame = self.now(), self._frame()
         if self.source is not None and self.source.away:
             self._guard(self._reopen)
         if self.source is not None:
@@ -211,11 +218,24 @@ class PipelineRound:
         if self.source is not None:
             waits = not self._guard(self._take)
         verdicts, self._verdicts = self._verdicts, []
+        if self.widths is not None:
+            self._adapt(self.widths, frame, self.now() - began, verdicts)
         added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
             rows = 0 if frame is None else frame.rows
             self.on_tick(Ticked(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
         return said
+
+    def _adapt(self, widths: Widths, frame: Frame | None, seconds: float, verdicts: Sequence[Verdict]) -> None:
+        """Let the width follow what a tick took, and what it said."""
+        parts = [] if frame is None else frame.parts
+        text = any(len(part.nodes) > 1 and TEXT in part.nodes for part in parts)
+        self._levels_in.append(0 if text else max((len(part.nodes) for part in parts), default=1))
+        if 0 not in self._levels_in:
+            widths.time.saw(max(self._levels_in), seconds)
+        for verdict in verdicts:
+            widths.said(verdict.rank if verdict.rank >= 0 else verdict.missed)
+        self.filling = replace(self.filling, width=widths.width)
 
     def _frame(self) -> Frame | None:
         """What enters now: text that waits, and a level of each tree."""
