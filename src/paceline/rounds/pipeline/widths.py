@@ -51,6 +51,9 @@ class Widths:
     A token that a level had no room for counts with the rank that it had there, so that wider levels than the current
     one can be judged, too; how much more would have hung below it nobody knows.
 
+    Where all ticks had as many rows it tries another width for a few tokens: some hundred ticks later it knows no more
+    what rows take, and tries again.
+
     Args:
         most: the largest, with which it begins.
         stages: m.
@@ -67,8 +70,16 @@ class Widths:
         """A token, with its rank in its level; below 0: it was not drafted."""
         self._ranks.append(rank)
         self._since += 1
-        if self._since >= EVERY and self.time.known:
+        if self._since >= EVERY:
             self._since = 0
-            rates = hit_rates(self._ranks, self._widths)
-            candidates = [Candidate(width, 1, rates[width]) for width in self._widths]
-            self.width = choose_tree(candidates, self.time, self._stages).width
+            self.width = self._best() if self.time.known else self._neighbour()
+
+    def _best(self) -> int:
+        rates = hit_rates(self._ranks, self._widths)
+        candidates = [Candidate(width, 1, rates[width]) for width in self._widths]
+        return choose_tree(candidates, self.time, self._stages).width
+
+    def _neighbour(self) -> int:
+        """Another width, so that ticks tell what rows take: the next one below, or above the smallest."""
+        place = self._widths.index(self.width)
+        return self._widths[place - 1] if place else self._widths[min(1, len(self._widths) - 1)]
