@@ -24,6 +24,7 @@ from specpipe_parts.common import (
     levels,
     plain,
     prompts,
+    stage_seconds,
     study,
     target,
 )
@@ -115,7 +116,7 @@ def figure_10(ask: Asked) -> Iterator[Table | None]:
             bound = expected_tbt(STAGE_MS, ask.stages, rate)
             rows.append([str(width), str(children), f"{rate:.3f}", f"{tbt:.1f}", f"{bound:.1f}"])
     rates = {key: rate for key, (rate, _) in tried.items()}
-    chosen = choose_tree([Candidate(*key, rate) for key, rate in rates.items()], lambda width: STAGE_MS, ask.stages)
+    chosen = choose_tree([Candidate(*key, rate) for key, rate in rates.items()], stage_seconds, ask.stages)
     best = min(tried, key=lambda key: (tried[key][1], key))
     panel = Panel(
         title="",

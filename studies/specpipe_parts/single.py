@@ -237,9 +237,12 @@ def figure_14(ask: Asked) -> Iterator[Table | None]:
 PAPERS_SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 80}
 
 
-@study.table(takes=OWN, tasks="sql,e2e,gsm8k", prompts=1, max_new_tokens=32)
+@study.table(takes=OWN, tasks="sql,e2e,gsm8k", prompts=3, max_new_tokens=48)
 def figure_15(ask: Asked) -> Iterator[Table | None]:
-    """Greedy and stochastic decoding (temperature 0.6, top-p 0.9, top-k 80; five seeds), and the two lossy rules."""
+    """Greedy and stochastic decoding (temperature 0.6, top-p 0.9, top-k 80; five seeds), and the two lossy rules.
+
+    Answers end where they end: behind its end a greedy answer repeats itself, which a draft predicts too well.
+    """
     tokens = ask.max_new_tokens or 0
     found = prompts(ask, tokens)
     seeds = [None, *ask.few(range(5))]
@@ -256,28 +259,29 @@ def figure_15(ask: Asked) -> Iterator[Table | None]:
             chosen = [seed for seed in seeds if (seed is None) == (kind == "greedy")]
             if options and kind == "stochastic":
                 continue
-            rates, times, agreed = [], [], []
+            hits, times, agreed = [], [], []
             for prompt in found:
                 for seed in chosen:
                     given = {} if seed is None else {**PAPERS_SAMPLING, "seed": seed}
-                    jobs = [(prompt, greedy(tokens, **given))]
+                    jobs = [(prompt, greedy(tokens, ignore_eos=False, **given))]
                     run = decode(ask, jobs, draft_of(ask), levels(ask, **options))
                     (right,) = plain(ask, jobs)
                     same &= bool(options) or run.said == [right]
-                    agreed.append(sum(a == b for a, b in zip(run.said[0], right, strict=True)) / tokens)
-                    rates.append(run.hit_rate)
-                    times.append(run.tbt * 1e3)
-            rate, mean = sum(rates) / len(rates), sum(times) / len(times)
+                    agreed.append(sum(map(int.__eq__, run.said[0], right)) / max(len(run.said[0]), len(right)))
+                    hits += [verdict.hit for tick in run.ticks for verdict in tick.verdicts]
+                    times += [1e3 * gap for gap in run.gaps]
+            rate, mean = sum(hits) / len(hits), sum(times) / len(times)
             match = sum(agreed) / len(agreed)
-            values.append({"rule": name, "kind": kind, "hit_rate": rate, "tbt_ms": mean, "tokens_as_plain": match})
-            rows.append([name, kind, f"{rate:.3f}", f"{mean:.1f}", f"{match:.0%}"])
+            found_here = {"rule": name, "kind": kind, "hit_rate": rate, "tbt_ms": mean, "tokens": len(times)}
+            values.append({**found_here, "tokens_as_plain": match})
+            rows.append([name, kind, str(len(times)), f"{rate:.3f}", f"{mean:.1f}", f"{match:.0%}"])
     change = values[1]["tbt_ms"] / values[0]["tbt_ms"] - 1
     yield Table(
         title=f"Stochastic decoding, and lossy rules ({VIRTUAL})",
-        head=("rule", "decoding", "in flight when said", "TBT ms", "tokens as in plain decoding"),
+        head=("rule", "decoding", "tokens", "in flight when said", "TBT ms", "tokens as in plain decoding"),
         parts={"": rows},
         values={"rows": values, "slower": change},
         remarks=[f"stochastic decoding is {change:+.1%} in time between tokens (paper: +4.39%)"],
-        how=[[HOW, f"{len(found)} prompts, {tokens} tokens, {len(seeds) - 1} seeds"]],
+        how=[[HOW, f"{len(found)} prompts, {tokens} tokens at most, {len(seeds) - 1} seeds"]],
         same=same,
     )

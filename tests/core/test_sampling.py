@@ -187,6 +187,20 @@ class TestRules:
             assert got.dtype == torch.float32
             assert torch.equal(got, make(rules).process(logits.float()))
 
+    @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+    @pytest.mark.parametrize("noisy", [False, True])
+    def test_candidates_are_behind_where_a_truncation_leaves_them_out(self, rules, noisy):
+        sampler, logits, positions = make(rules), random_logits(len(PATHS)), [10] * len(PATHS)
+        loose = {name: value for name, value in rules.items() if name not in ("top_k", "top_p", "min_p")}
+        inner, outer = (
+            one.scores(logits, PATHS, positions) if noisy else one.process(logits, PATHS)
+            for one in (sampler, make(loose))
+        )
+        wanted = torch.where((inner == -math.inf) & (outer > -math.inf), outer - sampling.BEHIND, inner)
+        got = sampler.candidates(logits, PATHS, positions, noisy)
+        torch.testing.assert_close(got, outer if sampler.greedy else wanted, rtol=0, atol=1e-12)
+        assert torch.equal(logits, random_logits(len(PATHS)))
+
     def test_plain_says_when_the_raw_argmax_is_the_choice(self):
         assert make({"temperature": 0.0}).plain
         assert make({"temperature": 0.0, "top_k": 3}).plain

@@ -77,7 +77,10 @@ class Twin:
         sampler = self.opened.view(VOCAB, ()).sampler
         sampler.commit(self.text[len(self.opened.tokens) :])
         below = torch.tensor([path]) if path else None
-        log_q = sampler.scores(logits, below, [len(self.text) + len(path)]).log_softmax(-1)[0]
+        places = [len(self.text) + len(path)]
+        chain = width == 1
+        ranked = sampler.scores(logits, below, places) if chain else sampler.candidates(logits, below, places, True)
+        log_q = ranked.log_softmax(-1)[0]
         best = log_q.topk(width)
         return best.indices.tolist(), best.values.tolist()
 

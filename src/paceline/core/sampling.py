@@ -32,6 +32,7 @@ COOLEST, HOTTEST = 1e-4, 1e6  # temperature
 MOST_PENALTY = 1e6  # of repetition; the least is its inverse
 MOST_BIAS = 1e30
 MOST_SAMPLES = 1024  # of one request
+BEHIND = 2.0  # nats, by which candidates that a draft's own truncation leaves out come behind the others
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parameters
@@ -369,6 +370,24 @@ class SequenceSampler:
         gumbel = self.noise(positions, device=processed.device)
         return processed + gumbel if processed is logits else processed.add_(gumbel)
 
+    def candidates(
+        self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int], noisy: bool
+    ) -> Tensor:
+        """[n, V]: what another network's tokens are ranked by, as candidates for this sequence's next one.
+
+        Like `scores` (``noisy``) or `process`, but tokens that top-k, top-p or min-p exclude come `BEHIND` the others
+        and not out: the target's own truncation may keep them.
+        """
+        masks = 0 if self.greedy else self._masks
+        if not masks:
+            return self.scores(logits, paths, positions) if noisy else self.process(logits, paths)
+        within = self.process(logits, paths)
+        loose = logits.to(within.dtype, copy=True)
+        for step in self._steps[:-masks]:
+            step(loose, None if paths is None else paths.to(loose.device))
+        ranked = torch.where(within == -math.inf, loose - BEHIND, within)
+        return ranked + self.noise(positions, device=ranked.device) if noisy else ranked
+
     def choose(self, logits: Tensor, paths: Tensor | None, positions: Tensor | Sequence[int]) -> Tensor:
         """[n] int64: the token that plain decoding chooses after each row."""
         return self.scores(logits, paths, positions).argmax(dim=-1)
@@ -472,6 +491,7 @@ class SequenceSampler:
             (warm and p.min_p > 0, lambda x, _: _keep_min_p(x, p.min_p)),
         )
         self._truncations = sum(active for active, _ in table[-4:])  # the temperature among them
+        self._masks = sum(active for active, _ in table[-3:])
         return [step for active, step in table if active]
 
     def _tally(self, device: torch.device) -> _Tally:

@@ -328,7 +328,7 @@ class ModelSessions:
         return pad(logits, (0, missing), value=-math.inf) if missing else logits
 
     def _add_children(self, session: Session, wanted: list[int], logits: Tensor, width: int, grown: Grown) -> None:
-        scores = self._scores(session, wanted, logits)
+        scores = self._scores(session, wanted, logits, width)
         if scores is None:
             return
         log_q = scores.log_softmax(dim=-1)  # [wanted, V]
@@ -344,8 +344,11 @@ class ModelSessions:
                 grown.tokens.append(token)
                 grown.log_q.append(value)
 
-    def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor) -> Tensor | None:
-        """What children are ranked by, see `Grower`; None: the request's own rules fail, and will end it."""
+    def _scores(self, session: Session, wanted: Sequence[int], logits: Tensor, width: int) -> Tensor | None:
+        """What children are ranked by; None: the request's own rules fail, and will end it.
+
+        A chain's are ranked as by `Grower`. See `SequenceSampler.candidates` for several.
+        """
         sampler = session.view.sampler
         if sampler.plain:
             return logits
@@ -353,10 +356,12 @@ class ModelSessions:
         width = max(map(len, paths))
         below = [path + [-1] * (width - len(path)) for path in paths]
         drafted = torch.tensor(below, device=logits.device) if width else None
+        places = [len(session.view.tokens) + len(path) for path in paths]
+        coupled = self._proposes == "coupled"
         try:
-            if self._proposes == "point":
-                return sampler.process(logits, drafted)
-            return sampler.scores(logits, drafted, [len(session.view.tokens) + len(path) for path in paths])
+            if width > 1:
+                return sampler.candidates(logits, drafted, places, coupled)
+            return sampler.scores(logits, drafted, places) if coupled else sampler.process(logits, drafted)
         except Exception:
             if sampler.fault is None:
                 raise
