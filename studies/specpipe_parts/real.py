@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from paceline import LLM
 from paceline.assembly import load_target, open_source
+from paceline.bench import figures
+from paceline.bench.figures import Panel, Series
 from paceline.bench.grid import apart
 from paceline.bench.study import Table
 from paceline.config import LLMConfig
@@ -26,12 +28,13 @@ from paceline.kv.pool import KVPool
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.stage_worker import service
 from paceline.target.stages import TEXT, Frame, Stage, StageRows
-from specpipe_parts.common import Asked, prompts, study
+from specpipe_parts.common import Asked, prompts, study, target
 
 STRETCHED = "stretch:paceline-small,times=16"
 RATE = 0.95
 KEYS = 128  # that a row sees where a stage is timed by itself
 TIMED_S = 2.0
+CONTEXT, WARM_UP, PASSES = 256, 3, 25  # where layers are timed: tokens in front, passes
 LEAST_OF_CEILING, LEAST_OVER_PLAIN = 0.95, 1.6  # what is wanted
 PLAIN, SYNTHETIC, THREADS = "plain pipeline", f"synthetic, P = {RATE}", "one process, two threads"
 ROUND = "pipeline,width={},children={}"
@@ -146,6 +149,48 @@ def alone_and_both(ask: Asked) -> tuple[list[float], list[float]]:
     return [[median(column) for column in zip(*rows, strict=True)] for rows in (alone, both)]  # type: ignore[return-value]
 
 
+@inference
+def layers_ms(ask: Asked, rows: Sequence[int], context: int) -> dict[int, float]:
+    """Median ms of all layers without the head, by rows of a tree's level behind so many tokens."""
+    decoder = target(ask).decoder
+    pool = KVPool(*decoder.cache_shape, context + max(rows), decoder.dtype, decoder.device)
+    stage = Stage(decoder, 0, decoder.num_layers, pool.tensors)
+    hidden = torch.ones(max(rows), decoder.config.d_model, dtype=decoder.dtype)
+    times: dict[int, list[float]] = {count: [] for count in rows}
+    for _ in range(WARM_UP + PASSES):
+        for count, own in times.items():  # in turn, so that a slow moment hits all alike
+            keys = context + count
+            level = StageRows(
+                *(0, 0, [0] * count, [*range(count)], [context] * count, slice(0, keys), keys, context),
+                torch.eye(count, dtype=torch.bool),
+                [context] * count,
+            )
+            began = time.perf_counter()
+            stage.run(Frame(0, [level], hidden[:count].clone()))
+            own.append(1e3 * (time.perf_counter() - began))
+    return {count: median(own[WARM_UP:]) for count, own in times.items()}
+
+
+@study.figure(tasks="sql", prompts=1)
+def figure_9(ask: Asked) -> Iterator[Table | None]:
+    """Real time, on an idle machine: what a layer takes by rows of a level."""
+    target(ask)
+    yield None
+    found = layers_ms(ask, ask.few((1, 2, 4, 8, 16, 32, 48, 64, 65, 80, 96, 128, 192, 256)), CONTEXT)
+    layers, threads = target(ask).decoder.num_layers, torch.get_num_threads()
+    each = {count: ms / layers for count, ms in found.items()}
+    panel = Panel(title="", x_label="rows", y_label="ms of a layer", series=[Series(label="", x=[*each], y=[*each.values()])])
+    yield Table(
+        title=f"Time of a layer of {ask.model} by rows",
+        head=("rows", "ms of a layer", "times one row's"),
+        parts={"": [[str(n), f"{ms:.3f}", f"{ms / each[1]:.2f}"] for n, ms in each.items()]},
+        values={"ms": {str(n): ms for n, ms in each.items()}, "threads": threads},
+        how=[[f"{CONTEXT} tokens in front, {threads} threads, median of {PASSES} passes of all {layers} layers, no head"]],
+        plots={".svg": lambda path: figures.lines([panel], path)},
+        same=True,
+    )
+
+
 @study.table(model=STRETCHED, tasks="sql", prompts=2, max_new_tokens=64)
 def real(ask: Asked) -> Iterator[Table | None]:
     """Real time, on an idle machine: two stages on two cores against the ceiling, the plain pipeline, two threads."""
@@ -168,7 +213,7 @@ def real(ask: Asked) -> Iterator[Table | None]:
     rate = runs[SYNTHETIC][0].rate
     ratio = fmean(alone) / max(both)
     ceiling = 2 / (2 - rate) * ratio
-    times = ms[PLAIN] / ms[SYNTHETIC]
+    times, times_alone = ms[PLAIN] / ms[SYNTHETIC], sum(alone) / ms[SYNTHETIC]
     rows = []
     for way, own in runs.items():
         shown = (f"{own[0].rate:.3f}", f"{own[0].bubble:.2f}") if "pipeline" in WAYS[way] else ("", "")
@@ -184,6 +229,7 @@ def real(ask: Asked) -> Iterator[Table | None]:
             "ceiling": ceiling,
             "times_plain": times,
             "of_ceiling": times / ceiling,
+            "of_ceiling_by_stages_alone": times_alone / ceiling,
             "tick_lost_ms": lost,
             "ms": ms,
             "rates": {way: own[0].rate for way, own in runs.items()},
@@ -192,7 +238,9 @@ def real(ask: Asked) -> Iterator[Table | None]:
             f"a pass of a stage takes {alone[0]:.2f} and {alone[1]:.2f} ms alone, {both[0]:.2f} and {both[1]:.2f} at once",
             f"ceiling 2 / (2 - P) x (alone / at once) = {ceiling:.3f}; reached {times:.3f}, {times / ceiling:.1%} of it "
             f"({LEAST_OF_CEILING:.0%} and {LEAST_OVER_PLAIN} times the plain pipeline are wanted)",
-            f"a tick takes {lost:.2f} ms more than the slower stage",
+            f"against both stages' times alone, without what a plain pipeline's ticks take beside them: {times_alone:.3f} "
+            f"times, {times_alone / ceiling:.1%} of the ceiling",
+            f"a tick takes {lost:.2f} ms more than the slower stage where both work",
         ],
         how=[[f"{len(found)} prompts, {tokens} tokens each, {ask.repeats} times; a synthetic source predicts nothing"]],
         same=same,
