@@ -1,6 +1,7 @@
 """Mixed requests through `AsyncLLM` on the embedded model, for minutes: nothing may be left, memory must stay flat.
 
     python tests/fuzz/soak.py --minutes 10
+    python tests/fuzz/soak.py --minutes 10 --pipeline 2        # all of them in two stages, each with a process of its own
 
 Drafters take turns, each in an `AsyncLLM` that lives as long as the run, as a server does, with a pool so small that
 requests are preempted. (A model that is loaded again and again leaves gaps in the allocator's memory.) Tasks ask,
@@ -36,6 +37,7 @@ MODEL, DRAFT = "paceline-small", "paceline-small-draft"
 DRAFTERS = (None, "ngram", "suffix", f"draft_model:{DRAFT},depth=3", f"hybrid:{DRAFT}")
 MAX_LEN = 256
 POOL_TOKENS = MAX_LEN + 16  # for up to eight sequences at once
+PIPED = (None, "ngram", f"draft_model:{DRAFT}")  # with --pipeline
 TASKS = 10
 ROUNDS = 3  # times at least that every drafter has its turn; a third of the run has each of them
 SHORTEST_TURN_S, LONGEST_TURN_S = 1.0, 20.0
@@ -74,11 +76,11 @@ class Soak:
 # -- memory
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process."""
+def rss_bytes(others: Sequence[int] = ()) -> int:
+    """Resident memory of this process, and of others by their numbers."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        pages = (int(Path(f"/proc/{who}/statm").read_text().split()[1]) for who in ("self", *others))
+        return sum(pages) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # no Linux: the largest so far, which cannot show that memory fell, but shows that it grows
         import resource
 
@@ -222,16 +224,26 @@ MANNERS = (asks, asks, streams, streams, leaves, is_cancelled, is_refused, probe
 # -- turns
 
 
-def start(drafter: str | None) -> AsyncLLM:
-    """The engine of one drafter."""
+def start(drafter: str | None, stages: int = 0) -> AsyncLLM:
+    """The engine of one drafter, in so many stages; 0: none."""
+    if stages:
+        return AsyncLLM(MODEL, drafter=drafter, pipeline=f"{stages},threads=1", exact=True, **_limits())
     return AsyncLLM(MODEL, drafter=drafter, budget=None if drafter is None else 3, exact=True, **_limits())
 
 
-async def turn(llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: float) -> None:
-    """Guests at one engine, until all have left."""
+def workers(models: Sequence[AsyncLLM]) -> list[int]:
+    """Numbers of the processes of all engines' stages."""
+    belts: list[Any] = [getattr(llm._llm.engine.round, "belt", None) for llm in models]
+    return [worker.pid for belt in belts for worker in getattr(belt, "workers", ())]
+
+
+async def turn(
+    llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: float, others: Sequence[int] = ()
+) -> None:
+    """Guests at one engine, until all have left; ``others``: processes whose memory counts, too."""
     drafter = llm.config.drafter
     tasks = [asyncio.create_task(guest(llm, soak, random.Random(f"{seed} {i}"))) for i in range(TASKS)]
-    tasks.append(asyncio.create_task(read_memory(soak, began, str(drafter), seconds)))
+    tasks.append(asyncio.create_task(read_memory(soak, began, str(drafter), seconds, others)))
     await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)  # one that ends has a problem
     for task in tasks:
         task.cancel()
@@ -252,11 +264,11 @@ def _limits() -> dict[str, Any]:
     return {"max_model_len": MAX_LEN, "max_sequences": 8, "max_batch_rows": 64, "kv_memory": POOL_TOKENS * per_token}
 
 
-async def read_memory(soak: Soak, began: float, drafter: str, seconds: float) -> None:
+async def read_memory(soak: Soak, began: float, drafter: str, seconds: float, others: Sequence[int]) -> None:
     """A reading every two seconds, or more often in a short turn."""
     while True:
         await asyncio.sleep(min(2.0, seconds / 3))
-        soak.readings.append(Reading(monotonic() - began, rss_bytes(), drafter))
+        soak.readings.append(Reading(monotonic() - began, rss_bytes(others), drafter))
 
 
 async def _settle(llm: AsyncLLM) -> None:
@@ -290,16 +302,18 @@ def left_behind(llm: AsyncLLM) -> list[str]:
     return found
 
 
-async def soak_for(seconds: float, seed: int) -> Soak:
-    """Turn after turn; with ``seconds`` for all of them."""
+async def soak_for(seconds: float, seed: int, stages: int = 0) -> Soak:
+    """Turn after turn; with ``seconds`` for all of them, and ``stages`` of `start`."""
     soak, index = Soak(), 0
-    each = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, seconds / (ROUNDS * len(DRAFTERS))))
+    drafters = PIPED if stages else DRAFTERS
+    each = min(LONGEST_TURN_S, max(SHORTEST_TURN_S, seconds / (ROUNDS * len(drafters))))
     threads = threading.active_count()
     async with AsyncExitStack() as engines:
-        models = [await engines.enter_async_context(start(drafter)) for drafter in DRAFTERS]
+        models = [await engines.enter_async_context(start(drafter, stages)) for drafter in drafters]
+        others = workers(models)
         began = monotonic()
         while monotonic() - began < seconds and not soak.problems:
-            await turn(models[index % len(models)], soak, seed + index, began, each)
+            await turn(models[index % len(models)], soak, seed + index, began, each, others)
             gc.collect()
             index += 1
     if any(thread.name == "paceline-engine" for thread in threading.enumerate()):
@@ -348,8 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="for how long")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder of the curve")
+    parser.add_argument("--pipeline", type=int, default=0, help="stages in processes; 0: none")
     asked = parser.parse_args(arguments)
-    soak = asyncio.run(soak_for(60 * asked.minutes, asked.seed))
+    soak = asyncio.run(soak_for(60 * asked.minutes, asked.seed, asked.pipeline))
     write(soak, asked.out)
     print("\n".join(f"  {count:>9,} {name}" for name, count in sorted(soak.met.items())))
     for problem in soak.problems:
