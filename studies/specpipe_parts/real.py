@@ -179,13 +179,17 @@ def figure_9(ask: Asked) -> Iterator[Table | None]:
     found = layers_ms(ask, ask.few((1, 2, 4, 8, 16, 32, 48, 64, 65, 80, 96, 128, 192, 256)), CONTEXT)
     layers, threads = target(ask).decoder.num_layers, torch.get_num_threads()
     each = {count: ms / layers for count, ms in found.items()}
-    panel = Panel(title="", x_label="rows", y_label="ms of a layer", series=[Series(label="", x=[*each], y=[*each.values()])])
+    panel = Panel(
+        title="", x_label="rows", y_label="ms of a layer", series=[Series(label="", x=[*each], y=[*each.values()])]
+    )
     yield Table(
         title=f"Time of a layer of {ask.model} by rows",
         head=("rows", "ms of a layer", "times one row's"),
         parts={"": [[str(n), f"{ms:.3f}", f"{ms / each[1]:.2f}"] for n, ms in each.items()]},
         values={"ms": {str(n): ms for n, ms in each.items()}, "threads": threads},
-        how=[[f"{CONTEXT} tokens in front, {threads} threads, median of {PASSES} passes of all {layers} layers, no head"]],
+        how=[
+            [f"{CONTEXT} tokens in front, {threads} threads, median of {PASSES} passes of all {layers} layers, no head"]
+        ],
         plots={".svg": lambda path: figures.lines([panel], path)},
         same=True,
     )

@@ -145,3 +145,15 @@ def test_times_must_be_as_many_as_stages() -> None:
     pool = KVPool(*DECODER.cache_shape, 64, DECODER.dtype, DECODER.device)
     with VirtualClock() as clock, pytest.raises(ConfigError, match="times of 3 stages"):
         VirtualStages(clock, PipelineConfig(stages=2).cut(DECODER, pool), [lambda rows: 1.0] * 3)
+
+
+def test_each_stage_may_have_a_link_of_its_own(answer: list[int]) -> None:
+    way = Link(latency_ms=250.0)
+    with VirtualClock() as clock:
+        links = [way if stage == STAGES // 2 else Link() for stage in range(STAGES)]
+        said, seconds, _, belt = decode(clock, None, tokens=4, link=links)
+    assert said == answer[len(PROMPT) :][:4] and seconds == 4 * (STAGES + 0.25)
+    assert {span.who for span in belt.timeline.spans if span.what == "transmit"} == {f"stage {STAGES // 2}"}
+    pool = KVPool(*DECODER.cache_shape, 64, DECODER.dtype, DECODER.device)
+    with VirtualClock() as clock, pytest.raises(ConfigError, match="links into 1 stages"):
+        VirtualStages(clock, PipelineConfig(stages=2).cut(DECODER, pool), [lambda rows: 1.0] * 2, [way])

@@ -237,9 +237,7 @@ def workers(models: Sequence[AsyncLLM]) -> list[int]:
     return [worker.pid for belt in belts for worker in getattr(belt, "workers", ())]
 
 
-async def turn(
-    llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: float, others: Sequence[int] = ()
-) -> None:
+async def turn(llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: float, others: Sequence[int] = ()) -> None:
     """Guests at one engine, until all have left; ``others``: processes whose memory counts, too."""
     drafter = llm.config.drafter
     tasks = [asyncio.create_task(guest(llm, soak, random.Random(f"{seed} {i}"))) for i in range(TASKS)]

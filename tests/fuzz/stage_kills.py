@@ -188,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in dict.fromkeys((death.who, death.how) for death in found.deaths):
         own = [death for death in found.deaths if (death.who, death.how) == kind]
         named, back = (max(getattr(death, name) for death in own) for name in ("named_s", "recovered_s"))
-        print(f"{kind[0]}, {kind[1]}: {len(own)} times, named after {named:.1f} s, back after {back:.1f} s, at the latest")
+        print(
+            f"{kind[0]}, {kind[1]}: {len(own)} times, named after {named:.1f} s, back after {back:.1f} s, at the latest"
+        )
     for problem in found.problems:
         print(f"FAILED: {problem}")
     return 1 if found.problems else 0

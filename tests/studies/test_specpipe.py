@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import specpipe
 
+from paceline.distributed.placement import cores
+
 pytest.importorskip("matplotlib")
 
 
@@ -30,7 +32,19 @@ def test_the_papers_hit_rates_give_its_times_over_the_plain_pipeline(tmp_path: P
 
 
 def test_everything_else_in_small(tmp_path: Path) -> None:
-    figures = [name for name in specpipe.study.items if name not in ("figure_11", "table_1")]
+    figures = [name for name in specpipe.study.items if name not in ("figure_11", "table_1", "real")]
     small = ["--quick", "--stages", "2", "--max-new-tokens", "6", "--tasks", "sql"]
     assert specpipe.study.run([*figures, *small, "--out", str(tmp_path)]) == 0
     assert {file.stem for file in tmp_path.glob("*.json")} == {*figures}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(len(cores()) < 2, reason="two stages on two cores")
+def test_real_stages_in_small(tmp_path: Path) -> None:
+    small = ["--model", "paceline-small", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "12"]
+    assert specpipe.study.run(["real", *small, "--out", str(tmp_path)]) == 0
+    found = values(tmp_path, "real")
+    assert found["rates"]["synthetic, P = 0.95"] > 0.5 > found["rates"]["plain pipeline"] == 0
+    assert found["ceiling"] > 0 and found["times_plain"] == pytest.approx(
+        found["ms"]["plain pipeline"] / found["ms"]["synthetic, P = 0.95"]
+    )

@@ -35,7 +35,9 @@ class PipelineConfig(RoundConfig):
     weighs: ClassVar[bool] = False
 
     stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
-    layers: str = option("", help="layers of each stage, such as 5x4x3; auto: by measured times; none: as even as can be")
+    layers: str = option(
+        "", help="layers of each stage, such as 5x4x3; auto: by measured times; none: as even as can be"
+    )
     width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
     adapt: bool = option(
         False, help="w follows the measured hit rates and times of ticks, and is width at most; ids do not depend on it"
@@ -113,7 +115,9 @@ class PipelineConfig(RoundConfig):
         """What is asked for that needs a drafter, where there is none."""
         if self.place is not None:
             return "no drafter is named that a process could serve", remedy
-        named = [name for name in ("rows", "tree", "adapt") if getattr(self, name)] + ["accept"] * (self.accept != "strict")
+        named = [name for name in ("rows", "tree", "adapt") if getattr(self, name)] + ["accept"] * (
+            self.accept != "strict"
+        )
         return (f"{named[0]} is for drafts, and no drafter is named", remedy) if named else None
 
     def build(
