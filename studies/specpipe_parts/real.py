@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+
 from paceline import LLM
 from paceline.assembly import load_target, open_source
 from paceline.bench import figures
@@ -239,11 +240,13 @@ def real(ask: Asked) -> Iterator[Table | None]:
             "rates": {way: own[0].rate for way, own in runs.items()},
         },
         remarks=[
-            f"a pass of a stage takes {alone[0]:.2f} and {alone[1]:.2f} ms alone, {both[0]:.2f} and {both[1]:.2f} at once",
-            f"ceiling 2 / (2 - P) x (alone / at once) = {ceiling:.3f}; reached {times:.3f}, {times / ceiling:.1%} of it "
+            f"a pass of a stage takes {alone[0]:.2f} and {alone[1]:.2f} ms alone, "
+            f"{both[0]:.2f} and {both[1]:.2f} at once",
+            f"ceiling 2 / (2 - P) x (alone / at once) = {ceiling:.3f}; "
+            f"reached {times:.3f}, {times / ceiling:.1%} of it "
             f"({LEAST_OF_CEILING:.0%} and {LEAST_OVER_PLAIN} times the plain pipeline are wanted)",
-            f"against both stages' times alone, without what a plain pipeline's ticks take beside them: {times_alone:.3f} "
-            f"times, {times_alone / ceiling:.1%} of the ceiling",
+            "against both stages' times alone, without what a plain pipeline's ticks take beside them: "
+            f"{times_alone:.3f} times, {times_alone / ceiling:.1%} of the ceiling",
             f"a tick takes {lost:.2f} ms more than the slower stage where both work",
         ],
         how=[[f"{len(found)} prompts, {tokens} tokens each, {ask.repeats} times; a synthetic source predicts nothing"]],

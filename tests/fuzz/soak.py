@@ -1,7 +1,7 @@
 """Mixed requests through `AsyncLLM` on the embedded model, for minutes: nothing may be left, memory must stay flat.
 
     python tests/fuzz/soak.py --minutes 10
-    python tests/fuzz/soak.py --minutes 10 --pipeline 2        # all of them in two stages, each with a process of its own
+    python tests/fuzz/soak.py --minutes 10 --pipeline 2        # in two stages, each with a process of its own
 
 Drafters take turns, each in an `AsyncLLM` that lives as long as the run, as a server does, with a pool so small that
 requests are preempted. (A model that is loaded again and again leaves gaps in the allocator's memory.) Tasks ask,
