@@ -18,7 +18,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "kv": {"core", "native", "target", "attention"},
     "training": {"core", "target", "attention", "kv", "drafters"},
     "drafters": {"core", "native", "target", "attention", "kv"},
-    "rounds": {"core", "target", "attention", "kv", "drafters"},
+    "rounds": {"core", "target", "attention", "kv", "drafters", "planning"},
     "engine": {*ENGINE, "native"},
     "zoo": {"core"},
     "planning": {"core"},
