@@ -1,7 +1,8 @@
-"""SpecPipe: the paper's tables and figures in virtual time.
+"""SpecPipe: the paper's tables and figures, nearly all of them in virtual time.
 
     python studies/specpipe.py --out build/specpipe                        # all of it, minutes
     python studies/specpipe.py figure_11 figure_12 --out build/specpipe    # two of it
+    python studies/specpipe.py real figure_9 --out build/specpipe          # these are timed: on an idle machine
 
 Tokens, trees, levels in flight, pruning and K/V are real; the clock is computed: stages, links and the source take the
 times that are given here. The functions are in the folder `specpipe_parts` beside this file; what came of them:

@@ -36,7 +36,7 @@ from .planning import machines
 from .planning.costs import predicted_points
 from .planning.models import read_shape
 from .planning.throughput import Network, Precision
-from .rounds import make_round, parse_round
+from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.belt import Belt
@@ -249,6 +249,8 @@ def build_engine(
     pool = make_pool(config, target, max_model_len, _scratch_slots(config, drafter, streams))
     round_config = parse_round(config.round)
     apart = round_config is not None and round_config.place is not None
+    if drafter is not None and config.pipeline is not None:
+        round_of(config.round, drafter.spec)  # before it misses the layers that are elsewhere
     if drafter is not None and not apart:
         info = decoder.info(target.name, target.tokenizer)
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)

@@ -105,6 +105,12 @@ def test_what_does_not_fit_a_split(options: dict[str, Any], said: str) -> None:
     assert LLMConfig(model=MODEL, pipeline=3, round="pipeline,width=4").round == "pipeline,width=4,stages=3"
 
 
+def test_streams_are_refused_for_what_they_are() -> None:
+    """And not because their layers are in other processes."""
+    with pytest.raises(CapabilityError, match="drafts with streams in the target's own pass"):
+        LLM(MODEL, pipeline=2, drafter="streams:paceline-small-streams", **SMALL)
+
+
 def test_places() -> None:
     usable = cores()
     assert place(Split(stages=1, cores=(usable[0],)), "cpu") == [Placement(cores=(usable[0],))]

@@ -54,6 +54,21 @@ def default_round(spec: DrafterSpec | None) -> RoundConfig:
     raise CapabilityError(f"{name}, and no round named", f"it runs in none ({why})", "name another drafter")
 
 
+def round_of(text: str, spec: DrafterSpec | None) -> RoundConfig:
+    """The round that a user named, if the drafter can run in it; "auto": by the drafter.
+
+    Raises:
+        ConfigError: as of `parse_round`.
+        CapabilityError: a drafter that cannot run in it.
+    """
+    chosen = parse_round(text) or default_round(spec)
+    reason = chosen.refusal(spec)
+    if reason is not None:
+        who = "no drafter" if spec is None else f"drafter {spec.name!r}"
+        raise CapabilityError(f"round={text!r} with {who}", *reason)
+    return chosen
+
+
 def make_round(text: str, serve: Serve | None = None, **parts: Any) -> Round:
     """The round that a user named, made of target, pool, drafter and verifier; "auto": by the drafter.
 
@@ -66,14 +81,8 @@ def make_round(text: str, serve: Serve | None = None, **parts: Any) -> Round:
         ConfigError: an unknown round, or options that do not fit target or drafter.
         CapabilityError: a drafter that cannot run in it.
     """
-    drafter, chosen = parts.get("drafter"), parse_round(text)
-    spec = None if drafter is None else drafter.spec
-    if chosen is None:
-        chosen = default_round(spec)
-    reason = chosen.refusal(spec)
-    if reason is not None:
-        who = "no drafter" if spec is None else f"drafter {spec.name!r}"
-        raise CapabilityError(f"round={text!r} with {who}", *reason)
+    drafter = parts.get("drafter")
+    chosen = round_of(text, None if drafter is None else drafter.spec)
     if chosen.place is None:
         return chosen.build(**parts)
     if serve is None:
