@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from statistics import median
 from typing import Any
@@ -45,7 +46,7 @@ OPTIONS = ("model", "dtype", "exact", "kernels", "attention", "revision", "offli
 SERVICE = f"{__name__}:service"
 PART = ("start", "stop", "slots")  # the numbers that say which stage it is
 MOST = 2**31  # of each of them
-TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: keys that rows see, passes of which the median counts
+TIMED_KEYS, TIMES = 256, 9  # of a cut's measurement: tokens in front, passes of which the median counts
 
 log = logging.getLogger(__name__)
 
@@ -125,18 +126,16 @@ def _timed(
     """Median seconds of the last layer by rows, and of the head with one row, with so many threads."""
     before = torch.get_num_threads()
     decoder = load_part(config, source, (source.shape.num_layers - 1, source.shape.num_layers), words=True)
-    pool = KVPool(*decoder.cache_shape, TIMED_KEYS, decoder.dtype, decoder.device)
+    pool = KVPool(*decoder.cache_shape, TIMED_KEYS + max(rows), decoder.dtype, decoder.device)
     stage = Stage(decoder, 0, 1, pool.tensors)
     hidden = torch.zeros(max(rows), decoder.config.d_model, dtype=decoder.dtype, device=decoder.device)
     found = {}
     torch.set_num_threads(threads or before)
     try:
         for count in rows:
-            first = TIMED_KEYS - count
-            text = StageRows(
-                0, 0, [0] * count, [TEXT] * count, range(first, TIMED_KEYS), slice(0, TIMED_KEYS), TIMED_KEYS, first
-            )
-            found[count] = _median_s(lambda count=count, text=text: stage.run(Frame(0, [text], hidden[:count].clone())))
+            keys, places = TIMED_KEYS + count, range(TIMED_KEYS, TIMED_KEYS + count)
+            text = StageRows(0, 0, [0] * count, [TEXT] * count, places, slice(0, keys), keys, TIMED_KEYS)
+            found[count] = _median_s(partial(stage.run, Frame(0, [text], hidden[:count])))
         return found, _median_s(lambda: decoder.read(hidden[:1]))
     finally:
         torch.set_num_threads(before)

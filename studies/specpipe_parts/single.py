@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from paceline.bench import figures, timeline
 from paceline.bench.figures import Panel, Series
 from paceline.bench.study import Table
+from paceline.distributed.channels import Link
 from paceline.distributed.clock import VIRTUAL
 from paceline.planning.pipeline import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
 from paceline.rounds.pipeline import PipelineConfig
@@ -31,6 +32,12 @@ from specpipe_parts.common import (
     two_hosts,
 )
 
+
+def both_links(ask: Asked) -> dict[str, Link | Sequence[Link]]:
+    """One host, and two."""
+    return {"no link": FREE, "10 GbE": two_hosts(ask)}
+
+
 MS = f"ms between tokens ({VIRTUAL})"
 
 
@@ -42,7 +49,7 @@ def figure_11(ask: Asked) -> Iterator[Table | None]:
     yield None
     jobs = [(prompt, greedy(tokens))]
     (answer,) = plain(ask, jobs)
-    links = {"no link": FREE, "10 GbE": two_hosts(ask)}
+    links = both_links(ask)
     slow = {where: decode(ask, jobs, None, levels(ask), stage_s=even, link=link) for where, link in links.items()}
     rows: list[list[str]] = []
     values: list[dict[str, Any]] = []
@@ -102,7 +109,7 @@ def figure_13(ask: Asked) -> Iterator[Table | None]:
     values: list[dict[str, Any]] = []
     same, farthest = True, 0.0
     for task, texts in found.items():
-        for where, link in {"no link": FREE, "10 GbE": two_hosts(ask)}.items():
+        for where, link in both_links(ask).items():
             runs, slow = [], []
             for prompt in texts:
                 jobs = [(prompt, greedy(tokens))]
