@@ -8,9 +8,9 @@ The final norm applies to what the map makes. The paper leaves it out of eq. 6; 
 it, and the length of f(h), which would else have to be learned, then does not count. There is no bias: a head has
 H^2 parameters, as the paper's shares say.
 
-With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then an
-exit begins as what the head reads of the state as it is, and training goes on from there; the paper's map first has to
-learn that again.
+With ``skip``, which is ours, the map is added to the state: f(h) = h + W2 ReLU(W1 h), with W2 = 0 to begin with. Then
+an exit begins as what the head reads of the state as it is, and training goes on from there; the paper's map first has
+to learn that again.
 
 Source: Mirror Speculative Decoding, section 3.1, eq. 6, and E.2.
 """
