@@ -261,9 +261,11 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_answer(target: Decoder, name
     assert whole.seen > 5000
     for line in random.Random(name).sample(range(1, whole.seen), MID_STEP[name][0]):
         engine, told = engine_of(name, target), {}
-        order: list[str] = []
+        submitted = 0
         with interrupted(line) as tracer:
-            order += [engine.submit(*job, request_id=str(i)) for i, job in enumerate(jobs)]
+            for i, job in enumerate(jobs):
+                engine.submit(*job, request_id=str(i))
+                submitted = i + 1
             while engine.busy:
                 tell(engine, told)
         begun = set(engine.live) | set(told)
@@ -273,6 +275,9 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_answer(target: Decoder, name
         engine.pool.check_idle()
         for i in map(int, begun & set(told)):
             got = told[str(i)]
+            if i == submitted:  # cut off in `submit`: the caller has not got it, and it is taken back
+                assert {s.finish_reason for s in got.outputs} == {"abort"}, tracer.where
+                continue
             assert ids([got]) == ids([expected[i]]), tracer.where
             assert [s.text for s in got.outputs] == [s.text for s in expected[i].outputs], tracer.where
             for mine, reference in zip(tables(got), tables(expected[i]), strict=True):

@@ -291,10 +291,10 @@ def _declared(found: Any) -> Any:
     found.pl_ngrams_free.restype = None
     found.pl_ngrams_free.argtypes = [ctypes.c_void_p]
     found.pl_ngrams.argtypes = [ctypes.c_void_p] * 2
-    for name in ("pl_suffixes", "pl_suffix_text"):
-        made, freed = getattr(found, f"{name}_new"), getattr(found, f"{name}_free")
-        made.restype, made.argtypes = ctypes.c_void_p, [ctypes.c_int64]
-        freed.restype, freed.argtypes = None, [ctypes.c_void_p]
+    found.pl_suffixes_new.restype = found.pl_suffix_text_new.restype = ctypes.c_void_p
+    found.pl_suffixes_new.argtypes = found.pl_suffix_text_new.argtypes = [ctypes.c_int64]
+    found.pl_suffixes_free.restype = found.pl_suffix_text_free.restype = None
+    found.pl_suffixes_free.argtypes = found.pl_suffix_text_free.argtypes = [ctypes.c_void_p]
     found.pl_suffixes_add.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64]
     found.pl_suffixes.argtypes = [ctypes.c_void_p] * 4
     found.pl_weigh.restype = ctypes.c_int64
