@@ -28,6 +28,7 @@ class Asked(Options):
     heads: str | None = asked(None, "Trained early exits; none: the target's own norm and head.", "FOLDER")
     exits: str = asked("1/4,1/2,3/4", "Depths of the exit.", "DEPTH,..")
     kappas: str = asked("1,2,4,8,16", "Candidates of a position.", "K,..")
+    candidates: int = asked(4, "Candidates of a position where the round is timed.", "N")
     log: Path | None = asked(None, "Log of a run that trained exits (log.jsonl).", "FILE")
     rows: int | None = asked(None, "Drafted tokens of a request's rollout at most; none: the whole grid.", "N")
     level_ms: float | None = asked(None, "What a level is given, as on another device; none: what it takes.", "MS")

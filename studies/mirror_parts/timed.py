@@ -24,7 +24,6 @@ from paceline.distributed.placement import cores, pin
 from paceline.planning.latency import MirrorStep
 
 STRETCHED, DRAFT = "stretch:paceline-small,times=8", "stretch:paceline-small-draft,times=4"
-KAPPA = 4
 GAMMAS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 2, 4, 8)
 MOST_LATE, MOST_EXPOSED, LEAST_SAVED, LEAST_RATIO = 0.05, 0.03, 0.8, 1.2  # what is wanted of the law
@@ -76,7 +75,7 @@ def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
     if more:
         core = f",cores=<{ask.core}>" if alone else ""
         given = f",level_ms={ask.level_ms}" if alone and ask.level_ms else ""
-        options["round"] = mirror_of(ask, KAPPA, more=f",{more}{core}{given}")
+        options["round"] = mirror_of(ask, ask.candidates, more=f",{more}{core}{given}")
     else:
         options["budget"] = gamma
     llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
@@ -128,7 +127,7 @@ def _two_cores(ask: Asked) -> None:
 
 
 @study.table(
-    takes=("draft", "gamma", "heads", "core", "rows", "level_ms"),
+    takes=("draft", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
     model=STRETCHED,
     draft=DRAFT,
     tasks="sql",
@@ -228,7 +227,7 @@ def _said(facts: dict[str, Any], ratio: float) -> list[str]:
 
 
 @study.figure(
-    takes=("draft", "heads", "core", "rows", "level_ms"),
+    takes=("draft", "heads", "candidates", "core", "rows", "level_ms"),
     model=STRETCHED,
     draft=DRAFT,
     tasks="sql",
@@ -271,11 +270,11 @@ def _both(ask: Asked) -> list[Entry]:
     drafter, more = drafter_of(ask), ",rollout=process,threads=1"
     return [
         Entry(parse_method(f"serial={drafter};budget={ask.gamma}"), "serial"),
-        Entry(parse_method(f"mirror={drafter};round={mirror_of(ask, KAPPA, more=more)}"), "mirror"),
+        Entry(parse_method(f"mirror={drafter};round={mirror_of(ask, ask.candidates, more=more)}"), "mirror"),
     ]
 
 
-BOTH = ("draft", "gamma", "heads", "rows")
+BOTH = ("draft", "candidates", "gamma", "heads", "rows")
 
 
 @study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
