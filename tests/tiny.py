@@ -254,6 +254,15 @@ def draft_model(*, noise: float = 0.03, target: dict[str, Any] | None = None, **
     return DraftModel(DraftModelConfig(model="tiny-draft", **options), loaded)
 
 
+def streaming_model(*, dtype: torch.dtype = torch.float64, **options: Any) -> DraftModel:
+    """A `draft_model` with random streams of its own."""
+    made = draft_model(**options)
+    made.streams = tiny_streams(made.decoder.config, dtype=dtype, prune_rank=0)
+    assert made.streams.adapters is not None
+    made.streams.adapters.prepare()
+    return made
+
+
 LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
 
 

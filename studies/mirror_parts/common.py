@@ -24,6 +24,7 @@ class Asked(Options):
     """The options of this study."""
 
     draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
+    streams: str | None = asked(None, "Streams of the draft model; none: it drafts a token a pass.", "FOLDER")
     gamma: int = asked(3, "Tokens of a window.", "N")
     heads: str | None = asked(None, "Trained early exits; none: the target's own norm and head.", "FOLDER")
     exits: str = asked("1/4,1/2,3/4", "Depths of the exit.", "DEPTH,..")
@@ -67,7 +68,8 @@ study = Study(
 
 def drafter_of(ask: Asked, gamma: int | None = None) -> str:
     """The draft model, as it is named."""
-    return f"draft_model:{written(ask.draft)},depth={gamma or ask.gamma}"
+    streams = f",streams={written(ask.streams)}" if ask.streams else ""
+    return f"draft_model:{written(ask.draft)},depth={gamma or ask.gamma}{streams}"
 
 
 def mirror_of(ask: Asked, kappa: int, exit_: str = "1/2", more: str = "") -> str:

@@ -1,4 +1,4 @@
-"""What is timed: the latency law and figure 3a, each run in a process of its own, and figures 4 and 5.
+"""What is timed: the latency law, figures 3a and 6b, each run in a process of its own, and figures 4 and 5.
 
 These need a machine without other work, of two cores at least.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from mirror_parts.common import Asked, drafter_of, listen, mirror_of, prompts_of, study
+from mirror_parts.common import SIX, Asked, drafter_of, listen, mirror_of, prompts_of, study
 from paceline import LLM
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
@@ -38,6 +38,8 @@ class Ran:
     passes: int
     accepted: int
     draft: float  # on the critical path; with what the first passes had of it
+    windows: int  # drafted in series by a draft with streams, and its passes for them
+    internal: int
     steps: list[dict[str, Any]]  # of passes behind a prompt, in the mirror round
 
     @property
@@ -85,20 +87,31 @@ def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
     heard = listen(llm, prompts, ask, 0.0, alone=True)
     stats = [output.stats for output in heard.outputs]
+    chains: Any = None if more else _drafter(llm).chains
     return Ran(
         wall=sum(s.elapsed_ms - (s.ttft_ms or 0.0) for s in stats),
         tokens=sum(s.emitted - 1 for s in stats),
         passes=sum(s.passes - 1 for s in stats),
         accepted=sum(s.accepted for s in stats),
         draft=sum(s.draft_ms for s in stats),
+        windows=0 if chains is None else chains.windows,
+        internal=0 if chains is None else chains.passes,
         steps=[_step(times, verdicts) for times, verdicts in heard.steps if verdicts],
     )
 
 
 def slow(llm: LLM, level_ms: float) -> None:
-    """Give each level of serial speculation's drafts a time."""
-    guard: Any = llm.engine.round
-    drafter = guard.guard.drafter
+    """Give each level of serial speculation's drafts a time: each pass of the draft."""
+    drafter = _drafter(llm)
+    if drafter.chains is not None:
+        grow, one = drafter.chains.grow, Pace(RealClock(), lambda passes: passes * level_ms / 1e3)
+
+        def grown(asks: Any) -> Any:
+            with one.work(1):
+                return grow(asks)
+
+        drafter.chains.grow = grown
+        return
     propose, pace = drafter.propose, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
 
     def paced(want: Any) -> Any:
@@ -106,6 +119,12 @@ def slow(llm: LLM, level_ms: float) -> None:
             return propose(want)
 
     drafter.propose = paced
+
+
+def _drafter(llm: LLM) -> Any:
+    """Of serial speculation."""
+    round_: Any = llm.engine.round
+    return round_.guard.drafter
 
 
 def _step(times: Any, verdicts: Sequence[Any]) -> dict[str, Any]:
@@ -127,7 +146,7 @@ def _two_cores(ask: Asked) -> None:
 
 
 @study.table(
-    takes=("draft", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
+    takes=("draft", "streams", "gamma", "heads", "candidates", "core", "rows", "level_ms"),
     model=STRETCHED,
     draft=DRAFT,
     tasks="sql",
@@ -227,7 +246,7 @@ def _said(facts: dict[str, Any], ratio: float) -> list[str]:
 
 
 @study.figure(
-    takes=("draft", "heads", "candidates", "core", "rows", "level_ms"),
+    takes=("draft", "streams", "heads", "candidates", "core", "rows", "level_ms"),
     model=STRETCHED,
     draft=DRAFT,
     tasks="sql",
@@ -239,16 +258,17 @@ def figure_3a(ask: Asked) -> Iterator[Table | None]:
     """Windows of 1 to 8 tokens: tokens accepted, and draft time on the critical path, serial and mirror."""
     _two_cores(ask)
     yield None
-    ways = ("serial, one core", "mirror, two processes")
     rows, series = [], []
     gammas = GAMMAS[:2] if ask.quick else GAMMAS
-    for way in ways:
-        accepted, exposed = [], []
-        for gamma, run in zip(gammas, apart(ran, ask, way, gammas), strict=True):
-            accepted.append(run.accepted / run.passes)
-            exposed.append(run.draft / run.passes)
-            rows.append([way, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
-        series.append(Series(label=way, x=accepted, y=exposed))
+    for drafts, one in _drafts(ask).items():
+        for way in ("serial, one core", "mirror, two processes"):
+            accepted, exposed = [], []
+            for gamma, run in zip(gammas, apart(ran, one, way, gammas), strict=True):
+                accepted.append(run.accepted / run.passes)
+                exposed.append(run.draft / run.passes)
+                name = f"{way}{drafts}"
+                rows.append([name, str(gamma), f"{accepted[-1]:.2f}", f"{exposed[-1]:.2f}", f"{run.ms:.2f}"])
+            series.append(Series(label=f"{way}{drafts}", x=accepted, y=exposed))
     yield Table(
         title="Accepted tokens and draft time on the critical path",
         head=("way", "window", "accepted a pass", "draft ms a pass", "ms a token"),
@@ -263,23 +283,89 @@ def figure_3a(ask: Asked) -> Iterator[Table | None]:
     )
 
 
+def _drafts(ask: Asked) -> dict[str, Asked]:
+    """The plain draft, and that with streams, where there are any: what is behind a label, and who is asked."""
+    plain = {"": replace(ask, streams=None)}
+    return plain | ({", streams": ask} if ask.streams else {})
+
+
+@study.table(
+    takes=("draft", "streams", "gamma", "core"),
+    model=STRETCHED,
+    draft=DRAFT,
+    tasks=SIX,
+    prompts=2,
+    max_new_tokens=48,
+    gamma=5,
+)
+def figure_6b(ask: Asked) -> Iterator[Table | None]:
+    """A draft with streams against a plain one, in series: its passes and its time for a window."""
+    _two_cores(ask)
+    if not ask.streams:
+        raise ConfigError("figure_6b", "no streams of the draft are named", "give --streams FOLDER")
+    yield None
+    rows, values = [], {}
+    for task in ask.names:
+        best: dict[str, Ran] = {}
+        for _ in range(ask.repeats):  # in turns
+            for name, one in _drafts(replace(ask, tasks=task)).items():
+                (run,) = apart(ran, one, "serial, one core", [ask.gamma])
+                if name not in best or run.draft / run.passes < best[name].draft / best[name].passes:
+                    best[name] = run
+        plain, streams = best[""], best[", streams"]
+        times = [run.draft / run.passes for run in (plain, streams)]
+        steps = streams.internal / streams.windows
+        same = (plain.passes, plain.accepted) == (streams.passes, streams.accepted)
+        values[task] = {"plain_ms": times[0], "streams_ms": times[1], "internal_steps": steps, "same": same}
+        shown = (
+            f"{steps:.2f}",
+            f"{ask.gamma / steps:.2f}",
+            f"{times[0]:.2f}",
+            f"{times[1]:.2f}",
+            f"{times[0] / times[1]:.2f}",
+        )
+        rows.append([task, *shown, "yes" if same else "NO"])
+    yield Table(
+        title="A draft with streams, alone",
+        head=(
+            "task",
+            "passes a window",
+            "tokens a pass",
+            "plain, ms",
+            "streams, ms",
+            "speed-up",
+            "same windows accepted",
+        ),
+        parts={"": rows},
+        values={"tasks": values, "gamma": ask.gamma},
+        remarks=[
+            f"windows of {ask.gamma} tokens, which the plain draft drafts in as many passes",
+            f"best of {ask.repeats}",
+        ],
+    )
+
+
 def _both(ask: Asked) -> list[Entry]:
     """Serial speculation, and the mirror round with a drafter's process; target and drafter have a thread each."""
     if len(cores()) < 2:
         raise CapabilityError("two processes", "this process may use one core", "give it two")
-    drafter, more = drafter_of(ask), ",rollout=process,threads=1"
-    return [
-        Entry(parse_method(f"serial={drafter};budget={ask.gamma}"), "serial"),
-        Entry(parse_method(f"mirror={drafter};round={mirror_of(ask, ask.candidates, more=more)}"), "mirror"),
-    ]
+    entries, more = [], ",rollout=process,threads=1"
+    for drafts, one in _drafts(ask).items():
+        drafter, name = drafter_of(one), drafts.replace(", ", "-")
+        round_ = mirror_of(ask, ask.candidates, more=more)
+        entries += [
+            Entry(parse_method(f"serial{name}={drafter};budget={ask.gamma}"), f"serial{drafts}"),
+            Entry(parse_method(f"mirror{name}={drafter};round={round_}"), f"mirror{drafts}"),
+        ]
+    return entries
 
 
-BOTH = ("draft", "candidates", "gamma", "heads", "rows")
+BOTH = ("draft", "streams", "candidates", "gamma", "heads", "rows")
 
 
 @study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
 def figure_4(ask: Asked) -> Grid:
-    """Speed-up over the target alone: serial and mirror with a plain draft, greedy and at temperature 1."""
+    """Speed-up over the target alone: serial and mirror, a plain draft and one with streams, greedy and at T = 1."""
     cells = {"temperatures": (0.0, 1.0)}
     return Grid(title="Serial and mirror", entries=_both(ask), x_label="temperature", cell="temperature", cells=cells)
 

@@ -176,6 +176,18 @@ def _model(noise: float = 0.03, verifiers: tuple[str, ...] = (), **options: Any)
     return Guest(lambda world, known: DraftModel(config, draft(world, noise)), verifiers)
 
 
+def _streaming(noise: float = 0.03, **options: Any) -> Guest:
+    config = DraftModelConfig(model="tiny-draft", **options)
+
+    def make(world: World, known: Known) -> Any:
+        own = lossless_streams(world)  # the draft has the target's shape
+        if own.adapters is not None:
+            own.adapters.prepare()
+        return DraftModel(config, draft(world, noise), own)
+
+    return Guest(make)
+
+
 LOOKUP, MODEL = "suffix;depth=6;max_tokens=0", "draft_model:tiny-draft;depth=4"
 
 
@@ -231,6 +243,7 @@ GUESTS: dict[str, Guest] = {
     "chain_coupled": _model(depth=4),
     "chain_point": _model(depth=4, proposes="point"),
     "chain_drawn": _model(depth=3, proposes="sampled", verifiers=("rejection", "block")),
+    "chain_streams": _streaming(depth=4),
     "static_coupled": _model(branching="3x2x1", noise=0.08),
     "static_drawn": _model(branching="2x2", proposes="sampled", verifiers=("rejection",)),
     "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
@@ -264,6 +277,7 @@ GUESTS: dict[str, Guest] = {
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},
     "mirror": replace(_model(depth=3), round="mirror,kappa=4,exit=1/2"),
+    "mirror_streams": replace(_streaming(depth=4), round="mirror,kappa=4,exit=1/2"),
     "mirror_plain": replace(
         _model(depth=2, proposes="point"), round="mirror,kappa=6,exit=1/2,policy=plain,rollout=beside"
     ),

@@ -31,6 +31,7 @@ from tiny import (
     hybrid,
     hybrid_with_streams,
     run,
+    streaming_model,
     streams,
     tiny_config,
     tiny_decoder,
@@ -529,10 +530,13 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "pipeline_hybrid": _hybrid(f"{LOOKUP}+{MODEL}"),
     "pipeline_shared": _model(depth=4, noise=0.08),
     "pipeline_tree": _model(depth=4),
+    "chain_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=4),
+    "mirror_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=3),
 }
 ROUNDS = {  # else the drafter's
     "mirror": "mirror,kappa=5,exit=2",
     "mirror_plain": "mirror,kappa=3,exit=1,policy=plain",
+    "mirror_streams": "mirror,kappa=4,exit=2",
     "pipeline_none": "pipeline,stages=3,texts=1",
     "pipeline_model": "pipeline,stages=3,width=6,children=3",
     "pipeline_noisy": "pipeline,stages=3,width=3,children=3",

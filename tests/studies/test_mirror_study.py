@@ -11,6 +11,7 @@ import pytest
 import torch
 from mirror_parts.counted import Fallbacks, after_the_verdict, clock
 from mirror_parts.timed import after
+from stream_sets import save_set
 
 from paceline.distributed.placement import cores
 from paceline.rounds.mirror.records import Verdict
@@ -105,6 +106,18 @@ def test_what_is_timed_runs(name: str, tmp_path: Path) -> None:
         assert found["steps"] >= found["reuse"] + found["fallback"] > 0 and len(found["ms"]) == 4
     elif name == "figure_3a":
         assert [len(point["accepted"]) for point in found["points"]] == [2, 2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@needs_two_cores
+def test_streams_in_the_draft_are_timed(tmp_path: Path) -> None:
+    """With a made-up set, whose guesses are seldom right: the same windows, in no more passes than tokens."""
+    streams = ["--streams", save_set(tmp_path / "set", gamma=3), "--tasks", "sql"]
+    own = run(tmp_path, "figure_6b", *streams, "--gamma", "4")["tasks"]["sql"]
+    assert own["same"] and 2 <= own["internal_steps"] <= 4
+    run(tmp_path, "figure_4", *streams)
+    assert mirror.study.run(["figure_6b", "--out", str(tmp_path / "other")]) == 2
 
 
 def test_training_curves_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

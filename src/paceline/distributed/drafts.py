@@ -157,7 +157,7 @@ class _Growth:
         """Its beginning."""
         asks, left, given = {}, {}, {}
         for w in message.wanted:
-            asks[w.key] = Ask(w.key, w.given, w.expand, w.width)
+            asks[w.key] = Ask(w.key, w.given, w.expand, w.width, w.levels)
             given[w.key] = w.levels[: len(w.given)]
             left[w.key] = dict(zip(w.expand, w.levels[len(w.given) :], strict=True))
         return _Growth(message.ticket, asks, left, given)
@@ -165,11 +165,14 @@ class _Growth:
     def grew(self, key: int, grown: Grown) -> None:
         """The next level of a sequence, after this one."""
         left = self.left.pop(key) | dict(zip(grown.given, self.given.pop(key, ()), strict=True))
-        below = {node: left[parent] - 1 for parent, node in zip(grown.parents, grown.nodes, strict=True)}
-        tips = {node: levels for node, levels in below.items() if levels > 0}
+        below: dict[int, int] = {}
+        for parent, node in zip(grown.parents, grown.nodes, strict=True):  # parents first
+            below[node] = (below[parent] if parent in below else left[parent]) - 1
+        tips = {node: levels for node, levels in below.items() if levels > 0 and node not in grown.parents}
         del self.asks[key]
         if tips:
-            self.asks[key], self.left[key], self.given[key] = Ask(key, (), [*tips]), tips, []
+            ask = Ask(key, (), [*tips], most=[*tips.values()])
+            self.asks[key], self.left[key], self.given[key] = ask, tips, []
 
     def call_off(self, key: int) -> None:
         """Nothing more of a sequence."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -30,15 +31,19 @@ from ..core.inference import inference
 from ..core.tree import TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..target.base import ForwardState
+from ..target.files import check_target, fingerprint
 from ..target.native import Stack
 from ..target.native_calls import Chain, Seed
 from ..target.packing import RowPacker
+from ..target.streams import StreamSet, read_config
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .growth import Grower, Growth, compiles, drawn_from, pack_frontier
 from .model_sessions import ModelSessions
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
+from .sessions import ROOT, Ask
+from .streaming_sessions import MAX_CARRIERS, StreamingSessions
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
@@ -69,6 +74,10 @@ class DraftModelConfig(DrafterConfig):
         "coupled", help="point: likeliest tokens; coupled: with the target's noise; sampled: drawn from q (rejection)"
     )
     dtype: str = option("auto", help="auto (the target's), bfloat16, float32, float64, int8")
+    streams: str = option(
+        "",
+        help="trained set of streams of the draft model itself: the same chains in fewer passes of it (Mirror-SD, 3.2)",
+    )
 
     def validate(self) -> None:
         """Refuse shapes that contradict each other."""
@@ -86,6 +95,8 @@ class DraftModelConfig(DrafterConfig):
             "cannot go with proposes=sampled: whether a node is drawn must not depend on the draw",
         )
         self.require("branching", self.num_nodes <= MAX_NODES, f"may have {MAX_NODES} nodes at most")
+        rule = "draft chains: leave out branching, topk and proposes=sampled"
+        self.require("streams", not self.streams or (self.is_chain and self.proposes != "sampled"), rule)
 
     @property
     def factors(self) -> tuple[int, ...]:
@@ -117,7 +128,26 @@ class DraftModelConfig(DrafterConfig):
             raise CapabilityError(
                 f"drafter {self.kind}:{self.model}", "no model loader was given", "build it through LLM(...)"
             )
-        return DraftModel(self, context.load_model(self.model, self.dtype))
+        loaded = context.load_model(self.model, self.dtype)
+        return DraftModel(self, loaded, _own_streams(self, loaded, context) if self.streams else None)
+
+
+def _own_streams(config: DraftModelConfig, loaded: Any, context: DrafterContext) -> StreamSet:
+    """The streams of the draft model."""
+    folder = Path(config.streams) if context.find is None else Path(context.find(config.streams))
+    asked = f"drafter={config.kind}:{config.model} with streams={config.streams}"
+    shape = read_config(folder)
+    if shape.mode != "lossless":
+        raise ConfigError(asked, "the set was trained in shared mode, which changes what the model says", "use another")
+    mark = fingerprint(loaded.folder) if shape.fingerprint and loaded.folder is not None else None
+    decoder: Decoder = loaded.decoder
+    check_target(asked, shape, loaded.name, decoder.info(loaded.name), mark)
+    if shape.value_rotation is not None:
+        raise CapabilityError(asked, "it rotates values, and these streams do not", "use a set with embeddings")
+    found = StreamSet.load(folder, dtype=decoder.dtype, device=decoder.device)
+    if found.adapters is not None:
+        found.adapters.prepare()
+    return found
 
 
 @dataclass(slots=True)
@@ -155,10 +185,11 @@ class DraftModel:
     Args:
         config: shape and kind of the drafts.
         loaded: the draft's decoder, tokenizer and name.
+        streams: of the draft itself; None: it drafts a token a pass.
     """
 
-    def __init__(self, config: DraftModelConfig, loaded: Any) -> None:
-        self.config = config
+    def __init__(self, config: DraftModelConfig, loaded: Any, streams: StreamSet | None = None) -> None:
+        self.config, self.streams = config, streams
         self.decoder: Decoder = loaded.decoder
         self.tokenizer = loaded.tokenizer
         self.name: str = loaded.name
@@ -174,6 +205,7 @@ class DraftModel:
         )
         self._states: dict[int, _State] = {}
         self._pool: KVPool | None = None
+        self.chains: StreamingSessions | None = None  # where the draft has streams
         self._vocab, self._eos_ids = 0, tuple[int, ...]()
         self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
         self._grower = Grower(config.factors, config.topk, config.beam or config.topk, config.proposes)
@@ -185,20 +217,32 @@ class DraftModel:
         check_vocabulary(target, self.tokenizer, self.decoder.config.vocab_size, self.name)
         self._vocab, self._eos_ids = target.vocab_size, target.eos_ids
         self._size = max_sequences, pool_tokens, device
-        self._pool = self._make_pool(self.config.num_nodes)
+        if self.streams is None:
+            self._pool = self._make_pool(self.config.num_nodes)
+        else:
+            self.chains = StreamingSessions(self.streams, *self._of_sessions(self.config.num_nodes))
+            self._pool = self.chains.pool
 
     def _make_pool(self, rows: int) -> KVPool:
         """A pool for texts as long as the target's, and so many drafted rows of each sequence."""
         sequences, tokens, device = self._size
-        return KVPool(*self.decoder.cache_shape, tokens + sequences * (rows + 32), self.decoder.dtype, device)
+        gamma = 0 if self.streams is None else self.streams.config.gamma
+        room = rows * (1 + gamma) + 32  # guesses that were wrong stay until the next cut
+        scratch = gamma * min(sequences * rows, MAX_CARRIERS)
+        shape = self.decoder.cache_shape
+        return KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
 
     def sessions(self, rows: int) -> ModelSessions:
         """See `AheadDrafter`; `propose` is not called any more."""
         assert self._pool is not None and self.config.proposes != "sampled", "bind comes first; see `DrafterSpec.ahead`"
-        self._pool = None
+        self._pool = self.chains = None
+        given = self._of_sessions(rows)
+        return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
+
+    def _of_sessions(self, rows: int) -> tuple[Any, ...]:
+        """The arguments of `ModelSessions`."""
         floor = math.log(self.config.min_prob) if self.config.min_prob else -math.inf
-        given = self._vocab, self._eos_ids, self.config.proposes, floor
-        return ModelSessions(self.decoder, self._make_pool(rows), *given)
+        return self.decoder, self._make_pool(rows), self._vocab, self._eos_ids, self.config.proposes, floor
 
     def observe(self, step: StepFeatures) -> None:
         """Nothing to do: committed tokens are read from the sequence at the next `propose`."""
@@ -206,10 +250,12 @@ class DraftModel:
     def release(self, keys: Sequence[int]) -> None:
         """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
         for key in keys:
+            if self.chains is not None:
+                self.chains.close(key)
             state = self._states.pop(key, None)
             if state is not None:
                 state.cache.release()
-        pool = self._pool
+        pool = None if self.chains is not None else self._pool
         if pool is not None and not self._states and not pool.idle:  # a draft or a release ended in its middle
             pool.reset()
 
@@ -220,9 +266,38 @@ class DraftModel:
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, level by level, all sequences together."""
+        if self.chains is not None:
+            return self._stream(want, self.chains)
         growths = self._grow(want)
         tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths], trusted=True)
         return tree.with_q(drawn_from(growths, tree, self._vocab)) if self.config.proposes == "sampled" else tree
+
+    def _stream(self, want: DraftRequest, chains: StreamingSessions) -> TokenTree:
+        """One chain a sequence, several tokens a pass."""
+        floor = math.log(want.floor) if 0 < want.floor < 1 else -math.inf if want.floor <= 0 else 0.0
+        drafts = [Proposal() for _ in want.sequences]
+        left: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
+        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
+        for place, (sequence, budget, max_depth) in enumerate(rows):
+            wanted = min(budget, self._depth(sequence, max_depth))
+            if wanted > 0:
+                chains.go_on(sequence)
+                left[sequence.key] = place, ROOT, wanted
+        chains.windows += bool(left)
+        while left:
+            asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
+            for ask, grown in zip(asks, chains.grow(asks), strict=True):
+                place, _, wanted = left.pop(ask.key)
+                draft, score = drafts[place], 0.0
+                for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
+                    score = log_q + (draft.log_scores[-1] if draft.log_scores else 0.0)
+                    draft.add(len(draft), token, score)
+                    if score < floor:
+                        break
+                more = wanted - len(grown.tokens)
+                if grown.nodes and more > 0 and score >= floor:
+                    left[ask.key] = place, grown.nodes[-1], more
+        return to_tree([s.tokens[-1] for s in want.sequences], drafts, trusted=True)
 
     @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:

@@ -77,7 +77,10 @@ class HybridSessions:
                     self._put(ask.key, node, found, own)
                 else:
                     unsure[-1][node] = found
-        left = [Ask(ask.key, expand=[*nodes], width=ask.width) for ask, nodes in zip(asks, unsure, strict=True)]
+        left = []
+        for ask, own, nodes in zip(asks, grown, unsure, strict=True):
+            room = ask.room(own.given)
+            left.append(Ask(ask.key, expand=[*nodes], width=ask.width, most=[room[node] for node in nodes]))
         for ask, own, nodes, more in zip(asks, grown, unsure, self._model.grow(left), strict=True):
             for part in ("parents", "nodes", "tokens", "log_q"):
                 getattr(own, part).extend(getattr(more, part))

@@ -109,6 +109,17 @@ class Session:
         return rows, done
 
 
+@dataclass(slots=True)
+class Ready:
+    """One sequence's part of a pass."""
+
+    session: Session
+    wanted: list[int]  # nodes to expand
+    computed: list[int]  # nodes without K/V that the pass computes, parents first
+    ask: Ask
+    grown: Grown  # the answer
+
+
 class ModelSessions:
     """Sessions of one draft model over a K/V pool of their own.
 
@@ -139,6 +150,14 @@ class ModelSessions:
         self.close(opening.key)
         view = opening.view(self._vocab, self._eos_ids)
         self._open[opening.key] = Session(view, self.pool.open(view.tokens, expected=opening.max_len))
+
+    def go_on(self, view: SequenceView) -> None:
+        """Open a sequence of this process, or commit what it has said since; its tree is empty afterwards."""
+        session = self._open.get(view.key)
+        if session is None:
+            self.open(Opening.of(view))
+        else:
+            self.commit(view.key, view.tokens[len(session.view.tokens) :])
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
@@ -200,7 +219,7 @@ class ModelSessions:
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`."""
         grown = [Grown() for _ in asks]
-        ready: list[tuple[int, Session, list[int], list[int]]] = []  # ask, session, nodes to expand, nodes to compute
+        ready: list[Ready] = []
         for index, ask in enumerate(asks):
             session = self._open[ask.key]
             grown[index].given = [session.add(parent, token, 0.0) for parent, token in ask.given]
@@ -208,9 +227,9 @@ class ModelSessions:
             wanted = [*dict.fromkeys(wanted)]
             computed = session.uncomputed(wanted)
             if wanted and self._make_room(session, len(computed)):
-                ready.append((index, session, wanted, computed))
+                ready.append(Ready(session, wanted, computed, ask, grown[index]))
         if ready:
-            self._expand(asks, grown, ready)
+            self._expand(ready)
         return grown
 
     def _may_expand(self, session: Session, node: int) -> bool:
@@ -245,23 +264,24 @@ class ModelSessions:
             return False
         return True
 
-    def _expand(
-        self, asks: Sequence[Ask], grown: list[Grown], ready: Sequence[tuple[int, Session, list[int], list[int]]]
-    ) -> None:
+    def _expand(self, ready: Sequence[Ready]) -> None:
         """One pass over all that is to be computed, and the children from its logits."""
+        packer, rows = self._lay_out(ready)
+        logits = self._logits(self._run(packer), rows)
+        for one, said in zip(ready, logits.split([len(one.wanted) for one in ready]), strict=True):
+            self._entered(one.session, one.computed)
+            self._add_children(one.session, one.wanted, said, one.ask.width, one.grown)
+
+    def _lay_out(self, ready: Sequence[Ready]) -> tuple[RowPacker, list[int]]:
+        """The rows of a pass, and those of the wanted nodes, session by session."""
         packer = RowPacker(self.decoder, self.decoder.device)
-        rows: list[int] = []  # of the pass, whose logits are wanted
-        for _, session, wanted, computed in ready:
-            first, pending = packer.rows, session.pending
-            self._pack(packer, session, pending, computed)
-            place = {node: first + pending + i for i, node in enumerate(computed)}
-            rows += [place[node] if node != ROOT else first + pending - 1 for node in wanted]
-        logits = self._logits(packer, rows)
-        begin = 0
-        for index, session, wanted, computed in ready:
-            self._entered(session, computed)
-            self._add_children(session, wanted, logits[begin : begin + len(wanted)], asks[index].width, grown[index])
-            begin += len(wanted)
+        rows: list[int] = []
+        for one in ready:
+            first, pending = packer.rows, one.session.pending
+            self._pack(packer, one.session, pending, one.computed)
+            place = {node: first + pending + i for i, node in enumerate(one.computed)}
+            rows += [place[node] if node != ROOT else first + pending - 1 for node in one.wanted]
+        return packer, rows
 
     def _pack(self, packer: RowPacker, session: Session, pending: int, computed: Sequence[int]) -> None:
         """The rows of a text's pending tokens, then of nodes, behind what is computed."""
@@ -319,9 +339,8 @@ class ModelSessions:
         state = self.decoder.embed(packer.batch())
         return self.decoder.run_layers(state, 0, self.decoder.num_layers, self.pool).hidden
 
-    def _logits(self, packer: RowPacker, rows: list[int]) -> Tensor:
+    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """[len(rows), V] over the target's vocabulary; tokens that the draft lacks are impossible."""
-        hidden = self._run(packer)
         chosen = hidden if rows == [*range(len(hidden))] else hidden[torch.tensor(rows, device=hidden.device)]
         logits = self.decoder.read(chosen)[:, : self._vocab]
         missing = self._vocab - logits.shape[-1]

@@ -67,6 +67,12 @@ class Ask:
     given: Sequence[tuple[int, int]] = ()  # parent and token of nodes to add; below each of them children are drafted
     expand: Sequence[int] = ()  # nodes that are there already below which children are drafted
     width: int = 1  # children of each
+    most: Sequence[int] = ()  # of each given, then each expanded node: tokens below it that may come at once; none: one
+
+    def room(self, given: Sequence[int]) -> dict[int, int]:
+        """Tokens that may come at once below each node; ``given`` are the numbers of the given nodes."""
+        nodes = [*given, *self.expand]
+        return dict(zip(nodes, self.most or [1] * len(nodes), strict=True))
 
 
 @dataclass(slots=True)
@@ -89,6 +95,9 @@ class DraftSessions(Protocol):
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """One level for each of several sequences; nodes that cannot be expanded (for want of room, say) get no child.
+
+        A drafter that finds several tokens in one pass may answer with a chain, parents first, where that many are
+        asked for: each but its last node then has its one child.
 
         Raises:
             KeyError: a sequence, or a node, that is not there.

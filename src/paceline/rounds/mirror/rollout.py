@@ -121,13 +121,13 @@ class Rollout:
             self._drop(self._outcomes)
         by_key = self._by_key()
         given = [self._given.get(key, []) for key in by_key]
-        asks = [
-            Ask(key, [(c.parent, c.token) for c in own], [branch.tip for branch in branches])
-            for (key, branches), own in zip(by_key.items(), given, strict=True)
-        ]
         levels = [
             [*(c.levels for c in own), *(branch.levels - len(branch.chain) for branch in branches)]
             for branches, own in zip(by_key.values(), given, strict=True)
+        ]
+        asks = [
+            Ask(key, [(c.parent, c.token) for c in own], [branch.tip for branch in branches], most=most)
+            for (key, branches), own, most in zip(by_key.items(), given, levels, strict=True)
         ]
         return asks, levels
 
@@ -177,15 +177,15 @@ class Rollout:
         """Append to each branch what was drafted below its tip."""
         below = {parent: at for at, parent in reversed([*enumerate(answer.parents)])}
         for branch in branches:
-            at = below.get(branch.tip)
-            if at is None:
-                branch.stuck = True
-                continue
-            branch.chain.nodes.append(answer.nodes[at])
-            branch.chain.tokens.append(answer.tokens[at])
-            branch.tip = answer.nodes[at]
-            self.nodes += 1
-            if len(branch.chain) < branch.levels:
+            at, before = below.get(branch.tip), len(branch.chain)
+            while at is not None and len(branch.chain) < branch.levels:
+                branch.chain.nodes.append(answer.nodes[at])
+                branch.chain.tokens.append(answer.tokens[at])
+                branch.tip = answer.nodes[at]
+                at = below.get(branch.tip)
+            self.nodes += len(branch.chain) - before
+            branch.stuck = len(branch.chain) == before
+            if not branch.stuck and len(branch.chain) < branch.levels:
                 self.open.append(branch)
 
     def _check(self, key: int, answer: Grown) -> None:
