@@ -243,7 +243,6 @@ GUESTS: dict[str, Guest] = {
     "chain_coupled": _model(depth=4),
     "chain_point": _model(depth=4, proposes="point"),
     "chain_drawn": _model(depth=3, proposes="sampled", verifiers=("rejection", "block")),
-    "chain_streams": _streaming(depth=4),
     "static_coupled": _model(branching="3x2x1", noise=0.08),
     "static_drawn": _model(branching="2x2", proposes="sampled", verifiers=("rejection",)),
     "dynamic_coupled": _model(topk=3, depth=4, nodes=9, noise=0.08),
@@ -277,7 +276,6 @@ GUESTS: dict[str, Guest] = {
     "hybrid_trees": _hybrid(f"ngram;branches=2+{LOOKUP};tree=6+{MODEL};topk=3;nodes=9", nodes=12, noise=0.08),
     **{rule.__name__: _adversary(rule) for rule in RULES},
     "mirror": replace(_model(depth=3), round="mirror,kappa=4,exit=1/2"),
-    "mirror_streams": replace(_streaming(depth=4), round="mirror,kappa=4,exit=1/2"),
     "mirror_plain": replace(
         _model(depth=2, proposes="point"), round="mirror,kappa=6,exit=1/2,policy=plain,rollout=beside"
     ),
@@ -285,4 +283,6 @@ GUESTS: dict[str, Guest] = {
     "pipeline_shared": replace(_model(depth=3), round="pipeline,stages=2,width=6,children=2,rows=5"),
     "pipeline_tree": replace(_model(depth=3), round="pipeline,stages=2,tree=1x2x1"),
     "pipeline_hybrid": replace(_hybrid(f"{LOOKUP}+{MODEL}"), round="pipeline,stages=2,width=3,children=2"),
+    "chain_streams": _streaming(depth=4),
+    "mirror_streams": replace(_streaming(depth=4), round="mirror,kappa=4,exit=1/2"),
 }
