@@ -83,18 +83,19 @@ def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
     llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
     if not more and ask.level_ms:
         slow(llm, ask.level_ms)
+    chains: Any = None if more else _drafter(llm).chains
+    windows = [] if chains is None else counted(_drafter(llm))
     prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
     heard = listen(llm, prompts, ask, 0.0, alone=True)
     stats = [output.stats for output in heard.outputs]
-    chains: Any = None if more else _drafter(llm).chains
     return Ran(
         wall=sum(s.elapsed_ms - (s.ttft_ms or 0.0) for s in stats),
         tokens=sum(s.emitted - 1 for s in stats),
         passes=sum(s.passes - 1 for s in stats),
         accepted=sum(s.accepted for s in stats),
         draft=sum(s.draft_ms for s in stats),
-        windows=0 if chains is None else chains.windows,
+        windows=len(windows),
         internal=0 if chains is None else chains.passes,
         steps=[_step(times, verdicts) for times, verdicts in heard.steps if verdicts],
     )
@@ -119,6 +120,20 @@ def slow(llm: LLM, level_ms: float) -> None:
             return propose(want)
 
     drafter.propose = paced
+
+
+def counted(drafter: Any) -> list[int]:
+    """The tokens wanted of each window that serial speculation has drafted from now on."""
+    propose, windows = drafter.propose, list[int]()
+
+    def noted(want: Any) -> Any:
+        wanted = max(map(min, want.budgets, want.max_depths))
+        if wanted > 0:
+            windows.append(wanted)
+        return propose(want)
+
+    drafter.propose = noted
+    return windows
 
 
 def _drafter(llm: LLM) -> Any:

@@ -283,7 +283,6 @@ class DraftModel:
             if wanted > 0:
                 chains.go_on(sequence)
                 left[sequence.key] = place, ROOT, wanted
-        chains.windows += bool(left)
         while left:
             asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
             for ask, grown in zip(asks, chains.grow(asks), strict=True):

@@ -65,7 +65,6 @@ class StreamingSessions(ModelSessions):
         super().__init__(*model)
         self.streams, self.gamma = streams, streams.config.gamma
         self.passes, self.tokens = 0, 0  # since the start: that drafted chains, and the tokens of the longest in each
-        self.windows = 0  # of drafts in series, which whoever asks for them counts
         self._guessed: dict[int, dict[int, list[int]]] = {}  # by sequence, by node: tokens that may follow it
 
     def close(self, key: int) -> None:
