@@ -291,8 +291,18 @@ def figure_3a(ask: Asked) -> Iterator[Table | None]:
         values={"points": [{"way": s.label, "accepted": [*s.x], "draft_ms": [*s.y]} for s in series]},
         plots={
             ".svg": lambda path: figures.lines(
-                [Panel(title="Draft time", series=series, x_label="accepted a pass", y_label="ms a pass", y_from=0)],
+                [
+                    Panel(
+                        title="Draft time",
+                        series=series,
+                        x_label="accepted a pass",
+                        y_label="ms a pass",
+                        y_from=0,
+                        columns=2,
+                    )
+                ],
                 path,
+                width=1.3,
             )
         },
     )

@@ -257,11 +257,15 @@ def _rows(axis: Axes, panel: Panel, names: Sequence[str], place: int) -> None:
 
 
 def _whole_ticks(axis: Axes, panel: Panel) -> None:
-    """A tick at every value of a short axis of numbers; of a logarithmic one, at as many as there is room for."""
+    """A tick at every value of a short axis of numbers; of a logarithmic one, at as many as there is room for.
+
+    A linear axis whose values do not fit side by side is measured, and keeps even ticks.
+    """
     values = sorted({x for s in panel.series for x in s.x if not isinstance(x, str)})
     while panel.log_x and sum(len(f"{x:g}") + 2 for x in values) > TICK_LETTERS:
         values = values[::2]
-    if values and len(values) <= 10:
+    fits = sum(len(f"{x:g}") + 2 for x in values) <= TICK_LETTERS
+    if values and len(values) <= 10 and fits:
         axis.set_xticks(values, [f"{x:g}" for x in values])
         axis.minorticks_off()
 
