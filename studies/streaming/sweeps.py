@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from paceline.bench.records import PLAIN, Method
 from paceline.bench.study import Entry, Grid
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
@@ -65,14 +66,19 @@ def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> G
     Args:
         other: its folder.
         label: what it is called.
-        settings: of the engine.
+        settings: of the engine; plain decoding then runs under them, too, and all in float32: torch's kernels round rows
+            of wider passes otherwise in bf16, and ids would differ by that.
     """
     usual, changed = TrainedSet.read(str(ask.set)), TrainedSet.read(other)
     shapes = [(s.config.mode, s.config.gamma, s.config.msa_layers) for s in (usual, changed)]
     if shapes[0] != shapes[1]:
         raise ConfigError(f"set {other}", f"it is {changed.line}, {ask.set} is {usual.line}", "train both alike")
     entries = [*usual.chain_and_cut(", as usual", "as usual"), *changed.chain_and_cut(f", {label}", label)]
-    entries = [replace(e, method=replace(e.method, settings={**e.method.settings, **settings})) for e in entries]
+    if settings:  # plain decoding that runs the target alike, in a dtype in which it answers alike
+        alike = Method(name=PLAIN, settings=settings, dtype="float32")
+        entries = [replace(e, method=replace(e.method, settings={**e.method.settings, **settings})) for e in entries]
+        entries = [replace(e, method=replace(e.method, dtype=alike.dtype)) for e in entries]
+        entries.insert(0, Entry(alike, PLAIN, PLAIN))
     return grid_of([usual, changed], title, entries, x_label="streams")
 
 
