@@ -2,9 +2,9 @@
 
 A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and names its draft
 and its drafter. A trained set (role "streams" or "adapter": ``streams.json`` and ``streams.safetensors``; role "head":
-what its drafter reads, Lyanna, EAGLE or Medusa, or early exits for the mirror round) names in its ``zoo.json`` the
-target it was trained for. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a source checkout, then
-in the ``_zoo`` of the wheel.
+what its drafter reads, of Lyanna, EAGLE, Medusa or SPIRe, or early exits for the mirror round) names in its
+``zoo.json`` the target it was trained for. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a
+source checkout, then in the ``_zoo`` of the wheel.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def states(ask: Asked, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor,
     ]
     batch = collate([[example] for example in examples], max(len(e.tokens) for e in examples))
     network = Network.load(llm.folder, frozen=True)
-    streams, main = similarity(network, StreamSet.load(resolve_folder(trained.folder)), batch)
+    loaded = StreamSet.load(resolve_folder(trained.folder), dtype=torch.float32)  # as the network
+    streams, main = similarity(network, loaded, batch)
     return streams, main, {"prompts": len(prompts), "rows": sum(map(len, answers))}
 
 

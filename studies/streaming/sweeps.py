@@ -66,8 +66,8 @@ def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> G
     Args:
         other: its folder.
         label: what it is called.
-        settings: of the engine; plain decoding then runs under them, too, and all in float32: torch's kernels round rows
-            of wider passes otherwise in bf16, and ids would differ by that.
+        settings: of the engine; plain decoding then runs under them, too, and all in float32: in bf16 torch's kernels
+            round a row of a wider pass otherwise, and ids would differ by that.
     """
     usual, changed = TrainedSet.read(str(ask.set)), TrainedSet.read(other)
     shapes = [(s.config.mode, s.config.gamma, s.config.msa_layers) for s in (usual, changed)]

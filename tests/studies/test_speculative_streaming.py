@@ -400,7 +400,9 @@ def test_sets_of_other_kinds_stand_beside_the_usual_one(sets: dict[str, str], tm
     rotated = save_set(tmp_path / "rotated", value_rotation=0.001)
     own_mlp = save_set(tmp_path / "own_mlp", linears=("qkv", "mlp"))
     turned = grid("figure_12a", set=sets["lossless"], rotated=rotated)
-    assert {entry.x for entry in turned.entries} == {"as usual", "values rotated"}
+    assert {entry.x for entry in turned.entries} == {"plain", "as usual", "values rotated"}
+    run_alike = {(entry.method.settings["kernels"], entry.method.dtype) for entry in turned.entries}
+    assert run_alike == {("torch", "float32")} and turned.entries[0].method.plain
     assert all(entry.method.settings["kernels"] == "torch" for entry in turned.entries)
     small(turned)
     replaced = grid("appendix_h2", set=sets["lossless"], own_mlp=own_mlp)
@@ -549,7 +551,9 @@ def test_tables_without_a_run_are_written(
     assert "81,920" in capsys.readouterr().out
     assert all(row["agrees"] for row in json.loads((tmp_path / "table_3_parameters.json").read_text())["overhead"])
     small = ("--model", MODEL, "--tasks", "sql", "--prompts", 1, "--max-new-tokens", 4, "--threads", 1)
-    assert run("figure_5", "--set", sets["lossless"], "--out", tmp_path, *small) == 0
+    stored = tmp_path / "stored"
+    StreamSet.load(sets["lossless"], dtype=torch.bfloat16).save(stored)  # as the zoo's sets are
+    assert run("figure_5", "--set", stored, "--out", tmp_path, *small) == 0
     values = json.loads((tmp_path / "figure_5.json").read_text())
     assert values["layers"] == [1, 2] and len(values["streams"]) == 2 and (tmp_path / "figure_5.svg").is_file()
 
