@@ -121,7 +121,7 @@ def figure_5(ask: Asked) -> Iterator[Table | None]:
         rows.append([name, tau.text, "" if name == SPIRE else less.text])
         values[name] = {"tau": tau.listed, "difference": less.listed}
     starts = int(found[SPIRE].starts.sum())
-    series = [Series(label=name, x=["tau"], y=[own.mean().value]) for name, own in found.items()]
+    panel = _bars({name: own.mean() for name, own in found.items()})
     yield Table(
         title=f"Ablations at k = {DEPTH}",
         head=("draft", "tau", "difference to SPIRe"),
@@ -129,12 +129,16 @@ def figure_5(ask: Asked) -> Iterator[Table | None]:
         values={"drafts": values, "starts": starts, "wanted_starts": ask.starts},
         remarks=[f"{starts:,} starts ({ask.starts:,} wanted)", ESTIMATE, PAIRED],
         how=[[f"{name}: {folder}" for name, folder in folders.items()], [f"{d}: {f}" for d, f in ask.drawn.items()]],
-        plots={
-            ".svg": lambda path: figures.bars(
-                [Panel(title="Ablations", series=series, x_label="", y_label="tau")], path
-            )
-        },
+        plots={".svg": lambda path: figures.bars([panel], path)},
     )
+
+
+def _bars(means: Mapping[str, Mean]) -> Panel:
+    low, high = ([getattr(mean, end) for mean in means.values()] for end in ("low", "high"))
+    values = [mean.value for mean in means.values()]
+    one = Series(label="tau", x=[*means], y=values, low=low, high=high)
+    title = f"Tau at k = {DEPTH}, each with one technique off"
+    return Panel(title=title, series=[one], x_label="tokens a round (tau)", y_label="", y_from=1.0)
 
 
 @study.figure(needs=("spire", "drawn"), takes=("starts", "variants"))
