@@ -1145,12 +1145,18 @@ inline void widened(const int8_t* w, bf16* out) {
 #if PL_AMX
 struct alignas(64) TileConfig { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
 
+// gcc's own intrinsics do not say that the memory is read (the configuration's: PR 114098, mended in gcc 14; a tile's: never),
+// so that the compiler may drop or delay the stores in front of them.
+inline void load_tile_config(const TileConfig& c) { asm volatile("ldtilecfg %0" ::"m"(c)); }
+#define tile_load(tile, base, stride) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(base)), "r"((long)(stride)) : "memory")
+
 void configure_tiles(int rows) {
   TileConfig c;
   for (int t = 0; t < 4; t++) c.bytes[t] = 64, c.rows[t] = rows;  // 0-3: sums [rows, 16] float
   c.bytes[4] = 64, c.rows[4] = rows;                              // 4: x [rows, 32] bf16
   for (int t = 5; t < 8; t++) c.bytes[t] = 64, c.rows[t] = 16;    // 5-7: weights [16 pairs of k, 16 outputs]
-  _tile_loadconfig(&c);
+  load_tile_config(c);
 }
 
 template <int B> void amx_product(const bf16* const w[], int64_t k, Input<bf16> in, float* c) {
@@ -1160,12 +1166,12 @@ template <int B> void amx_product(const bf16* const w[], int64_t k, Input<bf16> 
   if (B > 3) _tile_zero(3);
   const int64_t stride = in.stride * 2;
   for (int64_t i = 0; i < k; i += 32) {
-    _tile_loadd(4, in.x + i, stride);
-    _tile_loadd(5, w[0] + i * 16, 64);
+    tile_load(4, in.x + i, stride);
+    tile_load(5, w[0] + i * 16, 64);
     _tile_dpbf16ps(0, 4, 5);
-    if (B > 1) { _tile_loadd(6, w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
-    if (B > 2) { _tile_loadd(7, w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
-    if (B > 3) { _tile_loadd(5, w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
+    if (B > 1) { tile_load(6, w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
+    if (B > 2) { tile_load(7, w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
+    if (B > 3) { tile_load(5, w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
   }
   const int64_t out = BLOCKS * LANES * 4;
   _tile_stored(0, c, out);
@@ -1201,12 +1207,12 @@ template <int B> void amx_product(const int8_t* const w[], int64_t k, Input<bf16
     for (int b = 0; b < B; b++)
       for (int64_t i = 0; i < length * LANES; i += 64) widened(w[b] + from * LANES + i, wide_w[b] + i);
     for (int64_t i = 0; i < length; i += 32) {
-      _tile_loadd(4, in.x + from + i, stride);
-      _tile_loadd(5, wide_w[0] + i * 16, 64);
+      tile_load(4, in.x + from + i, stride);
+      tile_load(5, wide_w[0] + i * 16, 64);
       _tile_dpbf16ps(0, 4, 5);
-      if (B > 1) { _tile_loadd(6, wide_w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
-      if (B > 2) { _tile_loadd(7, wide_w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
-      if (B > 3) { _tile_loadd(5, wide_w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
+      if (B > 1) { tile_load(6, wide_w[1] + i * 16, 64); _tile_dpbf16ps(1, 4, 6); }
+      if (B > 2) { tile_load(7, wide_w[2] + i * 16, 64); _tile_dpbf16ps(2, 4, 7); }
+      if (B > 3) { tile_load(5, wide_w[3] + i * 16, 64); _tile_dpbf16ps(3, 4, 5); }
     }
   }
   const int64_t out = BLOCKS * LANES * 4;
@@ -1904,7 +1910,7 @@ void configure_attention(int rows) {  // 0: scores, 1: keys, 2: queries, 3-4: su
   auto shape = [&](int t, int r, int bytes) { c.rows[t] = r, c.bytes[t] = bytes; };
   shape(0, 16, rows * 4), shape(1, 16, 64), shape(2, 16, rows * 4);
   shape(3, rows, 64), shape(4, rows, 64), shape(5, rows, 64), shape(6, 16, 64), shape(7, 16, 64);
-  _tile_loadconfig(&c);
+  load_tile_config(c);
 }
 
 // In place: `count` vectors of interleaved elements -> those of even place, then those of odd place; and again
@@ -1947,8 +1953,8 @@ inline void tile_scores(const bf16* queries, int rows, int count, int64_t d, flo
   }
   _tile_zero(0);
   for (int64_t i = 0; i < d; i += 32) {
-    _tile_loadd(1, keys + i, d * 2);
-    _tile_loadd(2, queries + i * rows, rows * 4);
+    tile_load(1, keys + i, d * 2);
+    tile_load(2, queries + i * rows, rows * 4);
     _tile_dpbf16ps(0, 1, 2);
   }
   alignas(64) float found[16 * TILE_ROWS];
@@ -1969,8 +1975,8 @@ template <class V>
 void tile_values(const bf16* weights, int64_t weight_stride, int64_t n, int64_t d, V value, float* sum, int64_t sum_stride) {
   alignas(64) bf16 pairs[2][16 * 32];
   for (int64_t i = 0; i < d; i += 32) {
-    _tile_loadd(3, sum + i, sum_stride * 4);
-    _tile_loadd(4, sum + i + 16, sum_stride * 4);
+    tile_load(3, sum + i, sum_stride * 4);
+    tile_load(4, sum + i + 16, sum_stride * 4);
     for (int64_t j = 0; j < n; j += TILE_KEYS) {
       for (int64_t pair = 0; pair < 16; pair++) {
         const int64_t at = j + pair * 2;
@@ -1979,9 +1985,9 @@ void tile_values(const bf16* weights, int64_t weight_stride, int64_t n, int64_t 
         _mm512_store_si512(pairs[0] + pair * 32, _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(pairs[1] + pair * 32, _mm512_unpackhi_epi16(a, b));
       }
-      _tile_loadd(5, weights + j, weight_stride * 2);
-      _tile_loadd(6, pairs[0], 64);
-      _tile_loadd(7, pairs[1], 64);
+      tile_load(5, weights + j, weight_stride * 2);
+      tile_load(6, pairs[0], 64);
+      tile_load(7, pairs[1], 64);
       _tile_dpbf16ps(3, 5, 6);
       _tile_dpbf16ps(4, 5, 7);
     }
@@ -2011,12 +2017,12 @@ struct ValuePairs {
   }
   // sum [d] += weights [TILE_KEYS] values, for one row.
   void add(const bf16* weights, float* sum) const {
-    _tile_loadd(5, weights, 64);
+    tile_load(5, weights, 64);
     for (int64_t i = 0; i < d; i += 32) {
-      _tile_loadd(3, sum + i, 64);
-      _tile_loadd(4, sum + i + 16, 64);
-      _tile_loadd(6, lines[i / 32][0], 64);
-      _tile_loadd(7, lines[i / 32][1], 64);
+      tile_load(3, sum + i, 64);
+      tile_load(4, sum + i + 16, 64);
+      tile_load(6, lines[i / 32][0], 64);
+      tile_load(7, lines[i / 32][1], 64);
       _tile_dpbf16ps(3, 5, 6);
       _tile_dpbf16ps(4, 5, 7);
       _tile_stored(3, sum + i, 64);
