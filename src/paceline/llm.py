@@ -175,6 +175,15 @@ class LLM:
         self.engine.check_application(application)
         return Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
 
+    def forget(self) -> None:
+        """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
+
+        Call it before a prompt is asked that is timed, or whose passes are counted: a drafter may have kept the answer
+        to it. What the draft budget has learned of chances and costs stays.
+        """
+        with self.engine.lock:
+            self.engine.forget()
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in flight. Returns its output so far, or None if there is no such request."""
         with self.engine.lock:

@@ -28,10 +28,10 @@ from .base import (
     Drafter,
     DrafterSpec,
     DraftRequest,
-    RememberingDrafter,
     SequenceView,
     StepFeatures,
     StreamingDrafter,
+    forget,
 )
 from .draft_model import DraftModel
 from .hybrid_sessions import HybridSessions, LookUps
@@ -182,9 +182,7 @@ class Hybrid:
 
     def forget(self) -> None:
         """Forget what is kept from one request to the next."""
-        for part in self.parts:
-            if isinstance(part, RememberingDrafter):
-                part.forget()
+        forget(self.parts)
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none

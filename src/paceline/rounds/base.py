@@ -156,6 +156,10 @@ class Round(Protocol):
         and of their passes in flight none touches a sequence again; their caches are let go as these end."""
         ...
 
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended; see `Remembering`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
