@@ -177,6 +177,7 @@ class Origin:
     name: str = "this target"
     folder: Path | None = None  # of its checkpoint; None: in memory alone
     find: Callable[[str], Path] = Path  # name of an embedded, local or hub folder -> its path
+    trained: Callable[[str], str | None] = lambda kind: None  # a round -> what the zoo has that it reads, of the target
 
 
 UNKNOWN = Origin()
