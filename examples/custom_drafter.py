@@ -55,6 +55,9 @@ class Follower:
         for key in keys:
             self.learned.pop(key, None)
 
+    def forget(self):
+        self.table.clear()
+
 
 def main() -> None:
     prompt = "def read_lines(filename):\n    lines = []\n    with open(filename) as f:\n"

@@ -37,6 +37,9 @@ for line in sys.stdin:
     case = cases[json.loads(line)]
     llm, batch = models[case["drafter"]], (prompts * 32)[: case["batch"]]
     params = SamplingParams(temperature=case["temperature"], seed=1, max_tokens=case["tokens"], ignore_eos=True)
+    # `LLM.forget`, which older checkouts do not have: nothing of the round before is found.
+    llm.engine.pool.forget()
+    getattr(llm.engine.round.drafter, "forget", int)()
     begin = time.perf_counter()
     outputs = llm.generate(batch, params)
     seconds = time.perf_counter() - begin

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from . import zoo
 from .attention import make_backend
 from .attention.base import AttentionBackend
 from .config import AUTO_COSTS, TARGET_OPTIONS, LLMConfig, parse_bytes
@@ -21,7 +22,7 @@ from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
 from .drafters import registry
 from .drafters.base import Drafter
-from .drafters.registry import DrafterContext
+from .drafters.registry import DrafterConfig, DrafterContext
 from .drafters.sessions import DraftSessions
 from .engine import calibration
 from .engine.auto import AutoBudget
@@ -75,6 +76,7 @@ class LoadedModel:
 def load_target(config: LLMConfig) -> LoadedModel:
     """The target. Everything that can be checked without the weights is checked before they are read."""
     source = open_source(config, config.model, config.dtype)
+    drafter_of(config)
     kept = cache_shape(source.shape, compiled_layers(config, source.shape, source.dtype))
     _pool_tokens(config, kept, source.dtype, _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
@@ -256,7 +258,8 @@ def build_engine(
         drafter.bind(info, config.max_sequences, pool.num_tokens, decoder.device)
     budget = make_budget(config, drafter, target)
     starts = None if serve is None else partial(serve, config, pool.num_tokens)
-    origin = Origin(target.name, target.folder, partial(resolve_folder, offline=config.offline))
+    find, trained = partial(resolve_folder, offline=config.offline), partial(zoo.weights, model=config.model)
+    origin = Origin(target.name, target.folder, find, trained)
     parts: dict[str, Any] = {"target": decoder, "pool": pool, "drafter": drafter, "verifier": config.verifier}
     parts["origin"] = origin
     if config.pipeline is not None and start is not None:
@@ -281,13 +284,36 @@ class ModelLoader:
         return _load(self.config, open_source(self.config, name, wanted), exact=False, texts=self.texts)
 
 
+def drafter_of(config: LLMConfig) -> DrafterConfig | None:
+    """The drafter that the configuration names, with the zoo's weights for the target where it means those.
+
+    Raises:
+        ConfigError: the zoo has none.
+    """
+    chosen = registry.parse(config.drafter)
+    return (
+        None if chosen is None else chosen.with_weights(partial(_of_the_zoo, config.model), bool(config.applications))
+    )
+
+
+def _of_the_zoo(model: str, kind: str) -> str:
+    found = zoo.weights(kind, model)
+    if found is None:
+        trained = [entry.read_by for entry in zoo.trained_for(model) if entry.read_by in registry.names()]
+        fits = ", ".join([*dict.fromkeys(trained), *registry.without_weights()])
+        wrong = "it names no weights, and the zoo has none of it for this model"
+        remedy = f"name them, as {kind}:FOLDER, or use a drafter that fits this model as it is: {fits}"
+        raise ConfigError(f"drafter={kind!r} for {model}", wrong, remedy)
+    return found
+
+
 def build_drafter(config: LLMConfig, target: LoadedModel, streams: int) -> Drafter | None:
     """The drafter that the configuration names; None: it names none.
 
     Args:
         streams: most streams that a row of the applications beside it carries.
     """
-    chosen = registry.parse(config.drafter)
+    chosen = drafter_of(config)
     if chosen is None:
         return None
     source = target.name, target.folder, target.decoder.dtype
@@ -367,7 +393,7 @@ def fingerprint(config: LLMConfig, decoder: Decoder) -> Fingerprint:
 
 def _draft_name(config: LLMConfig) -> str:
     """The calibration's name for the draft model that the drafter runs; empty where it runs none."""
-    chosen = registry.parse(config.drafter)
+    chosen = drafter_of(config)
     name = getattr(chosen, "model", None)
     return draft_key(str(name), str(getattr(chosen, "dtype", "auto"))) if name else ""
 

@@ -56,6 +56,10 @@ class AsyncLLM:
         """The options that the model was started with."""
         return self._llm.config
 
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """See `LLM.default_sampling_params`."""
+        return self._llm.default_sampling_params(**given)
+
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, application: str | None = None
     ) -> RequestOutput:

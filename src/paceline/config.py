@@ -38,7 +38,10 @@ class LLMConfig:
     """All options of a model and its engine; each field's help says what it may hold."""
 
     model: str = option(help="embedded model, folder or hub name, or stretch:MODEL,times=8 (see docs/benchmarks.md)")
-    drafter: str | DrafterConfig | None = option(None, help="the drafter: name, name:model, or name:model,option=value")
+    drafter: str | DrafterConfig | None = option(
+        None,
+        help="the drafter: name (a trained one: with the zoo's weights for the model), name:weights, or with options",
+    )
     round: str = option(
         AUTO_ROUND,
         help=f"order of drafting and verification: {', '.join(ROUNDS)}, as name,option=value; or auto: by the drafter",

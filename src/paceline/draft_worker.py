@@ -13,7 +13,7 @@ from weakref import finalize
 
 import torch
 
-from .assembly import Source, drafter_context, open_source
+from .assembly import Source, drafter_context, drafter_of, open_source
 from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
@@ -126,7 +126,7 @@ def named(chosen: DrafterConfig) -> str:
 
 
 def _chosen(config: LLMConfig) -> DrafterConfig:
-    chosen = registry.parse(config.drafter)
+    chosen = drafter_of(config)
     if chosen is None:
         raise ConfigError("a drafter in a process of its own", "no drafter is named", "name one, such as draft_model")
     return chosen

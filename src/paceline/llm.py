@@ -25,6 +25,7 @@ from .kv.pool import KVPool
 from .rounds.base import Place
 from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split
+from .target import generation
 from .target.decoder import Decoder
 
 Message = Mapping[str, str]  # {"role": .., "content": ..}
@@ -102,12 +103,28 @@ class LLM:
         """The conditions that the target's speed depends on: a calibration must have been made under the same ones."""
         return fingerprint(self.config, self.decoder)
 
-    # -- answers
-
     @property
     def kernels(self) -> str:
         """The kernels of the layers: "native" with the instructions in use, or "torch"."""
         return "torch" if self.decoder.stack is None else f"native ({native.describe()})"
+
+    # -- answers
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """How the model is sampled by ``paceline chat``: as its ``generation_config.json`` says.
+
+        Of that file come temperature, top_p, top_k, min_p and repetition_penalty; with ``do_sample: false`` the
+        temperature is 0.
+        Where it has none of these but a penalty, or there is no file: temperature=0.7 and top_p=0.95. All else is as in
+        `SamplingParams()`, which is also what requests without parameters get.
+
+        Args:
+            given: fields of `SamplingParams` that go before the file's, such as ``max_tokens=256``.
+
+        Raises:
+            ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
+        """
+        return generation.sampling(self.folder, given)
 
     def generate(
         self,
@@ -174,6 +191,15 @@ class LLM:
         """A request for `chat`, not submitted yet; errors as there."""
         self.engine.check_application(application)
         return Job(*chat_ids(messages, self.tokenizer, self.config.model), params or SamplingParams(), application)
+
+    def forget(self) -> None:
+        """Drop what is kept of requests that ended: K/V of their texts, and what the drafter remembers of them.
+
+        Call it before a prompt is asked that is timed, or whose passes are counted: a drafter may have kept the answer
+        to it. What the draft budget has learned of chances and costs stays.
+        """
+        with self.engine.lock:
+            self.engine.forget()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in flight. Returns its output so far, or None if there is no such request."""

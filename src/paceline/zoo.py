@@ -3,8 +3,9 @@
 A model of the zoo is a Hugging Face folder with one more file, ``zoo.json``, which says its role and names its draft
 and its drafter. A trained set (role "streams" or "adapter": ``streams.json`` and ``streams.safetensors``; role "head":
 what its drafter reads, of Lyanna, EAGLE, Medusa or SPIRe, or early exits for the mirror round) names in its
-``zoo.json`` the target it was trained for. Folders are looked for in ``$PACELINE_ZOO``, then in the ``zoo/`` of a
-source checkout, then in the ``_zoo`` of the wheel.
+``zoo.json`` the target it was trained for. ``read_by`` in a draft's or a set's card is the drafter (or the round) that
+means this one where it is named without weights: ``--drafter lyanna``; adapters, which change answers, have none.
+Folders are looked for in ``$PACELINE_ZOO``, in the ``zoo/`` of a source checkout, then in the ``_zoo`` of the wheel.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class ZooEntry:
     draft: str | None = None  # the zoo's own draft model for this target
     drafter: str | None = None  # what the command line drafts with for this target, where nothing else is asked for
     target: str | None = None  # the zoo's target that a trained set belongs to
+    read_by: str | None = None  # the drafter, or the round, that reads it where the user names no weights
 
     def __post_init__(self) -> None:
         check(self)
@@ -67,6 +69,34 @@ def default_drafter(name: str) -> str | None:
     return entry.drafter if entry else None
 
 
+def trained_for(model: str) -> list[ZooEntry]:
+    """What the zoo has for a model, given by name or by its folder (stretched, too): its draft and its trained sets."""
+    entries = _entries().values()
+    own = next((entry for entry in entries if _is(entry, parse_model(model).name)), None)
+    return [entry for entry in entries if own and (entry.target == own.name or entry.name == own.draft)]
+
+
+def weights(kind: str, model: str) -> str | None:
+    """The name of the weights for ``model`` that the drafter or the round ``kind`` reads; None: the zoo has none.
+
+    Of several it is the first by name, and one of ``$PACELINE_ZOO`` before all others.
+    """
+    return next((entry.name for entry in trained_for(model) if entry.read_by == kind), None)
+
+
+def readable(kind: str) -> dict[str, str]:
+    """By model, the names of the weights that `weights` gives for it."""
+    found = {entry.name: weights(kind, entry.name) for entry in available()}
+    return {model: name for model, name in found.items() if name is not None}
+
+
+def _is(entry: ZooEntry, name: str) -> bool:
+    try:
+        return name == entry.name or Path(name).expanduser().resolve() == entry.path.resolve()
+    except (OSError, RuntimeError, ValueError):  # no path at all
+        return False
+
+
 def roots() -> list[Path]:
     """The folders that are searched, first match wins."""
     chosen = os.environ.get("PACELINE_ZOO")
@@ -93,7 +123,7 @@ def _read(card: Path) -> ZooEntry:
     try:
         facts: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
         values: dict[str, Any] = {name: facts[name] for name in ("role", "description", "parameters")}
-        values |= {name: facts.get(name) for name in ("draft", "drafter", "target")}
+        values |= {name: facts.get(name) for name in ("draft", "drafter", "target", "read_by")}
         size = sum(file.stat().st_size for file in card.parent.glob("*.safetensors"))
         return ZooEntry(name=card.parent.name, path=card.parent, bytes=size, **values)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

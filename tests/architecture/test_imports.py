@@ -24,7 +24,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "planning": {"core"},
     "distributed": {"core", "native", "target", "attention", "kv", "drafters"},
     "config": {"core", "target", "attention", "drafters", "rounds", "engine", "planning"},
-    "assembly": {"config", *ENGINE, "engine", "planning"},
+    "assembly": {"config", *ENGINE, "engine", "planning", "zoo"},
     "draft_worker": {"config", "assembly", "distributed", "core", "target", "drafters", "rounds"},
     "stage_worker": {"config", "assembly", "distributed", "core", "kv", "target", "drafters", "rounds"},
     "chunks": {"core", "engine"},

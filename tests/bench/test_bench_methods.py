@@ -76,7 +76,7 @@ def test_a_method_is_read(text: str, wanted: Method) -> None:
         ("ngram;round=mirro", "no round 'mirro'"),
         ("ngram;threads=2", "no setting 'threads'"),
         ("plain;budget=4", "means nothing without a drafter"),
-        ("draft_model", "needs model"),
+        ("hybrid", "needs parts"),
         ("lama.cpp/plain", "did you mean 'llama.cpp'"),
         ("llama.cpp/ngram", "no mode 'ngram'"),
         ("llama.cpp/plain;depth=3", "no option 'depth'"),

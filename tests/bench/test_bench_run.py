@@ -207,7 +207,7 @@ class TestMeasure:
         """The test above can fail: a drafter with a memory drafts the second answer from the first."""
         runner = self.runner("suffix", budget=8)
         first = runner.run(self.group(ignore_eos=True), 0)
-        monkeypatch.setattr(runner, "_forget", lambda: None)
+        monkeypatch.setattr(runner.llm, "forget", lambda: None)
         second = runner.run(self.group(ignore_eos=True), 1)
         assert first.outputs == second.outputs and second.passes < first.passes
 

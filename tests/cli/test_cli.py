@@ -30,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    return lambda *args: CliRunner().invoke(app, list(args))
+    return lambda *args, **given: CliRunner().invoke(app, list(args), **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +189,17 @@ class TestPainter:
         assert shown == text
 
 
+DEMO_SIDES = ((None, None), ("suffix", 8), ("suffix", 8))
+
+
+@pytest.fixture
+def own_draft(tmp_path: Path) -> Path:
+    """A copy of a small model, whose files may be changed."""
+    source = zoo.find("paceline-small-draft")
+    assert source is not None
+    return Path(shutil.copytree(source, tmp_path / "own"))
+
+
 class TestCommands:
     def test_help_lists_every_command(self, run: Any) -> None:
         result = run("--help")
@@ -224,6 +235,9 @@ class TestCommands:
         assert all(row["help"] and not row["error"] for row in rows if row["origin"] == "built in")
         listed = run("drafters").output
         assert all(row["name"] in listed for row in rows)
+        weights = {row["name"]: row["zoo"] for row in rows}
+        assert weights["lyanna"] == {"paceline-small": "paceline-small-lyanna"} and weights["ngram"] == {}
+        assert "for paceline-small the zoo has paceline-small-lyanna" in listed
 
     @pytest.mark.parametrize("command", ["generate", "chat", "demo"])
     def test_help_of_commands_that_load_a_model(self, run: Any, command: str) -> None:
@@ -322,10 +336,55 @@ class TestCommands:
         assert len(record["outputs"][0]["token_ids"]) == 24
         assert "drafted" in record["outputs"][0]["origins"]
 
+    @pytest.mark.parametrize(
+        ("args", "fields"),
+        [
+            (["generate", "--chat"], {"temperature": 0.4, "top_p": 0.8, "max_tokens": 128}),
+            (["generate", "--chat", "--temperature", "0"], {"temperature": 0, "top_p": 0.8, "max_tokens": 128}),
+            (["generate"], {"temperature": 0, "max_tokens": 128}),
+            (["generate", "--top-p", "0.5"], {"temperature": 0, "top_p": 0.5, "max_tokens": 128}),
+            (["chat"], {"temperature": 0.4, "top_p": 0.8, "max_tokens": 256}),
+            (["chat", "--top-p", "1", "--seed", "3"], {"temperature": 0.4, "seed": 3, "max_tokens": 256}),
+        ],
+    )
+    def test_a_chat_is_sampled_as_the_model_s_files_say(
+        self, args: list[str], fields: dict[str, Any], run: Any, own_draft: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[SamplingParams] = []
+
+        def stop(llm: Any, asked: Any, params: SamplingParams, *_: Any, **__: Any) -> Any:
+            seen.append(params)
+            raise ConfigError("an answer", "not needed here", "look at the parameters")
+
+        for name in ("chat", "stream"):
+            monkeypatch.setattr(f"paceline.llm.LLM.{name}", stop)
+        (own_draft / "generation_config.json").write_text('{"temperature": 0.4, "top_p": 0.8}', encoding="utf-8")
+        prompt = ("--prompt", "x") if args[0] == "generate" else ()
+        run(*args, *prompt, "--model", str(own_draft), "--drafter", "none", input="hello\n/exit\n")
+        assert seen == [SamplingParams(**fields)]
+
+    def test_sampling_defaults_that_cannot_be_are_refused(self, run: Any, own_draft: Path) -> None:
+        (own_draft / "generation_config.json").write_text('{"top_p": 1.7}', encoding="utf-8")
+        result = run("generate", "--chat", "--prompt", "x", "--model", str(own_draft), "--drafter", "none")
+        assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+        assert result.stderr.startswith(f"error: {own_draft}/generation_config.json: top_p=1.7")
+
     def test_demo_compares_in_the_exact_mode(self, run: Any) -> None:
         result = run("demo", "--prompts", "1", "--repeats", "1")
         assert result.exit_code == 0, result.output
         assert "IDENTICAL: 1 of 1" in result.output
+
+    def test_demo_finds_nothing_of_the_turn_before(self) -> None:
+        """Asked again and again, a prompt takes as many passes as the first time, and its ratio is that of one pass."""
+        from paceline import LLM
+        from paceline.cli import demo
+
+        [prompt] = demo._load(1)
+        plain, drafted, once = (LLM("paceline-small", drafter=name, budget=b, threads=1) for name, b in DEMO_SIDES)
+        [alone] = once.generate([{"prompt_token_ids": demo._token_ids(once, prompt)}], demo._params(prompt))
+        told = demo._compare(plain, drafted, prompt, repeats=2)
+        assert told.identical and told.speculative.token_ids == alone.outputs[0].token_ids
+        assert told.speculative.output.stats.passes == alone.stats.passes < len(told.speculative.token_ids)
 
     def test_demo_is_exact_unless_told_otherwise(self, monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
         from paceline.cli import demo

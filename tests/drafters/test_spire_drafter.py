@@ -348,7 +348,6 @@ def test_targets_that_do_not_fit() -> None:
         SpireDrafter(SpireConfig(path="x"), SpireShape(layers=3), Path("x"), 3)
     for spec, wrong in (
         ("spire:x,depth=0", "depth must be 1"),
-        ("spire", "needs path"),
         ("spire:x,extra=3", "re-sampl"),
     ):
         with pytest.raises(ConfigError, match=wrong):

@@ -74,6 +74,9 @@ class LateRound:
             flight.gone |= {id(sequence) for sequence in sequences}
         self.inner.release(sequences)
 
+    def forget(self) -> None:
+        self.inner.forget()
+
 
 def late(delay: int, drafter: Drafter | None = None, **options: Any) -> tuple[Engine, LateRound]:
     engine = assemble(drafter, decoder=DECODER, **options)

@@ -15,7 +15,6 @@ from paceline import LLM, SamplingParams, native
 from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import depths_below
-from paceline.drafters.base import RememberingDrafter
 from paceline.kv.pool import KVPool
 from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
@@ -354,8 +353,7 @@ def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> N
             (o.outputs[0].token_ids, o.outputs[0].logprobs, o.stats.passes, o.stats.accepted, o.stats.drafted)
             for o in outputs
         ]
-        if isinstance(llm.engine.round.drafter, RememberingDrafter):  # type: ignore[attr-defined]
-            llm.engine.round.drafter.forget()  # type: ignore[attr-defined]
+        llm.forget()
     assert found[True] == found[False]
 
 

@@ -11,6 +11,8 @@ from safetensors import safe_open
 
 from paceline import zoo
 from paceline.core.errors import ConfigError
+from paceline.drafters import registry
+from paceline.rounds import ROUNDS
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,8 @@ def test_every_model_is_complete_and_its_card_is_true(entry: zoo.ZooEntry) -> No
     assert entry.bytes == sum(file.stat().st_size for file in files)
     for name in (entry.draft, entry.target):
         assert name is None or zoo.find(name) is not None
+    readers = {*registry.names(), *ROUNDS}
+    assert (entry.read_by in readers) if entry.role in ("draft", "head", "streams") else entry.read_by is None
 
 
 def test_target_and_draft_share_one_tokenizer() -> None:

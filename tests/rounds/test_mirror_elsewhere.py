@@ -101,6 +101,9 @@ class Going:
         self.open_keys.discard(key)
         self.inner.close(key)
 
+    def forget(self) -> None:
+        self.inner.forget()
+
 
 def elsewhere(
     pace: int, lost: int = 0, rows: int | None = None, **options: Any

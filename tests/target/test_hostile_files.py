@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import paceline.assembly as assembly
 from paceline import ConfigError
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.options import shown
-from paceline.target import loader
+from paceline.target import generation, loader
 from paceline.target.decoder import Decoder
 from paceline.target.families import FAMILIES, MAX_LAYERS, decoder_config
 from paceline.target.files import MAX_JSON_BYTES, read_json
@@ -394,10 +395,16 @@ def test_no_configuration_gets_through(
 
 
 @settings(shared, max_examples=60)
-@given(changes=st.dictionaries(st.sampled_from(["eos_token_id", "bos_token_id", "do_sample"]), nasty, min_size=1))
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(["eos_token_id", "bos_token_id", "do_sample", *generation.SAMPLED]), nasty, min_size=1
+    )
+)
 def test_no_generation_config_gets_through(checkpoint: Path, changes: dict[str, Any]):
     write_config(checkpoint, changes, "generation_config.json")
     start(str(checkpoint))
+    with suppress(ConfigError):
+        generation.sampling(checkpoint, {})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class CalibrateConfig:
     contexts: tuple[int, ...] = CONTEXTS
 
 
-def rounds(config: CalibrateConfig, drafter: str | None) -> int:
+def rounds(config: CalibrateConfig, drafter: str | DrafterConfig | None) -> int:
     """Calls of ``progress`` that `calibrate` makes, at most."""
     return (config.repeats + 1) * (2 if draft_of(drafter) else 1)
 
@@ -44,7 +44,7 @@ def draft_of(drafter: str | DrafterConfig | None) -> tuple[str, str] | None:
 
 def calibrate(
     llm: LLM,
-    drafter: str | None = None,
+    drafter: str | DrafterConfig | None = None,
     config: CalibrateConfig | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Calibration, Path]:

@@ -13,6 +13,7 @@ import torch
 
 from ..core.sampling import SamplingParams
 from ..llm import LLM
+from .measure import ask
 
 Runner = Callable[[list[list[int]], int], int]  # prompts, new tokens each -> tokens that came out
 
@@ -74,7 +75,7 @@ def paceline_runner(llm: LLM) -> Runner:
 
     def run(prompts: list[list[int]], new_tokens: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+        outputs, _ = ask(llm, prompts, params)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return run

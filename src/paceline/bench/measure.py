@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,9 +20,9 @@ import torch
 
 from ..config import TARGET_OPTIONS, LLMConfig
 from ..core.model_spec import parse_model
+from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
-from ..drafters.base import RememberingDrafter
 from ..kv.pool import KVPool
 from ..llm import LLM
 from ..rounds.base import RunningSequence
@@ -131,6 +131,16 @@ def kv_bytes(decoder: Decoder, tokens: int) -> int:
 # -- our own methods
 
 
+def ask(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, application: str | None = None
+) -> tuple[list[RequestOutput], float]:
+    """Answer prompts of token ids as if nothing had been asked before: the outputs, and seconds."""
+    llm.forget()
+    began = perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": [*ids]} for ids in prompts], params, application=application)
+    return outputs, perf_counter() - began
+
+
 @dataclass(slots=True)
 class _Driven:
     """A group on its way: its sequences in the order of submission, when their tokens came, and what that took."""
@@ -173,8 +183,6 @@ class EngineRunner:
         self.llm = llm
         self._memory = memory
         self._holds = holds_bytes
-        drafter = getattr(llm.engine.round, "drafter", None)
-        self._remembering = drafter if isinstance(drafter, RememberingDrafter) else None
 
     def warm_up(self, group: Group, max_new_tokens: int) -> None:
         """Run a group without counting it: what is done once is done then.
@@ -182,13 +190,11 @@ class EngineRunner:
         Raises:
             Exception: whatever the engine raises.
         """
-        self._forget()
         self._drive(group, max_new_tokens)
 
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial. An error of the engine becomes the trial's."""
         trial = group.blank(self.method.name, repeat)
-        self._forget()
         before, can_peak = None, False
         try:
             with quiet_collector():
@@ -209,8 +215,9 @@ class EngineRunner:
         return trial
 
     def _drive(self, group: Group, max_new_tokens: int | None = None) -> _Driven:
-        """Submit a group, and step until all are answered."""
+        """Submit a group, and step until all are answered. Nothing of an earlier trial is found."""
         engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
+        self.llm.forget()
         began = perf_counter()
         asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
         places = {engine.submit(ids, params, application=application): i for i, (ids, params) in enumerate(asked)}
@@ -225,12 +232,6 @@ class EngineRunner:
                 driven.seen.note(place, len(driven.sequences[place].state.token_ids), now_ms)
             driven.steps += 1
         return driven
-
-    def _forget(self) -> None:
-        """Let nothing of an earlier trial be found: no K/V of the prompts, no outputs that a drafter saw."""
-        self.llm.engine.pool.forget()
-        if self._remembering is not None:
-            self._remembering.forget()
 
     def _abort_all(self) -> None:
         for request_id in list(self.llm.engine.live):

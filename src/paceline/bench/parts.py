@@ -176,6 +176,7 @@ def measure(llm: LLM, watch: Stopwatch, groups: Sequence[Sequence[Sequence[int]]
     tokens: list[int] = []
     with engine.lock, torch.inference_mode(), _watched(engine, watch):  # as `LLM.generate` runs it
         for prompts in groups:
+            engine.forget()  # prompts come again at other batch sizes
             live = [engine.live[engine.submit(ids, params)] for ids in prompts]
             while engine.busy:
                 known, said = len(watch.steps), _said(live)

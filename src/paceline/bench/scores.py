@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from ..core.errors import CapabilityError, ConfigError
@@ -18,6 +17,7 @@ from ..llm import LLM
 from ..training.data import Encoder, Example, SourceSpec, load_source
 from ..training.scores import score_task
 from . import workloads
+from .measure import ask
 from .workloads import Workload
 
 TASK_WORKLOADS = {"sql": "wikisql", "e2e": "e2e", "dialogsum": "dialogsum", "gsm8k": "gsm8k"}
@@ -87,8 +87,7 @@ def evaluate(
     prepared = [(task, workload, *encoded_prompts(llm, workload, max_new_tokens)) for task, workload in loaded]
     found = []
     for task, workload, prompts, most, notes in prepared:
-        began = perf_counter()
-        outputs = _generate(llm, prompts, SamplingParams(temperature=0, max_tokens=most), application)
+        outputs, elapsed_s = ask(llm, prompts, SamplingParams(temperature=0, max_tokens=most), application)
         texts = [output.outputs[0].text for output in outputs]
         scored = TaskQuality(
             task=task,
@@ -99,7 +98,7 @@ def evaluate(
             prompt_tokens=sum(map(len, prompts)),
             output_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
             finished=sum(output.outputs[0].finish_reason == "stop" for output in outputs),
-            elapsed_s=perf_counter() - began,
+            elapsed_s=elapsed_s,
             notes=notes,
         )
         found.append(scored)
@@ -150,11 +149,6 @@ def _load(task: str, folder: str | Path | None, limit: int | None, seed: int) ->
     return workload
 
 
-def _generate(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, application: str | None) -> list[Any]:
-    """Outputs of prompts of ids, in their order."""
-    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, application=application)
-
-
 # -- texts
 
 
@@ -194,7 +188,7 @@ def domain_losses(
     found = []
     for spec, examples in loaded:
         prompts = [example.tokens.tolist() for example in examples]
-        outputs = _generate(llm, prompts, params, application)
+        outputs, _ = ask(llm, prompts, params, application)
         losses = [loss for pair in zip(examples, outputs, strict=True) for loss in _losses(*pair)]
         scored = DomainLoss(
             domain=spec.name,

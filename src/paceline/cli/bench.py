@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from .. import zoo
+from ..assembly import drafter_of
 from ..bench import calibrate as calibration
 from ..bench import decode as decoding
 from ..bench import hops as hopping
@@ -25,6 +26,7 @@ from ..bench.models import materialised
 from ..bench.report import load_report, write_text
 from ..bench.report.terminal import figures_table
 from ..bench.workloads import available
+from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
@@ -90,7 +92,7 @@ def calibrate(
     spec = parse_model(model)
     if spec.random:
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
-    chosen = drafter if drafter is not None else zoo.default_drafter(model)
+    chosen = drafter_of(LLMConfig(model=model, drafter=zoo.default_drafter(model) if drafter is None else drafter))
     config = calibration.CalibrateConfig(repeats=repeats)
     llm = LLM(model, dtype=dtype, device=device, exact=exact, threads=threads)
     with counting("timing passes", calibration.rounds(config, chosen)) as progress:

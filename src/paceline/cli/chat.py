@@ -19,7 +19,18 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import coloured, legend, note, stderr, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, Color, application_named, figures, open_llm, painted
+from .session import (
+    CHAT_SHOWN,
+    DEFAULT_MODEL,
+    DRAFTER_SHOWN,
+    SAMPLED,
+    Color,
+    application_named,
+    chosen,
+    figures,
+    open_llm,
+    painted,
+)
 
 app = typer.Typer(add_completion=False)
 HELP = (
@@ -32,8 +43,8 @@ HELP = (
 @takes(
     llm=LLMConfig,
     params=SamplingParams,
-    defaults={"model": DEFAULT_MODEL, "max_tokens": 256},
-    shown={"drafter": DRAFTER_SHOWN},
+    defaults={"model": DEFAULT_MODEL, "max_tokens": 256, **SAMPLED},
+    shown={"drafter": DRAFTER_SHOWN, **CHAT_SHOWN},
 )
 def chat(
     system: Annotated[str | None, typer.Option(help="A system prompt to begin with.")] = None,
@@ -46,11 +57,13 @@ def chat(
     llm: dict[str, Any],
     params: dict[str, Any],
 ) -> None:
-    """Chat with a model. Type /help for the commands."""
-    sampling = SamplingParams(**params)
-    _refuse_batch_options(sampling)
+    """Chat with a model, sampled as its generation_config.json says. Type /help for the commands."""
+    given = chosen(params)
+    _refuse_batch_options(SamplingParams(**given))
     application = application_named(as_, llm["applications"] or {})
-    talk = Conversation(open_llm(llm), sampling, stdout(color), show_figures, application)
+    model = open_llm(llm)
+    sampling = model.default_sampling_params(**given)
+    talk = Conversation(model, sampling, stdout(color), show_figures, application)
     talk.begin(system)
     talk.run()
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import zoo
+from ..bench.measure import ask
 from ..config import LLMConfig
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
@@ -87,7 +88,7 @@ def demo(
     *,
     llm: dict[str, Any],
 ) -> None:
-    """Answer prompts plainly and speculatively, greedily, and compare.
+    """Answer prompts plainly and speculatively, greedily, and compare; each is asked as if it were the first.
 
     In bfloat16 a pass over many rows may round differently from a pass over one; --exact, the default here, prevents
     that, so the tokens must be the same: if they are not, the exit status is 1.
@@ -123,8 +124,8 @@ def _load(count: int) -> list[Prompt]:
 def _compare(plain: LLM, speculative: LLM, prompt: Prompt, repeats: int) -> Comparison:
     """Both ways in turns, so that a slow moment of the machine falls on both.
 
-    Short answers get more turns than asked for, since a few milliseconds say little. The unmeasured round first
-    fills the prefix cache of both, so that what is compared is mostly decoding.
+    Short answers get more turns than asked for, since a few milliseconds say little. Every turn is asked as if it were
+    the first; what is done once (memory touched, costs estimated) is done in a round that is not measured.
     """
     _ask(plain, prompt), _ask(speculative, prompt)
     turns: list[tuple[Side, Side]] = []
@@ -136,20 +137,23 @@ def _compare(plain: LLM, speculative: LLM, prompt: Prompt, repeats: int) -> Comp
 
 
 def _ask(model: LLM, prompt: Prompt) -> Side:
-    params = SamplingParams(temperature=0.0, max_tokens=prompt["max_tokens"])
-    start = time.perf_counter()
-    [output] = model.generate([_token_ids(model, prompt)], params)
-    return Side(output, len(output.outputs[0].token_ids) / (time.perf_counter() - start))
+    [output], seconds = ask(model, [_token_ids(model, prompt)], _params(prompt))
+    return Side(output, len(output.outputs[0].token_ids) / seconds)
 
 
-def _token_ids(model: LLM, prompt: Prompt) -> dict[str, list[int]]:
+def _params(prompt: Prompt) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=prompt["max_tokens"])
+
+
+def _token_ids(model: LLM, prompt: Prompt) -> list[int]:
     tokenizer = model.tokenizer
     if prompt["chat"]:
         messages = [{"role": "user", "content": prompt["text"]}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     else:
         text = (tokenizer.bos_token or "") + prompt["text"]
-    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 def _show_answers(console: Console, model: LLM, first: Comparison) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from .. import zoo
 from ..drafters.registry import DrafterRow, describe
 from .console import stdout
 
@@ -20,22 +22,26 @@ app = typer.Typer(add_completion=False)
 def drafters(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """List the drafters and their options.
+    """List the drafters and their options, and for which models the zoo has weights of them.
 
-    One is chosen with --drafter NAME, --drafter NAME:MODEL or --drafter NAME,OPTION=VALUE,...
+    One is chosen with --drafter NAME, --drafter NAME:WEIGHTS or --drafter NAME,OPTION=VALUE,...; a trained one without
+    weights means the zoo's for the model in use.
     """
     for row in describe():
+        weights = zoo.readable(row.name)
         if as_json:
-            typer.echo(json.dumps(dataclasses.asdict(row)))
+            typer.echo(json.dumps({**dataclasses.asdict(row), "zoo": weights}))
         else:
-            _show(row)
+            _show(row, weights)
 
 
-def _show(row: DrafterRow) -> None:
+def _show(row: DrafterRow, weights: Mapping[str, str]) -> None:
     console = stdout()
     console.print(Text.assemble((row.name, "bold green"), f"  {row.help}", (f"  ({row.origin})", "dim")))
     if row.error:
         console.print(Text(f"  cannot be used: {row.error}", style="red"))
+    for model, name in weights.items():
+        console.print(Text(f"  for {model} the zoo has {name}"))
     if row.options:
         console.print(_table(row))
 

@@ -20,17 +20,34 @@ from ..core.sampling import SamplingParams
 from ..llm import LLM
 from .console import Painter, coloured, legend, note, stdout
 from .options import takes
-from .session import DEFAULT_MODEL, DRAFTER_SHOWN, Color, application_named, counting, figures, open_llm, painted
+from .session import (
+    CHAT_SHOWN,
+    DEFAULT_MODEL,
+    DRAFTER_SHOWN,
+    SAMPLED,
+    Color,
+    application_named,
+    chosen,
+    counting,
+    figures,
+    open_llm,
+    painted,
+)
 
 app = typer.Typer(add_completion=False)
+GREEDY = {"temperature": 0.0}
+GREEDY_SHOWN = {
+    name: f"{GREEDY.get(name, getattr(SamplingParams(), name))}; with --chat {said}"
+    for name, said in CHAT_SHOWN.items()
+}
 
 
 @app.command()
 @takes(
     llm=LLMConfig,
     params=SamplingParams,
-    defaults={"model": DEFAULT_MODEL, "max_tokens": 128, "temperature": 0.0},
-    shown={"drafter": DRAFTER_SHOWN},
+    defaults={"model": DEFAULT_MODEL, "max_tokens": 128, **SAMPLED},
+    shown={"drafter": DRAFTER_SHOWN, **GREEDY_SHOWN},
 )
 def generate(
     prompt: Annotated[
@@ -47,23 +64,31 @@ def generate(
             help="Which application answers: one for all prompts or one a prompt; base for none.",
         ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Wrap each prompt in the model's chat template, and sample as `paceline chat` does."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, with token ids.")] = False,
     color: Color = True,
     *,
     llm: dict[str, Any],
     params: dict[str, Any],
 ) -> None:
-    """Answer prompts.
+    """Answer prompts: greedily, or with --chat as `paceline chat` does.
 
     Green tokens were drafted and accepted, blue ones are the target's own. The answer goes to stdout,
     progress and figures to stderr.
     """
     prompts = _prompts(prompt, prompt_file)
-    sampling = SamplingParams(**params)
+    given = chosen(params)
+    sampling = SamplingParams(**{**GREEDY, **given})
     _check_shown(sampling, as_json)
     names = _applications(as_ or [], llm["applications"] or {}, len(prompts))
     model = open_llm(llm)
+    if chat:
+        sampling = model.default_sampling_params(**given)
     console = stdout(color)
     if len(prompts) == 1 and sampling.n == 1 and not sampling.echo and not as_json:
         _stream(model, prompts[0], sampling, chat, names[0], console)

@@ -16,6 +16,7 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
+from ..target import generation
 from ..target.applications import BASE, locate
 from ..target.streams import read_config
 from .console import Painter, stderr, waiting
@@ -67,6 +68,18 @@ def application_named(asked: str | None, loaded: Collection[str]) -> str | None:
     if asked not in loaded:
         raise ConfigError(f"--as {asked}", "no such application is loaded", f"name one of: {known}")
     return asked
+
+
+SAMPLED = {name: None for name in generation.SAMPLED}  # defaults of flags: not given
+CHAT_SHOWN = {
+    name: f"what the model's files say, else {generation.CHAT.get(name, getattr(SamplingParams(), name))}"
+    for name in SAMPLED
+}
+
+
+def chosen(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling options that the user gave, and those that belong to no model."""
+    return {name: value for name, value in params.items() if value is not None or name not in SAMPLED}
 
 
 @contextmanager

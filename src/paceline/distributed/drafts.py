@@ -1,7 +1,7 @@
 """Draft sessions in another process: the messages, who serves them, and who asks.
 
-    open, commit, reroot, close    as of `drafters.sessions.DraftSessions`; they have no answer
-    grow                           is answered by a `Grew` a level
+    open, commit, reroot, close, forget    as of `drafters.sessions.DraftSessions`; they have no answer
+    grow                                   is answered by a `Grew` a level
 
 A growth of several levels goes on by itself, a level a pass. Messages come first: what one of them says of a sequence
 calls off the levels that are left of it, so that a rollout ends with the verdict (Mirror Speculative Decoding, section
@@ -135,8 +135,13 @@ class Close:
     key: int
 
 
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nothing that was kept of sequences that are closed is to be found any more."""
+
+
 KINDS: dict[str, type[Any]] = {
-    "open": Open, "grow": Grow, "grew": Grew, "reroot": Reroot, "commit": Commit, "close": Close
+    "open": Open, "grow": Grow, "grew": Grew, "reroot": Reroot, "commit": Commit, "close": Close, "forget": Forget
 }  # fmt: skip
 
 
@@ -207,6 +212,9 @@ class DraftService:
         """Do what a message says; growths are left for `work`."""
         if isinstance(message, Grow):
             self._growths.append(_Growth.of(message))
+            return ()
+        if isinstance(message, Forget):
+            self.sessions.forget()
             return ()
         for growth in self._growths:
             growth.call_off(message.key)
@@ -328,6 +336,10 @@ class RemoteSessions:
     def close(self, key: int) -> None:
         """See `DraftSessions`."""
         self._send(Close(key))
+
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        self._send(Forget())
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`; waits for one level."""

@@ -203,12 +203,20 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class RememberingDrafter(Drafter, Protocol):
-    """A drafter that keeps state from one request to the next: outputs, K/V of prompts, statistics."""
+class Remembering(Protocol):
+    """A drafter that keeps something of requests that have ended: outputs, K/V of prompts, statistics."""
 
     def forget(self) -> None:
-        """Drop all of it. Called between requests, so that a benchmark's trials do not influence each other."""
+        """Drop all of it; what belongs to running sequences stays. Called before a prompt is asked that may have been
+        asked before, so that what is timed does not depend on that: see `LLM.forget`."""
         ...
+
+
+def forget(drafters: Iterable[object]) -> None:
+    """Let those that remember something forget it."""
+    for drafter in drafters:
+        if isinstance(drafter, Remembering):
+            drafter.forget()
 
 
 class StreamingDrafter(Drafter, Protocol):

@@ -59,9 +59,10 @@ class DraftModelConfig(DrafterConfig):
     """A small language model with the target's tokenizer."""
 
     kind: ClassVar[str] = "draft_model"
+    weights: ClassVar[str] = "model"
     refuses = REFUSED
 
-    model: str = option(help="folder, hub name or embedded model that drafts")
+    model: str = option("", help="folder, hub name or embedded model that drafts; none: the zoo's for the model")
     depth: int = option(5, help="levels of the draft", minimum=1, maximum=64)
     branching: str = option("", help="static tree: children a level, such as 1x1x3x1; sets the depth")
     topk: int = option(1, help="dynamic tree: children of an expanded node; 1: a chain", minimum=1, maximum=64)

@@ -12,8 +12,8 @@ what these say is merged in the step after it, with what the others say then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
 from time import perf_counter
@@ -28,10 +28,10 @@ from .base import (
     Drafter,
     DrafterSpec,
     DraftRequest,
-    RememberingDrafter,
     SequenceView,
     StepFeatures,
     StreamingDrafter,
+    forget,
 )
 from .draft_model import DraftModel
 from .hybrid_sessions import HybridSessions, LookUps
@@ -80,6 +80,18 @@ class HybridConfig(DrafterConfig):
         if len(texts) == 1 and _name(texts[0]) not in known:
             texts = [LOOKUP, MODEL.format(texts[0])]
         return tuple(self._read(text if _name(text) in known else f"draft_model:{text}") for text in texts)
+
+    def with_weights(self, find: Callable[[str], str], applied: bool = False) -> HybridConfig:
+        """The same, each part with the weights that it means; see `DrafterConfig`."""
+        texts = self.parts.split("+")
+        if len(texts) != len(self.chosen):  # a model's name alone
+            return self
+        for place, part in enumerate(self.chosen):
+            full = part.with_weights(find, applied)
+            if full != part:
+                head, semicolon, rest = texts[place].partition(";")
+                texts[place] = f"{head.strip()}:{getattr(full, full.weights)}{semicolon}{rest}"
+        return replace(self, parts="+".join(texts))
 
     def _read(self, text: str) -> DrafterConfig:
         has_model = "dtype" in config_class(_name(text)).__dataclass_fields__
@@ -182,9 +194,7 @@ class Hybrid:
 
     def forget(self) -> None:
         """Forget what is kept from one request to the next."""
-        for part in self.parts:
-            if isinstance(part, RememberingDrafter):
-                part.forget()
+        forget(self.parts)
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import SequenceView
+from .base import SequenceView, forget
 from .model_sessions import ModelSessions
 from .sessions import Ask, Grown, Opening
 from .text_sessions import Continuing
@@ -46,6 +46,10 @@ class LookUps:
         """See `Drafter`."""
         for part in self._parts:
             part.release(keys)
+
+    def forget(self) -> None:
+        """See `Remembering`."""
+        forget(self._parts)
 
 
 class HybridSessions:
@@ -107,3 +111,8 @@ class HybridSessions:
         """See `DraftSessions`."""
         self._model.close(key)
         self._look_ups.release([key])
+
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        self._model.forget()
+        self._look_ups.forget()

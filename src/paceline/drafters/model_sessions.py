@@ -167,6 +167,10 @@ class ModelSessions:
         if not self._open and not self.pool.idle:  # a level or a release ended in its middle
             self.pool.reset()
 
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        self.pool.forget()
+
     def add(self, key: int, parent: int, token: int, log_q: float | None = None) -> int:
         """A node that another drafter found; nothing is computed for it before something below it is.
 

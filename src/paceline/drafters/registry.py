@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.named import NamedConfig, hints, made, option_rows, pairs
+from ..core.named import NamedConfig, default, hints, made, option_rows, pairs
 from ..core.named import OptionRow as OptionRow
 from ..core.options import MOST_TEXT, shown, suggest
 from ..core.options import option as option
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .base import Drafter
 
 ENTRY_POINT_GROUP = "paceline.drafters"
+NONE = "none"  # plain decoding
 
 # Named, not imported: listing the names must not load torch, and a drafter loads only when it is asked for.
 _BUILTIN = {
@@ -68,11 +69,26 @@ class DrafterConfig(NamedConfig):
     options in `validate`, and makes the drafter in `build`. The first line of its docstring is the drafter's help text.
     The field that ``subject`` names takes what follows the colon in ``"name:model"``. ``refuses`` has options that
     other drafters have and this one cannot, each with why not and what to do. ``nests`` says that the subject is made
-    of drafters' texts, whose options stand behind semicolons.
+    of drafters' texts, whose options stand behind semicolons. ``weights`` names the option that holds what was trained
+    for the target; where it is empty the zoo's is meant, or with ``of_applications`` the applications' where there are
+    any.
     """
 
     subject: ClassVar[str] = "model"
     nests: ClassVar[bool] = False
+    weights: ClassVar[str] = ""
+    of_applications: ClassVar[bool] = False
+
+    def with_weights(self, find: Callable[[str], str], applied: bool = False) -> DrafterConfig:
+        """The same, with the name of the weights that it means.
+
+        Args:
+            find: what the zoo has for the target, by the drafter's kind; raises where it has none.
+            applied: whether there are applications beside it.
+        """
+        if not self.weights or getattr(self, self.weights) or (applied and self.of_applications):
+            return self
+        return replace(self, **{self.weights: find(self.kind)})
 
     def build(self, context: DrafterContext) -> Drafter:
         """Make the drafter. Weights and caches come later, in its `bind`."""
@@ -117,6 +133,13 @@ def _discovered() -> tuple[dict[str, EntryPoint], list[EntryPoint]]:
 def names() -> list[str]:
     """All names that can be used: built in, registered, and from other packages."""
     return list(dict.fromkeys([*_BUILTIN, *_registered, *_discovered()[0]]))
+
+
+def without_weights() -> list[str]:
+    """Those that draft for any target as they are: their names alone can be given, and they read nothing trained."""
+    found = {name: config_class(name) for name in names() if name != NONE}
+    free = {name: chosen for name, chosen in found.items() if not chosen.weights}
+    return [name for name, chosen in free.items() if all(default(spec) is not MISSING for spec in fields(chosen))]
 
 
 def config_class(name: str) -> type[DrafterConfig]:

@@ -116,6 +116,10 @@ class DraftSessions(Protocol):
         """Drop all state of a sequence."""
         ...
 
+    def forget(self) -> None:
+        """Drop what was kept of sequences that are closed; see `Remembering`."""
+        ...
+
 
 class Growing(Protocol):
     """A growth of several levels, as far as it is known."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .base import SequenceView
+from .base import SequenceView, forget
 from .sessions import ROOT, Ask, Grown, Opening
 
 
@@ -122,3 +122,7 @@ class TextSessions:
         """See `DraftSessions`."""
         if self._open.pop(key, None) is not None:
             self._drafter.release([key])
+
+    def forget(self) -> None:
+        """See `DraftSessions`."""
+        forget([self._drafter])

@@ -375,6 +375,11 @@ class Engine:
         self.round.release(sequences)
         self.budget.forget(sequences)
 
+    def forget(self) -> None:
+        """Drop what is kept of requests that ended: see `LLM.forget`."""
+        self.pool.forget()
+        self.round.forget()
+
     # -- answers
 
     def output(self, live: LiveRequest) -> RequestOutput:

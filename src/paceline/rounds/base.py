@@ -156,6 +156,10 @@ class Round(Protocol):
         and of their passes in flight none touches a sequence again; their caches are let go as these end."""
         ...
 
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended; see `Remembering`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -173,6 +177,7 @@ class Origin:
     name: str = "this target"
     folder: Path | None = None  # of its checkpoint; None: in memory alone
     find: Callable[[str], Path] = Path  # name of an embedded, local or hub folder -> its path
+    trained: Callable[[str], str | None] = lambda kind: None  # a round -> what the zoo has that it reads, of the target
 
 
 UNKNOWN = Origin()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.tree import TokenTree
-from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
+from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures, forget
 from .base import RunningSequence, Work
 from .passes import Pass
 from .taps import Shown, Tapped, rows_to_tap
@@ -120,6 +120,13 @@ class GuardedDrafter:
             return
         try:
             self.drafter.release([s.view.key for s in sequences])
+        except Exception as error:
+            self._put_aside(error)
+
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended."""
+        try:
+            forget([self.drafter])
         except Exception as error:
             self._put_aside(error)
 

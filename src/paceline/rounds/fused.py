@@ -186,6 +186,10 @@ class FusedRound:
         """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)
 
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended."""
+        self.guard.forget()
+
     def _prunes(self, p: Pass) -> bool:
         """Whether the trees of this pass are pruned: in batches there are neither trees nor pruning (appendix L)."""
         return self.rules.prunes and 0 < sum(s.nodes > 1 for s in p.spans) < self.rules.best_path_batch

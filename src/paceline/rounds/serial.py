@@ -118,3 +118,7 @@ class SerialRound:
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Let the drafter drop the state of ended or preempted sequences."""
         self.guard.release(sequences)
+
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended."""
+        self.guard.forget()

@@ -18,8 +18,9 @@ from ..attention.base import AttentionBackend
 from ..core.errors import CapabilityError, ConfigError
 from ..core.model_spec import STRETCH
 from ..core.options import shown
+from . import generation
 from .decoder import Decoder
-from .families import DecoderConfig, decoder_config, linear_shapes, token_ids
+from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .linear import Quant
 from .weights import Piece, weight_map
@@ -131,24 +132,14 @@ def _table_bytes(config: DecoderConfig, dtype: torch.dtype, device: torch.device
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """The decoder's configuration; the end-of-text ids of ``generation_config.json`` go before its own."""
+    """The decoder's configuration; the end-of-text ids of `generation` go before its own."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder}", "there is no such folder", "name a Hugging Face model folder")
     values = _read_json(folder / "config.json")
-    ends = _generation_ends(folder / "generation_config.json")
+    ends = generation.ends(folder)
     if not ends or not isinstance(values, dict):
         return decoder_config(values)
     return replace(decoder_config({**values, "eos_token_id": None}), eos_ids=ends)
-
-
-def _generation_ends(file: Path) -> tuple[int, ...]:
-    """The end-of-text ids of ``generation_config.json``; none where there is no such file or it names none."""
-    if not is_file(file):
-        return ()
-    given = _read_json(file)
-    if not isinstance(given, dict):
-        raise ConfigError(str(file), f"it holds a {type(given).__name__}, not an object", "restore or remove the file")
-    return token_ids("eos_token_id", given.get("eos_token_id"), file.name)
 
 
 def parse_dtype(dtype: str | torch.dtype, config: DecoderConfig) -> tuple[torch.dtype, Quant | None]:

@@ -48,9 +48,12 @@ class EagleConfig(DrafterConfig):
 
     kind: ClassVar[str] = "eagle"
     subject: ClassVar[str] = "path"
+    weights: ClassVar[str] = "path"
     refuses = REFUSED
 
-    path: str = option(help="head of EAGLE, EAGLE-2 or EAGLE-3: folder, hub name or embedded one")
+    path: str = option(
+        "", help="head of EAGLE, EAGLE-2 or EAGLE-3: folder, hub name or embedded one; none: the zoo's for the model"
+    )
     depth: int | None = option(
         None, help="levels of the tree; default: as many as it was trained for, or 5", minimum=1, maximum=64
     )

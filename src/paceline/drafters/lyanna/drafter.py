@@ -55,8 +55,9 @@ class LyannaConfig(DrafterConfig):
 
     kind: ClassVar[str] = "lyanna"
     subject: ClassVar[str] = "path"
+    weights: ClassVar[str] = "path"
 
-    path: str = option(help="trained drafter: folder, hub name or embedded one")
+    path: str = option("", help="trained drafter: folder, hub name or embedded one; none: the zoo's for the model")
     depth: int | None = option(
         None, help="steps, levels of the tree; default: as many as it was trained for", minimum=1, maximum=16
     )

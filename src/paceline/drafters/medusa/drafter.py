@@ -50,8 +50,11 @@ class MedusaConfig(DrafterConfig):
 
     kind: ClassVar[str] = "medusa"
     subject: ClassVar[str] = "path"
+    weights: ClassVar[str] = "path"
 
-    path: str = option(help="folder of trained heads, ours or as the Medusa repository saves them")
+    path: str = option(
+        "", help="folder of trained heads, ours or as the Medusa repository saves them; none: the zoo's for the model"
+    )
     depth: int | None = option(
         None, help="heads to draft with; default: as many as were trained", minimum=1, maximum=MOST_HEADS
     )

@@ -52,9 +52,10 @@ class SpireConfig(DrafterConfig):
 
     kind: ClassVar[str] = "spire"
     subject: ClassVar[str] = "path"
+    weights: ClassVar[str] = "path"
     refuses = REFUSED
 
-    path: str = option(help="folder, hub name or embedded one of a trained draft")
+    path: str = option("", help="folder, hub name or embedded one of a trained draft; none: the zoo's for the model")
     depth: int | None = option(
         None, help="tokens of a draft; default: as many as it was trained for", minimum=1, maximum=64
     )

@@ -52,8 +52,13 @@ class StreamsConfig(DrafterConfig):
 
     kind: ClassVar[str] = "streams"
     subject: ClassVar[str] = "path"
+    weights: ClassVar[str] = "path"
+    of_applications: ClassVar[bool] = True
 
-    path: str = option("", help="trained set for lossless drafting; empty: only applications with streams draft")
+    path: str = option(
+        "",
+        help="trained set for lossless drafting; none: the applications' streams; without any, the zoo's for the model",
+    )
     gamma: int | None = option(
         None, help="streams to draft with; default: as many as were trained", minimum=1, maximum=MAX_STREAMS
     )

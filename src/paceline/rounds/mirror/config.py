@@ -21,6 +21,8 @@ from .running import Beside, Between, Elsewhere, Runner
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
 
+ZOO = "zoo"  # in place of a folder of exits
+
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorConfig(RoundConfig):
@@ -35,7 +37,9 @@ class MirrorConfig(RoundConfig):
     )
     exit: str = option("1/2", help="where the target says them: a number of layers, or a share of them such as 1/2")
     heads: str = option(
-        "", help="trained early exits, one of them behind these layers; none: the target's own norm and head"
+        "",
+        help="trained early exits, one of them behind these layers, or zoo: the embedded ones for the model; none: the "
+        "target's own norm and head",
     )
     policy: Literal["wait", "plain"] = option(
         "wait", help="after an outcome that was not prepared for: wait for a fresh draft, or a pass without one"
@@ -177,7 +181,15 @@ class MirrorConfig(RoundConfig):
         if not self.heads:
             return UntrainedExit(target, layer)
         mark = None if origin.folder is None else fingerprint(origin.folder)
-        return exit_of(origin.find(self.heads), target, layer, origin.name, mark)
+        return exit_of(origin.find(self._named(origin)), target, layer, origin.name, mark)
+
+    def _named(self, origin: Origin) -> str:
+        """The trained exits' name."""
+        found = origin.trained(self.kind) if self.heads == ZOO else self.heads
+        if found is None:
+            wrong, remedy = f"the zoo has no exits for {origin.name}", "name a folder of them, or leave heads out"
+            raise ConfigError(f"round='mirror,heads={ZOO}'", wrong, remedy)
+        return found
 
     def _kappas(self) -> dict[int, int]:
         return KAPPA_BY_BATCH if self.kappa is None else {1: self.kappa}

@@ -150,6 +150,12 @@ class MirrorRound:
         for key in keys:
             self._close(key)
 
+    def forget(self) -> None:
+        """Let the sessions forget sequences that ended; those that are gone have nothing left to forget."""
+        if not self._away and self.failure is None:
+            with self._guarded():
+                self.sessions.forget()
+
     # -- windows
 
     def _window(self, work: Work) -> Chain:

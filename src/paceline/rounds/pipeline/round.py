@@ -187,6 +187,10 @@ class PipelineRound:
             self._riding.take()
             self._ended.clear()
 
+    def forget(self) -> None:
+        """Let the source forget requests that ended."""
+        self._guard(Source.forget)
+
     def _close(self, request: int) -> None:
         if self.source is not None:
             self._guard(lambda source: source.close(request))

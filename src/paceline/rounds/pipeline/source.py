@@ -186,6 +186,11 @@ class Source:
         else:
             self.sessions.reroot(request, node)
 
+    def forget(self) -> None:
+        """Drop what the sessions keep of requests that ended; those that are gone have nothing left to forget."""
+        if not self.away:
+            self.sessions.forget()
+
     def close(self, request: int) -> None:
         """The request ended."""
         if request in self.open:

@@ -1,0 +1,64 @@
+"""``generation_config.json``: what a model's makers say of how it ends and how it is sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.sampling import SamplingParams
+from .families import token_ids
+from .files import is_file, read_json
+
+FILE = "generation_config.json"
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what is taken from it, as vLLM does
+CHAT = {"temperature": 0.7, "top_p": 0.95}  # where it does not say how tokens are drawn
+_REMEDY = "restore or remove the file"
+
+
+def ends(folder: Path) -> tuple[int, ...]:
+    """Its end-of-text ids; none where there is no such file or it names none.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    return token_ids("eos_token_id", _read(folder).get("eos_token_id"), FILE)
+
+
+def sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
+    """How the model in a folder is to be sampled: as its file says, or with `CHAT` where that says nothing of it.
+
+    ``do_sample: false`` is temperature 0, whatever else it says of drawing; a penalty counts there as well.
+
+    Args:
+        given: fields that the user has chosen, which go before the file's.
+
+    Raises:
+        ConfigError: the file is broken, or has a value that cannot be; a given one that cannot be.
+    """
+    file = _read(folder)
+    said = {name: file[name] for name in SAMPLED if file.get(name) is not None}
+    if file.get("do_sample") is False:
+        said = {"temperature": 0.0, **{name: said[name] for name in ("repetition_penalty",) if name in said}}
+    _check(folder / FILE, {name: value for name, value in said.items() if name not in given})
+    usual = said if said.keys() - {"repetition_penalty"} else {**CHAT, **said}
+    return SamplingParams(**{**usual, **given})
+
+
+def _check(file: Path, said: dict[str, Any]) -> None:
+    for name, value in said.items():
+        try:
+            SamplingParams(**{name: value})
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error.asked}", error.wrong, f"correct the file, or give {name}") from error
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """What it holds; empty where there is none."""
+    file = folder / FILE
+    if not is_file(file):
+        return {}
+    found = read_json(file, _REMEDY)
+    if not isinstance(found, dict):
+        raise ConfigError(str(file), f"it holds a {type(found).__name__}, not an object", _REMEDY)
+    return found

@@ -1,0 +1,131 @@
+"""A trained drafter that is named without weights gets those that the zoo has for the model in use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import LLM, AsyncLLM, SamplingParams, zoo
+from paceline.assembly import drafter_of
+from paceline.bench.measure import Builder
+from paceline.bench.methods import parse_method
+from paceline.config import LLMConfig
+from paceline.core.errors import ConfigError
+from paceline.drafters import registry
+from paceline.drafters.draft_model import DraftModelConfig
+from paceline.drafters.registry import DrafterConfig
+
+MODEL, DRAFT = "paceline-small", "paceline-small-draft"
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+NAMED = {
+    "lyanna": "lyanna:paceline-small-lyanna",
+    "eagle,depth=3": "eagle:paceline-small-eagle,depth=3",
+    "medusa": "medusa:paceline-small-medusa",
+    "spire": "spire:paceline-small-spire",
+    "streams,nodes=8": "streams:paceline-small-streams,nodes=8",
+    "draft_model,dtype=int8": "draft_model:paceline-small-draft,dtype=int8",
+    "hybrid:suffix;depth=6+lyanna;depth=3": "hybrid:suffix;depth=6+lyanna:paceline-small-lyanna;depth=3",
+    "hybrid:suffix + draft_model": "hybrid:suffix+draft_model:paceline-small-draft",
+    "hybrid:suffix+streams;nodes=8": "hybrid:suffix+streams:paceline-small-streams;nodes=8",
+    "hybrid:paceline-small-draft": "hybrid:paceline-small-draft",
+    "lyanna:elsewhere": "lyanna:elsewhere",
+    "ngram": "ngram",
+}
+
+
+def meant(model: str, drafter: str | DrafterConfig) -> DrafterConfig | None:
+    return drafter_of(LLMConfig(model=model, drafter=drafter))
+
+
+def parts(config: Any) -> Any:
+    return getattr(config, "chosen", config)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(MODEL, threads=1)
+
+
+@pytest.mark.parametrize("text", NAMED)
+@pytest.mark.parametrize("model", [MODEL, "stretch:paceline-small,times=2", str(zoo.find(MODEL))])
+def test_it_means_the_one_of_the_model(text: str, model: str) -> None:
+    assert parts(meant(model, text)) == parts(registry.parse(NAMED[text]))
+
+
+def test_a_config_object_means_it_too() -> None:
+    assert meant(MODEL, DraftModelConfig(depth=2)) == DraftModelConfig(model=DRAFT, depth=2)
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle", "medusa", "spire", "streams", "draft_model"])
+def test_an_engine_runs_with_it(kind: str, llm: LLM) -> None:
+    drafting = LLM(MODEL, drafter=kind, budget=4, share=llm, threads=1, max_model_len=256)
+    prompt = "CREATE TABLE players (name, team)\nQuestion: Who wears number 7?\nSQL:"
+    [drafted], [plain] = drafting.generate(prompt, GREEDY), llm.generate(prompt, GREEDY)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids and drafted.stats.drafted > 0
+
+
+def test_everywhere(llm: LLM) -> None:
+    async def answer() -> Any:
+        async with AsyncLLM(MODEL, drafter="medusa", budget=4, threads=1, max_model_len=256) as model:
+            return await model.generate("def f(x):", GREEDY)
+
+    assert asyncio.run(answer()).stats.drafted > 0
+    own = Builder(MODEL, "cpu", 1).llm(parse_method("medusa"))
+    assert own.engine.round.drafter.spec.name == "medusa"  # type: ignore[attr-defined]
+    exits = LLM(MODEL, drafter="ngram", round="mirror,exit=1/2,heads=zoo", share=llm, threads=1, max_model_len=256)
+    assert type(exits.engine.round.exit).__name__ == "TrainedExit"  # type: ignore[attr-defined]
+
+
+def test_streams_of_applications_are_meant_where_there_are_any() -> None:
+    applied = LLMConfig(model=MODEL, drafter="streams", applications={"sql": "paceline-small-sql"})
+    assert drafter_of(applied) == registry.parse("streams")
+    assert meant(DRAFT, "streams") == registry.parse("streams:paceline-small-draft-streams")
+
+
+@pytest.mark.parametrize("text", ["lyanna", "hybrid:suffix+lyanna;depth=2"])
+def test_where_the_zoo_has_none_the_error_says_what_fits(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(DRAFT, drafter=text)
+    error = caught.value
+    assert error.asked == f"drafter='lyanna' for {DRAFT}" and "the zoo has none" in error.wrong
+    assert error.remedy.endswith(": streams, ngram, suffix, magicdec") and "lyanna:FOLDER" in error.remedy
+    with pytest.raises(ConfigError, match="the zoo has no exits"):
+        LLM(DRAFT, drafter="ngram", round="mirror,heads=zoo")
+
+
+def test_a_copy_elsewhere_is_not_taken_for_the_zoo_s(tmp_path: Path) -> None:
+    copy = shutil.copytree(str(zoo.find(DRAFT)), tmp_path / "copy")
+    with pytest.raises(ConfigError, match=r"fits this model as it is: ngram, suffix, magicdec\.$"):
+        meant(str(copy), "streams")
+
+
+def test_without_weights_is_what_any_model_can_be_drafted_with() -> None:
+    assert registry.without_weights() == ["ngram", "suffix", "magicdec"]
+
+
+@pytest.fixture
+def my_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    monkeypatch.setenv("PACELINE_ZOO", str(tmp_path))
+
+    def add(name: str, **facts: Any) -> None:
+        (tmp_path / name).mkdir()
+        card = {"role": "head", "description": "x", "parameters": 1, **facts}
+        (tmp_path / name / zoo.CARD).write_text(json.dumps(card), encoding="utf-8")
+
+    return add
+
+
+def test_of_several_it_is_the_first_by_name_and_one_s_own_before_all_others(my_zoo: Callable[..., None]) -> None:
+    my_zoo("zz-lyanna", target=MODEL, read_by="lyanna")
+    assert zoo.weights("lyanna", MODEL) == "zz-lyanna"
+    my_zoo("yy-lyanna", target=MODEL, read_by="lyanna")
+    my_zoo("aa-lyanna", target=DRAFT, read_by="lyanna")  # for another model
+    my_zoo("bb-something", target=MODEL)  # nobody's unless it is named
+    assert zoo.weights("lyanna", MODEL) == "yy-lyanna" and zoo.weights("lyanna", DRAFT) == "aa-lyanna"
+    assert zoo.readable("lyanna") == {MODEL: "yy-lyanna", DRAFT: "aa-lyanna"}
