@@ -124,6 +124,23 @@ def test_what_was_just_written_is_not_kept(tmp_path: Path, small: Path, monkeypa
     assert reads.count == 2 and not hashing._found and not small.exists()
 
 
+def test_what_was_just_written_is_not_kept_however_long_it_is_read(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing, "SETTLED_S", 0.3)
+    file, whole = written(tmp_path, b"x" * 100), hashing._hash
+
+    def long(path: Path, size: int) -> str:
+        time.sleep(0.5)
+        return whole(path, size)
+
+    monkeypatch.setattr(hashing, "_hash", long)
+    content_hash(file)
+    assert not hashing._found and not small.exists()
+    content_hash(file)
+    assert len(hashing._found) == len(list(small.iterdir())) == 1
+
+
 def test_what_is_written_while_it_is_read_is_not_kept(
     tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,8 +62,9 @@ def content_hash(file: Path) -> str:
     state = _state_of(file)
     known = _found.get(state) or _recall(state)
     if known is None:
+        settled = state.settled  # before a byte is read
         known = _hash(file, state.size)
-        if not state.settled or _state_of(file) != state:
+        if not settled or _state_of(file) != state:
             return known
         _keep(state, known)
     _found[state] = known
