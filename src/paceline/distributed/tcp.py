@@ -192,7 +192,7 @@ class Listener:
     def _until_something(self, end: float) -> None:
         """Wait until somebody connects, or says something, or was silent for too long, or it is the end."""
         waiting = select.poll()
-        for one in (self._socket, *(channel.fileno() for channel in self._silent)):
+        for one in (self._socket.fileno(), *(channel.fileno() for channel in self._silent)):
             waiting.register(one, select.POLLIN)
         waiting.poll(1e3 * max(0.0, min([end, *self._silent.values()]) - time.monotonic()) + 1)
 
