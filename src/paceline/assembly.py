@@ -44,6 +44,7 @@ from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split, parse_split
 from .target.applications import Application, load_applications, locate
 from .target.decoder import Decoder
+from .target.devices import share_devices
 from .target.families import DecoderConfig
 from .target.files import free_bytes, is_file
 from .target.loader import (
@@ -81,6 +82,22 @@ def load_target(config: LLMConfig) -> LoadedModel:
     _pool_tokens(config, kept, source.dtype, _max_model_len(config, source.shape))
     locate(config.applications or {}, config.offline)
     return _load(config, source, config.exact, own_layers(config, source.shape))
+
+
+def stage_devices(config: LLMConfig) -> list[str]:
+    """The devices of the target's stages on this host. The last one is this process's; a target that is not split over
+    processes here has that one alone.
+    """
+    split = None if config.pipeline is None else parse_split(config.pipeline)
+    if split is None or split.hosts:
+        return [config.device]
+    return share_devices(config.device, split.stages, torch.cuda.device_count())
+
+
+def draft_device(config: LLMConfig, place: Place) -> str:
+    """The device of a drafter in a process of its own: the one that is named, or the next one behind the stages'."""
+    devices = len(stage_devices(config)) + 1
+    return place.device or share_devices(config.device, devices, torch.cuda.device_count())[-1]
 
 
 def own_layers(config: LLMConfig, shape: DecoderConfig) -> tuple[int, int] | None:
@@ -173,7 +190,7 @@ def _load(
         folder,
         attention=attention,
         dtype="int8" if source.quantised else kind,
-        device=config.device,
+        device=stage_devices(config)[-1],
         exact=exact,
         native=compiled,
         stretch=source.shape.stretch,
@@ -332,7 +349,7 @@ def drafter_context(
     return DrafterContext(
         load_model=ModelLoader(config, dtype, texts),
         dtype=dtype,
-        device=parse_device(config.device),
+        device=parse_device(stage_devices(config)[-1]),
         offline=config.offline,
         revision=config.revision,
         find=partial(resolve_folder, offline=config.offline),
@@ -443,7 +460,7 @@ def _pool_tokens(
                 f"it holds {tokens} tokens of {per_token} bytes, and one request may have {max_model_len}",
                 f"give {least * per_token} bytes or more, or a smaller max_model_len",
             )
-    wanted, free = (tokens + scratch) * per_token, free_bytes(parse_device(config.device))
+    wanted, free = (tokens + scratch) * per_token, free_bytes(parse_device(stage_devices(config)[-1]))
     if free is not None and wanted > free:
         raise _too_little_memory(config, max_model_len, per_token, wanted, f"{free / 2**30:.1f} GiB are free")
     return tokens

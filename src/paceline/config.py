@@ -127,6 +127,8 @@ class LLMConfig:
             asked, remedy = f"exact=True with verifier={self.verifier!r}", f"use verifier={DEFAULT_VERIFIER!r}"
             raise CapabilityError(asked, "its ids depend on the drafter by design", remedy)
         filled = parse_round(self.round)
+        if filled is not None and filled.place is not None and filled.place.device:
+            parse_device(filled.place.device)
         if self.exact and isinstance(filled, PipelineConfig) and filled.accept != "strict":
             asked = f"exact=True with round={shown(self.round)}"
             raise CapabilityError(asked, "what a lossy rule says depends on the drafter", "leave out accept")

@@ -13,7 +13,7 @@ from weakref import finalize
 
 import torch
 
-from .assembly import Source, drafter_context, drafter_of, open_source
+from .assembly import Source, draft_device, drafter_context, drafter_of, open_source
 from .config import LLMConfig
 from .core.errors import CapabilityError, ConfigError
 from .core.model_spec import parse_model
@@ -83,7 +83,7 @@ def serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) ->
         ConfigError: cores that are not there, or no core left for the target; a drafter that cannot be had there.
         WorkerFailed: it does not start.
     """
-    placement = Placement(cores=place.cores, threads=place.threads, device=config.device)
+    placement = Placement(cores=place.cores, threads=place.threads, device=draft_device(config, place))
     rest = [core for core in cores() if core not in place.cores]
     if place.cores and not rest:
         wrong = "no core is left for the target"

@@ -18,7 +18,7 @@ from weakref import finalize
 
 import torch
 
-from .assembly import LoadedModel, Source, compiled_layers, make_attention, open_source
+from .assembly import LoadedModel, Source, compiled_layers, make_attention, open_source, stage_devices
 from .config import LLMConfig
 from .core.errors import ConfigError
 from .core.inference import inference
@@ -36,6 +36,7 @@ from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.config import MEASURED
 from .rounds.pipeline.split import Split, parse_split
 from .target.decoder import Decoder
+from .target.devices import ALL_GPUS, share_devices
 from .target.files import fingerprint
 from .target.loader import load_model, parse_device
 from .target.padding import cache_shape
@@ -156,7 +157,7 @@ def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], words:
         source.folder,
         attention=make_attention(config, source.dtype, config.exact),
         dtype="int8" if source.quantised else source.dtype,
-        device=config.device,
+        device=stage_devices(config)[-1],
         exact=config.exact,
         native=compiled_layers(config, source.shape, source.dtype),
         stretch=source.shape.stretch,
@@ -183,7 +184,8 @@ def _stop(workers: Sequence[Worker]) -> None:
 
 
 def place(split: Split, device: str) -> list[Placement]:
-    """Where each stage runs, the coordinator's last: on cores of its own, where cores are named.
+    """Where each stage runs, the coordinator's last: on cores of its own, where cores are named, and with ``cuda`` on a
+    GPU of its own, where there are as many.
 
     Raises:
         ConfigError: fewer cores than stages, cores that do not go evenly into them or are not there.
@@ -191,15 +193,18 @@ def place(split: Split, device: str) -> list[Placement]:
     count = split.stages
     if split.hosts:
         return [Placement(device=device)] * count
+    devices = share_devices(device, count, torch.cuda.device_count())
+    if device == ALL_GPUS and len(set(devices)) < count:
+        log.warning("%d stages share %d GPUs: those on the same one wait for each other", count, len(set(devices)))
     if not split.cores:
         threads = split.threads or max(1, len(cores()) // count)
-        return [Placement(threads=threads, device=device)] * count
+        return [Placement(threads=threads, device=own) for own in devices]
     each, left = divmod(len(split.cores), count)
     if left or not each:
         wrong = f"{len(split.cores)} cores cannot be shared evenly by {count} stages"
         raise ConfigError(f"pipeline cores={written(split.cores)}", wrong, "name as many for every stage, in order")
     shares = [split.cores[i * each : (i + 1) * each] for i in range(count)]
-    return [Placement(cores=own, threads=split.threads, device=device) for own in shares]
+    return [Placement(cores=own, threads=split.threads, device=at) for own, at in zip(shares, devices, strict=True)]
 
 
 def stage_spec(

@@ -278,6 +278,7 @@ class TestCommands:
             (["stage", "--listen", "nowhere"], "HOST:PORT"),
             (["stage", "--listen", "203.0.113.9:0"], "the port cannot be had"),
             (["stage", "--model", "./nowhere"], "nowhere"),
+            (["stage", "--device", "cuda:7"], "device='cuda:7': torch"),
             (["chat", "--n", "2"], "--n 2"),
             (["demo", "--prompts", "0"], "--prompts 0"),
             (["demo", "--prompts", "21"], "--prompts 21"),

@@ -18,6 +18,7 @@ from distributed_services import KINDS, Say
 
 from paceline.core.errors import ConfigError
 from paceline.distributed.channels import ChannelClosed, Line
+from paceline.distributed.clock import Late
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Begin, Facts, Hello
 from paceline.distributed.hosts import Host, launch_at
@@ -152,6 +153,42 @@ def test_strangers_are_not_served_and_change_nothing(served: Served, workers: li
         lines[0].receive(LONG)
     assert served.host.pid is None
     assert say(worker_of(served, workers).start(), "hello") == Say("HELLO")
+
+
+def until_noted(served: Served) -> float:
+    """Seconds until the host has paired both lines of somebody."""
+    began = time.monotonic()
+    while not served.notes:
+        assert time.monotonic() < began + LONG
+        time.sleep(0.001)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("said", [b"", b"PLf", b"PLf1\xff\0\0\0half"], ids=["nothing", "half a length", "half a frame"])
+@pytest.mark.parametrize("count", [4, 40])
+def test_silent_connections_delay_nobody(served: Served, workers: list[Worker], said: bytes, count: int) -> None:
+    host, _, port = served.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(count)]
+    for one in silent:
+        one.sendall(said)
+    worker = worker_of(served, workers)
+    worker.poll()  # connects
+    assert until_noted(served) < 0.5
+    for one in silent:
+        one.close()
+    assert say(until_ready(worker), "hello") == Say("HELLO")
+
+
+def test_who_says_nothing_is_let_go() -> None:
+    listener = Listener(first_s=0.2)
+    with socket.create_connection((listener.host, listener.port)) as silent:
+        silent.settimeout(LONG)
+        with pytest.raises(Late, match="nobody said anything"):
+            listener.greeted(0.1)
+        with pytest.raises(Late):
+            listener.greeted(0.3)
+        assert silent.recv(1) == b""
+    listener.close()
 
 
 def test_a_host_that_is_not_there(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS
+from paceline.distributed.hanging import HANG_S, SLACK
 from paceline.distributed.stage_service import KINDS, frame_of, message_of
 from paceline.distributed.worker import WorkerFailed
 from paceline.target.stages import Frame, StageRows
@@ -146,7 +149,7 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
 
 def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, belt, ticks = over_threads(3, drafter())
-    monkeypatch.setattr("paceline.distributed.stage_workers.HANG_S", 0.2)
+    monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 0.2)
     stage, silent = belt.workers[0], []
     whole = stage.service.handle
 
@@ -154,11 +157,27 @@ def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(ticks) == 10:
             silent.append(message)
             return ()
+        time.sleep(0.7 if not ticks else 0)  # as a first frame may take: no later one is waited for any longer
         return whole(message)
 
     stage.service.handle = handle
+    assert ids(run(engine, [(PROMPTS[0], GREEDY)])) == plain([(PROMPTS[0], GREEDY)])
+    assert silent and len(belt.faults) == 1
+    said = re.fullmatch(r"worker stage 0 hangs: at \d+ rows for ([\d.]+) s", belt.faults[0])
+    assert said is not None and 0.2 <= float(said[1]) < 2
+
+
+def test_what_the_last_stage_takes_is_not_charged_to_the_others() -> None:
+    engine, belt, ticks = over_threads(3, drafter())
+    whole = belt.last.run
+
+    def slow(frame: Frame) -> Frame:
+        time.sleep(0.05)
+        return whole(frame)
+
+    belt.last.run = slow  # type: ignore[method-assign]
     assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
-    assert silent and len(belt.faults) == 1 and "worker stage 0 hangs: at " in belt.faults[0]
+    assert len(ticks) > 10 and belt._limits[0].seconds(1) < HANG_S + SLACK * 0.05
 
 
 # -- messages

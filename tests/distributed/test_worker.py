@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from paceline.distributed.frames import Codec
 from paceline.distributed.handshake import GREETINGS, LIFE, Beat, Facts, Fault, Hello, Refused
 from paceline.distributed.placement import Placement, cores, share_cores
 from paceline.distributed.serving import Progress, serve
+from paceline.distributed.tcp import Listener
 from paceline.distributed.worker import Launched, Patience, Worker, WorkerFailed, WorkerSpec, ended
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
@@ -57,6 +59,24 @@ def until_ready(worker: Worker) -> Line:
         time.sleep(0.005)
     assert worker.line is not None
     return worker.line
+
+
+def test_strangers_at_its_port_that_say_nothing_do_not_keep_a_worker_out(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strangers: list[socket.socket] = []
+
+    def visited(**options: Any) -> Listener:
+        made = Listener(**options)
+        strangers.extend(socket.create_connection((made.host, made.port)) for _ in range(4))
+        return made
+
+    monkeypatch.setattr("paceline.distributed.worker.Listener", visited)
+    workers.append(worker := Worker(replace(SPEC, channel="tcp"), replace(LAZY, start_s=30.0)))
+    assert say(worker.start(), "hello") == Say("HELLO")
+    for stranger in strangers:
+        stranger.close()
+    assert len(strangers) == 4 and worker.faults == []
 
 
 @pytest.mark.parametrize("channel", ["shared", "tcp"])

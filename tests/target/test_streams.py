@@ -303,6 +303,36 @@ def test_a_fingerprint_tells_weights_and_configs_apart(tmp_path: Path) -> None:
         fingerprint(tmp_path)
 
 
+def test_every_byte_of_the_weights_is_in_the_fingerprint(tmp_path: Path) -> None:
+    """Weights that differ anywhere, be it in most tensors or in one number of a large one, are other weights."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    whole = {f"layer {i}": torch.randn(40_000, generator=seeded()) for i in range(20)}
+    save_file(whole, folder / "model.safetensors")
+    made = fingerprint(folder)
+    place = folder / "model.safetensors"
+    content, first = place.read_bytes(), place.stat().st_size - 20 * 160_000
+    for begin, end in [(first + 160_000 * i + 15_000, first + 160_000 * i + 15_001) for i in range(20)]:
+        place.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[end:])
+        assert fingerprint(folder) != made, begin
+    place.write_bytes(content)
+    assert fingerprint(folder) == made
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')  # says which files are read
+    assert fingerprint(folder) != made
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _checkpoint(tmp_path / "a", torch.zeros(2))
+
+    def lost(file: Path) -> str:
+        raise OSError(5, "Input/output error", str(file))
+
+    monkeypatch.setattr("paceline.target.files.content_hash", lost)
+    with pytest.raises(ConfigError, match="config.json cannot be read .Input/output error.. Restore the file"):
+        fingerprint(folder)
+
+
 def test_a_small_file_has_a_fingerprint(tmp_path: Path) -> None:
     assert len(fingerprint(_checkpoint(tmp_path / "a", torch.zeros(2)))) == 64
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from stream_sets import MODEL, save_set
 from toolkit import trainer, write_data, write_target
 
+from paceline.target.files import fingerprint
 from paceline.target.loader import resolve_folder
 from paceline.target.streams import StreamSet
 from paceline.training.network import Network
@@ -120,3 +121,18 @@ def test_sets_that_cannot_be_made_deeper_are_refused(tmp_path: Path) -> None:
     for layers in (1, 2):
         done = run(folder, "--layers", layers, "--target", resolve_folder(MODEL), "--out", "x", tool="deepen_streams")
         assert "can be made deeper" in done.stderr
+
+
+def test_fingerprints_of_earlier_versions_are_renewed_and_others_stay(tmp_path: Path) -> None:
+    target, tool = model(tmp_path / "target", 1.0), runpy.run_path(str(TOOLS / "renew_fingerprints.py"))
+    old, new = tool["sampled"](target), fingerprint(target)
+    assert old != new
+    made, other = tmp_path / "sets" / "made.json", tmp_path / "sets" / "other.json"
+    made.parent.mkdir()
+    made.write_text(f'{{\n "target": "here",  "fingerprint": "{old}"}}')
+    other.write_text(f'{{"fingerprint": "{"0" * 64}"}}')
+    done = run(target, tmp_path / "sets", tool="renew_fingerprints")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"renewed {made}\n", "")
+    assert made.read_text() == f'{{\n "target": "here",  "fingerprint": "{new}"}}'
+    assert other.read_text() == f'{{"fingerprint": "{"0" * 64}"}}'
+    assert run(target, made, other, tool="renew_fingerprints").stdout == ""

@@ -76,7 +76,7 @@ def _best_seconds(call: Any, device: str, repeats: int) -> float:
         began = perf_counter()
         call()
         if device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         if index >= 2:  # the first two warm up
             times.append(perf_counter() - began)
     return min(times)  # a ceiling: what else ran meanwhile does not lower it

@@ -94,5 +94,5 @@ def _linear_ms(decoder: Decoder, rows: int) -> float:
     for product, width in products:
         product(inputs[width])
     if decoder.device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(decoder.device)
     return (perf_counter() - began) * 1e3

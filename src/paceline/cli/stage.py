@@ -17,6 +17,7 @@ from ..distributed.tcp import Listener
 from ..rounds.pipeline.split import HOST
 from ..stage_worker import chosen
 from ..target.files import fingerprint
+from ..target.loader import parse_device
 from .console import note
 from .options import takes
 from .session import DEFAULT_MODEL
@@ -44,6 +45,7 @@ def stage(
     connect: use a network whose hosts trust each other. Ctrl-C ends it.
     """
     where = Placement(**{**placement, "cores": placement["cores"] or ()})
+    parse_device(where.device)
     source = open_source(LLMConfig(model=model, revision=revision, offline=offline), model, "auto")
     fingerprint(source.folder)  # says now what is wrong with the files
     host, port = _address(listen)

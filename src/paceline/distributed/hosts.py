@@ -30,7 +30,7 @@ from .tcp import Listener, SocketChannel, connect
 from .worker import Launch, Launched, WorkerSpec
 
 CONNECT_S = 3.0
-FIRST_S = 2.0  # for the first message of who connects
+SEND_S = 2.0  # for a message to who has connected
 LEAST_BEAT_S = 0.05
 MOST_WAITING = 16  # lines whose other one has not come
 
@@ -116,14 +116,14 @@ class Host:
         return None if self._session is None or self._session.process.poll() is not None else self._session.process.pid
 
     def turn(self, timeout: float) -> None:
-        """Take a connection, if one comes within so many seconds."""
+        """Take a connection, if one comes and says something within so many seconds."""
         try:
-            channel = self.listener.accept(timeout)
+            channel = self.listener.greeted(timeout)
         except Late:
             return
         try:
-            said = Line(channel, Codec(**LIFE, **GREETINGS)).receive(FIRST_S)
-        except (Late, ChannelClosed, FrameError):
+            said = Line(channel, Codec(**LIFE, **GREETINGS)).receive(0)
+        except FrameError:
             said = None
         if isinstance(said, Begin | Hello):
             self._pair(said, channel.detach())
@@ -167,7 +167,7 @@ class Host:
     def _refuse(self, asked: Begin, work: socket.socket, wrong: str, remedy: str) -> None:
         channel = SocketChannel(work)
         with suppress(ChannelClosed):
-            Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, asked.name, wrong, remedy), FIRST_S)
+            Line(channel, Codec(**GREETINGS)).send(Refused(asked.key, asked.name, wrong, remedy), SEND_S)
         channel.close()
 
     def stop(self) -> None:
@@ -188,7 +188,7 @@ def _spawn(begin: Begin, life: socket.socket, work: socket.socket, where: Placem
     theirs.close()
     channel = SocketChannel(own)
     with suppress(ChannelClosed):
-        Line(channel, Codec(**LIFE)).send(begin, FIRST_S)
+        Line(channel, Codec(**LIFE)).send(begin, SEND_S)
     channel.close()
     return process
 

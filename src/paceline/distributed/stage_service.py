@@ -11,6 +11,7 @@ Source: SpecPipe, section 3.3 and algorithm 1.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -59,6 +60,7 @@ class Computed:
 
     epoch: int
     hidden: Tensor  # [rows, d_model]
+    seconds: float  # that they took the stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,9 @@ class StageService:
         if isinstance(message, Clear):
             self.stage.forget(message.epoch)
             return ()
+        began = time.monotonic()
         frame = self.stage.run(frame_of(message, self.stage.decoder.device))
-        return () if frame.hidden is None else (Computed(frame.epoch, frame.hidden),)
+        return () if frame.hidden is None else (Computed(frame.epoch, frame.hidden, time.monotonic() - began),)
 
     def work(self) -> None:
         """Nothing is left behind a frame."""

@@ -26,13 +26,12 @@ from .channels import ChannelClosed, Line
 from .clock import Late
 from .frames import FrameError
 from .handshake import Fault
+from .hanging import HangLimit
 from .stage_service import Clear, Computed, message_of
 from .worker import Patience, Worker, WorkerFailed
 
 LOOK_S = 0.05  # between two looks at stages that are waited for
-HANG_S = 3.0  # after which a stage is taken to hang ..
-SLACK = 4.0  # .. and so many times what its rows have taken so far
-FIRST_HANG_S = 60.0  # for the first frame, of which nobody knows how long it takes
+SEND_S = 3.0  # for which a stage may take nothing of what it is sent
 PATIENCE = Patience(start_s=600.0, stuck_s=3600.0)  # a stage's work is timed here, by its rows
 
 
@@ -51,8 +50,8 @@ class StageWorkers:
         self.faults: list[str] = []  # each names a stage and its process
         self._held: list[Frame | None] = [None] * self.count
         self._known = [len(worker.faults) for worker in workers]
-        self._owed = [0] * len(workers)  # answers
-        self._per_row = [0.0] * len(workers)  # longest seconds; 0: not known
+        self._owed = [0] * len(workers)  # rows of the frame whose answer is still to come; 0: none is
+        self._limits = [HangLimit() for _ in workers]
         self._sending: int | None = None  # to which stage
         self._lost: set[int] = set()  # stages, since a frame has come through
         self._clear = True  # whether the stages are to be told the epoch
@@ -68,12 +67,12 @@ class StageWorkers:
         self._ready()
         self._held[0] = entering
         held = [None if frame is None else self.last.pruned(frame) for frame in self._held]
-        began = time.monotonic()
         for index, frame in enumerate(held[:-1]):
             if frame is not None and (frame.rows or frame.moves):
                 self._send(index, frame if index else self._embedded(frame))
         own = held[-1]
         out = None if own is None else self.last.run(own)
+        began = time.monotonic()  # to wait: what the last stage takes is not charged to the others
         done = [None if f is None else self._computed(i, f, began) for i, f in enumerate(held[:-1])]
         self._held = [None, *done]
         if out is not None and out.rows:
@@ -92,10 +91,9 @@ class StageWorkers:
         """A frame as the stage gives it back."""
         if not frame.rows:
             return frame
-        hidden = self._receive(index, began, frame.rows).hidden
-        took = (time.monotonic() - began) / frame.rows
-        self._per_row[index] = max(self._per_row[index], took)
-        return replace(frame, hidden=hidden.to(self.last.decoder.device))
+        said = self._receive(index, began, frame.rows)
+        self._limits[index].note(frame.rows, max(said.seconds, time.monotonic() - began))  # a slow way counts, too
+        return replace(frame, hidden=said.hidden.to(self.last.decoder.device))
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
         """See `Belt`."""
@@ -122,27 +120,26 @@ class StageWorkers:
     def _send(self, index: int, frame: Frame) -> None:
         line, message, self._sending = self._line(index), message_of(frame), index
         try:
-            line.send(message, HANG_S)
+            line.send(message, SEND_S)
         except ChannelClosed:
             self._sending = None
             self.workers[index].lost()
             self._line(index)
         self._sending = None
-        self._owed[index] += bool(frame.rows)
+        self._owed[index] += frame.rows
 
     def _receive(self, index: int, began: float, rows: int) -> Computed:
         """The stage's answer to its last frame.
 
         Args:
             index: which stage.
-            began: when its work began.
+            began: when its answer began to be waited for.
             rows: of the frame.
         """
-        per_row = self._per_row[index]
-        limit = HANG_S + SLACK * rows * per_row if per_row else FIRST_HANG_S
+        limit = self._limits[index].seconds(rows)
         while True:
             message = self._message(index)
-            if isinstance(message, Computed) and self._owed[index] == 1 and len(message.hidden) == rows:
+            if isinstance(message, Computed) and self._owed[index] == rows == len(message.hidden):
                 self._owed[index] = 0
                 return message
             waited = time.monotonic() - began
@@ -208,15 +205,15 @@ class StageWorkers:
             self._look()
         for index in range(len(self.workers)):
             self._drain(index)
-            self._line(index).send(Clear(self.last.epoch), HANG_S)
+            self._line(index).send(Clear(self.last.epoch), SEND_S)
         self._clear = False
 
     def _drain(self, index: int) -> None:
-        """Take what a stage still answers to frames of another epoch."""
-        began = time.monotonic()
+        """Take what a stage still answers to a frame of another epoch."""
+        began, limit = time.monotonic(), self._limits[index].seconds(self._owed[index])
         while self._owed[index]:
             if self._message(index) is not None:
-                self._owed[index] -= 1
-            elif time.monotonic() - began > FIRST_HANG_S:
+                self._owed[index] = 0
+            elif time.monotonic() - began > limit:
                 self.workers[index].failed("does not answer any more")
             self._look()

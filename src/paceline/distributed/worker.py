@@ -6,6 +6,7 @@ back while the engine goes on without it.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -139,8 +140,8 @@ def _begin(spec: WorkerSpec, way: str, key: str, beat_s: float) -> Begin:
 
 def _way(spec: WorkerSpec) -> _Way:
     if spec.channel == "tcp":
-        listener = Listener()
-        return _Way(f"tcp:{listener.host}:{listener.port}", (), lambda: listener.accept(0), listener.close)
+        listener = Listener(first_s=math.inf)  # it connects first, and loads what it needs before it says hello
+        return _Way(f"tcp:{listener.host}:{listener.port}", (), lambda: listener.greeted(0), listener.close)
     own, theirs = shared_pair()
     channel = SharedChannel(own, spec.spin_us)
     return _Way(f"shared:{theirs}", theirs.fds, lambda: channel, channel.close, theirs.drop)

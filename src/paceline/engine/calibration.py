@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ConfigError
+from ..core.folders import user_cache
 from ..kv.pool import KVPool, SequenceCache
 from ..target.decoder import Decoder
 from ..target.native_calls import Asked, RowSpan
@@ -137,12 +138,11 @@ class Calibration:
 
 def places(folder: Path) -> tuple[Path, ...]:
     """Where a model's calibration may lie: beside it, or in the user's cache folder, where there is one."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    except RuntimeError:  # the user has no home
+    base = user_cache()
+    if base is None:
         return (folder / FILE,)
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
-    return folder / FILE, Path(base) / "paceline" / "costs" / f"{name}.json"
+    return folder / FILE, base / "costs" / f"{name}.json"
 
 
 def find(folder: Path, wanted: Fingerprint) -> tuple[Calibration | None, str]:

@@ -20,10 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
+from .hashing import content_hash
 
 MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
-_PIECES, _PIECE_BYTES = 16, 4096  # of a weight file that stand for it in a fingerprint
-_HEADER_BYTES = 100_000_000  # the most that safetensors allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +137,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """sha256 over a target checkpoint's config and over size, header and samples of its weight files.
+    """sha256 over a target checkpoint: its config, its index of shards where it has one, and all bytes of its weights.
 
-    Sixteen pieces of 4 KiB, evenly spaced over each file, stand for its weights: quick on any size, and a
-    further trained model differs in every one of them.
+    These are read once; see `hashing`.
 
     Raises:
-        ConfigError: no config or no weights there.
+        ConfigError: no config or no weights there, or they cannot be read.
     """
     place = Path(folder)
     files = sorted(file for file in place.glob("*.safetensors") if is_file(file))
     if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
-    digest = hashlib.sha256((place / "config.json").read_bytes())
-    for file in files:
-        _digest_file(digest, file)
+    indices = sorted(file for file in place.glob("*.safetensors.index.json") if is_file(file))
+    digest = hashlib.sha256()
+    try:
+        for file in (place / "config.json", *indices, *files):
+            digest.update(f"{file.name} {file.stat().st_size} {content_hash(file)}\n".encode())
+    except OSError as error:
+        wrong = f"{error.filename or place} cannot be read ({error.strerror or error})"
+        raise ConfigError(f"model folder {place}", wrong, "restore the file, or name another folder") from error
     return digest.hexdigest()
 
 
@@ -180,14 +183,3 @@ def check_target(asked: str, config: Any, name: str, shape: Any = None, mark: st
             )
     if config.fingerprint and mark is not None and config.fingerprint != mark:
         raise CapabilityError(asked, f"trained for {trained_for}, whose weights differ from those of {name}", remedy)
-
-
-def _digest_file(digest: Any, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}".encode())
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        digest.update(length + stream.read(min(int.from_bytes(length, "little"), size, _HEADER_BYTES)))
-        for piece in range(_PIECES):
-            stream.seek(piece * max(0, size - _PIECE_BYTES) // (_PIECES - 1))
-            digest.update(stream.read(_PIECE_BYTES))

@@ -61,6 +61,11 @@ class MirrorConfig(RoundConfig):
         (), help="with rollout=process: CPU cores of the drafter, such as <1>; the target keeps to the others"
     )
     threads: int | None = option(None, help="with rollout=process: threads of the drafter; none: one a core", minimum=1)
+    device: str = option(
+        "",
+        help="with rollout=process: device of the drafter, such as cuda:1; none: the GPU behind the target's where "
+        "that has device=cuda, else the target's own",
+    )
 
     level_ms: float | None = option(
         None,
@@ -70,14 +75,14 @@ class MirrorConfig(RoundConfig):
     )
 
     def validate(self) -> None:
-        """Cores, threads and times are those of a process."""
-        for name in ("cores", "threads", "level_ms"):
+        """Cores, threads, device and times are those of a process."""
+        for name in ("cores", "threads", "device", "level_ms"):
             self.require(name, self.rollout == "process" or not getattr(self, name), "is for rollout=process")
 
     @property
     def place(self) -> Place | None:
         """See `RoundConfig`."""
-        return Place(self.cores, self.threads, self.level_ms) if self.rollout == "process" else None
+        return Place(self.cores, self.threads, self.level_ms, self.device) if self.rollout == "process" else None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"

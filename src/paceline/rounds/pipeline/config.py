@@ -65,10 +65,15 @@ class PipelineConfig(RoundConfig):
     )
     cores: tuple[int, ...] = option((), help="with source=process: CPU cores of the drafter, such as <1>")
     threads: int | None = option(None, help="with source=process: threads of the drafter; none: one a core", minimum=1)
+    device: str = option(
+        "",
+        help="with source=process: device of the drafter, such as cuda:1; none: the GPU behind the target's where "
+        "that has device=cuda, else the target's own",
+    )
 
     def validate(self) -> None:
-        """Cores and threads are those of a process, trees and cuts numbers of at least 1; a cut names all stages."""
-        for name in ("cores", "threads"):
+        """Cores, threads, device are a process's, trees and cuts numbers of at least 1; a cut names all stages."""
+        for name in ("cores", "threads", "device"):
             self.require(name, self.source == "process" or not getattr(self, name), "is for source=process")
         for name, text in (("tree", self.tree), ("layers", "" if self.layers == MEASURED else self.layers)):
             parts = text.split("x") if text else []
@@ -87,7 +92,7 @@ class PipelineConfig(RoundConfig):
     @property
     def place(self) -> Place | None:
         """See `RoundConfig`."""
-        return Place(self.cores, self.threads) if self.source == "process" else None
+        return Place(self.cores, self.threads, device=self.device) if self.source == "process" else None
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"

@@ -1,0 +1,38 @@
+"""How long a stage may be at a frame before it is taken to hang.
+
+Weights are read once for all rows of a frame, arithmetic is done for each, and which of the two counts changes with
+their number: a line through what small frames took says too little of large ones. What holds for every stage is that a
+frame takes no longer than one of more rows, and no longer than one of fewer rows as many times as it has more of them.
+So what frames of any size took bounds all others, and the lowest bound is believed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+HANG_S = 3.0  # after which a stage is taken to hang ..
+SLACK = 4.0  # .. and so many times what a frame of these rows is expected to take
+MOST_S, MOST_ROW_S = 60.0, 1.0  # the most: for a frame, and for each of its rows; for the first frames, too
+RECENT = 16  # frames of about a size that are looked at
+
+
+class HangLimit:
+    """Of one stage, from what its latest frames took."""
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[tuple[int, float]]] = {}  # by powers of two: rows, and seconds
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A frame of so many rows came back after so long."""
+        self._recent.setdefault(rows.bit_length(), deque(maxlen=RECENT)).append((rows, seconds))
+
+    def seconds(self, rows: int) -> float:
+        """For which a frame of so many rows is waited for."""
+        bounds = [_second_longest(recent, rows) for recent in self._recent.values() if len(recent) > 1]
+        most = MOST_S + MOST_ROW_S * rows
+        return min(most, HANG_S + SLACK * min(bounds)) if bounds else most
+
+
+def _second_longest(recent: deque[tuple[int, float]], rows: int) -> float:
+    """What these frames say that one of so many rows takes at most; one that was slow by chance says nothing."""
+    return sorted(took * max(1.0, rows / its_rows) for its_rows, took in recent)[-2]
