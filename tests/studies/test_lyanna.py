@@ -187,9 +187,7 @@ def test_the_papers_figures_are_the_goal_and_a_near_one_is_not_called_reached() 
         "sql, step 3: 0.600 [0.581, 0.619], the paper's 0.70: not reached",
     ]
     [said] = acceptance.losses(found)
-    assert said == (
-        f"sql: {FIRST_TAKEN}, lower by 0.050 [0.050, 0.050], -0.040 [-0.040, -0.040], 0.000 [0.000, 0.000]"
-    )
+    assert said == (f"sql: {FIRST_TAKEN}, lower by 0.050 [0.050, 0.050], -0.040 [-0.040, -0.040], 0.000 [0.000, 0.000]")
 
 
 def test_a_part_is_taken_away_and_all_others_stay(heads: dict[str, str], tmp_path: Path) -> None:
@@ -401,8 +399,9 @@ def test_parts_of_the_same_drafts_add_up() -> None:
     found, whole = draft_pass.middle(drafts), np.sort(drafts.sum(1))
     assert found.sum() == pytest.approx(whole[10:31].mean())
     slow = [drafts[:20] * 3, drafts[20:] * 3]
-    [said] = draft_pass.beside({"Lyanna": slow, "EAGLE-2": [drafts[:20], drafts[20:]]})
-    assert "takes 3.00 [3.00, 3.00] times one of EAGLE-2" in said
+    parts = {"Lyanna": np.array([1.0, 9, 9, 9]), "EAGLE-2": np.array([2.0, 3, 9, 9])}
+    [said] = draft_pass.beside({"Lyanna": slow, "EAGLE-2": [drafts[:20], drafts[20:]]}, parts)
+    assert "takes 3.00 [3.00, 3.00] times one of EAGLE-2; its layer alone 0.20 times EAGLE-2's layer and head" in said
 
 
 def test_a_clock_is_put_where_the_source_has_its_places() -> None:
