@@ -80,7 +80,7 @@ def trained_steps(folder: str) -> int:
         wrong = "no log beside it says how long it was trained"
         remedy = "name the folder `result` of a training run; table_1_shipped takes a drafter without its run"
         raise ConfigError(f"the drafter {folder} in table_1", wrong, remedy) from error
-    return max(max(steps, default=0) for steps in (log.loss, *log.accuracy.values()))
+    return max([*log.loss, *(step for steps in log.accuracy.values() for step in steps)])
 
 
 @torch.no_grad()
