@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from lyanna_parts.common import DIALOGUE, FRESH_TREE, FULL_ROWS, STEPS, Asked, lyanna, shape_of, study, verdict
+from lyanna_parts.common import DIALOGUE, FRESH_TREE, FULL_ROWS, STEPS, Asked, lyanna, shape_of, study
+from lyanna_parts.trained import read_log
 from paceline.bench.grid import how
 from paceline.bench.records import Report, Trial
 from paceline.bench.scores import workload_of
 from paceline.bench.study import Entry, Grid, Table, measure
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
+from paceline.drafters.lyanna.model import LyannaModel
+from paceline.drafters.states.head import fill
+from paceline.target.loader import resolve_folder
 
 Floats = NDArray[np.float64]
 FULL, NO_INFO, NO_FIRST = "full", "without token-info", "without first token"
+TRAINED, INFO_TAKEN, FIRST_TAKEN = "as trained", "token-info taken away at use", "first token taken away at use"
+TAKEN: Mapping[str, Mapping[str, Any]] = {  # what of a drafter's shape is changed
+    INFO_TAKEN: {"rank": 0, "hot": 0, "hot_columns": False},
+    FIRST_TAKEN: {"first_token": False},
+}
 MEAN = "mean of tasks"
-WANTED = {"sql": (0.91, 0.80, 0.70), MEAN: (0.85, 0.72, 0.62)}  # the paper's for its 7B target; the mean: our own aim
+PAPER = (0.91, 0.80, 0.70)  # table 1, the last row: of LLaMA-2-7B
 SWEPT_NODES = (4, 8, 12, 16, 24)
+TITLE = f"Conditional acceptance by step ({STEPS} steps, {FRESH_TREE['width']} branches, {FULL_ROWS} verified)"
 REMARKS = (
     "step d: of the passes that accepted d - 1 drafted tokens, the share that accepted the d-th (step 1: of all passes "
     "with a draft). A node that the tree does not have counts as a miss, and so does an end by the answer's limit",
@@ -33,7 +45,8 @@ def arms(ask: Asked) -> dict[str, str]:
     """The three folders of table 1.
 
     Raises:
-        ConfigError: one is not what it is named as, or differs in more than that.
+        ConfigError: one is not what it is named as, or differs in more than that: in its layer, its target or the
+            length of its training.
     """
     folders = {FULL: str(ask.lyanna), NO_INFO: str(ask.without_info), NO_FIRST: str(ask.without_first)}
     shapes = {arm: shape_of(folder) for arm, folder in folders.items()}
@@ -47,7 +60,48 @@ def arms(ask: Asked) -> dict[str, str]:
         full = shapes[FULL]
         if any(getattr(shape, name) != getattr(full, name) for name in ("layer", "fusion", "fingerprint")):
             raise ConfigError(f"{arm}: {folders[arm]}", "its layer or target is another", "train all three alike")
+    lengths = {arm: trained_steps(folder) for arm, folder in folders.items()}
+    for arm, steps in lengths.items():
+        if steps != lengths[FULL]:
+            wrong = f"it was trained for {steps:,} steps, {folders[FULL]} for {lengths[FULL]:,}"
+            raise ConfigError(f"{arm}: {folders[arm]}", wrong, "train all three alike")
     return folders
+
+
+def trained_steps(folder: str) -> int:
+    """Of the run whose ``result`` a folder is, as the log beside it has them.
+
+    Raises:
+        ConfigError: there is no log.
+    """
+    try:
+        log = read_log(str(resolve_folder(folder).parent))
+    except ConfigError as error:
+        wrong = "no log beside it says how long it was trained"
+        remedy = "name the folder `result` of a training run; table_1_shipped takes a drafter without its run"
+        raise ConfigError(f"the drafter {folder} in table_1", wrong, remedy) from error
+    return max([*log.loss, *(step for steps in log.accuracy.values() for step in steps)])
+
+
+@torch.no_grad()
+def without(folder: str, change: Mapping[str, Any], place: Path) -> str:
+    """Write a trained drafter that lacks a part: its other parameters are as they were trained.
+
+    Args:
+        folder: of the drafter.
+        change: of its shape; an entry of `TAKEN`.
+        place: where it is written.
+
+    Returns:
+        ``place``.
+    """
+    whole = LyannaModel.load(resolve_folder(folder))
+    hot = whole.info.hot if whole.info is not None and "rank" not in change else None
+    made = LyannaModel(replace(whole.shape, **change), hot)
+    values = whole.tensors()
+    fill(made.tensors(), {name: values[name] for name in made.tensors()}, place)
+    made.save(place)
+    return str(place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +119,10 @@ class Counts:
             rows.append([sum(trial.depth_offered[:1]), *kept])
         return Counts(np.array(rows, dtype=np.float64).reshape(-1, 1 + STEPS))
 
-    def shares(self) -> tuple[Floats, Floats]:
-        """[STEPS] conditional acceptance, and [resamples, STEPS] the same of drawn prompts."""
+    def shares(self) -> Shares:
+        """Conditional acceptance. The same prompts are drawn for every method, so that differences are paired."""
         draw = np.random.default_rng(SEED).integers(0, len(self.reached), (RESAMPLES, len(self.reached)))
-        return _shares(self.reached.sum(0)), _shares(self.reached[draw].sum(1))
+        return Shares(_shares(self.reached.sum(0)), _shares(self.reached[draw].sum(1)))
 
 
 def _shares(reached: Floats) -> Floats:
@@ -78,21 +132,37 @@ def _shares(reached: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One cell of the table."""
+class Shares:
+    """A line of the table, or the difference of two."""
 
-    value: float
-    low: float
-    high: float
+    values: Floats  # [STEPS]
+    drawn: Floats  # [resamples, STEPS] the same of drawn prompts
+
+    @staticmethod
+    def mean(parts: Sequence[Shares]) -> Shares:
+        """Each weighs alike."""
+        return Shares(np.mean([p.values for p in parts], axis=0), np.mean([p.drawn for p in parts], axis=0))
+
+    def less(self, other: Shares) -> Shares:
+        """How much lower ``other`` is."""
+        return Shares(self.values - other.values, self.drawn - other.drawn)
 
     @property
-    def text(self) -> str:
-        """With its interval."""
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+    def cells(self) -> list[list[float]]:
+        """Of each step: value, and 95% of the drawn ones."""
+        return [[float(v), *percentile_bounds(d)] for v, d in zip(self.values, self.drawn.T, strict=True)]
+
+    @property
+    def texts(self) -> list[str]:
+        """Each with its interval."""
+        return [f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in self.cells]
 
 
-def conditional(report: Report, names: Sequence[str], tasks: Mapping[str, str]) -> dict[str, dict[str, list[Step]]]:
-    """Of every task, and of `MEAN` where there are several: the steps of every method.
+Found = Mapping[str, Mapping[str, Shares]]  # task -> method -> its line
+
+
+def conditional(report: Report, names: Sequence[str], tasks: Mapping[str, str]) -> Found:
+    """Of every task, and of `MEAN` where there are several: the line of every method.
 
     Args:
         names: of methods.
@@ -101,78 +171,104 @@ def conditional(report: Report, names: Sequence[str], tasks: Mapping[str, str]) 
     Raises:
         ConfigError: a method without a trial that went well.
     """
-    found: dict[str, dict[str, list[Step]]] = {}
+    found: dict[str, dict[str, Shares]] = {task: {} for task in tasks.values()}
     for name in names:
-        parts = []
         for workload, task in tasks.items():
             own = [t for t in report.trials if (t.method, t.cell.workload) == (name, workload) and t.error is None]
             if not own:
                 raise ConfigError(f"{name} on {task}", "no prompt was answered", "see the report beside the table")
-            parts.append(Counts.of(own).shares())
-            found.setdefault(task, {})[name] = _steps(*parts[-1])
-        if len(parts) > 1:
-            means = [np.mean([part[i] for part in parts], axis=0) for i in range(2)]
-            found.setdefault(MEAN, {})[name] = _steps(means[0], means[1])
-    return {task: found[task] for task in sorted(found, key=lambda task: task == MEAN)}
+            found[task][name] = Counts.of(sorted(own, key=lambda t: (t.group, t.repeat))).shares()
+    if len(tasks) > 1:
+        found[MEAN] = {name: Shares.mean([found[task][name] for task in tasks.values()]) for name in names}
+    return found
 
 
-def _steps(values: Floats, drawn: Floats) -> list[Step]:
-    return [Step(float(v), *percentile_bounds(column)) for v, column in zip(values, drawn.T, strict=True)]
+def acceptance_table(ask: Asked, folders: Mapping[str, str], name: str) -> tuple[Table, Found]:
+    """Measure some drafters; the table has no remarks of its own yet."""
+    shape = {**FRESH_TREE, "nodes": FULL_ROWS}
+    entries = [Entry(lyanna(arm, folder, FULL_ROWS, **shape), arm) for arm, folder in folders.items()]
+    grid = Grid(title=TITLE, entries=entries)
+    report = measure(grid, ask, ask.out / name)
+    tasks = {workload_of(task): task for task in ask.names}
+    found = conditional(report, [*folders], tasks)
+    counts = {task: len({t.group for t in report.trials if t.cell.workload == w}) for w, task in tasks.items()}
+    table = Table(
+        title=TITLE,
+        head=("task", "drafter", *(f"step {d}" for d in range(1, STEPS + 1)), "prompts"),
+        parts={
+            "": [
+                [task, arm, *line.texts, str(counts.get(task, sum(counts.values())))]
+                for task, of in found.items()
+                for arm, line in of.items()
+            ]
+        },
+        values={
+            "acceptance": {task: {arm: line.cells for arm, line in of.items()} for task, of in found.items()},
+            "prompts": counts,
+        },
+        remarks=REMARKS,
+        how=how(report, grid.facts),
+        same=all(one.passed for one in report.exactness),
+    )
+    return table, found
 
 
 @study.table(needs=("lyanna", "without_info", "without_first"), tasks=DIALOGUE, prompts=100, repeats=1)
 def table_1(ask: Asked) -> Iterator[Table | None]:
-    """Conditional acceptance at steps 1 to 3, from the engine: full, without token-info, without the first token."""
-    shape = {**FRESH_TREE, "nodes": FULL_ROWS}
-    methods = [lyanna(arm, folder, FULL_ROWS, **shape) for arm, folder in arms(ask).items()]
-    title = f"Conditional acceptance by step ({STEPS} steps, {FRESH_TREE['width']} branches, {FULL_ROWS} verified)"
-    grid = Grid(title=title, entries=[Entry(method, method.name) for method in methods])
-    grid.config(ask)
+    """Conditional acceptance by step of three trainings as long: full, without token-info, without first token."""
+    folders = arms(ask)
     yield None
-    report = measure(grid, ask, ask.out / "table_1")
-    tasks = {workload_of(task): task for task in ask.names}
-    names = [method.name for method in methods]
-    found = conditional(report, names, tasks)
-    counts = {task: len({t.group for t in report.trials if t.cell.workload == w}) for w, task in tasks.items()}
-    yield Table(
-        title=title,
-        head=("task", "drafter", *(f"step {d}" for d in range(1, STEPS + 1)), "prompts"),
-        parts={
-            "": [
-                [task, name, *(step.text for step in of[name]), str(counts.get(task, sum(counts.values())))]
-                for task, of in found.items()
-                for name in names
-            ]
-        },
-        values={
-            "acceptance": {
-                task: {name: [[s.value, s.low, s.high] for s in steps] for name, steps in of.items()}
-                for task, of in found.items()
-            },
-            "prompts": counts,
-        },
-        remarks=[*verdicts(found), *REMARKS],
-        how=how(report, grid.facts),
-        same=all(one.passed for one in report.exactness),
-    )
+    table, found = acceptance_table(ask, folders, "table_1")
+    yield replace(table, remarks=[*better(found), *REMARKS])
 
 
-def verdicts(found: Mapping[str, Mapping[str, Sequence[Step]]]) -> list[str]:
-    """What was wanted of the full drafter, and where another one is better."""
-    said = []
-    of_paper = {*found} == {*DIALOGUE.split(","), MEAN}
-    for task, aims in WANTED.items():
-        if task in found and (task != MEAN or of_paper):
-            steps = zip(found[task][FULL], aims, strict=True)
-            said += [verdict(f"{task}, step {d}", step.value, aim) for d, (step, aim) in enumerate(steps, 1)]
+def better(found: Found) -> list[str]:
+    """Where another training is better than the full one."""
     worse = [
-        f"{task}, step {d + 1}: {name} is better than {FULL} ({of[name][d].value:.3f}, {of[FULL][d].value:.3f})"
+        f"{task}, step {d + 1}: {name} is better than {FULL} ({line.values[d]:.3f}, {of[FULL].values[d]:.3f})"
         for task, of in found.items()
-        for name in of
+        for name, line in of.items()
         for d in range(STEPS)
-        if of[name][d].value > of[FULL][d].value
+        if line.values[d] > of[FULL].values[d]
     ]
-    return said + (worse or [f"{FULL} is nowhere worse than the other two"])
+    return worse or [f"{FULL} is nowhere worse than the other two"]
+
+
+@study.table(needs=("lyanna",), tasks=DIALOGUE, prompts=100, repeats=1)
+def table_1_shipped(ask: Asked) -> Iterator[Table | None]:
+    """Conditional acceptance of a trained drafter beside the paper's, and what it loses without each part at use."""
+    shape = shape_of(ask.lyanna)
+    if not (shape.rank and shape.first_token):
+        wrong = "it was trained without token-info or the first token"
+        raise ConfigError(f"--lyanna {ask.lyanna}", wrong, "name a drafter that has both")
+    yield None
+    place = ask.out / "table_1_shipped-drafters"
+    lacking = {arm: without(str(ask.lyanna), change, place / arm.replace(" ", "-")) for arm, change in TAKEN.items()}
+    table, found = acceptance_table(ask, {TRAINED: str(ask.lyanna), **lacking}, "table_1_shipped")
+    yield replace(table, remarks=[*beside_paper(found), *losses(found), *REMARKS])
+
+
+def beside_paper(found: Found) -> list[str]:
+    """Every step of the drafter as it was trained, on every task, beside the paper's."""
+    return [
+        f"{task}, step {d}: {value:.3f} [{low:.3f}, {high:.3f}], the paper's {aim:.2f}: {_beside(low, high, aim)}"
+        for task, of in found.items()
+        for d, ((value, low, high), aim) in enumerate(zip(of[TRAINED].cells, PAPER, strict=True), 1)
+    ]
+
+
+def _beside(low: float, high: float, aim: float) -> str:
+    return "reached" if low >= aim else "not reached" if high < aim else "the interval holds it"
+
+
+def losses(found: Found) -> list[str]:
+    """What a part that is taken away costs."""
+    return [
+        f"{task}: {arm}, lower by {', '.join(of[TRAINED].less(line).texts)}"
+        for task, of in found.items()
+        for arm, line in of.items()
+        if arm != TRAINED
+    ]
 
 
 @study.figure(needs=("lyanna",), takes=("without_info",), prompts=8)

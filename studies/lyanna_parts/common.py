@@ -30,8 +30,8 @@ class Asked(Options):
     """What this study can be asked beside what all can."""
 
     lyanna: str | None = asked(None, "Trained Lyanna drafter.", "FOLDER")
-    without_info: str | None = asked(None, "Trained as --lyanna is, with --no-token-info.", "FOLDER")
-    without_first: str | None = asked(None, "Trained as --lyanna is, with --no-first-token.", "FOLDER")
+    without_info: str | None = asked(None, "Trained as --lyanna is and as long, with --no-token-info.", "FOLDER")
+    without_first: str | None = asked(None, "Trained as --lyanna is and as long, with --no-first-token.", "FOLDER")
     eagle: str | None = asked(None, "Trained EAGLE head.", "FOLDER")
     medusa: str | None = asked(None, "Trained Medusa heads.", "FOLDER")
     streams: str = asked("paceline-small-streams", "Trained set of streams, lossless.", "FOLDER")

@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lyanna_parts.common import FRESH_TREE, ROWS, STEPS, WIDTH, Asked, drafting, fastest, lyanna, shape_of, study
+from lyanna_parts.laps import Read, timed_kernels
 from paceline import native
 from paceline.bench import figures, machine, workloads
-from paceline.bench import parts as step_parts
 from paceline.bench.figures import Panel, Series
 from paceline.bench.records import Method
 from paceline.bench.scores import encoded_prompts, workload_of
 from paceline.bench.study import Table
+from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.lyanna import LyannaDrafter
+from paceline.core.tree import TokenTree
+from paceline.drafters.base import DraftRule
 from paceline.llm import LLM
+from paceline.rounds.base import Work
 from paceline.target.handle import TargetHandle
 from paceline.target.native_linear import top
-from paceline.target.native_states import Sprout, sample
 
+Floats = NDArray[np.float64]
 MOST_STEPS = 5  # of the paper's measurement
 TIMES = 100
-SINGLE = ("pl_linear", "pl_top", "pl_sample")  # compiled calls: of the head, of a choice, of Algorithm 1
 PARTS = ("layer", "head", "choice of tokens", "host")
 NAMES = {"head": "head", "choice": f"softmax and top {WIDTH}"}
+LYANNA, EAGLE = "Lyanna", "EAGLE-2"
 DRAWN = 0  # seed of states
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftPass:
-    """Ms of a draft, part by part."""
-
-    drafter: str
-    layer: float  # compiled call less head and choice
-    head: float
-    choice: float
-    host: float  # outside of compiled calls
-
-    @property
-    def parts(self) -> list[float]:
-        """As `PARTS` names them."""
-        return [self.layer, self.head, self.choice, self.host]
 
 
 @study.figure(repeats=TIMES, quick={"repeats": 3})
@@ -62,40 +50,47 @@ def figure_13a(ask: Asked) -> Iterator[Table | None]:
         head=("steps", *(f"{what}, {way}" for what in NAMES.values() for way in ("one pass ms", "each ms", "ratio"))),
         parts={"": [[str(k), *_both(cost, "head"), *_both(cost, "choice")] for k, cost in enumerate(found, 1)]},
         values={"heads": found, "machine": machine.describe(ask.device).as_dict()},
-        how=[[f"the fastest of {ask.repeats} calls in turns, {ask.model}", machine.describe(ask.device).line()]],
+        how=[
+            [
+                f"the fastest of {ask.repeats} calls in turns, weights in the caches, {ask.model}",
+                f"{machine.describe(ask.device).line()}, kernels: {native.describe()}",
+            ]
+        ],
         plots={".svg": lambda path: _draw(found, path)},
     )
 
 
-@study.figure(needs=("lyanna",), takes=("eagle",), prompts=4, repeats=TIMES, quick={"repeats": 3})
+@study.figure(needs=("lyanna",), takes=("eagle",), prompts=4, repeats=1)
 def figure_13b(ask: Asked) -> Iterator[Table | None]:
     """The share of every part of a draft: the layer, the head, the choice of tokens; Lyanna and EAGLE-2."""
     shape_of(ask.lyanna)
     if native.library() is None:
         why = native.unavailable() or "no compiled layers"
         raise CapabilityError("figure_13b", why, "it times compiled calls: use a CPU with g++")
-    drafters = {"Lyanna": lyanna("Lyanna", ask.lyanna, ROWS, **FRESH_TREE, nodes=ROWS)}
+    methods = {LYANNA: lyanna(LYANNA, ask.lyanna, ROWS, **FRESH_TREE, nodes=ROWS)}
     if ask.eagle:
         shape = {"depth": STEPS, "topk": WIDTH, "nodes": ROWS}
-        drafters["EAGLE-2"] = drafting("EAGLE-2", f"eagle:{ask.eagle}", ROWS, **shape)
-    tasks = ask.names
+        methods[EAGLE] = drafting(EAGLE, f"eagle:{ask.eagle}", ROWS, **shape)
     yield None
-    found = [pass_of(ask, name, method, tasks) for name, method in drafters.items()]
+    drafts = drafts_of(ask, methods)
+    found = {name: middle(np.concatenate(texts)) for name, texts in drafts.items()}
     yield Table(
         title="Parts of a draft",
         head=("drafter", *(f"{part}, ms" for part in PARTS), "all, ms"),
-        parts={"": [[one.drafter, *(f"{ms:.3f}" for ms in (*one.parts, sum(one.parts)))] for one in found]},
+        parts={"": [[name, *(f"{ms:.3f}" for ms in (*parts, parts.sum()))] for name, parts in found.items()]},
         values={
-            "drafts": [dict(zip(("drafter", *PARTS), (d.drafter, *d.parts), strict=True)) for d in found],
+            "drafts": [{"drafter": name, **dict(zip(PARTS, map(float, p), strict=True))} for name, p in found.items()],
+            "count": {name: sum(map(len, texts)) for name, texts in drafts.items()},
             "machine": machine.describe(ask.device).as_dict(),
         },
-        remarks=[_said(one) for one in found],
+        remarks=[*(_said(name, parts) for name, parts in found.items()), *beside(drafts, found)],
         how=[
             [
-                f"medians over steps, {ask.prompts} prompts a task at most, batch 1, {STEPS} levels, {ROWS} nodes",
-                f"head and choice: timed apart on as many rows, the fastest of {ask.repeats}",
-                "layer: the compiled call less these",
-                machine.describe(ask.device).line(),
+                f"drafts of answers to {ask.prompts} prompts a task, batch 1, {STEPS} levels, {ROWS} nodes; "
+                "methods in turns; the first draft of an answer and shorter ones left out",
+                "all parts of a draft are timed in one call; means over the middle half of the drafts by their time",
+                f"head: {EAGLE}'s ranks its logits as it makes them; host: outside of the compiled call",
+                f"{machine.describe(ask.device).line()}, kernels: {native.describe()}",
             ]
         ],
         plots={".svg": lambda path: _draw_parts(found, path)},
@@ -107,9 +102,9 @@ def _both(cost: Mapping[str, float], what: str) -> list[str]:
     return [f"{one:.3f}", f"{each:.3f}", f"{each / one:.2f}"]
 
 
-def _said(one: DraftPass) -> str:
-    shares = ", ".join(f"{part} {ms / sum(one.parts):.0%}" for part, ms in zip(PARTS, one.parts, strict=True))
-    return f"{one.drafter}: {sum(one.parts):.3f} ms a draft: {shares}"
+def _said(name: str, parts: Floats) -> str:
+    shares = ", ".join(f"{part} {ms / parts.sum():.0%}" for part, ms in zip(PARTS, parts, strict=True))
+    return f"{name}: {parts.sum():.3f} ms a draft: {shares}"
 
 
 # -- the head
@@ -141,85 +136,70 @@ def head_times(handle: TargetHandle, steps: int, repeats: int) -> dict[str, floa
 # -- a draft
 
 
-@torch.inference_mode()
-def spent(drafter: Any, handle: TargetHandle, repeats: int) -> dict[str, float]:
-    """Lowest ms inside the compiled calls of the head and of the choice of tokens that a draft needs.
-
-    Lyanna: one product of all states, then Algorithm 1. EAGLE: a product a level, of the root and then of `WIDTH` rows,
-    and their likeliest tokens.
-    """
-    rows = (STEPS,) if isinstance(drafter, LyannaDrafter) else (1, *[WIDTH] * (STEPS - 1))
-    levels = [drawn_states(handle, count) for count in rows]
-    found = [handle.logits(level, normed=True).contiguous() for level in levels]
-
-    def choice() -> None:
-        for logits in found:
-            if isinstance(drafter, LyannaDrafter):
-                algorithm_1(drafter, logits)
-            else:
-                top(logits, WIDTH)
-
-    return compiled_ms({"head": lambda: [handle.logits(x, normed=True) for x in levels], "choice": choice}, repeats)
-
-
-def compiled_ms(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Lowest ms that each of several calls spends in compiled ones (`SINGLE`), made in turns after one that is not
-    counted."""
-    library, inside = native.library(), 0.0
-    assert library is not None, "it was asked for"
-    before = {name: getattr(library, name) for name in SINGLE}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            nonlocal inside
-            began = perf_counter()
-            try:
-                return call(*given)
-            finally:
-                inside += perf_counter() - began
-
-        return run
-
-    try:
-        for name, compiled in before.items():
-            setattr(library, name, timed(compiled))
-        for turn in range(repeats + 1):
-            for name, call in calls.items():
-                inside = 0.0
-                call()
-                if turn:
-                    times[name].append(1e3 * inside)
-    finally:
-        for name, compiled in before.items():
-            setattr(library, name, compiled)
-    return {name: min(each) for name, each in times.items()}
-
-
-def algorithm_1(drafter: LyannaDrafter, logits: Tensor) -> Any:
-    """The tree of these raw logits [steps, V], by the compiled call without a pass."""
-    body = drafter.body
-    assert body.stack is not None and body.fuse is not None
-    sprout = Sprout([], 0, slice(0, 0), 0, 0, 1, None, logits)
-    return sample(body.stack, [sprout], WIDTH, False, body.fuse, drafter._info, body.pool)
-
-
-def pass_of(ask: Asked, name: str, method: Method, tasks: Sequence[str]) -> DraftPass:
-    """The median draft of real answers, and its parts."""
-    watch, most = step_parts.Stopwatch(), 1
-    groups: list[list[Sequence[int]]] = []
-    with step_parts.compiled_calls(watch):
-        llm = LLM(ask.model, drafter=method.drafter, max_sequences=1, **method.settings, **ask.llm)
-        for task in tasks:
+def drafts_of(ask: Asked, methods: Mapping[str, Method]) -> dict[str, list[Floats]]:
+    """Of each method and answer: [drafts, PARTS] ms."""
+    found: dict[str, list[Floats]] = {name: [] for name in methods}
+    with timed_kernels(ask.out / "figure_13b") as read:
+        llms = {
+            n: LLM(ask.model, drafter=m.drafter, max_sequences=1, **m.settings, **ask.llm) for n, m in methods.items()
+        }
+        rows = {name: watched(llm, read) for name, llm in llms.items()}
+        for task in ask.names:
             workload = workloads.load(workload_of(task), folder=ask.data, limit=ask.prompts, seed=ask.seed)
-            prompts, limit, _ = encoded_prompts(llm, workload, ask.max_new_tokens)
-            groups += [[ids] for ids in prompts]
-            most = max(most, limit)
-        measured = step_parts.measure(llm, watch, groups, SamplingParams(temperature=0, max_tokens=most))
-    own = next(part for part in measured.parts if part.part == "propose")
-    alone = spent(llm.engine.round.guard.drafter, llm.decoder.handle(), ask.repeats)  # type: ignore[attr-defined]
-    layer = max(0.0, own.native_ms - alone["head"] - alone["choice"])
-    return DraftPass(drafter=name, layer=layer, head=alone["head"], choice=alone["choice"], host=own.host_ms)
+            prompts, most, _ = encoded_prompts(llms[LYANNA], workload, ask.max_new_tokens)
+            for ids in prompts * ask.repeats:
+                for llm in llms.values():
+                    llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0, max_tokens=most))
+                if all(rows.values()):  # none too short
+                    for name, own in rows.items():
+                        found[name].append(np.array(own))
+                for own in rows.values():
+                    own.clear()
+    return found
+
+
+def watched(llm: LLM, read: Read) -> list[list[float]]:
+    """Rows of `PARTS` in ms, which grow with every whole draft of an engine but the first of an answer."""
+    guard: Any = llm.engine.round.guard  # type: ignore[attr-defined]
+    inner, rows = guard.propose, list[list[float]]()
+
+    def propose(drafting: Sequence[Work], rule: DraftRule | None = None) -> TokenTree | None:
+        before, began = read(), perf_counter()
+        tree: TokenTree | None = inner(drafting, rule)
+        whole = 1e3 * (perf_counter() - began)
+        parts = [now - then for now, then in zip(read(), before, strict=True)]
+        views = [work.sequence.view for work in drafting if work.max_depth >= STEPS]
+        if any(len(view.tokens) > view.prompt_len + 1 for view in views):
+            rows.append([*parts, whole - sum(parts)])
+        return tree
+
+    guard.propose = propose
+    return rows
+
+
+def middle(drafts: Floats) -> Floats:
+    """[PARTS] means over the half of the drafts [n, PARTS] whose times lie in the middle: they add up to its mean."""
+    order = drafts.sum(1).argsort()
+    return drafts[order[len(order) // 4 : max(1, len(order) - len(order) // 4)]].mean(0)
+
+
+def beside(drafts: Mapping[str, Sequence[Floats]], found: Mapping[str, Floats]) -> list[str]:
+    """A draft of Lyanna over one of EAGLE-2, with an interval over answers.
+
+    And its layer alone over layer and head: the paper's is of the pass "beyond LM head and sampling" (section 7.4).
+    """
+    if EAGLE not in drafts:
+        return []
+    times = np.array([[np.median(own.sum(1)) for own in drafts[name]] for name in (LYANNA, EAGLE)])
+    draw = np.random.default_rng(SEED).integers(0, times.shape[1], (RESAMPLES, times.shape[1]))
+    over = times[:, draw].mean(2)
+    low, high = percentile_bounds(over[0] / over[1])
+    ratio = times[0].mean() / times[1].mean()
+    bare = found[LYANNA][0] / found[EAGLE][:2].sum()
+    return [
+        f"a draft of {LYANNA} takes {ratio:.2f} [{low:.2f}, {high:.2f}] times one of {EAGLE}; "
+        f"its layer alone {bare:.2f} times {EAGLE}'s layer and head (the paper's: 0.39)"
+    ]
 
 
 def _draw(heads: Sequence[Mapping[str, float]], path: Path) -> Path:
@@ -234,8 +214,9 @@ def _draw(heads: Sequence[Mapping[str, float]], path: Path) -> Path:
     return figures.lines(panels, path)
 
 
-def _draw_parts(found: Sequence[DraftPass], path: Path) -> Path:
-    names = [one.drafter for one in found]
-    series = [Series(label=part, x=names, y=[one.parts[n] for one in found]) for n, part in enumerate(PARTS)]
+def _draw_parts(found: Mapping[str, Floats], path: Path) -> Path:
+    series = [
+        Series(label=part, x=[*found], y=[float(own[n]) for own in found.values()]) for n, part in enumerate(PARTS)
+    ]
     axes = Panel(title="Parts of a draft", series=series, x_label="ms", y_label="", columns=len(PARTS))
     return figures.lines([axes], path, width=1.4, kind="stacked")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import exp, lgamma, log
 from typing import Any
 
 from lyanna_parts.common import DIALOGUE, EXTRA, ROWS, STEPS, WIDTH, Asked, lyanna, shape_of, study
+from lyanna_parts.throughput import ALONE, TOP
 from paceline.bench import workloads
+from paceline.bench.records import Method
 from paceline.bench.scores import encoded_prompts, workload_of
 from paceline.bench.study import Table
 from paceline.core.sampling import SamplingParams
@@ -34,6 +37,8 @@ class Tally:
 
     states: int = 0  # drafted
     reused: int = 0
+    trees: int = 0  # with re-sampled nodes
+    winners: int = 0  # of these, with one that was accepted
     proposed: Counter[tuple[int, int]] = field(default_factory=Counter)  # nodes
     won: Counter[tuple[int, int]] = field(default_factory=Counter)  # accepted nodes
 
@@ -43,13 +48,10 @@ class Tally:
         for parent in last.parents[1:]:
             depths.append(depths[parent] + 1)
         self.proposed.update(zip(last.marks[1:], depths[1:], strict=True))
-        places = {pair: n for n, pair in enumerate(zip(last.parents, last.tokens, strict=True)) if n}
-        node: int | None = 0
-        for token in view.tokens[last.length : -1]:
-            node = None if node is None else places.get((node, token))
-            if node is None:
-                return
-            self.won[last.marks[node], depths[node]] += 1
+        path = _accepted(last, view.tokens[last.length : -1])
+        self.won.update((last.marks[node], depths[node]) for node in path)
+        self.trees += AGAIN in last.marks[1:]
+        self.winners += any(last.marks[node] == AGAIN for node in path)
 
     def of(self, kind: int) -> tuple[int, int]:
         """Nodes proposed and accepted of a kind, at all depths."""
@@ -58,6 +60,18 @@ class Tally:
 
 def _sum(counts: Counter[tuple[int, int]], kind: int) -> int:
     return sum(n for (k, _), n in counts.items() if k == kind)
+
+
+def _accepted(tree: Proposed, tokens: list[int]) -> list[int]:
+    """The nodes that are these tokens."""
+    places = {pair: n for n, pair in enumerate(zip(tree.parents, tree.tokens, strict=True)) if n}
+    path: list[int] = []
+    for token in tokens:
+        node = places.get((path[-1] if path else 0, token))
+        if node is None:
+            break
+        path.append(node)
+    return path
 
 
 def watched(llm: LLM) -> tuple[Any, Tally]:
@@ -96,49 +110,60 @@ def tally_of(ask: Asked, llm: LLM, task: str) -> Tally:
     return found
 
 
+def ways(folder: str | None) -> dict[str, Method]:
+    """Where re-sampled nodes stand: beside fresh ones, and by themselves."""
+    shape = {"depth": STEPS, "width": WIDTH, "nodes": ROWS, "extra": EXTRA}
+    return {
+        TOP: lyanna(TOP, folder, ROWS + EXTRA, resample="top", **shape),
+        ALONE: lyanna(ALONE, folder, ROWS, resample="alone", **shape),
+    }
+
+
 @study.table(needs=("lyanna",), tasks=DIALOGUE, prompts=20)
 def reuse(ask: Asked) -> Iterator[Table | None]:
     """Share of drafted states that gave logits twice, and tokens won by re-sampled nodes, by depth."""
     shape_of(ask.lyanna)
-    options = {"resample": "top", "depth": STEPS, "width": WIDTH, "nodes": ROWS, "extra": EXTRA}
-    method = lyanna("fused on top", ask.lyanna, ROWS + EXTRA, **options)
-    llm = LLM(ask.model, drafter=method.drafter, **method.settings, **ask.llm)
-    tasks = ask.names
+    methods, tasks = ways(ask.lyanna), ask.names
     yield None
-    found = {task: tally_of(ask, llm, task) for task in tasks}
-    rows = [row for task, tally in found.items() for row in _rows(task, tally)]
+    found = {way: tallies(ask, method, tasks) for way, method in methods.items()}
     yield Table(
         title="Drafted states that were used again, and what re-sampled nodes won",
-        head=("task", "depth", "fresh nodes", "accepted", "re-sampled nodes", "accepted", "of all accepted"),
-        parts={"": rows},
-        values={
-            "tasks": {
-                task: {
-                    "states": tally.states,
-                    "reused": tally.reused,
-                    "proposed": [[*key, n] for key, n in sorted(tally.proposed.items())],
-                    "accepted": [[*key, n] for key, n in sorted(tally.won.items())],
-                }
-                for task, tally in found.items()
-            }
+        head=("re-sampled nodes stand", "task", "depth", "fresh", "accepted", "re-sampled", "accepted", "of accepted"),
+        parts={
+            "": [row for way, own in found.items() for task, tally in own.items() for row in _rows(way, task, tally)]
         },
-        remarks=[_said(task, tally) for task, tally in found.items()],
+        values={way: {task: vars_of(tally) for task, tally in own.items()} for way, own in found.items()},
+        remarks=[line for way, own in found.items() for line in _said(way, own)],
         how=[
             [
-                f"{method.drafter}, budget {ROWS + EXTRA}, greedy, {ask.prompts} prompts a task at most",
+                *(f"{way}: {m.drafter}, budget {m.settings['budget']}, greedy" for way, m in methods.items()),
+                f"{ask.prompts} prompts a task at most",
                 "a node that both trees have is a fresh one; the last tree of an answer is not counted",
+                "intervals: 95%, Clopper and Pearson's, as if nodes or trees were independent of each other",
             ]
         ],
     )
 
 
-def _rows(task: str, tally: Tally) -> list[list[str]]:
+def tallies(ask: Asked, method: Method, tasks: list[str]) -> dict[str, Tally]:
+    """Of every task."""
+    llm = LLM(ask.model, drafter=method.drafter, **method.settings, **ask.llm)
+    return {task: tally_of(ask, llm, task) for task in tasks}
+
+
+def vars_of(tally: Tally) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        **{name: getattr(tally, name) for name in ("states", "reused", "trees", "winners")},
+        "proposed": [[*key, n] for key, n in sorted(tally.proposed.items())],
+        "accepted": [[*key, n] for key, n in sorted(tally.won.items())],
+    }
+
+
+def _rows(way: str, task: str, tally: Tally) -> list[list[str]]:
     depths = sorted({depth for _, depth in tally.proposed})
-    lines = [(str(d), *_line(tally, d)) for d in depths]
-    whole = (*tally.of(FRESH), *tally.of(AGAIN))
-    return [[task, depth, *map(str, counts), _share(counts[3], counts[1] + counts[3])] for depth, *counts in lines] + [
-        [task, "all", *map(str, whole), _share(whole[3], whole[1] + whole[3])]
-    ]
+    lines = [(str(d), *_line(tally, d)) for d in depths] + [("all", *tally.of(FRESH), *tally.of(AGAIN))]
+    return [[way, task, depth, *map(str, n), _share(n[3], n[1] + n[3])] for depth, *n in lines]
 
 
 def _line(tally: Tally, depth: int) -> tuple[int, int, int, int]:
@@ -150,6 +175,44 @@ def _share(part: int, of: int) -> str:
     return f"{part / of:.1%}" if of else "-"
 
 
-def _said(task: str, tally: Tally) -> str:
-    won = tally.of(AGAIN)[1]
-    return f"{task}: {_share(tally.reused, tally.states)} of {tally.states} drafted states used again, {won} tokens won"
+def _said(way: str, found: Mapping[str, Tally]) -> list[str]:
+    """What was used again, and what was won by it, over all tasks."""
+    sums = [sum(getattr(t, name) for t in found.values()) for name in ("reused", "states", "winners", "trees")]
+    nodes, won = (sum(t.of(AGAIN)[i] for t in found.values()) for i in range(2))
+    reused, states, winners, trees = sums
+    return [
+        f"{way}: {_share(reused, states)} of {states:,} drafted states used again",
+        f"{way}: accepted of the re-sampled nodes {share_of(won, nodes)}; of the trees that have any "
+        f"{share_of(winners, trees)} won a token by them",
+    ]
+
+
+def share_of(part: int, of: int) -> str:
+    """So many of so many, and the interval of the share."""
+    low, high = clopper_pearson(part, of)
+    return f"{part:,} of {of:,} ({_share(part, of)} [{low:.2%}, {high:.2%}])"
+
+
+def clopper_pearson(part: int, of: int, level: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a share, of so many independent draws.
+
+    Source: Clopper and Pearson 1934.
+    """
+    tail = (1 - level) / 2
+    low = 0.0 if part == 0 else _root(lambda p: 1 - _at_most(part - 1, of, p), tail)
+    return low, 1.0 if part == of else _root(lambda p: 1 - _at_most(part, of, p), 1 - tail)
+
+
+def _root(rising: Any, value: float) -> float:
+    """Where a function that rises from 0 to 1 has a value, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return (low + high) / 2
+
+
+def _at_most(part: int, of: int, p: float) -> float:
+    """P(X <= part) of a binomial X."""
+    ways = (lgamma(of + 1) - lgamma(k + 1) - lgamma(of - k + 1) for k in range(part + 1))
+    return sum(exp(w + k * log(p) + (of - k) * log(1 - p)) for k, w in enumerate(ways))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -56,6 +58,9 @@ from paceline.target.adapters import AdapterConfig
 from paceline.target.base import TargetInfo
 from paceline.target.decoder import Decoder
 from paceline.target.families import DecoderConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
+from lyanna_parts.extra_pass import ExtraPass  # noqa: E402
 
 EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
 CONFIG = tiny_config(eos_ids=EOS_IDS)
@@ -532,6 +537,7 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "pipeline_tree": _model(depth=4),
     "chain_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=4),
     "mirror_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=3),
+    "lyanna_extra_pass": _lyanna(nodes=24, extra=24, resample="alone"),
 }
 ROUNDS = {  # else the drafter's
     "mirror": "mirror,kappa=5,exit=2",
@@ -549,6 +555,8 @@ ROUNDS = {  # else the drafter's
 TARGETS = {
     name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name
 }  # of drafters that need another target
+
+OF_STUDIES: dict[str, Callable[[Any], Any]] = {"lyanna_extra_pass": ExtraPass}  # rounds over the drafter's
 
 
 def config_of(drafter: str) -> DecoderConfig:
@@ -623,6 +631,8 @@ class Witness:
             self._saw_works(engine, works)
             before = [len(w.sequence.view.tokens) for w in works]
             result = step(works, rule)
+            if len(result.works) < len(works):
+                self.marks.add("a sequence waits")
             for work, length in zip(works, before, strict=True):
                 path = paths.get(work.sequence.view.key, [])
                 self._saw_end(work, path, len(work.sequence.view.tokens) - length)
@@ -734,6 +744,8 @@ def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, 
     """Answer all cases in one engine, then the first ``encore`` again, and compare each with its plain answer."""
     options = {"round": ROUNDS.get(drafter, "auto"), **CONDITIONS[condition]}
     engine = assemble(DRAFTERS[drafter](cases), decoder=target(config_of(drafter)), **options)
+    if drafter in OF_STUDIES:
+        engine.round = OF_STUDIES[drafter](engine.round)
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
         with patch.object(Proposal, "graft", lambda fresh, other: witness.graft(fresh, other)):

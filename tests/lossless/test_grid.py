@@ -83,7 +83,7 @@ PIPED = {
     "pipeline_noisy": {"a stop with levels in flight", "a partial refill", "a late sibling"},
 }
 FUSED = {"lyanna_fused", "lyanna_equal", "medusa_fused", "streams_fused"}  # both trees below one root
-RESAMPLING = FUSED | {"lyanna_alone"}
+RESAMPLING = FUSED | {"lyanna_alone", "lyanna_extra_pass"}
 BRANCHING = (
     {"streams_tree", "streams_frontier", "streams_point", "streams_count"}
     | {"ngram_tree", "static_coupled", "static_point", "static_drawn", "dynamic_coupled", "dynamic_point"}
@@ -119,6 +119,8 @@ def _must_meet(drafter: str) -> set[str]:
         marks |= {"a node of a second source"}
     if drafter in FUSED:
         marks |= {"a duplicate merged"}
+    if drafter == "lyanna_extra_pass":
+        marks |= {"a sequence waits"}
     if drafter in FAILING:
         marks |= {"a failed drafter"}
     return marks

@@ -1,0 +1,72 @@
+"""The kernels with a clock inside: how long each part of a draft takes in the one compiled call that makes all of it.
+
+The library's own kernels have no clock. These are made of the same source, with a few lines put between its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from paceline import native
+from paceline.core.errors import ConfigError
+
+PARTS = ("layer", "head", "choice")  # the head of EAGLE's drafts ranks its logits as it makes them
+CLOCK = """double laps[3];  // s in each of the parts
+double* pl_laps() { return laps; }
+struct Lap {
+  Clock::time_point last = Clock::now();
+  void to(int part) {
+    const Clock::time_point now = Clock::now();
+    laps[part] += std::chrono::duration<double>(now - last).count(), last = now;
+  }
+  ~Lap() { to(2); }
+};
+"""
+GROW, SAMPLE = "int pl_grow(const Model* m, ", "int pl_sample(const Model* m, "
+RANK = "    rank(*m, m->head, m->norm, hidden.data(), limit, k, true, asked, best.data(), log_q.data(), p->threads);\n"
+GROWN = "      at += size * k;\n    }\n"
+HEAD = "  if (total) head(*m, drafted.data(), total, raw, (int)threads);\n"
+COUNTS = (
+    "  constexpr int64_t NUMBERS = 12, ROOM = 10;\n",
+    "  constexpr int64_t NUMBERS = 14;\n  const int64_t count = list[0], branches = list[1], threads = p->threads;\n",
+)
+PUT = {  # a piece of the source, and what it becomes
+    GROW: CLOCK + GROW,
+    **{count: "  Lap lap;\n" + count for count in COUNTS},
+    RANK: f"    lap.to(0);\n{RANK}    lap.to(1);\n",
+    GROWN: f"{GROWN}    lap.to(2);\n",
+    HEAD: f"  lap.to(0);\n{HEAD}  lap.to(1);\n",
+}
+Read = Callable[[], list[float]]  # ms in each of `PARTS` so far
+
+
+def with_clock(source: str) -> str:
+    """The kernels' source with a clock.
+
+    Raises:
+        ConfigError: a place of it is not where it was.
+    """
+    for piece, put in PUT.items():
+        if source.count(piece) != 1:
+            wrong = f"the kernels have {source.count(piece)} lines {piece.strip().splitlines()[-1]!r}, one is wanted"
+            raise ConfigError("the parts of a compiled draft", wrong, "correct studies/lyanna_parts/laps.py")
+        source = source.replace(piece, put)
+    return source
+
+
+@contextmanager
+def timed_kernels(folder: Path) -> Iterator[Read]:
+    """Models that are loaded in here run on kernels with a clock, built from a source in ``folder``."""
+    source = folder / native.SOURCE.name
+    folder.mkdir(parents=True, exist_ok=True)
+    source.write_text(with_clock(native.SOURCE.read_text("utf-8")), "utf-8")
+    library = native._open(native.built(source))
+    library.isa = library.pl_init(native.ANY_ISA)
+    library.pl_laps.restype = ctypes.POINTER(ctypes.c_double)
+    laps = library.pl_laps()
+    with patch.object(native, "library", lambda: library), patch.object(native, "in_use", lambda: library):
+        yield lambda: [1e3 * laps[n] for n in range(len(PARTS))]
