@@ -112,6 +112,12 @@ def test_studies_stand_on_the_bench_and_on_each_other_not(path: Path) -> None:
     assert not {name[1] for name in found if len(name) > 1} & ABOVE
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_studies_import_paceline_before_torch(name: str) -> None:
+    """It tells torch's threads not to spin, which they read when torch is loaded."""
+    assert ("paceline",) in imports(STUDIES / name / "__init__.py", STUDIES)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_part_imports_a_study(path: Path) -> None:
     assert not {name[0] for name in imports(path)} & NAMES
