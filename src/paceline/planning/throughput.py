@@ -172,20 +172,20 @@ def pass_seconds(
     cost = pass_cost(network, part, context, rows, counting)
     heads = min(spread.tensor, network.shape.num_kv_heads)
     share = Cost(compute=cost.compute / spread.tensor, weights=cost.weights / spread.tensor, kv=cost.kv / heads)
-    sent = ring_words if (counting or Counting()).ring else message_words
-    return share.forward(machine.hoi) / machine.flops + _transfer_seconds(network, machine, (part, rows), spread, sent)
+    return share.forward(machine.hoi) / machine.flops + link_seconds(network, machine, batch, rows, counting, spread)
 
 
-def _transfer_seconds(
-    network: Network, machine: Machine, tokens: tuple[int, int], spread: Parallel, sent: Callable[..., float]
+def link_seconds(
+    network: Network, machine: Machine, batch: int, rows: int, counting: Counting | None, parallel: Parallel
 ) -> float:
-    """``tokens``: sequences and rows of each. ``sent``: words of a rank in an all-reduce."""
-    if spread.devices == 1:
+    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile."""
+    if parallel.devices == 1:
         return 0.0
-    width, per_word = network.shape.d_model, ACTIVATION_BYTES / machine.link
-    reduced = allreduce_time(sent(*tokens, width, spread.tensor), spread.tensor, per_word=per_word)
-    handed_on = (spread.stages - 1) * math.prod(tokens) * width * per_word
-    return target_communication(network.shape.num_layers, reduced if spread.tensor > 1 else 0.0) + handed_on
+    part, width, per_word = math.ceil(batch / parallel.stages), network.shape.d_model, ACTIVATION_BYTES / machine.link
+    sent = ring_words if (counting or Counting()).ring else message_words
+    words = sent(part, rows, width, parallel.tensor) if parallel.tensor > 1 else 0.0
+    reduced = target_communication(network.shape.num_layers, allreduce_time(words, parallel.tensor, per_word=per_word))
+    return reduced + (parallel.stages - 1) * part * rows * width * per_word
 
 
 @dataclass(frozen=True, kw_only=True)
