@@ -267,13 +267,15 @@ def test_k_and_v_are_those_that_the_layer_itself_computes(dtype: torch.dtype, ro
     config = whole(head_dim=8, rope=RopeConfig(dim=4), qk_norm=True, qkv_bias=True)
     network = SpireNetwork(draft_decoder(config, 0, dtype=dtype, compiled=True), None)
     plain = SpireNetwork(draft_decoder(config, 0), None)
-    decoder, states = network.decoder, torch.randn(LAYERS, rows, config.d_model).to(dtype)
+    decoder, known = network.decoder, torch.randn(LAYERS, rows + 5, config.d_model).to(dtype)
+    which = [random.Random(rows).randrange(rows + 5) for _ in range(rows)]
+    states = known[:, which]
     view = SinkWindow(1, 60)
     rings = [RingCache(n.decoder.cache_shape, view, 4, 2, n.decoder.dtype, CPU) for n in (network, network, plain)]
     places = [3 * row for row in range(rows)]
     slots = random.Random(rows).sample(range(rings[0].size), rows)
-    network.write(rings[0], states, places, slots)
-    plain.write(rings[2], states.double(), places, slots)
+    network.write(rings[0], [*known], which, places, slots)
+    plain.write(rings[2], [*known.double()], which, places, slots)
     for layer in range(LAYERS):
         packer = RowPacker(decoder, CPU)
         where = torch.tensor(slots)

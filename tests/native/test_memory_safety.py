@@ -358,16 +358,19 @@ def test_k_and_v_that_cannot_be_written() -> None:
     c, ones = decoder.config, torch.ones(2, 3, 72)
     ring = RingCache((2, c.num_kv_heads, c.head_dim), SinkWindow(2, 8), 4, 2, decoder.dtype, CPU)
     slots = ring.k[0].shape[1]
-    for states, places, where, message in (
-        (ones, [0, 1, 2], [0, 1, slots], "a slot outside"),
-        (ones, [0, 1, 2], [0, -2, 1], "a slot outside"),
-        (ones, [0, 1, -2], [0, 1, 2], "a position that is negative"),
-        (ones[:1], [0, 1, 2], [0, 1, 2], "is read"),
-        (ones, [0, 1], [0, 1], "is read"),
-        (ones.double(), [0, 1, 2], [0, 1, 2], "is read"),
+    for states, rows, places, where, message in (
+        (ones, [0, 1, 2], [0, 1, 2], [0, 1, slots], "a slot outside"),
+        (ones, [0, 1, 2], [0, 1, 2], [0, -2, 1], "a slot outside"),
+        (ones, [0, 1, 2], [0, 1, -2], [0, 1, 2], "a position that is negative"),
+        (ones, [0, 1, 3], [0, 1, 2], [0, 1, 2], "a row that is not there"),
+        (ones, [0, -1, 2], [0, 1, 2], [0, 1, 2], "a row that is not there"),
+        (ones[:1], [0, 1, 2], [0, 1, 2], [0, 1, 2], "layers"),
+        (ones, [0, 1, 2], [0, 1], [0, 1], "3 rows, 2 positions"),
+        (ones.double(), [0, 1, 2], [0, 1, 2], [0, 1, 2], "is read"),
+        ([ones[0], ones[1][:2]], [0, 1, 2], [0, 1, 2], [0, 1, 2], "is read"),
     ):
         with pytest.raises(ValueError, match=message):
-            write_keys(decoder.stack, ring, states, places, where)  # type: ignore[arg-type]
+            write_keys(decoder.stack, ring, states, rows, places, where)  # type: ignore[arg-type]
     assert not any(part.any() for part in (*ring.k, *ring.v))
 
 

@@ -41,7 +41,7 @@ from paceline.target.base import Taps
 from paceline.target.decoder import Decoder
 from paceline.target.loader import load_model
 from paceline.target.native import Stack, unsupported
-from paceline.target.native_calls import Chain
+from paceline.target.native_calls import Chain, join, pick
 from paceline.target.native_linear import NativeLinear, top
 from paceline.target.packing import RowPacker
 from paceline.target.rope import RopeConfig
@@ -679,3 +679,19 @@ def test_top_is_the_likeliest_tokens_of_each_row(shape: tuple[int, int], k: int,
     wide, wide_q = top(logits.double(), k)  # by torch
     torch.testing.assert_close(torch.tensor(wide_q), torch.tensor(log_q))
     assert all(logits[r, a] == logits[r, b] for r in range(shape[0]) for a, b in zip(tokens[r], wide[r], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_are_moved_as_torch_moves_them(dtype: torch.dtype):
+    assert native.library() is not None
+    x = torch.randn(300, 129).to(dtype)
+    for rows in ([], [7], [3, 3, 299, 0], [*range(0, 300, 2)]):
+        assert torch.equal(pick(x, rows), x[torch.tensor(rows, dtype=torch.int64)])
+        assert torch.equal(pick(x.t(), rows[:1]), x.t()[rows[:1]]), "not in one piece"
+    parts = [x[:1], x[5:5], x[20:270]]
+    assert torch.equal(join(parts), torch.cat(parts))
+    assert torch.equal(join([part.t() for part in parts[::2]][:1]), x[:1].t())
+    assert join(parts[:1]) is parts[0]
+    for wrong in ([300], [0, -1]):
+        with pytest.raises(IndexError, match="of 300"):
+            pick(x, wrong)

@@ -344,8 +344,9 @@ def one_recall(decoder: Decoder, draw: random.Random) -> None:
         first = min(sinks, position)
         known = [*range(first), *range(max(first, start), position)]
         named += ring.slots(index, [*known, *range(position, position + steps - feedback)])
-        states = torch.randn(layers, len(known), decoder.config.d_model).to(decoder.dtype)
-        write_keys(stack, ring, states, known, ring.slots(index, known))
+        states = torch.randn(layers, len(known) + 2, decoder.config.d_model).to(decoder.dtype)
+        rows = [draw.randrange(len(known) + 2) for _ in known]
+        write_keys(stack, ring, [*states], rows, known, ring.slots(index, known))
         rules = draw.choice([None, some_rules(draw, vocab)])
         chains.append(Recall(draw.randrange(vocab), position, steps, index, start, rules))
     mix = torch.rand(layers, layers + 1) if feedback else None

@@ -259,7 +259,10 @@ def _declared(found: Any) -> Any:
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Fuse), ctypes.POINTER(TokenInfo)),
         *[ctypes.c_void_p] * 4,
     ]
-    found.pl_keys.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass)]
+    found.pl_keys.argtypes = [
+        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    ]
     found.pl_recall.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
         *(ctypes.c_void_p, ctypes.c_int64),
@@ -284,6 +287,13 @@ def _declared(found: Any) -> Any:
     found.pl_heads.argtypes = [
         *(ctypes.POINTER(Model), ctypes.POINTER(Heads), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+    ]
+    found.pl_pick_rows.argtypes = [
+        ctypes.c_void_p,
+        *[ctypes.c_int64] * 2,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
     ]
     found.pl_copy_rows.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64]
     found.pl_ngrams_new.restype = ctypes.c_void_p

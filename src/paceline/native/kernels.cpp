@@ -3969,12 +3969,26 @@ int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain
   }
 }
 
-// K and V of states [layers, rows, d_model], of each layer those that it would compute of its rows; `p` carries rows,
-// positions, slots, rotation table, caches and threads. Returns a `Refusal`.
-int pl_keys(const Model* m, const Pass* p) {
+// Row which[i] of a table [rows, bytes] goes to place i of `out`. Returns a `Refusal`.
+int pl_pick_rows(const char* table, int64_t rows, int64_t bytes, const int64_t* which, int64_t count, char* out) {
+  if (count < 0 || !all_within(which, count, 0, rows)) return BAD_COUNT;
+  for (int64_t i = 0; i < count; i++) std::memcpy(out + i * bytes, table + which[i] * bytes, bytes);
+  return DONE;
+}
+
+// K and V of states as each layer would compute them of its rows: row r's lies in row which[r] of states[layer] [most, d_model].
+// `p` carries rows, positions, slots, rotation table, caches and threads. Returns a `Refusal`.
+int pl_keys(const Model* m, const Pass* p, const char* const* states, int64_t most, const int64_t* which) {
   const Refusal found = check_rows(*m, *p);
   if (found != DONE || p->rows == 0) return found;
-  run_layers(*m, *p, 0, (int)p->layers, KEYS, p->rows * m->d_model);
+  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2), each = p->rows * bytes;
+  static thread_local std::vector<char> picked;
+  grow(picked, p->layers * each);
+  for (int64_t l = 0; l < p->layers; l++)
+    if (const int refused = pl_pick_rows(states[l], most, bytes, which, p->rows, picked.data() + l * each)) return refused;
+  Pass pass = *p;
+  pass.hidden_in = picked.data();
+  run_layers(*m, pass, 0, (int)p->layers, KEYS, p->rows * m->d_model);
   return DONE;
 }
 

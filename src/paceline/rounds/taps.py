@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ..drafters.base import DrafterSpec
+from ..target.native_calls import pick
 from .base import Work
 from .passes import Pass, Span
 
@@ -99,5 +99,4 @@ def _picked(source: Mapping[int, Tensor], rows: list[int]) -> Mapping[int, Tenso
     if not count or rows[-1] - rows[0] + 1 == count:
         start = rows[0] if count else 0
         return {name: x if len(x) == count else x[start : start + count] for name, x in source.items()}
-    index = torch.tensor(rows, device=next(iter(source.values())).device)
-    return {name: x[index] for name, x in source.items()}
+    return {name: pick(x, rows) for name, x in source.items()}

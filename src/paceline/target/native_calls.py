@@ -272,3 +272,42 @@ def hold(tensor: Tensor, shape: Sequence[int], held: list[Any], dtype: torch.dty
         raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(shape)} is read")
     held.append(tensor.contiguous())
     return held[-1].data_ptr()
+
+
+# Torch moves 32,768 numbers and more by threads, which then spin for milliseconds on a core that the compiled layers
+# need: these find it taken, and go on with one thread for up to 0.4 seconds. So rows of a step are moved by these two.
+
+
+def pick(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """x[rows] of ``x`` [n, width].
+
+    Raises:
+        IndexError: a row that is not there.
+    """
+    library = _moving(x)
+    if library is None:
+        return x[torch.tensor(rows, dtype=torch.int64, device=x.device)]
+    which, out = array("q", rows), x.new_empty(len(rows), x.shape[1])
+    shape = len(x), x.shape[1] * x.element_size()
+    if library.pl_pick_rows(x.data_ptr(), *shape, which.buffer_info()[0], len(rows), out.data_ptr()):
+        raise IndexError(f"rows {[*rows]} of {len(x)}")
+    return out
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """All rows of one or more ``parts`` [n, width] of one width and dtype; without a copy where there is one part."""
+    if len(parts) == 1:
+        return parts[0]
+    if not all(_moving(part) for part in parts):
+        return torch.cat([*parts])
+    out = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+    at = out.data_ptr()
+    for part in parts:
+        ctypes.memmove(at, part.data_ptr(), part.nbytes)
+        at += part.nbytes
+    return out
+
+
+def _moving(x: Tensor) -> Any:
+    """The kernels, where they are in use and can move rows of a tensor."""
+    return native.in_use() if x.device.type == "cpu" and x.is_contiguous() else None

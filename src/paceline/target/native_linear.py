@@ -26,7 +26,7 @@ _REFUSALS = {
     3: "a slot outside the cache",
     4: "segments that do not cover the rows in order, or have fewer keys than rows",
     5: "adapters for rows that are out of order or not there",
-    6: "a count, limit or range of layers that cannot be",
+    6: "a count, limit or range of layers that cannot be, or a row that is not there",
 }
 
 

@@ -32,28 +32,38 @@ class Recall(NamedTuple):
     rules: bytes | None  # as of a `Chain`
 
 
-def write_keys(stack: Stack, ring: RingCache, states: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
+def write_keys(
+    stack: Stack,
+    ring: RingCache,
+    states: Sequence[Tensor],
+    rows: Sequence[int],
+    positions: Sequence[int],
+    slots: Sequence[int],
+) -> None:
     """K and V of states as the layers would compute them of their rows, and nothing else of these layers.
 
     Args:
         stack: the layers.
         ring: where they go.
-        states: [layers, rows, d_model], of each layer its own.
+        states: of each layer its own, [n, d_model].
+        rows: [rows] which of them.
         positions, slots: [rows].
 
     Raises:
-        ValueError: a cache or states of another shape, a slot outside the cache; nothing was computed.
+        ValueError: a cache or states of another shape, rows or slots that are not there; nothing was computed.
     """
     _, width = stack.shape
-    layers, rows = len(ring.k), len(positions)
+    if len(states) != len(ring.k) or not len(rows) == len(positions) == len(slots):
+        counts = f"{len(rows)} rows, {len(positions)} positions and {len(slots)} slots"
+        raise ValueError(f"states of {len(states)} layers for {len(ring.k)}, {counts}")
     held: list[Tensor] = []
-    run = stack.reaching(ring, max(positions))
-    places, where = array("q", positions), array("q", slots)
-    run.rows, run.hidden_in = rows, hold(states, (layers, rows, width), held, stack.dtype)
-    run.positions, run.slots = places.buffer_info()[0], where.buffer_info()[0]
+    run, most = stack.reaching(ring, max(positions)), len(states[0])
+    places, where, which = (array("q", numbers) for numbers in (positions, slots, rows))
+    tables = array("q", [hold(own, (most, width), held, stack.dtype) for own in states])
+    run.rows, run.positions, run.slots = len(rows), places.buffer_info()[0], where.buffer_info()[0]
     library = native.library()
     assert library is not None, "the stack has it, too"
-    require(library.pl_keys(stack.reference, run))
+    require(library.pl_keys(stack.reference, run, tables.buffer_info()[0], most, which.buffer_info()[0]))
 
 
 def recall(

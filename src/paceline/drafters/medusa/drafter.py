@@ -21,6 +21,7 @@ from ...core.inference import inference
 from ...core.tree import TokenTree
 from ...target.files import check_target, fingerprint
 from ...target.linear import LinearOp, make_linear
+from ...target.native_calls import join
 from ...target.native_heads import NativeHeads
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..levels import Said, best_levels, product_trees
@@ -195,8 +196,7 @@ class MedusaDrafter:
     def _states(self, views: Sequence[SequenceView]) -> Tensor:
         """[n, d_model] the last states; without a copy where there is one."""
         places = [self._last[view.key] for view in views]
-        states = [held[row : row + 1] for held, row, _ in places]
-        return states[0] if len(states) == 1 else torch.cat(states)
+        return join([held[row : row + 1] for held, row, _ in places])
 
 
 class HeadPass:

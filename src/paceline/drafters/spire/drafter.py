@@ -133,6 +133,7 @@ class SpireDrafter:
         self._network: SpireNetwork | None = None
         self._ring: RingCache | None = None
         self._target: Decoder | None = None
+        self._scratch: KVPool | None = None  # the target's K/V of a text's sinks, while they are computed
 
     # -- the contract
 
@@ -153,6 +154,8 @@ class SpireDrafter:
         view = SinkWindow(self.shape.sinks, self.shape.window)
         shape = self._network.decoder.cache_shape
         self._ring = RingCache(shape, view, self.depth, max_sequences, target.dtype, device)
+        if self._taps and self.shape.sinks:
+            self._scratch = KVPool(*self._target.cache_shape, self.shape.sinks, target.dtype, device)
 
     def _check(self, target: TargetInfo) -> None:
         shape = target.decoder.config
@@ -198,9 +201,7 @@ class SpireDrafter:
             places += kept
             slots += self.ring.slots(self._texts[view.key].ring, kept) if kept else []
         if rows:
-            index = torch.tensor(rows, device=self.network.decoder.device)
-            states = torch.stack([step.hidden[tap][index] for tap in self._taps])
-            self.network.write(self.ring, states, places, slots)
+            self.network.write(self.ring, [step.hidden[tap] for tap in self._taps], rows, places, slots)
 
     @inference
     def propose(self, want: DraftRequest) -> TokenTree:
@@ -273,25 +274,22 @@ class SpireDrafter:
         text = self._texts.get(view.key)
         kept = self._note(view.key, 0 if text is None else text.seen, root)
         if kept:
-            embedded = self.network.decoder.embedding[
-                torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
-            ]
+            states, tokens = [self.network.decoder.embedding] * self.shape.layers, [view.tokens[p] for p in kept]
             slots = self.ring.slots(self._texts[view.key].ring, kept)
-            self.network.write(self.ring, embedded.expand(self.shape.layers, -1, -1).contiguous(), kept, slots)
+            self.network.write(self.ring, states, tokens, kept, slots)
 
     def _sink(self, view: SequenceView, text: _Text, count: int) -> None:
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose
         activations depend on nothing behind them."""
-        target = self._target
-        assert target is not None
-        pool = KVPool(*target.cache_shape, count, target.dtype, target.device)
+        target, pool = self._target, self._scratch
+        assert target is not None and pool is not None
         packer, places = RowPacker(target, target.device), [*range(count)]
         packer.add(view.tokens[:count], places, [-1] * count, slice(0, count), slice(0, count), count, 0)
         state, taps = target.embed(packer.batch()), Taps(self.spec.taps)
         state.adapters = adapter_ranges([view.application], [(0, count)])
         target.run_layers(state, 0, target.num_layers, pool, taps)
         slots = self.ring.slots(text.ring, places)
-        self.network.write(self.ring, torch.stack([taps.hidden[tap] for tap in self._taps]), places, slots)
+        self.network.write(self.ring, [taps.hidden[tap] for tap in self._taps], places, places, slots)
         text.sunk = count
 
     def _roll(self, growths: Sequence[Growth], floor: float) -> int:
@@ -317,7 +315,7 @@ class SpireDrafter:
             alive = [row for row, growth in enumerate(growths) if growth.frontier]
             growths = [growths[row] for row in alive]
             if alive and memory is not None:
-                self._remember(growths, memory[:, alive], level - 1)
+                self._remember(growths, memory, alive, level - 1)
         return level
 
     def _forward(self, growths: Sequence[Growth]) -> tuple[Tensor, Tensor | None]:
@@ -341,9 +339,9 @@ class SpireDrafter:
         sinks = min(self.shape.sinks, stop)
         return [*range(sinks), *range(max(sinks, text.start, stop - self.shape.window), stop)]
 
-    def _remember(self, growths: Sequence[Growth], memory: Tensor, level: int) -> None:
-        """The memory of the rows of a level, for the rows below them."""
+    def _remember(self, growths: Sequence[Growth], memory: Tensor, rows: Sequence[int], level: int) -> None:
+        """The memory of some rows of a level [layers, n, d_model], for the rows below them."""
         places = [len(growth.sequence.tokens) - 1 + level for growth in growths]
         rings = [self._texts[growth.sequence.key].ring for growth in growths]
         slots = [self.ring.slot(ring, place) for ring, place in zip(rings, places, strict=True)]
-        self.network.write(self.ring, memory, places, slots)
+        self.network.write(self.ring, [*memory], rows, places, slots)

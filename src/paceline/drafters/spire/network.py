@@ -85,21 +85,30 @@ class SpireNetwork:
         """Whether compiled layers run it."""
         return self.decoder.stack is not None
 
-    def write(self, ring: RingCache, states: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
+    def write(
+        self,
+        ring: RingCache,
+        states: Sequence[Tensor],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:
         """K and V of memory vectors.
 
         Args:
-            states: [layers, rows, d_model], of each layer its own.
+            states: of each layer its own, [n, d_model].
+            rows: [rows] which of them.
             positions: [rows] in the original text (section 3.1).
             slots: [rows] of the ring.
         """
         if self.decoder.stack is not None:
-            return write_keys(self.decoder.stack, ring, states, positions, slots)
+            return write_keys(self.decoder.stack, ring, states, rows, positions, slots)
         device = self.decoder.device
+        which = torch.tensor(rows, device=device)
         cos, sin = self._table.rows(torch.tensor(positions, device=device))
         where = torch.tensor(slots, device=device)
         for index, (project, own) in enumerate(zip(self._projections, states, strict=True)):
-            for cache, values in zip((ring.k[index], ring.v[index]), project(own, cos, sin), strict=True):
+            for cache, values in zip((ring.k[index], ring.v[index]), project(own[which], cos, sin), strict=True):
                 cache.index_copy_(1, where, values.transpose(0, 1))
 
     def run(self, packer: RowPacker, ring: RingCache) -> tuple[Tensor, Tensor | None]:

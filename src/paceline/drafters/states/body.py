@@ -23,6 +23,7 @@ from ...attention.base import Segment
 from ...core.errors import PoolFullError
 from ...kv.pool import KVPool, SequenceCache
 from ...target.base import Batch
+from ...target.native_calls import join, pick
 from ...target.packing import RowPacker
 from ..base import SequenceView, StepFeatures
 
@@ -50,7 +51,7 @@ class Text:
 
     def take(self, count: int) -> Tensor:
         """The first ``count`` waiting states, which wait no more."""
-        whole = torch.cat(self.states) if len(self.states) > 1 else self.states[0]
+        whole = join(self.states)
         self.waiting -= count
         self.states = [whole[count:]] if self.waiting else []
         return whole[:count] if self.waiting else whole
@@ -127,7 +128,7 @@ class StateBody:
         for view, rows, first in zip(step.sequences, step.hidden_rows, step.first, strict=True):
             count = rows.stop - rows.start
             if count > 0:  # a part is copied, so that it does not keep the others in memory
-                self._note(view, first, states if count == shown else states[rows].clone(), count)
+                self._note(view, first, states if count == shown else pick(states, range(rows.start, rows.stop)), count)
 
     def _note(self, view: SequenceView, first: int, states: Tensor, count: int) -> None:
         text = self.texts.get(view.key)
@@ -136,7 +137,9 @@ class StateBody:
         text.states.append(states)
         text.waiting += count
         if self.past is not None and text.waiting > max(2 * self.past, CATCH_UP_ROWS):
-            last = torch.cat(text.states)[-self.past :].clone()  # nothing was drafted for long
+            last = pick(
+                join(text.states), range(text.waiting - self.past, text.waiting)
+            )  # nothing was drafted for long
             text = self._begin(view, text.seen - len(last))
             text.states, text.waiting = [last], len(last)
 
