@@ -164,7 +164,9 @@ def _verdicts(rows: Rows) -> list[str]:
     return said
 
 
-@study.figure(needs=("vanilla",), takes=("spire", "window"), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS)
+@study.figure(
+    needs=("vanilla",), takes=("draft", "spire", "window"), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS
+)
 def depths(ask: Asked) -> Grid:
     """Tau and throughput by depth, k = 1 to 8: drafts with the target's noise, T=1, context 960."""
     entries = [
@@ -176,7 +178,9 @@ def depths(ask: Asked) -> Grid:
     return Grid(title="Tau and throughput by depth", entries=entries, x_label="k", cells=cells)
 
 
-@study.table(needs=("vanilla",), takes=("spire", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS)
+@study.table(
+    needs=("vanilla",), takes=("draft", "spire", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS
+)
 def verification(ask: Asked) -> Iterator[Table | None]:
     """Block verification beside token verification: tau at T=1, k = 4, context 960."""
     context, verifiers = MIDDLE, {"token": "rejection", "block": "block"}
