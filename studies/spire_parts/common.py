@@ -46,7 +46,7 @@ class Asked(Options):
     batches: str = asked("1,4,16,64", "Sequences at once, of the cells.", "N,..")
     contexts: str = asked("", "Contexts of the cells; those that the target has positions for if not given.", "N,..")
     measured: str = asked("", "What cells wrote (JSON).", "FILE")
-    accepted: str = asked("", "What table_1 wrote of other prompts (JSON).", "FILE")
+    accepted: str = asked("", "What runs of table_1 wrote of other prompts (JSON).", "FILE,..")
     window: int = asked(64, "Last tokens that drafting passes of MagicDec see.", "N")
 
     def numbers(self, name: str) -> list[int]:

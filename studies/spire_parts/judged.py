@@ -48,13 +48,13 @@ class Cell:
         return self.predicted / self.seconds - 1
 
 
-def taus_of(file: str) -> Taus:
-    """Tau by draft and context, from what ``table_1`` wrote (JSON).
+def taus_of(files: str) -> Taus:
+    """Tau by draft and context, from what runs of ``table_1`` wrote (JSON files, with commas between them).
 
     Raises:
         ConfigError: there is no such file.
     """
-    rows = json.loads(path_of(file).read_text("utf-8"))["tau"][OWN]
+    rows = [row for file in files.split(",") for row in json.loads(path_of(file).read_text("utf-8"))["tau"][OWN]]
     return {(row["draft"], row["context"]): row[NOISE][0] for row in rows if row[NOISE]}
 
 
