@@ -51,7 +51,7 @@ from spire_parts.judged import HEAD, Cell, Cells
 
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
-SMALL_TURNS = 12  # over the batch: turns of small batches for each that is asked for
+SMALL_TURNS = 4  # over the batch: turns of small batches in a repeat
 VIEW = 65  # keys of a SPIRe draft
 MOST_ROWS = 8192  # of a pass over the ends of all prompts
 ACCEPTS = (0.2, 0.4, 0.6, 0.8, 0.9)
@@ -200,21 +200,25 @@ def prepare(ask: Asked, model: str, contexts: Sequence[int], steps: int) -> dict
 def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps: int) -> list[Cell]:
     """Every method in every cell; a K/V pool that the largest cell fits into, so that nothing is preempted.
 
-    Small batches take more turns, each with other prompts: their steps are short, and tau is a mean over prompts.
+    A method goes through all cells once a repeat, so that a slow moment is in one turn of a cell. Small batches take
+    more turns, each with other prompts: their steps are short, and tau is a mean over prompts.
     """
     methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
     builder, found, room = Builder(model, ask.device, ask.threads), [], room_of(steps)
+    places = [(batch, context) for context in known for batch in ask.numbers("batches")]
     for method in methods:
         llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.numbers("batches")), max(known), room))
-        for context, texts in known.items():
-            for batch in ask.numbers("batches"):
-                taken = []
-                for turn in range(ask.repeats * max(1, SMALL_TURNS // batch)):
-                    own = texts.part(turn, batch)
-                    own.lend(llm, room)
-                    taken.append(decode_speed(llm, own.prompts, steps, ask.seed + 1000 * turn, ask.temperature))
-                seconds, tau = median(one for turn, _ in taken for one in turn), mean(tokens for _, tokens in taken)
-                found.append(Cell(method=method.name, batch=batch, context=context, seconds=seconds, tau=tau))
+        taken: dict[tuple[int, int], list[tuple[list[float], float]]] = {place: [] for place in places}
+        for batch, context in places * ask.repeats:
+            for _ in range(max(1, SMALL_TURNS // batch)):
+                turn = len(taken[batch, context])
+                own = known[context].part(turn, batch)
+                own.lend(llm, room)
+                seed = ask.seed + 1000 * turn
+                taken[batch, context].append(decode_speed(llm, own.prompts, steps, seed, ask.temperature))
+        for (batch, context), turns in taken.items():
+            seconds, tau = median(one for steps_s, _ in turns for one in steps_s), mean(tokens for _, tokens in turns)
+            found.append(Cell(method=method.name, batch=batch, context=context, seconds=seconds, tau=tau))
     return sorted(found, key=lambda one: (one.batch, one.context))
 
 
