@@ -20,8 +20,8 @@ WANTED_ERROR, WANTED_TIMES = 0.20, 1.5
 NOISE = "T=1, the target's noise"  # the column of table 1 whose drafts are these
 Taus = dict[tuple[str, int], float]  # of other prompts, by draft and context
 Place = tuple[int, int]
-HEAD = ("batch", "context", "method", "a step, ms", "predicted", "error", "in plain steps", "predicted")
-HEAD += ("tau", "tokens/s", "times plain")
+STEP = ("a step, ms", "predicted", "error", "in plain steps", "predicted")
+HEAD = ("batch", "context", "method", *STEP, "tau", "tokens/s", "times plain")
 FORESEEN = ("batch", "context", "method", "tau of other prompts", "times plain, predicted", "measured", "error")
 
 

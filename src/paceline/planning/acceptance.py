@@ -118,7 +118,10 @@ def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
 
 def _tau(stored: float | list[list[float]], context: float) -> float:
     """A number, or what lies between pairs of a context and a number; beyond them the nearest."""
-    return float(np.interp(context, *zip(*stored, strict=True)) if isinstance(stored, list) else stored)
+    if not isinstance(stored, list):
+        return float(stored)
+    contexts, taus = zip(*stored, strict=True)
+    return float(np.interp(context, contexts, taus))
 
 
 @cache
