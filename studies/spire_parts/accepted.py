@@ -116,7 +116,12 @@ def rows_of(reports: Mapping[str, Report], names: Sequence[str], tasks: Sequence
 
 
 @study.table(
-    takes=("vanilla", "draft", "spire", "others", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS
+    needs=("spire",),
+    takes=("vanilla", "draft", "others", "window"),
+    tasks=DOMAINS,
+    prompts=32,
+    repeats=1,
+    max_new_tokens=TOKENS,
 )
 def table_1(ask: Asked) -> Iterator[Table | None]:
     """Tau at k = 4 by context, from the engine: sampled drafts, rejection, T=1; with the target's noise; greedy."""
