@@ -19,8 +19,10 @@ from paceline.core.errors import ConfigError
 Value = TypeVar("Value")
 Floats = NDArray[np.float64]
 DEPTH = 4  # k
-CONTEXTS = (256, 960, 1984)
-VANILLA, MAGICDEC, SPIRE = "vanilla", "MagicDec", "SPIRe"
+CONTEXTS = (256, 512, 960, 1984)
+MIDDLE = 960  # of what is measured at one context
+VANILLA, DRAFT, MAGICDEC, SPIRE = "vanilla", "draft model", "MagicDec", "SPIRe"
+FLAGS = {VANILLA: "vanilla", DRAFT: "draft", SPIRE: "spire"}  # of drafts that are trained
 DOMAINS = "sql,e2e,gsm8k"  # that the embedded target and its drafts are trained for
 INTERVALS = "intervals: 95%, bootstrap over prompts"
 
@@ -34,6 +36,7 @@ class Asked(Options):
     )
     spire: str | None = asked(None, "Trained SPIRe draft.", "FOLDER")
     vanilla: str | None = asked(None, "Vanilla draft: a draft model trained on text.", "FOLDER")
+    draft: str | None = asked(None, "Another draft model beside them, such as the zoo's.", "FOLDER")
     variants: dict[str, str] = asked({}, "SPIRe draft that was trained with something off.", "NAME=FOLDER")
     others: str = asked("", "Workloads of other text than the target's domains.", "NAME,..")
     drawn: dict[str, str] = asked({}, "Answers drawn from the target at temperature 1 (JSONL).", "DOMAIN=FILE")
@@ -42,6 +45,8 @@ class Asked(Options):
     temperature: float = asked(1.0, "Of the answers whose throughput is measured; 0: greedy.")
     batches: str = asked("1,4,16,64", "Sequences at once, of the cells.", "N,..")
     contexts: str = asked("", "Contexts of the cells; those that the target has positions for if not given.", "N,..")
+    measured: str = asked("", "What cells wrote (JSON).", "FILE")
+    accepted: str = asked("", "What runs of table_1 wrote of other prompts (JSON).", "FILE,..")
     window: int = asked(64, "Last tokens that drafting passes of MagicDec see.", "N")
 
     def numbers(self, name: str) -> list[int]:
@@ -71,23 +76,27 @@ study = Study(
 
 
 def drafter_of(ask: Asked, name: str) -> str:
-    """What ``--method`` calls a draft.
-
-    Raises:
-        ConfigError: its folder is not given.
-    """
+    """What ``--method`` calls a draft."""
     if name == MAGICDEC:
         return f"magicdec,window={ask.window}"
-    folder = ask.spire if name == SPIRE else ask.vanilla
+    return f"{'spire' if name == SPIRE else 'draft_model'}:{folder_of(ask, name)}"
+
+
+def folder_of(ask: Asked, name: str) -> str:
+    """The folder of a trained draft.
+
+    Raises:
+        ConfigError: it is not given.
+    """
+    folder = getattr(ask, FLAGS[name])
     if not folder:
-        flag = "--spire" if name == SPIRE else "--vanilla"
-        raise ConfigError(f"{name} draft", f"{flag} is not given", "name the folder of a trained draft")
-    return f"{'spire' if name == SPIRE else 'draft_model'}:{folder}"
+        raise ConfigError(f"{name} draft", f"--{FLAGS[name]} is not given", "name the folder of a trained draft")
+    return str(folder)
 
 
 def contestants(ask: Asked) -> list[str]:
     """The drafts that are there, in the order of the paper's table."""
-    return [VANILLA] * bool(ask.vanilla) + [MAGICDEC] + [SPIRE] * bool(ask.spire)
+    return [name for name in (VANILLA, DRAFT, MAGICDEC, SPIRE) if name == MAGICDEC or getattr(ask, FLAGS[name])]
 
 
 def method_of(ask: Asked, name: str, depth: int = DEPTH, verifier: str = "rejection", **options: Any) -> Method:

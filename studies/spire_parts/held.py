@@ -55,7 +55,7 @@ def counted(llm: Any, name: str, context: int) -> tuple[int, int, int]:
     return whole, own, seen
 
 
-@study.table(needs=("vanilla",), takes=("spire", "window"))
+@study.table(needs=("vanilla",), takes=("spire", "draft", "window"))
 def kv_bytes(ask: Asked) -> Iterator[Table | None]:
     """K/V by context: bytes that a draft holds for a text, and bytes that one of its passes reads."""
     contexts = CONTEXTS

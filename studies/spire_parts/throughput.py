@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -34,33 +34,32 @@ from paceline.planning.measured import errors, median_error
 from paceline.planning.models import read_shape
 from paceline.planning.throughput import Network, Precision
 from paceline.target.loader import resolve_folder
-from spire_parts.common import CONTEXTS, DEPTH, DOMAINS, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
+from spire_parts.common import (
+    CONTEXTS,
+    DEPTH,
+    DOMAINS,
+    MAGICDEC,
+    SPIRE,
+    Asked,
+    contestants,
+    folder_of,
+    method_of,
+    study,
+    verdict,
+)
+from spire_parts.judged import HEAD, Cell, Cells
 
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
-LARGE_BATCH, SMALL_TURNS = 16, 3  # steps of smaller batches are short: they are timed in more turns
+SMALL_TURNS = 4  # over the batch: turns of small batches in a repeat
 VIEW = 65  # keys of a SPIRe draft
 MOST_ROWS = 8192  # of a pass over the ends of all prompts
-WANTED_ERROR, WANTED_TIMES = 0.20, 1.5
 ACCEPTS = (0.2, 0.4, 0.6, 0.8, 0.9)
 SMALL = LawConfig(
     repeats=1,
     fitted=tuple((batch, 16, rows, part) for batch, rows in ((1, 1), (1, 4), (1, 8), (2, 1)) for part in (False, True)),
     held_out=((2, 32, 2, False),),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """One method in one cell."""
-
-    method: str
-    batch: int
-    context: int
-    tokens_per_s: float  # the median over repeats
-    tau: float  # tokens of a sequence a step
-    steps: int
-    predicted: float = 0.0  # tokens/s
 
 
 def network_of(llm: LLM) -> Network:
@@ -76,9 +75,9 @@ def draft_of(ask: Asked, name: str, target: Network) -> Network:
         return replace(target, keys=ask.window + 1)
     if name == SPIRE:
         return replace(
-            target, shape=target.shape.last_layers(read_draft(resolve_folder(str(ask.spire))).layers), keys=VIEW
+            target, shape=target.shape.last_layers(read_draft(resolve_folder(folder_of(ask, name))).layers), keys=VIEW
         )
-    return replace(target, shape=read_shape(resolve_folder(str(ask.vanilla))))
+    return replace(target, shape=read_shape(resolve_folder(folder_of(ask, name))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,10 @@ class Computed:
     prompts: list[list[int]]
     kv: list[tuple[Tensor, Tensor]]  # of each prompt [layers, kv_heads, tokens, head_dim], of whole blocks
 
-    def first(self, count: int) -> Computed:
-        """Of the first prompts alone."""
-        return Computed(self.prompts[:count], self.kv[:count])
+    def part(self, turn: int, count: int) -> Computed:
+        """So many prompts, in every turn the next ones."""
+        at = [(turn * count + n) % len(self.prompts) for n in range(count)]
+        return Computed([self.prompts[n] for n in at], [self.kv[n] for n in at])
 
     def lend(self, llm: LLM, room: int) -> None:
         """Put them into an engine's cache, where requests find them.
@@ -151,8 +151,8 @@ def computed(llm: LLM, prompts: list[list[int]]) -> Computed:
 
 def decode_speed(
     llm: LLM, prompts: Sequence[Sequence[int]], steps: int, seed: int, temperature: float
-) -> tuple[float, float]:
-    """Tokens/s of steps in which all of a batch are decoding, and tokens of a sequence a step."""
+) -> tuple[list[float], float]:
+    """Seconds of each step in which all of a batch are decoding, and tokens of a sequence a step."""
     engine, batch, room = llm.engine, len(prompts), room_of(steps)
     given: dict[str, Any] = {"temperature": temperature, "max_tokens": room, "ignore_eos": True}
     params = [SamplingParams(seed=seed + i, **given) for i in range(batch)]
@@ -161,15 +161,15 @@ def decode_speed(
         running = [engine.live[name].sequences[0] for name in names]
         while any(len(sequence.state.token_ids) < 2 for sequence in running):
             engine.step()
-        before, began = sum(len(sequence.state.token_ids) for sequence in running), perf_counter()
+        before, times = sum(len(sequence.state.token_ids) for sequence in running), [perf_counter()]
         for _ in range(steps):
             engine.step()
-        seconds = perf_counter() - began
+            times.append(perf_counter())
         made = sum(len(sequence.state.token_ids) for sequence in running) - before
     finally:
         for name in list(engine.live):
             engine.abort(name)
-    return made / seconds, made / (batch * steps)
+    return [end - start for start, end in pairwise(times)], made / (batch * steps)
 
 
 def room_of(steps: int) -> int:
@@ -197,22 +197,28 @@ def prepare(ask: Asked, model: str, contexts: Sequence[int], steps: int) -> dict
     return found
 
 
-def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps: int) -> list[Speed]:
-    """Every method in every cell; a K/V pool that the largest cell fits into, so that nothing is preempted."""
+def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps: int) -> list[Cell]:
+    """Every method in every cell; a K/V pool that the largest cell fits into, so that nothing is preempted.
+
+    A method goes through all cells once a repeat, so that a slow moment is in one turn of a cell. Small batches take
+    more turns, each with other prompts: their steps are short, and tau is a mean over prompts.
+    """
     methods = [Method(name=PLAIN), *(method_of(ask, name, verifier="sample_and_match") for name in contestants(ask))]
     builder, found, room = Builder(model, ask.device, ask.threads), [], room_of(steps)
+    places = [(batch, context) for context in known for batch in ask.numbers("batches")]
     for method in methods:
         llm = builder.llm(_at_once(method, ask.dtype), _limits(max(ask.numbers("batches")), max(known), room))
-        for context, texts in known.items():
-            for batch in ask.numbers("batches"):
-                own = texts.first(batch)
+        taken: dict[tuple[int, int], list[tuple[list[float], float]]] = {place: [] for place in places}
+        for batch, context in places * ask.repeats:
+            for _ in range(max(1, SMALL_TURNS // batch)):
+                turn = len(taken[batch, context])
+                own = known[context].part(turn, batch)
                 own.lend(llm, room)
-                turns = ask.repeats * (1 if batch >= LARGE_BATCH else SMALL_TURNS)
-                seeds = [ask.seed + 1000 * turn for turn in range(turns)]
-                taken = [decode_speed(llm, own.prompts, steps, seed, ask.temperature) for seed in seeds]
-                speed, tokens = (median(column) for column in zip(*taken, strict=True))
-                cell: dict[str, Any] = {"batch": batch, "context": context, "steps": steps}
-                found.append(Speed(method=method.name, tokens_per_s=speed, tau=tokens, **cell))
+                seed = ask.seed + 1000 * turn
+                taken[batch, context].append(decode_speed(llm, own.prompts, steps, seed, ask.temperature))
+        for (batch, context), turns in taken.items():
+            seconds, tau = median(one for steps_s, _ in turns for one in steps_s), mean(tokens for _, tokens in turns)
+            found.append(Cell(method=method.name, batch=batch, context=context, seconds=seconds, tau=tau))
     return sorted(found, key=lambda one: (one.batch, one.context))
 
 
@@ -226,33 +232,34 @@ def _at_once(method: Method, dtype: str) -> Method:
     return replace(method, dtype=dtype, settings={**method.settings, "max_batch_rows": MOST_ROWS})
 
 
-def predicted_cells(found: Sequence[Speed], law: LawFound, networks: Mapping[str, Network]) -> list[Speed]:
-    """With what the law says: the passes of a step, and the engine's own work, which two plain cells tell."""
-    target, host = networks[PLAIN], host_work(found, law, networks[PLAIN])
-    made = []
+def predicted_cells(found: Sequence[Cell], law: LawFound, networks: Mapping[str, Network]) -> list[Cell]:
+    """With what the law says of a step: its passes, and the engine's own work, which two plain cells tell."""
+    target, host, made = networks[PLAIN], host_work(found, law, networks[PLAIN]), []
+    fitted = {one.place for one in ends_of(found)}
     for one in found:
-        batch, context = one.batch, one.context
-        seconds = host[0] + host[1] * batch
-        if one.method == PLAIN:
-            seconds += law.law.seconds(target, batch, context)
-        else:
-            draft = networks[one.method]
-            passes = law.law.seconds(draft, batch, context) - law.law.host  # all of them are one call
-            seconds += DEPTH * passes + law.law.seconds(target, batch, context, 1 + DEPTH)
-        made.append(replace(one, predicted=batch * one.tau / max(seconds, 1e-9)))
+        batch, context, plain = one.batch, one.context, one.method == PLAIN
+        seconds = host[0] + host[1] * batch + law.law.seconds(target, batch, context, 1 if plain else 1 + DEPTH)
+        if not plain:  # all passes of a draft are one call
+            seconds += DEPTH * (law.law.seconds(networks[one.method], batch, context) - law.law.host)
+        made.append(replace(one, predicted=max(seconds, 1e-9), fitted=plain and one.place in fitted))
     return made
 
 
-def host_work(found: Sequence[Speed], law: LawFound, target: Network) -> tuple[float, float]:
-    """Seconds of a step beside its passes, and those that each sequence adds: from plain decoding at the shortest
-    context, with the fewest and the most sequences."""
+def ends_of(found: Sequence[Cell]) -> list[Cell]:
+    """Plain decoding at the shortest context, with the fewest and the most sequences."""
     plain = [one for one in found if one.method == PLAIN]
     shortest = min(one.context for one in plain)
-    ends = sorted((one for one in plain if one.context == shortest), key=lambda one: one.batch)
-    beside = [one.batch / one.tokens_per_s - law.law.seconds(target, one.batch, one.context) for one in ends]
+    ordered = sorted((one for one in plain if one.context == shortest), key=lambda one: one.batch)
+    return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
+
+
+def host_work(found: Sequence[Cell], law: LawFound, target: Network) -> tuple[float, float]:
+    """Seconds of a step beside its passes, and those that each sequence adds."""
+    ends = ends_of(found)
+    beside = [one.seconds - law.law.seconds(target, one.batch, one.context) for one in ends]
     if len(ends) == 1:
         return beside[0], 0.0
-    slope = (beside[-1] - beside[0]) / (ends[-1].batch - ends[0].batch)
+    slope = (beside[1] - beside[0]) / (ends[1].batch - ends[0].batch)
     return beside[0] - slope * ends[0].batch, slope
 
 
@@ -264,7 +271,7 @@ def contexts_of(llm: LLM, steps: int) -> list[int]:
 
 @study.figure(
     needs=("here",),
-    takes=("spire", "vanilla", "temperature", "window", "batches", "contexts"),
+    takes=("spire", "vanilla", "draft", "temperature", "window", "batches", "contexts"),
     tasks=DOMAINS,
     repeats=3,
 )
@@ -286,74 +293,30 @@ def cells(ask: Asked) -> Iterator[Table | None]:
         law = measure_law(llm, target, SMALL if ask.quick else None)
         measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
-    found = predicted_cells(measured, law, networks)
-    plain = {(one.batch, one.context): one for one in found if one.method == PLAIN}
-    rows = []
-    for one in found:
-        of = plain[one.batch, one.context]
-        times = one.tokens_per_s / of.tokens_per_s, one.predicted / of.predicted
-        rows.append(
-            [str(one.batch), f"{one.context:,}", one.method, f"{one.tau:.2f}", f"{one.tokens_per_s:,.0f}"]
-            + [f"{one.predicted:,.0f}", f"{one.predicted / one.tokens_per_s - 1:+.0%}", *(f"{t:.2f}" for t in times)]
-            + [f"{one.tau / times[0]:.2f}"]
-        )
+    found = Cells(predicted_cells(measured, law, networks))
+    held = f"the law's median error of passes that it was not fitted to: {median_error(law.law, law.held_out):.0%}"
     yield Table(
         title=f"Throughput of decoding steps by batch and context, T={ask.temperature:g}",
-        head=(
-            "batch",
-            "context",
-            "method",
-            "tau",
-            "tokens/s",
-            "predicted",
-            "error",
-            "times plain",
-            "predicted",
-            "pays above tau",
-        ),
-        parts={"": rows},
+        head=HEAD,
+        parts={"": found.rows()},
         values={
-            "cells": [vars_of(one) for one in found],
+            "cells": [asdict(one) for one in found.all],
             "law": law.law.as_dict(),
             "law_error": median_error(law.law, law.held_out),
             "machine": machine.describe(ask.device).as_dict(),
         },
-        remarks=_remarks(found, plain, law),
-        plots={".svg": lambda path: _draw(found, plain, path)},
+        remarks=[*found.remarks(), held],
+        plots={".svg": lambda path: _draw(found, path)},
     )
 
 
-def vars_of(one: Speed) -> dict[str, Any]:
-    """For JSON."""
-    return {name: getattr(one, name) for name in one.__dataclass_fields__}
-
-
-def _remarks(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], law: LawFound) -> list[str]:
-    sizes = {one: abs(one.predicted / one.tokens_per_s - 1) for one in found}
-    worst, middle = max(found, key=lambda one: sizes[one]), median(sizes.values())
-    last = max((one.batch, one.context) for one in found)
-    best = max((one for one in found if (one.batch, one.context) == last), key=lambda one: one.tokens_per_s)
-    times = best.tokens_per_s / plain[best.batch, best.context].tokens_per_s
-    place = f"batch {best.batch}, context {best.context:,}"
-    held = median_error(law.law, law.held_out)
-    return [
-        verdict(f"median error {middle:.0%}, at most {WANTED_ERROR:.0%} wanted", middle <= WANTED_ERROR),
-        f"the worst cell: {worst.method}, batch {worst.batch}, context {worst.context:,} ({sizes[worst]:.0%})",
-        verdict(f"{best.method}, {place}: {times:.2f} times plain, {WANTED_TIMES} wanted", times > WANTED_TIMES),
-        f"the law's median error of passes that it was not fitted to: {held:.0%}",
-        "steps in which the whole batch decodes; tau is that of the same steps; two plain cells tell the engine's work",
-        "pays above tau: what a step costs, in steps of plain decoding",
-    ]
-
-
-def _draw(found: Sequence[Speed], plain: Mapping[tuple[int, int], Speed], path: Path) -> Path:
+def _draw(found: Cells, path: Path) -> Path:
     panels = []
-    for context in dict.fromkeys(one.context for one in found):
+    for context in dict.fromkeys(one.context for one in found.all):
         series = []
-        for name in dict.fromkeys(one.method for one in found if one.method != PLAIN):
-            own = [one for one in found if (one.method, one.context) == (name, context)]
-            y = [one.tokens_per_s / plain[one.batch, one.context].tokens_per_s for one in own]
-            series.append(Series(label=name, x=[one.batch for one in own], y=y))
+        for name in dict.fromkeys(one.method for one in found.drafts):
+            own = [one for one in found.drafts if (one.method, one.context) == (name, context)]
+            series.append(Series(label=name, x=[one.batch for one in own], y=[found.times(one) for one in own]))
         axes: dict[str, Any] = {"x_label": "batch", "y_label": "times plain", "log_x": True, "line_at": 1.0}
         panels.append(Panel(title=f"Context {context:,}", series=series, y_from=0.0, **axes))
     return figures.lines(panels, path)

@@ -52,6 +52,16 @@ def test_a_table_with_reasons_assumptions_and_commands(run: Any) -> None:
         assert words in result.stdout
 
 
+def test_what_nobody_measured_is_said(run: Any) -> None:
+    other, own = run(*LARGE), run(*SMALL)
+    assert (
+        "SPIRe, table 1" in other.stdout.partition("nobody measured this pair")[2] and "very pair" not in other.stdout
+    )
+    assert own.exit_code == 0 and "nobody measured" not in own.stdout and "docs/spire.md" in own.stdout
+    narrow = run(*SMALL, "--window", "32").stdout.partition("nobody measured this pair")
+    assert "spire  " not in narrow[0].partition("very pair")[2] and narrow[2].count("SPIRe, table 1") == 2
+
+
 def test_the_papers_figures_on_the_command_line(run: Any) -> None:
     found = ranked(run(*LARGE, "--paper", "--depth", "4", "--width", "1", "--json"))
     assert [round(found[name]["multiplier"], 2) for name in ("spire", "magicdec")] == [2.82, 2.14]

@@ -77,6 +77,33 @@ def test_tracks_synchronise_twice_a_pass_and_layers_do_so_each() -> None:
     assert latency.draft_communication(1, reduce) == pytest.approx(latency.target_communication(40, reduce) / 40)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_a_ring_sends_what_ranks_that_do_it_send(devices: int) -> None:
+    """G ranks with G shares each: shares go round to be summed, then round again; what rank 0 sends is counted."""
+    width = 24
+    ranks = [[rank + 10.0 * word for word in range(width)] for rank in range(devices)]
+    expected = [sum(column) for column in zip(*ranks, strict=True)]
+    size, sent = width // devices, 0
+    for summing in (True, False):
+        for turn in range(devices - 1):
+            moves = []
+            for rank in range(devices):
+                share = (rank - turn + (0 if summing else 1)) % devices
+                words = range(share * size, (share + 1) * size)
+                moves.append(((rank + 1) % devices, [(word, ranks[rank][word]) for word in words]))
+                sent += len(words) if rank == 0 else 0
+            for to, values in moves:
+                for word, value in values:
+                    ranks[to][word] = value + (ranks[to][word] if summing else 0.0)
+    assert all(rank == expected for rank in ranks)
+    assert latency.ring_words(1, 1, width, devices) == sent
+
+
+def test_the_papers_volume_is_one_share_of_a_ring() -> None:
+    printed, sent = (words(2, 3, 64, 8) for words in (latency.message_words, latency.ring_words))
+    assert (printed, sent) == (48, 672) and sent == 14 * printed
+
+
 def test_times_below_zero_are_refused() -> None:
     with pytest.raises(ConfigError, match="draft must be 0 or more"):
         MirrorStep(prefix=1.0, suffix=1.0, draft=-0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import zoo
 from paceline.core.errors import ConfigError
-from paceline.planning import acceptance, machines, models, plan
+from paceline.planning import acceptance, machines, models, plan, throughput
 from paceline.planning.acceptance import Acceptance
 from paceline.planning.plan import Candidate, Question
-from paceline.planning.throughput import PAPER, Parallel, Precision
+from paceline.planning.throughput import PAPER, Counting, Network, Parallel, Precision
 
 
 def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> Question:
@@ -100,6 +102,18 @@ def test_a_mixture_gains_less_where_a_batch_leaves_experts_cold() -> None:
     assert "weight-bound" in mixed["ngram"].reason.split(";")[1]
 
 
+def test_the_link_is_named_where_devices_talk() -> None:
+    """3.26 of 11.65 ms, and 0.23 of 8.62 as the paper prints what is sent."""
+    eight = {"context": 4096, "depth": 4, "parallel": Parallel(tensor=8)}
+    true, printed = ranked(**eight)["ngram"], ranked(**eight, counting=Counting(ring=False))["ngram"]
+    assert true.reason.endswith("; 28% of that is on the link") and printed.reason.endswith(
+        "; 3% of that is on the link"
+    )
+    assert 1e3 * true.round.verify == pytest.approx(11.654, abs=1e-3)
+    assert 1e3 * printed.round.verify == pytest.approx(8.625, abs=1e-3)
+    assert "link" not in ranked(depth=4)["ngram"].reason
+
+
 def test_compute_binds_from_some_batch_on() -> None:
     assert plan.compute_bound_from(question(context=128), 5) is not None
     assert plan.compute_bound_from(question(), 5) is None
@@ -123,12 +137,58 @@ def test_pairs_of_models_have_figures_of_their_own() -> None:
     pair = acceptance.assumed("llama-3-70b", "llama-3-8b")["draft_model"]
     assert pair.any_of(1) == 0.81 and pair.any_of(8) == pytest.approx(0.99, abs=0.001)
     small = acceptance.assumed("paceline-small, stretched 8x", "paceline-small-draft")["draft_model"]
-    assert small.tokens(4) == pytest.approx(1.38) and small != acceptance.assumed("paceline-small")["draft_model"]
+    assert small.own and small != acceptance.assumed("paceline-small")["draft_model"]
 
 
 def test_every_drafter_has_an_assumption_with_a_source() -> None:
     found = acceptance.assumed("llama-3-70b")
     assert {*found} == {*plan.DRAFTERS} and all(0 < a.accept < 1 and a.source for a in found.values())
+    assert not any(a.own or a.layers or a.window for a in found.values())
+
+
+def embedded(**more: Any) -> Question:
+    """The embedded target, with the zoo's draft model, where SPIRe's page has its headline."""
+    target, draft = (models.read_shape(zoo.find(name)) for name in ("paceline-small", "paceline-small-draft"))
+    given = {"target": target, "draft": draft, "machine": machines.machine("cpu"), "batch": 64, "context": 1984}
+    return Question(**{**given, "depth": 4, "width": 1, **more})
+
+
+def test_a_measured_pair_takes_its_own_tau_draft_and_window() -> None:
+    asked, found = embedded(), {made.drafter: made for made in plan.rank(embedded())}
+    stored = {pair["drafter"]: pair for pair in acceptance._table()["pair"] if pair["target"] == "paceline-small"}
+    assert {*stored} == {*plan.DRAFTERS}
+    for name in ("spire", "magicdec", "draft_model"):
+        known = found[name].acceptance
+        assert known is not None and known.own and "docs/spire.md" in known.source
+        assert found[name].tau == pytest.approx(dict(stored[name]["tau"])[1984])
+    config = json.loads((zoo.find("paceline-small-spire") / "spire.json").read_text("utf-8"))
+    assert (stored["spire"]["layers"], stored["spire"]["window"]) == (config["layers"], config["window"])
+    own = Network(shape=asked.target.last_layers(config["layers"]), keys=config["window"] + 1)
+    each = throughput.pass_seconds(own, asked.machine, 64, 1984)
+    assert found["spire"].round.draft == pytest.approx(4 * each)
+    assert "sparse draft of 65 keys" in found["magicdec"].reason
+
+
+def test_a_tau_that_is_given_is_that_of_the_measured_draft() -> None:
+    own, said = embedded(), embedded(acceptance=acceptance.given({"spire": "3"}, plan.DRAFTERS))
+    made, other = ({made.drafter: made for made in plan.rank(asked)}["spire"] for asked in (own, said))
+    assert other.tau == pytest.approx(3) and other.round == made.round and other.tau != made.tau
+
+
+def test_another_draft_or_window_is_another_pair() -> None:
+    wide, other = embedded(window=128).assumptions(), embedded(draft=None).assumptions()
+    assert not wide["spire"].own and wide["spire"].tokens(4) == pytest.approx(3.401) and wide["draft_model"].own
+    assert not other["draft_model"].own and other["spire"].own
+    assert embedded(window=128).keys("spire") == 129 and embedded(window=64).assumptions()["spire"].own
+
+
+def test_tau_of_a_pair_lies_between_the_contexts_that_were_measured() -> None:
+    (stored,) = (p["tau"] for p in acceptance._table()["pair"] if p["drafter"] == "magicdec")
+    (first, low), (second, high) = stored[:2]
+    taus = [
+        acceptance.assumed("paceline-small", None, c)["magicdec"].tokens(4) for c in (1, first, (first + second) / 2)
+    ]
+    assert taus == pytest.approx([low, low, (low + high) / 2]) and low != high
 
 
 @pytest.mark.parametrize(
@@ -166,8 +226,8 @@ def test_bounds_are_named(given_: dict[str, Any], wrong: str) -> None:
 
 
 def test_a_view_is_no_wider_than_the_context() -> None:
-    assert question(context=16).keys == 16 and question(context=512).keys == 65
-    assert question().keys == 8192 and question(window=64).keys == 65
+    assert question(context=16).keys("spire") == 16 and question(context=512).keys("spire") == 65
+    assert question().keys("spire") == 8192 and question(window=64).keys("spire") == 65
     assert (
         replace(question(), acceptance={"spire": Acceptance(accept=1.0, source="x")}).assumptions()["spire"].accept == 1
     )

@@ -191,6 +191,21 @@ def test_devices_share_the_work_and_talk() -> None:
     assert sixteen > fast / 2  # eight K/V heads cannot be shared by sixteen
 
 
+def test_an_all_reduce_is_a_rings_and_the_papers_is_a_fourteenth_of_it() -> None:
+    """Two a layer, of 64 x 5 rows x 8,192 numbers in two bytes, on eight devices."""
+    machine, network = machines.machine("h100"), Network(shape=LARGE)
+    endless = replace(machine, link=1e30)
+
+    def talk(counting: Counting) -> float:
+        eight = {"counting": counting, "parallel": Parallel(tensor=8)}
+        on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, **eight) for m in (machine, endless))
+        return on - off
+
+    volume = 2 * 80 * 64 * 5 * 8192 * 2 / machine.link
+    assert talk(Counting()) == pytest.approx(volume * 2 * 7 / 8)
+    assert talk(PAPER) == pytest.approx(volume / 8)
+
+
 def test_stages_work_on_parts_of_the_batch() -> None:
     machine, network = replace(machines.machine("h100"), link=1e30), Network(shape=LARGE)
     four = throughput.pass_seconds(network, machine, 64, 4096, parallel=Parallel(stages=4))

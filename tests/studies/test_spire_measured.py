@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import spire
 import torch
+from spire_parts.judged import NOISE, taus_of
 
 from paceline import zoo
 from paceline.drafters.spire.recipe import SpireKind, SpireOptions
@@ -68,7 +69,10 @@ def test_tau_from_the_engine(tmp_path: Path, drafts: dict[str, Path], monkeypatc
     assert {(row["context"], row["draft"]) for row in rows} == {
         (c, d) for c in (72, 100) for d in ("vanilla", "MagicDec", "SPIRe")
     }
-    assert all(1 <= low <= tau <= high <= 5 for row in rows for tau, low, high in (row["sampled"], row["greedy"]))
+    kinds = ("T=1", NOISE, "greedy")
+    assert all(1 <= low <= tau <= high <= 5 for row in rows for tau, low, high in (row[kind] for kind in kinds))
+    taus = taus_of(str(tmp_path / "table_1.json"))
+    assert taus == {(row["draft"], row["context"]): row[NOISE][0] for row in rows} and len(taus) == 6
     assert any("MagicDec" in row["draft"] and row["greedy"][0] > 2 for row in rows)
 
 
@@ -99,13 +103,17 @@ def test_throughput_is_predicted_and_measured(tmp_path: Path, monkeypatch: pytes
     found = run(tmp_path, "cells", "--here", "--repeats", "1")["cells"]
     places = {(one["method"], one["batch"], one["context"]) for one in found}
     assert places == {(m, b, c) for m in ("plain", "MagicDec") for b in (1, 4) for c in (96, 160)}
-    assert all(one["tokens_per_s"] > 0 and one["predicted"] > 0 for one in found)
+    assert all(one["seconds"] > 0 and one["predicted"] > 0 for one in found)
+    assert {(one["method"], one["batch"], one["context"]) for one in found if one["fitted"]} == {
+        ("plain", 1, 96),
+        ("plain", 4, 96),
+    }
     assert all(one["tau"] == 1 if one["method"] == "plain" else 1 < one["tau"] <= 5 for one in found)
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafts: dict[str, Path]) -> None:
     for arguments, wrong in (
-        (["table_1"], "--vanilla is not given"),
+        (["kv_bytes"], "--vanilla is not given"),
         (["figure_5", "--spire", str(drafts["spire"])], "--variants is not given"),
         (["tau_by_depth", "--spire", str(drafts["spire"]), "--drawn", "a=nowhere"], "there is no such file"),
         (["tau_by_depth", "--spire", str(tmp_path), "--drawn", f"a={drafts['text']}"], "it holds no spire.json"),

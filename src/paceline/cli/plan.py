@@ -61,14 +61,16 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="DRAFTER=T[@K]",
-            help="Mean tokens a round of drafts of K tokens (default: 4), in the place of what is assumed. Repeat it.",
+            help="Mean tokens a round of drafts of K tokens (default: 4), in the place of what is known or assumed. "
+            "Repeat it.",
         ),
     ] = None,
     window: Annotated[
         Count,
         typer.Option(
             metavar="N",
-            help="Keys that sparse drafts see beside the sink. Default: an eighth of the context, 64 at least.",
+            help="Keys that sparse drafts see beside the sink. Default: those that the pair was measured with, else an "
+            "eighth of the context, 64 at least.",
         ),
     ] = None,
     depth: Annotated[Count, typer.Option(metavar="N", help="Tokens of a draft. Default: the best of 1 to 8.")] = None,
@@ -76,7 +78,10 @@ def plan(
         Count, typer.Option(metavar="N", help="Chains of a draft. Default: the best of 1, 2 and 4.")
     ] = None,
     paper: Annotated[
-        bool, typer.Option("--paper", help="Leave the LM head and attention's arithmetic out, as SPIRe's paper does.")
+        bool,
+        typer.Option(
+            "--paper", help="Count as the papers do: no LM head, no arithmetic of attention, all-reduces of 1/G."
+        ),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
@@ -87,7 +92,7 @@ def plan(
 
     The model is a roofline: a pass takes as long as its arithmetic or its reads, whichever takes longer
     (docs/planning.md). With --measured a law that is fitted to passes of this machine takes its place.
-    How often drafts are accepted is assumed, and said; --tau takes your own figures.
+    How often drafts are accepted is known of pairs that were measured, else assumed, and said; --tau takes your own.
     """
     shape = resolve(target)
     if devices < 1:

@@ -44,10 +44,7 @@ def show(question: Question, ranked: Sequence[Candidate], names: Names, here: He
     console.print(_table(ranked))
     for line in _remarks(question, ranked):
         console.print(line, markup=False)
-    console.print("assumed of acceptance (a token's chance; --tau DRAFTER=T changes it):", style="bold")
-    for made in (made for made in ranked if made.acceptance):
-        assert made.acceptance is not None
-        console.print(f"  {made.drafter:<12} {made.acceptance.accept:.2f}  {made.acceptance.source}", markup=False)
+    _show_acceptance(ranked)
     console.print("to run it:", style="bold")
     for made in ranked:
         command, missing = how_to_run(question, made, names)
@@ -55,7 +52,7 @@ def show(question: Question, ranked: Sequence[Candidate], names: Names, here: He
     if here is None:
         note("predicted from published peaks, not measured: tokens/s are upper bounds, ratios are what to go by")
     else:
-        note("predicted by this machine's law; acceptance is assumed, and the engine's work between passes left out")
+        note("predicted by this machine's law; the engine's work between passes is left out")
 
 
 def print_json(question: Question, ranked: Sequence[Candidate], names: Names, here: Here | None = None) -> None:
@@ -70,6 +67,19 @@ def print_json(question: Question, ranked: Sequence[Candidate], names: Names, he
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
     more = {} if here is None else {"measured": here.as_dict()}
     typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **more}))
+
+
+def _show_acceptance(ranked: Sequence[Candidate]) -> None:
+    """A token's chance and where it is from: what is known of the very pair, and what is assumed of it."""
+    console, known = stdout(), [(made.drafter, made.acceptance) for made in ranked if made.acceptance is not None]
+    for own, title in (
+        (True, "acceptance of this very pair (a token's chance; --tau DRAFTER=T changes it):"),
+        (False, "assumed of acceptance, since nobody measured this pair (--tau DRAFTER=T changes it):"),
+    ):
+        lines = [f"  {name:<12} {has.accept:.2f}  {has.source}" for name, has in known if has.own == own]
+        if lines:
+            console.print(title, style="bold")
+            console.print("\n".join(lines), markup=False)
 
 
 def _title(q: Question) -> str:
@@ -173,7 +183,7 @@ class How:
 
 
 HOW = {
-    "magicdec": How(options=lambda q, made: f"window={q.last_keys},sinks={SINK},depth={made.depth}"),
+    "magicdec": How(options=lambda q, made: f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}"),
     "streams": How(
         options=lambda q, made: "chain=true",
         weights=_streams,

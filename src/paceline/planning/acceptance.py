@@ -1,7 +1,8 @@
 """How many tokens a round gives: from the chance that a drafted token is accepted, and back.
 
 The chance is taken to be the same at every depth and independent of what came before (Leviathan et al. 2023, equation
-1). Real drafts do a little better near the root and worse far from it.
+1). Real drafts do a little better near the root and worse far from it. `acceptance.toml` has figures of pairs that were
+measured, and what is assumed of others.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import ConfigError
 from ..core.options import suggest
 
 DEPTH = 4  # of a tau for which no depth is given: the k of SPIRe
+CONTEXT = 512  # of which SPIRe takes its tau for all multipliers
 SIBLINGS = 0.3  # see `Acceptance.siblings`, and the file for where it is from
 STEPS = 60  # of a bisection: beyond a float's precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What is assumed of one drafter."""
+    """What is known or assumed of one drafter."""
 
     accept: float  # chance that a token of a chain is accepted, 0 to 1
     source: str
     siblings: float = SIBLINGS  # the w likeliest tokens together miss w^-siblings times as often as the first
+    own: bool = True  # of this very pair of target and draft; False: nobody measured it, and another pair's is taken
+    layers: int | None = None  # of a draft that was cut out of the target; None: it is not known
+    window: int | None = None  # of a sparse draft; None: it is not known
 
     def any_of(self, width: int) -> float:
         """The chance that one of the ``width`` likeliest tokens is accepted."""
@@ -57,16 +64,23 @@ def accept_of(tau: float, depth: int) -> float:
     return high
 
 
-def assumed(target: str, draft: str | None = None) -> dict[str, Acceptance]:
-    """Of every drafter, for a target of that name; ``draft`` is the draft model's.
+def assumed(
+    target: str, draft: str | None = None, context: float = CONTEXT, window: int | None = None
+) -> dict[str, Acceptance]:
+    """Of every drafter, for a target of that name: its own figures where the pair was measured.
 
-    What follows a comma in a name ("stretched 8x") changes no token.
+    Args:
+        target: what follows a comma in a name ("stretched 8x") changes no token.
+        draft: the draft model's name.
+        context: tokens that a sequence has; between measured ones tau lies on a line.
+        window: keys of a sparse draft; None: as it was measured. Of another window nobody measured anything.
     """
     table, names = _table(), tuple((name or "").partition(",")[0] for name in (target, draft))
-    found = {name: _read(entry) for name, entry in table.items() if name != "pair"}
+    found = {name: _read(entry, context, own=False) for name, entry in table["drafter"].items()}
     for pair in table["pair"]:
-        if (pair["target"], pair["draft"]) == names:
-            found["draft_model"] = _read(pair)
+        same = pair["target"] == names[0] and pair.get("draft", names[1]) == names[1]
+        if same and window in (None, pair.get("window", window)):
+            found[pair["drafter"]] = _read(pair, context, own=True)
     return found
 
 
@@ -96,9 +110,18 @@ def _parsed(name: str, text: str) -> float:
     return accept_of(tokens, levels)
 
 
-def _read(entry: Mapping[str, Any]) -> Acceptance:
-    accept = entry["accept"] if "accept" in entry else accept_of(entry["tau"], entry["depth"])
-    return Acceptance(accept=accept, source=entry["source"], siblings=entry.get("siblings", SIBLINGS))
+def _read(entry: Mapping[str, Any], context: float, own: bool) -> Acceptance:
+    accept = entry["accept"] if "accept" in entry else accept_of(_tau(entry["tau"], context), entry["depth"])
+    given = {name: entry[name] for name in ("siblings", "layers", "window") if name in entry}
+    return Acceptance(accept=accept, source=entry["source"], own=own, **given)
+
+
+def _tau(stored: float | list[list[float]], context: float) -> float:
+    """A number, or what lies between pairs of a context and a number; beyond them the nearest."""
+    if not isinstance(stored, list):
+        return float(stored)
+    contexts, taus = zip(*stored, strict=True)
+    return float(np.interp(context, contexts, taus))
 
 
 @cache

@@ -116,8 +116,16 @@ def allreduce_time(words: float, devices: int, per_hop: float = 0.0, per_word: f
 
 
 def message_words(batch: int, tokens: int, width: int, devices: int) -> float:
-    """M = B S H / G: what one rank sends in a collective (appendix C)."""
+    """M = B S H / G, as appendix C prints what one rank sends in a collective; it is one share of G (`ring_words`)."""
     return batch * tokens * width / devices
+
+
+def ring_words(batch: int, tokens: int, width: int, devices: int) -> float:
+    """2 (G - 1) / G of B S H: what one rank sends in an all-reduce on a ring.
+
+    G - 1 shares of 1 / G go round to be summed, and again to be known to all: 2 (G - 1) times `message_words`.
+    """
+    return 2 * (devices - 1) * message_words(batch, tokens, width, devices)
 
 
 def target_communication(layers: int, allreduce: float) -> float:

@@ -22,6 +22,7 @@ from .throughput import (
     Speculation,
     critical_batch,
     held_bytes,
+    link_seconds,
     pass_cost,
     round_of,
     round_seconds,
@@ -40,7 +41,7 @@ DEAR = 1.05  # a verification that costs more plain passes than this is said to
 class Drafter:
     """A kind of drafter."""
 
-    drafts: Literal["nothing", "small", "quarter", "itself"]  # with which network
+    drafts: Literal["nothing", "small", "cut", "itself"]  # with which network; cut: out of the target
     sparse: bool = False  # whether that sees a window with a sink alone
     tree: bool = False  # whether it can draft several chains
     streams: bool = False  # whether its rows ride in the verifying pass
@@ -51,7 +52,7 @@ DRAFTERS = {
     "streams": Drafter(drafts="nothing", streams=True),
     "draft_model": Drafter(drafts="small", tree=True),
     "magicdec": Drafter(drafts="itself", sparse=True),
-    "spire": Drafter(drafts="quarter", sparse=True),
+    "spire": Drafter(drafts="cut", sparse=True),
 }
 
 
@@ -72,7 +73,10 @@ class Question:
     counting: Counting = field(default_factory=Counting)
     parallel: Parallel = field(default_factory=Parallel)
     window: int | None = option(
-        None, help="keys that a sparse draft sees beside the sink: 1 or more; none: an eighth of the context", minimum=1
+        None,
+        help="keys that a sparse draft sees beside the sink: 1 or more; none: the measured pair's, else an eighth of "
+        "the context",
+        minimum=1,
     )
     depth: int | None = option(None, help="tokens of a draft: 1 to 64; none: the best of 1 to 8", minimum=1, maximum=64)
     width: int | None = option(
@@ -100,15 +104,14 @@ class Question:
             if asked > most:
                 raise ConfigError(f"{name}={asked}", f"{self.target.name} has {most} {parts}", f"give 1 to {most}")
 
-    @property
-    def last_keys(self) -> int:
-        """Keys of a sparse view's window."""
-        return self.window or max(LEAST_WINDOW, self.context // SHARE - SINK)
+    def last_keys(self, drafter: str) -> int:
+        """Keys of a sparse view's window: as asked for, as the pair was measured, or a part of the context."""
+        measured = self.assumptions()[drafter].window
+        return self.window or measured or max(LEAST_WINDOW, self.context // SHARE - SINK)
 
-    @property
-    def keys(self) -> int:
+    def keys(self, drafter: str) -> int:
         """Keys of a sparse view."""
-        return min(self.context, self.last_keys + SINK)
+        return min(self.context, self.last_keys(drafter) + SINK)
 
     @property
     def drafting(self) -> ModelShape:
@@ -127,8 +130,12 @@ class Question:
         return round_seconds(spoken, self.machine, self.batch, self.context, self.counting, self.parallel)
 
     def assumptions(self) -> dict[str, Acceptance]:
-        """The acceptance of every drafter."""
-        return {**assumed(self.target.name, self.draft.name if self.draft else None), **self.acceptance}
+        """The acceptance of every drafter; what is given changes no draft's size or window."""
+        draft = self.draft.name if self.draft else None
+        known = assumed(self.target.name, draft, self.context, self.window)
+        for name, said in self.acceptance.items():
+            known[name] = replace(known[name], accept=said.accept, source=said.source, own=True)
+        return known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +182,7 @@ def _forms(question: Question, name: str) -> Iterator[Candidate]:
 
 def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) -> Candidate:
     drafter = DRAFTERS[name]
-    network = _network(q, drafter)
+    network = _network(q, name, accepted)
     extra = depth if drafter.streams else 0  # streams of one row, counted through all layers
     spoken = Speculation(target=q.network(q.target), draft=network, depth=depth, width=width, extra_rows=extra)
     made = q.round_of(spoken)
@@ -184,7 +191,7 @@ def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) 
     if network is not None and drafter.drafts != "itself":
         holds += held_bytes(network, q.batch, q.context)
     return replace(
-        _candidate(q, name, (depth, width, spoken.rows), tau, made, holds, _reason(q, drafter, spoken, made)),
+        _candidate(q, name, (depth, width, spoken.rows), tau, made, holds, _reason(q, name, spoken, made)),
         acceptance=accepted,
     )
 
@@ -208,12 +215,13 @@ def _candidate(
     )
 
 
-def _network(q: Question, drafter: Drafter) -> Network | None:
+def _network(q: Question, name: str, accepted: Acceptance) -> Network | None:
+    drafter = DRAFTERS[name]
     if drafter.drafts == "nothing":
         return None
-    quarter = max(1, round(q.target.num_layers / 4))
-    shapes = {"small": q.drafting, "quarter": q.target.last_layers(quarter), "itself": q.target}
-    return q.network(shapes[drafter.drafts], q.keys if drafter.sparse else None)
+    layers = accepted.layers or max(1, round(q.target.num_layers / 4))
+    shapes = {"small": q.drafting, "cut": q.target.last_layers(layers), "itself": q.target}
+    return q.network(shapes[drafter.drafts], q.keys(name) if drafter.sparse else None)
 
 
 def _bound(q: Question, rows: int) -> str:
@@ -223,22 +231,26 @@ def _bound(q: Question, rows: int) -> str:
     return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
 
 
-def _reason(q: Question, drafter: Drafter, made: Speculation, took: RoundCost) -> str:
+def _reason(q: Question, name: str, made: Speculation, took: RoundCost) -> str:
     """Why it is worth what it is, in words."""
-    words = [f"{_bound(q, 1)}-bound: {_drafting(q, drafter, made, took)}"]
+    words = [f"{_bound(q, 1)}-bound: {_drafting(q, name, made, took)}"]
     verify = took.verify / took.plain
     if verify > DEAR:
         words.append(f"verifying {made.rows} rows takes {verify:.2g} passes, {_bound(q, made.rows)}-bound")
+    if q.parallel.devices > 1:
+        talk = link_seconds(made.target, q.machine, q.batch, made.rows, q.counting, q.parallel)
+        words.append(f"{talk / took.verify:.0%} of that is on the link")
     return "; ".join(words)
 
 
-def _drafting(q: Question, drafter: Drafter, made: Speculation, took: RoundCost) -> str:
-    if drafter.streams:
+def _drafting(q: Question, name: str, made: Speculation, took: RoundCost) -> str:
+    if DRAFTERS[name].streams:
         return "drafts are rows of the same pass"
     if made.draft is None:
         return "drafts cost nothing"
     share = f"a pass takes {took.draft / made.depth / took.plain:.0%} of the target's"
-    kind = f"sparse draft of {q.keys:,} keys" if drafter.sparse and q.keys < q.context else "dense draft"
+    sparse = DRAFTERS[name].sparse and q.keys(name) < q.context
+    kind = f"sparse draft of {q.keys(name):,} keys" if sparse else "dense draft"
     return f"{kind}, {share}"
 
 

@@ -7,7 +7,8 @@ A pass over several rows of a sequence (verification of k drafts has k + 1) comp
 weights and K/V once. Reads and arithmetic overlap wholly, as the paper assumes.
 
 The paper leaves the LM head and the arithmetic of attention out of the model; both are counted here unless `PAPER` is
-given in the place of `Counting()`. Not in the model: activations, norms, sampling, launches, the host's time.
+given in the place of `Counting()`; it also has the all-reduces of tensor parallel as Mirror's paper prints them. Not in
+the model: activations, norms, sampling, launches, the host's time.
 
 Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sections in docstrings are its.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from .latency import allreduce_time
+from .latency import allreduce_time, message_words, ring_words, target_communication
 from .machines import Machine
 from .models import ModelShape
 
@@ -49,9 +50,10 @@ class Counting:
 
     head: bool = True  # the LM head: its weights are read, and every row is multiplied with them
     attention: bool = True  # the arithmetic of attention: rows x keys
+    ring: bool = True  # all that a rank sends in an all-reduce; False: 1 / G of the sums, as Mirror prints (appendix C)
 
 
-PAPER = Counting(head=False, attention=False)  # as the paper counts
+PAPER = Counting(head=False, attention=False, ring=False)  # as the papers count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +157,9 @@ def pass_seconds(
     """Seconds of the pass of `pass_cost` on devices of one kind.
 
     Tensor parallel: every device has its share of weights, arithmetic and K/V heads (with more devices than heads some
-    hold the same ones), and each layer ends in two all-reduces (Mirror, appendix C). Pipeline parallel: every stage
-    works on another part of the batch; by the time that all have moved on by a token, each part has been through all
-    layers once.
+    hold the same ones), and each layer ends in two all-reduces on a ring (Mirror, appendix C; `Counting.ring`).
+    Pipeline parallel: every stage works on another part of the batch; by the time that all have moved on by a token,
+    each part has been through all layers once.
 
     Raises:
         ConfigError: several devices that no link joins.
@@ -170,16 +172,20 @@ def pass_seconds(
     cost = pass_cost(network, part, context, rows, counting)
     heads = min(spread.tensor, network.shape.num_kv_heads)
     share = Cost(compute=cost.compute / spread.tensor, weights=cost.weights / spread.tensor, kv=cost.kv / heads)
-    return share.forward(machine.hoi) / machine.flops + _transfer_seconds(network, machine, part * rows, spread)
+    return share.forward(machine.hoi) / machine.flops + link_seconds(network, machine, batch, rows, counting, spread)
 
 
-def _transfer_seconds(network: Network, machine: Machine, tokens: int, spread: Parallel) -> float:
-    if spread.devices == 1:
+def link_seconds(
+    network: Network, machine: Machine, batch: int, rows: int, counting: Counting | None, parallel: Parallel
+) -> float:
+    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile."""
+    if parallel.devices == 1:
         return 0.0
-    shape, per_word = network.shape, ACTIVATION_BYTES / machine.link
-    words = tokens * shape.d_model
-    reduced = allreduce_time(words / spread.tensor, spread.tensor, per_word=per_word) if spread.tensor > 1 else 0.0
-    return 2 * shape.num_layers * reduced + (spread.stages - 1) * words * per_word
+    part, width, per_word = math.ceil(batch / parallel.stages), network.shape.d_model, ACTIVATION_BYTES / machine.link
+    sent = ring_words if (counting or Counting()).ring else message_words
+    words = sent(part, rows, width, parallel.tensor) if parallel.tensor > 1 else 0.0
+    reduced = target_communication(network.shape.num_layers, allreduce_time(words, parallel.tensor, per_word=per_word))
+    return reduced + (parallel.stages - 1) * part * rows * width * per_word
 
 
 @dataclass(frozen=True, kw_only=True)
