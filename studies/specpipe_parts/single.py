@@ -162,7 +162,7 @@ def figure_12(ask: Asked) -> Iterator[Table | None]:
     jobs = [(prompt, greedy(tokens))]
     run = decode(ask, jobs, draft_of(ask), levels(ask), link=two_hosts(ask))
     same = run.said == plain(ask, jobs)
-    flushes = sum(verdict.rank < 0 for tick in run.ticks for verdict in tick.verdicts)
+    flushes = sum(verdict.flushed for tick in run.ticks for verdict in tick.verdicts)
     begins: dict[float, int] = {}
     for span in run.spans:
         if span.what == "transmit":
