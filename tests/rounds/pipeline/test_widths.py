@@ -28,7 +28,7 @@ class Watch(Widths):
 
 
 def ran(prompt: list[int], width: int, stages: int) -> tuple[list[bool], list[Mapping[int, int]], list[int]]:
-    """Of one width: which tokens were hits, what was replayed of narrower trees, and in which ticks tokens were said."""
+    """Of one width: which tokens were hits, what was replayed of all widths, and in which ticks tokens were said."""
     engine, round_, ticks = piped(drafter(0.03 if stages == 4 else 0.06), stages, f",width={width},children=4")
     round_.widths = watch = Watch(width, stages)
     run(engine, [(prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))])
