@@ -2,7 +2,7 @@
 
     python studies/specpipe.py --out build/specpipe                        # all of it, minutes
     python studies/specpipe.py figure_11 figure_12 --out build/specpipe    # two of it
-    python studies/specpipe.py real figure_9 --out build/specpipe          # these are timed: on an idle machine
+    python studies/specpipe.py real figure_9 costs --out build/specpipe    # these are timed: on an idle machine
 
 Tokens, trees, levels in flight, pruning and K/V are real; the clock is computed: stages, links and the source take the
 times that are given here. The functions are in the folder `specpipe_parts` beside this file; what came of them:
@@ -13,10 +13,10 @@ Source: SpecPipe: Accelerating Pipeline Parallelism-based LLM Inference with Spe
 
 from __future__ import annotations
 
-from specpipe_parts import memory, rates, real, requests, single
+from specpipe_parts import costs, memory, rates, real, requests, single
 from specpipe_parts.common import study
 
-PARTS = (single, rates, requests, memory, real)  # imported: each adds its tables and figures
+PARTS = (single, rates, requests, memory, real, costs)  # imported: each adds its tables and figures
 
 if __name__ == "__main__":
     study.main()

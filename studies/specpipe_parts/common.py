@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -24,22 +25,36 @@ from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.llm import LLM
+from paceline.planning.models import named
 from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.round import Ticked
+from paceline.rounds.pipeline.round import PipelineRound, Ticked
+from paceline.rounds.pipeline.widths import Widths
 
 Value = TypeVar("Value")
 Job = tuple[Sequence[int], SamplingParams]
 STAGES = 8
-STAGE_MS = 302.39 / STAGES  # HumanEval-X, plain pipeline (section 4.2)
-DRAFT_MS = 17.0  # of a level: Llama 1B on an L40 (section 3.3.1)
-LEAP = 64  # rows of a GPU's matrix product (figure 9)
-LEAP_MS = 6.0  # ours: what each 64 rows more add to a stage
+STAGE_MS = 302.39 / STAGES  # of the paper's own plain pipeline on HumanEval-X (section 4.2)
+VLLM_STAGE_MS = 181.41 / STAGES  # of PP-vLLM, likewise
+DRAFT_MS = 17.0  # of a level, whatever its rows: a token of Llama 1B on an L40 (section 3.3.1)
+LEAP = 64  # rows of a GPU's matrix product: up to these a stage takes the same (figure 9)
+GPU_BYTES, GPU_FLOPS = 936e9, 71e12  # a second, of an RTX 3090 (NVIDIA's GA102 white paper: bf16, float32 sums)
+# Measured by `costs` on a Xeon with AMX, one thread: ms of the coordinator in a tick, for each row in flight and for
+# each request; ms of a stage's plan for a frame, and for each of its rows.
+COORDINATOR_MS = 0.29, 0.0103, 0.08
+PLAN_MS = 0.218, 0.0047
 FREE = Link()
 ROW = 8192 * 2  # bytes of a row's states on a link: Llama 70B's (section 4.2: 16 KiB a token)
 ETHERNET = Link(latency_ms=1.0, gbit_per_s=10.0)  # "10 GbE with millisecond-level latency" (section 4.2)
 OWN = ("draft", "stages", "width", "children")  # options that figures look at
 TREE = "1x1x3x1x1x1x1x1"  # of SpecInfer (section 4)
 HOW = f"{VIRTUAL}: tokens, trees and pruning are real, times are those that stages, link and source are given"
+ASSUMED = (
+    f"assumed: {STAGE_MS:.1f} ms a stage up to {LEAP} rows (the paper's plain pipeline), then what an RTX 3090's "
+    f"71 TFLOP/s take longer than its memory; {DRAFT_MS:g} ms a level of drafts. Measured, for verdicts, pruning and "
+    f"frames: {COORDINATOR_MS[0]:g} ms a tick, {1e3 * COORDINATOR_MS[1]:.1f} us a row in flight and "
+    f"{COORDINATOR_MS[2]:g} ms a request; for a stage's plan {PLAN_MS[0]:g} ms a frame and {1e3 * PLAN_MS[1]:.1f} us a "
+    "row. The plain pipelines are charged none of these"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,22 +191,58 @@ class Run:
         return sum(map(len, self.said)) / self.seconds
 
 
-def two_hosts(ask: Asked) -> list[Link]:
-    """10 GbE into the middle stage, and back to the first one; rows take on it as long as the paper's."""
+def two_hosts(ask: Asked) -> dict[str, Any]:
+    """The first half of the stages behind the coordinator's 10 GbE; rows take on it as long as the paper's."""
     decoder = target(ask).decoder
     row = decoder.config.d_model * decoder.dtype.itemsize
     link = replace(ETHERNET, gbit_per_s=ETHERNET.gbit_per_s * row / ROW)
-    return [link if stage in (0, ask.stages // 2) else FREE for stage in range(ask.stages)]
+    return {"link": link, "far": range(ask.stages // 2)}
+
+
+def beyond_ms(rows: int) -> float:
+    """What a stage of Llama 70B takes longer for rows in blocks of 64 than for one: a roofline."""
+    large = named("llama-3-70b")
+    assert large is not None
+    parameters = large.body_parameters / STAGES
+    blocks = math.ceil(rows / LEAP) * LEAP
+    return 1e3 * max(0.0, 2 * parameters * blocks / GPU_FLOPS - 2 * parameters / GPU_BYTES)
+
+
+def stage_of(flat_ms: float) -> Callable[[int], float]:
+    """Seconds of a stage by rows: its time up to 64 of them, and what more take."""
+    return lambda rows: (flat_ms + beyond_ms(rows)) * 1e-3
 
 
 def stage_seconds(rows: int) -> float:
-    """A stage of the paper's kind: flat up to 64 rows, then a leap for each 64 more."""
-    return (STAGE_MS + LEAP_MS * ((rows - 1) // LEAP)) * 1e-3
+    """A stage of the paper's with our plan of its rows."""
+    return stage_of(STAGE_MS)(rows) + (PLAN_MS[0] + PLAN_MS[1] * rows) * 1e-3
 
 
-def even(rows: int) -> float:
-    """The same whatever enters."""
-    return STAGE_MS * 1e-3
+def coordinator_of(requests: int) -> Callable[[int], float]:
+    """Seconds of verdicts, pruning and frames by rows in flight: in every tick, and beside nothing."""
+    tick, row, request = COORDINATOR_MS
+    return lambda rows: (tick + row * rows + request * requests) * 1e-3
+
+
+def nothing(rows: int) -> float:
+    """No time."""
+    return 0.0
+
+
+BARE: dict[str, Any] = {"stage_s": stage_of(STAGE_MS), "coordinator_s": nothing}  # as the paper measured a whole token
+EVEN: dict[str, Any] = {"stage_s": lambda rows: STAGE_MS * 1e-3, "coordinator_s": nothing}  # the formula's
+
+
+class Watched(Widths):
+    """Replays trees of all widths, and changes none."""
+
+    def __init__(self, most: int, stages: int) -> None:
+        super().__init__(most, stages)
+        self.seen: list[Mapping[int, int]] = []
+
+    def said(self, ticks: Mapping[int, int]) -> None:
+        """See `Widths`."""
+        self.seen.append(ticks)
 
 
 def decode(
@@ -202,7 +253,10 @@ def decode(
     together: int | None = None,
     stage_s: Callable[[int], float] = stage_seconds,
     draft_s: Callable[[int], float] = lambda rows: DRAFT_MS * 1e-3,
-    link: Link | Sequence[Link] = FREE,
+    coordinator_s: Callable[[int], float] | None = None,
+    link: Link = FREE,
+    far: Collection[int] = (),
+    widths: Widths | None = None,
 ) -> Run:
     """Requests through a pipeline in virtual time.
 
@@ -214,15 +268,16 @@ def decode(
         together: requests that run at once; None: all.
         stage_s: seconds of a stage by rows.
         draft_s: seconds of a level by nodes that are expanded.
-        link: into each stage, or of each its own.
+        coordinator_s: seconds of the coordinator in a tick by rows in flight; None: as measured.
+        link: of the coordinator's host.
+        far: stages on another one.
+        widths: told what is said.
     """
-    decoder = target(ask).decoder
-    slots = sum(len(ids) + (params.max_tokens or 0) + 64 for ids, params in jobs) + 4096
-    pool = KVPool(*decoder.cache_shape, slots, decoder.dtype, decoder.device)
-    if drafter is not None:
-        drafter.bind(decoder.info("target", target(ask).tokenizer), len(jobs), slots, decoder.device)
+    pool = pool_of(ask, jobs, drafter)
+    decoder, together = target(ask).decoder, together or len(jobs)
+    own_s = coordinator_of(together) if coordinator_s is None else coordinator_s
     with VirtualClock() as clock:
-        belt = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link)
+        belt = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link, far, own_s)
         round_ = config.over(
             decoder,
             pool,
@@ -232,11 +287,8 @@ def decode(
             lambda sessions: VirtualLevels(clock, sessions, draft_s, belt.timeline),
         )
         ticks: list[Ticked] = []
-        round_.on_tick = ticks.append
-        shape = decoder.config
-        limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
-        scheduler = SchedulerConfig(max_sequences=together or len(jobs))
-        engine = Engine(round_, pool, limits, scheduler, FixedBudget(size=0, why="a pipeline"), None, {})
+        round_.on_tick, round_.widths = ticks.append, widths
+        engine = engine_over(ask, round_, pool, together)
         live = [engine.live[engine.submit(ids, params)].sequences[0].state for ids, params in jobs]
         times: list[list[float]] = [[] for _ in live]
         while engine.busy:
@@ -246,6 +298,23 @@ def decode(
         assert round_.failure is None, round_.failure
         said = [[*state.token_ids] for state in live]
         return Run(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=belt.timeline.spans)
+
+
+def pool_of(ask: Asked, jobs: Sequence[Job], drafter: Any) -> KVPool:
+    """Room for all requests, which the drafter has, too."""
+    decoder = target(ask).decoder
+    slots = sum(len(ids) + (params.max_tokens or 0) + 64 for ids, params in jobs) + 4096
+    if drafter is not None:
+        drafter.bind(decoder.info("target", target(ask).tokenizer), len(jobs), slots, decoder.device)
+    return KVPool(*decoder.cache_shape, slots, decoder.dtype, decoder.device)
+
+
+def engine_over(ask: Asked, round_: PipelineRound, pool: KVPool, together: int) -> Engine:
+    """So many requests at once."""
+    shape = target(ask).decoder.config
+    limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
+    scheduler = SchedulerConfig(max_sequences=together)
+    return Engine(round_, pool, limits, scheduler, FixedBudget(size=0, why="a pipeline"), None, {})
 
 
 def levels(ask: Asked, **options: Any) -> PipelineConfig:

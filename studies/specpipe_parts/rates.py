@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from paceline.bench import figures
@@ -10,14 +11,16 @@ from paceline.bench.figures import Panel, Series
 from paceline.bench.study import Table
 from paceline.distributed.clock import VIRTUAL
 from paceline.drafters.sessions import ROOT, Ask, Opening
-from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt, hit_rates
+from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt
 from paceline.rounds.pipeline.flight import NONE
 from specpipe_parts.common import (
+    ASSUMED,
     HOW,
     OWN,
     STAGE_MS,
     Asked,
     Job,
+    Watched,
     decode,
     draft_of,
     greedy,
@@ -70,25 +73,34 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
     jobs = [(prompt, greedy(tokens)) for prompt in found]
     answers = plain(ask, jobs)
     for stages in counts:
-        verdicts = []
         if stages == 1:
-            verdicts = ranks_below(ask, jobs, answers, max(WIDTHS))
+            ranks = ranks_below(ask, jobs, answers, max(WIDTHS))
+            hits = {width: [0 <= rank < width for rank in ranks] for width in WIDTHS}
         else:
-            for job, answer in zip(jobs, answers, strict=True):
-                run = decode(ask, [job], draft_of(ask), levels(ask, stages=stages, width=max(WIDTHS)))
-                same &= run.said == [answer]
-                verdicts += [verdict.rank for tick in run.ticks for verdict in tick.verdicts]
-        rates = hit_rates(verdicts, WIDTHS)
-        values.append({"stages": stages, "rates": rates, "verdicts": len(verdicts)})
+            watches = [Watched(max(WIDTHS), stages) for _ in jobs]
+            hits = {}
+            for width in WIDTHS:
+                shape = levels(ask, stages=stages, width=width)
+                given = watches if width == max(WIDTHS) else [None] * len(jobs)
+                runs = [decode(ask, [job], draft_of(ask), shape, widths=w) for job, w in zip(jobs, given, strict=True)]
+                same &= [run.said[0] for run in runs] == answers
+                hits[width] = [verdict.hit for run in runs for tick in run.ticks for verdict in tick.verdicts]
+            seen = [ticks for watch in watches for ticks in watch.seen[1:]]
+            replayed = {width: fmean(ticks[width] < stages for ticks in seen) for width in WIDTHS}
+        rates = {width: fmean(found) for width, found in hits.items()}
+        values.append({"stages": stages, "rates": rates, "verdicts": len(hits[max(WIDTHS)])})
         series.append(Series(label=f"m = {stages}", x=WIDTHS, y=[rates[width] for width in WIDTHS]))
-        rows.append([str(stages), *(f"{rates[width]:.3f}" for width in WIDTHS), str(len(verdicts))])
+        rows.append([str(stages), *(f"{rates[width]:.3f}" for width in WIDTHS), str(len(hits[max(WIDTHS)]))])
+        if stages > 1:
+            values[-1]["replayed"] = replayed
+    rows.append([f"{stages}, replayed", *(f"{replayed[width]:.3f}" for width in WIDTHS), str(len(seen))])
     panel = Panel(title="", x_label="w", y_label="P(w, m)", series=series, log_x=True, y_from=0.0)
     yield Table(
         title="Share of said tokens that the tree held, on books",
         head=("stages m", *(f"w = {width}" for width in WIDTHS), "tokens"),
         parts={"": rows},
         values={"rows": values},
-        remarks=["widths below the largest are counted by the token's rank in its level of that one run"],
+        remarks=["each width ran; the last row is what `Widths` makes of the run with the largest one"],
         how=[[HOW, f"{len(found)} passages, {tokens} tokens each, k = {ask.children}, {ask.draft} drafts"]],
         plots={".svg": lambda path: figures.lines([panel], path)},
         same=same,
@@ -132,7 +144,8 @@ def figure_10(ask: Asked) -> Iterator[Table | None]:
         values={"rows": [{"w": w, "k": k, "hit_rate": r, "tbt_ms": t} for (w, k), (r, t) in tried.items()]},
         remarks=[
             f"fastest: w = {best[0]}, k = {best[1]}; chosen by the planner from hit rates: "
-            f"w = {chosen.width}, k = {chosen.children}"
+            f"w = {chosen.width}, k = {chosen.children}",
+            ASSUMED,
         ],
         how=[[HOW, f"{len(jobs)} prompts, {tokens} tokens each"]],
         plots={".svg": lambda path: figures.lines([panel], path)},

@@ -40,20 +40,6 @@ def test_hit_rates_behind_the_papers_speedups(measured: float, hit: float) -> No
     assert pipeline.speedup(8, found) == pytest.approx(measured)
 
 
-def test_a_width_that_saturates_the_hit_rate_below_a_leap() -> None:
-    """Section 3.3.3: steps leap every 64 rows, hit rates reach a plateau."""
-
-    def step(width: int) -> float:
-        return 10.0 + 5.0 * ((width - 1) // 64)
-
-    def hit(width: int) -> float:
-        return 0.95 - 0.5 / width
-
-    widths = (1, 2, 4, 8, 16, 32, 48, 64, 80, 112, 128)
-    assert pipeline.best_width(widths, step, hit, stages=8) == 64
-    assert pipeline.best_width(widths, step, lambda width: 0.9, stages=8) == 1
-
-
 def test_memory_of_the_stages_of_table_1() -> None:
     """The paper says 23.5, 21.5 and 23.5 GiB, with 4 d^2 of attention; grouped queries have less."""
     large = models.named("llama-3.1-70b")

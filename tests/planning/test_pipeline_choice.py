@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.planning.pipeline import Candidate, choose_tree, hit_rates
+from paceline.planning.pipeline import Candidate, choose_tree
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.target.stages import cut_by_rows, even_cuts
@@ -18,12 +18,6 @@ def test_the_width_stays_in_front_of_a_leap_once_hits_are_saturated() -> None:
     assert (leaping.width, leaping.children) == (64, 4)  # section 3.3.3; of equals the smaller k
     assert choose_tree(candidates, lambda width: 1.0, stages=8).width == 128
     assert choose_tree(candidates, lambda width: float(width), stages=8).width == 1
-
-
-def test_hit_rates_of_all_widths_come_from_the_ranks_of_one_run() -> None:
-    ranks = [0, 0, 0, 1, 3, -1, 0, 2, -1, 0]
-    assert hit_rates(ranks, (1, 2, 4)) == {1: 0.5, 2: 0.6, 4: 0.8}
-    assert hit_rates([], (1,)) == {1: 0.0}
 
 
 def test_stages_with_fewer_rows_get_more_layers() -> None:

@@ -10,8 +10,7 @@ Source: SpecPipe. Equations and sections in docstrings are its.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError
@@ -75,20 +74,6 @@ def hit_rate_of(stages: int, measured: float) -> float:
     return (stages - stages / measured) / (stages - 1)
 
 
-def best_width(
-    widths: Iterable[int], step_time: Callable[[int], float], hit_rate: Callable[[int], float], stages: int
-) -> int:
-    """The width w with the lowest `expected_tbt`, the smallest of several (section 3.3.3).
-
-    Args:
-        widths: to choose from.
-        step_time: t(w); on the paper's GPUs it leaps every 64 rows.
-        hit_rate: P(w), which saturates.
-        stages: m.
-    """
-    return min(widths, key=lambda width: (expected_tbt(step_time(width), stages, hit_rate(width)), width))
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A shape of the tree's levels, and what was measured with it."""
@@ -99,11 +84,11 @@ class Candidate:
 
 
 def choose_tree(candidates: Iterable[Candidate], step_time: Callable[[int], float], stages: int) -> Candidate:
-    """w and k with the lowest `expected_tbt`; of equals the smallest tree.
+    """w and k with the lowest `expected_tbt` (section 3.3.3); of equals the smallest tree.
 
     Args:
         candidates: with their hit rates, measured in as many stages.
-        step_time: t(w).
+        step_time: t(w); on the paper's GPUs it leaps every 64 rows.
         stages: m.
     """
 
@@ -111,19 +96,6 @@ def choose_tree(candidates: Iterable[Candidate], step_time: Callable[[int], floa
         return expected_tbt(step_time(one.width), stages, one.hit_rate), one.width, one.children
 
     return min(candidates, key=cost)
-
-
-def hit_rates(ranks: Collection[int], widths: Iterable[int]) -> dict[int, float]:
-    """P(w) of every width, from one run with a width at least as large: for choosing w while requests run.
-
-    It is an estimate: a narrower tree would also have dropped what grew below the nodes that it lacks.
-
-    Args:
-        ranks: of each token that was said, its place among its level's likeliest, from 0; below 0: it was not drafted.
-        widths: wanted.
-    """
-    found = Counter(ranks)
-    return {width: sum(found[rank] for rank in range(width)) / max(1, len(ranks)) for width in widths}
 
 
 def stage_bytes(

@@ -88,11 +88,6 @@ class Frame:
         """Rows of all requests."""
         return sum(len(part.nodes) for part in self.parts)
 
-    @property
-    def bytes(self) -> int:
-        """Size of the states, which is nearly all that a link carries."""
-        return 0 if self.hidden is None else self.hidden.numel() * self.hidden.element_size()
-
 
 class Survivors:
     """What a stage knows of a request's verdicts, which may come late and in any order: the newest one tells all.

@@ -1,7 +1,9 @@
-"""The width follows hit rates and times of ticks."""
+"""The width follows what trees of each width would have cost, and times of ticks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,31 +11,71 @@ from test_pipeline_round import GREEDY, PROMPTS, drafter, ids, piped, plain
 from tiny import run
 
 from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
 from paceline.rounds import parse_round
-from paceline.rounds.pipeline.flight import NONE, Flight, Offer
-from paceline.rounds.pipeline.widths import EVERY, TickTime, Widths
+from paceline.rounds.pipeline.widths import REST, SURVEY, TickTime, Widths
 
 
-def told(widths: Widths, seconds: Any, ranks: list[int], rounds: int = 6) -> int:
-    for step in range(rounds * EVERY):
+class Watch(Widths):
+    """Replays all that is said, and never changes the width."""
+
+    def __init__(self, most: int, stages: int) -> None:
+        super().__init__(most, stages)
+        self.seen: list[Mapping[int, int]] = []
+
+    def said(self, ticks: Mapping[int, int]) -> None:
+        self.seen.append(ticks)
+
+
+def ran(prompt: list[int], width: int, stages: int) -> tuple[list[bool], list[Mapping[int, int]], list[int]]:
+    """Of one width: which tokens were hits, what was replayed of all widths, and in which ticks tokens were said."""
+    engine, round_, ticks = piped(drafter(0.03 if stages == 4 else 0.06), stages, f",width={width},children=4")
+    round_.widths = watch = Watch(width, stages)
+    run(engine, [(prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))])
+    hits = [verdict.hit for tick in ticks for verdict in tick.verdicts]
+    return hits, watch.seen, [place for place, tick in enumerate(ticks) if tick.said]
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_a_replay_finds_what_narrower_trees_do_when_they_run(stages: int) -> None:
+    """Hits and ticks of widths 1, 2, 4, as one run with 8 replays them and as runs of each give them."""
+    hits: dict[int, list[int]] = {}
+    ticks: dict[int, list[int]] = {}
+    for prompt in PROMPTS[1:3]:
+        _, wide, _ = ran(prompt, 8, stages)
+        for width in (1, 2, 4, 8):
+            direct, own, when = ran(prompt, width, stages)
+            gaps = [after - before for before, after in pairwise(when)]
+            assert [seen[width] for seen in own[1:]] == gaps[:-1]  # its own run to the tick
+            assert [seen[width] < stages for seen in own[1:]] == direct[:-1]
+            hits.setdefault(width, []).append(sum(seen[width] < stages for seen in wide[1:]) - sum(direct[:-1]))
+            ticks.setdefault(width, []).append(sum(seen[width] for seen in wide[1:]) - sum(gaps[:-1]))
+    assert max(abs(off) for row in hits.values() for off in row) <= 1  # of 46; by ranks in the wide level up to 6
+    assert max(abs(off) for row in ticks.values() for off in row) <= 4  # of 92 to 305
+
+
+def told(widths: Widths, seconds: Any, ticks: Mapping[int, int], tokens: int = SURVEY) -> int:
+    for step in range(tokens):
         rows = 1 + step % 8
         widths.time.saw(rows, seconds(rows))
-        widths.said(ranks[step % len(ranks)])
+        widths.said(ticks)
     return widths.width
 
 
-def test_a_width_is_worth_its_rows_or_falls() -> None:
-    ranks = [0, 0, 0, 1, 5, 0, 2, NONE]
-    assert told(Widths(8, 4), lambda rows: 1.0, ranks) == 8
-    assert told(Widths(8, 4), lambda rows: 1.0 + 0.2 * rows, ranks) < 8
-    assert told(Widths(8, 4), lambda rows: float(rows), [0, 0, NONE]) == 1
-    assert Widths(6, 4)._widths == [1, 2, 4, 6]
-
-
-def test_it_rises_again_when_tokens_are_missed_that_a_wider_level_had_held() -> None:
-    widths = Widths(8, 4)
-    assert told(widths, lambda rows: 1.0 + 0.1 * rows, [0]) == 1
-    assert told(widths, lambda rows: 1.0 + 0.01 * rows, [0, 5, 6], rounds=40) == 8
+def test_a_width_is_worth_its_rows_or_falls_and_is_surveyed_again() -> None:
+    ticks = {1: 4, 2: 3, 4: 2, 8: 1}
+    assert told(Widths(8, 4), lambda rows: 1.0, ticks) == 8
+    assert told(Widths(8, 4), lambda rows: float(rows), ticks) == 1
+    widths = Widths(6, 4)
+    assert told(widths, lambda rows: 1.0 + 0.5 * rows, {1: 4, 2: 2, 4: 2, 6: 2}) == 2 and not widths.surveying
+    assert told(widths, lambda rows: 1.0, {}, REST) == 6 and widths.surveying
+    assert told(widths, lambda rows: 1.0, {}, 3 * SURVEY) == 6 and widths.surveying  # nothing was replayed
+    assert widths.bubbles(1) == 3.0
+    unknown = Widths(8, 4)
+    for _ in range(SURVEY):
+        unknown.time.saw(3, 1.0)
+        unknown.said(ticks)
+    assert unknown.width == 4  # so that ticks differ in their rows
 
 
 def test_times_of_ticks_lie_on_a_line_that_never_falls() -> None:
@@ -48,16 +90,6 @@ def test_times_of_ticks_lie_on_a_line_that_never_falls() -> None:
     for _ in range(2000):
         time.saw(3, 1.0)
     assert not time.known  # nothing is known of other rows any more
-
-
-def test_a_candidate_without_room_is_remembered_by_its_rank() -> None:
-    flight = Flight(7, 0)
-    flight.enter(1)
-    flight.append([Offer(flight.root, token, -float(token)) for token in range(4)], 2)
-    verdict = flight.say(3)
-    assert verdict.rank == NONE and verdict.missed == 3
-    flight.enter(1)
-    assert flight.say(3).missed == NONE
 
 
 def test_ids_do_not_depend_on_it() -> None:

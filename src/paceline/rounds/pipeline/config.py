@@ -40,7 +40,7 @@ class PipelineConfig(RoundConfig):
     )
     width: int = option(8, help="drafted tokens of a request that enter together, at most", minimum=1)
     adapt: bool = option(
-        False, help="w follows the measured hit rates and times of ticks, and is width at most; ids do not depend on it"
+        False, help="w follows what trees of each width would have cost, and is width at most; ids do not depend on it"
     )
     children: int = option(4, help="candidates below each of them", minimum=1)
     rows: int | None = option(
@@ -54,7 +54,8 @@ class PipelineConfig(RoundConfig):
     )
     accept: Literal["strict", "lossy_relaxed", "lossy_top_p"] = option(
         "strict",
-        help="what the target says; or, lossy, the draft that it likes best, or the best draft in its top-p set",
+        help="what the target says; or, lossy, what it likes best of the drafts that cost no tick, or the best draft "
+        "in its top-p set",
     )
     accept_p: float | None = option(
         None, help="with accept=lossy_top_p: p of that set; none: 0.9", minimum=0, maximum=1

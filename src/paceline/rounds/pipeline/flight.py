@@ -15,9 +15,11 @@ Source: SpecPipe, sections 3.2, 3.3.2 and 3.3.3, algorithm 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from typing import NamedTuple
 
 NONE = -1
 
@@ -32,8 +34,8 @@ class Node:
     score: float = 0.0  # log of the chance of its path, up to a number that all nodes share
     source: int = NONE  # its number in the source's tree
     row: int = NONE  # of its K/V behind the committed text; `NONE`: it has not entered the pipeline
+    tick: int = NONE  # in which it entered
     asked: bool = False  # whether children were asked for
-    rank: int = 0  # among the tokens that were appended with it, the likeliest first
     level: int = 0  # of a static tree, from its root on
 
 
@@ -46,8 +48,18 @@ class Verdict:
     hit: bool  # whether the token was in flight: else the pipeline starts again with it
     alive: frozenset[int]  # nodes that are left; of those that had been added before
     rows: tuple[int, ...]  # of K/V that stay, ascending; the first is the old root's, which is text now
-    rank: int = NONE  # of the token where it was appended; `NONE`: it was not in the tree
-    missed: int = NONE  # the rank that it had where there was no room for it; `NONE`: it was no candidate
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the token was not in the tree at all."""
+        return not self.alive
+
+
+class Draft(NamedTuple):
+    """A child of the root that is in flight."""
+
+    score: float  # log of the chance of its path
+    reach: tuple[int, float]  # place of the deepest node below it, and how early the earliest of these entered
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +86,6 @@ class Flight:
         self.rows = 0  # that have entered and are left
         self.nodes: dict[int, Node] = {}
         self.spare: list[Offer] = []  # that levels had no room for
-        self._missed: dict[tuple[int, int], int] = {}  # parent and token of these -> rank in their level
         self._fresh = 0
         self._children: dict[tuple[int, int], int] = {}  # parent and token -> node
         self._levels = levels
@@ -137,20 +148,8 @@ class Flight:
         late = self.best(older, width - len(chosen))
         taken.update(map(id, late))
         self.spare = [offer for offer in [*older, *offers] if offer.parent in self.nodes and id(offer) not in taken]
-        self._note_missed(offers)
         known = {*self.nodes}
-        numbers = [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
-        ranked = sorted(numbers, key=lambda number: (-self.nodes[number].score, number))
-        for rank, number in enumerate(ranked):
-            self.nodes[number].rank = rank
-        return numbers
-
-    def _note_missed(self, offers: Sequence[Offer]) -> None:
-        """Ranks of the candidates that there was no room for, of those whose parents are there."""
-        ranked = sorted((o for o in offers if o.parent in self.nodes), key=self._path_score, reverse=True)
-        ranks = {(offer.parent, offer.token): rank for rank, offer in enumerate(ranked)}
-        left = ((offer.parent, offer.token) for offer in self.spare)
-        self._missed = {key: rank for key in left if (rank := ranks.get(key, self._missed.get(key))) is not None}
+        return [number for number in dict.fromkeys(self.extend([*chosen, *late])) if number not in known]
 
     def _path_score(self, offer: Offer) -> float:
         return self.nodes[offer.parent].score + offer.log_q
@@ -182,7 +181,7 @@ class Flight:
         """The source has lost its tree: what is here goes on, and drafting begins below the root again."""
         for number, node in self.nodes.items():
             node.source, node.asked = NONE, number != self.root
-        self.spare, self._missed = [], {}
+        self.spare = []
 
     # -- entering
 
@@ -191,7 +190,7 @@ class Flight:
         """Nodes that have not entered the pipeline, parents first."""
         return [number for number, node in self.nodes.items() if node.row == NONE]
 
-    def enter(self, width: int, deepest: int | None = None) -> list[int]:
+    def enter(self, width: int, deepest: int | None = None, tick: int = 0) -> list[int]:
         """The level that enters the pipeline now: nodes that wait, the root first, at most ``width``.
 
         Their rows lie behind those that have entered.
@@ -199,10 +198,12 @@ class Flight:
         Args:
             width: of the level.
             deepest: place of the last tokens that may enter; None: all may.
+            tick: the pipeline's count, by which late siblings are told from their level.
         """
         entering = [n for n in self.waiting if deepest is None or self.nodes[n].place <= deepest][:width]
         for number in entering:
-            self.nodes[number].row, self.rows = self.rows, self.rows + 1
+            node = self.nodes[number]
+            node.row, node.tick, self.rows = self.rows, tick, self.rows + 1
         return entering
 
     def path(self, number: int) -> list[int]:
@@ -215,15 +216,26 @@ class Flight:
 
     # -- verdicts
 
+    def number(self, parent: int, token: int) -> int:
+        """Of a node's child; `NONE`: it has none with this token."""
+        return self._children.get((parent, token), NONE)
+
     def child(self, token: int) -> Node | None:
         """The root's child with this token."""
-        number = self._children.get((self.root, token))
-        return None if number is None else self.nodes[number]
+        return self.nodes.get(self.number(self.root, token))
 
-    def in_flight(self) -> dict[int, float]:
-        """The root's children that have entered: token -> log of the chance of its path."""
-        below = [node for node in self.nodes.values() if node.parent == self.root and node.row != NONE]
-        return {node.token: node.score for node in below}
+    def in_flight(self) -> dict[int, Draft]:
+        """The root's children that have entered, by token."""
+        reach: dict[int, tuple[int, float]] = {}
+        drafts = {}
+        for number in reversed(self.nodes):  # children before their parents
+            node = self.nodes[number]
+            own = node.place, -math.inf if node.row == NONE else float(-node.tick)
+            below = reach[number] = max(own, reach.get(number, own))
+            reach[node.parent] = max(below, reach.get(node.parent, below))
+            if node.parent == self.root and node.row != NONE:
+                drafts[node.token] = Draft(node.score, below)
+        return drafts
 
     def holds(self, token: int) -> bool:
         """Whether the root's child with this token is in flight."""
@@ -239,13 +251,12 @@ class Flight:
         old = self.nodes[self.root]
         if old.row == NONE:
             raise ValueError(f"a verdict behind node {self.root}, which has not entered")
-        child = self._children.get((self.root, token))
+        child = self.number(self.root, token)
         self.version += 1
-        if child is None:
-            missed = self._missed.get((self.root, token), NONE)
-            self.nodes, self._children, self.rows, self.spare, self._missed = {}, {}, 0, [], {}
+        if child == NONE:
+            self.nodes, self._children, self.rows, self.spare = {}, {}, 0, []
             self.root = self._add(Node(NONE, token, old.place + 1))
-            return Verdict(self.version, token, False, frozenset(), (0,), missed=missed)
+            return Verdict(self.version, token, False, frozenset(), (0,))
         return self._reroot(child)
 
     def _reroot(self, child: int) -> Verdict:
@@ -259,7 +270,7 @@ class Flight:
             node.row = row
         self.rows = len(entered)
         root = self.nodes[child]
-        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows, root.rank)
+        return Verdict(self.version, root.token, root.row != NONE, frozenset(self.nodes), rows)
 
     def _below(self, root: int) -> list[int]:
         """A node and all below it; parents have lower numbers than their children."""

@@ -9,21 +9,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# (the target's scores [V], after the request's rules; drafts in flight and the log of their paths' chances) -> a token;
-# None: the target's own choice
-Accept = Callable[[Tensor, Mapping[int, float]], int | None]
+from .flight import Draft
+
+# (the target's scores [V], after the request's rules; drafts in flight) -> a token; None: the target's own choice
+Accept = Callable[[Tensor, Mapping[int, Draft]], int | None]
 
 
-def relaxed(scores: Tensor, drafts: Mapping[int, float]) -> int | None:
-    """Of the drafts the one that the target likes best: while there is one, the pipeline never stalls.
+def relaxed(scores: Tensor, drafts: Mapping[int, Draft]) -> int | None:
+    """Of the drafts that the newest level hangs below the one that the target likes best: the pipeline never stalls.
 
-    Drafts that the request's rules forbid are none. Of equals the lowest id is taken.
+    Any other draft costs ticks: a late sibling at once, one that nothing is left of soon. Drafts that the request's
+    rules forbid are none. Of equals the lowest id is taken.
     """
     allowed = [token for token in sorted(drafts) if float(scores[token]) > -math.inf]
-    return max(allowed, key=lambda token: float(scores[token]), default=None)
+    farthest = max((drafts[token].reach for token in allowed), default=None)
+    in_time = [token for token in allowed if drafts[token].reach == farthest]
+    return max(in_time, key=lambda token: float(scores[token]), default=None)
 
 
-def within_top_p(scores: Tensor, drafts: Mapping[int, float], p: float) -> int | None:
+def within_top_p(scores: Tensor, drafts: Mapping[int, Draft], p: float) -> int | None:
     """Of the drafts in the target's top-p set the one that the source likes best.
 
     The set is the smallest one of likeliest tokens whose probabilities reach ``p`` together.
@@ -32,7 +36,8 @@ def within_top_p(scores: Tensor, drafts: Mapping[int, float], p: float) -> int |
     ordered, ids = chances.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
     inside = {*ids[(before < p) & (ordered > 0)].tolist()}
-    return max((token for token in sorted(drafts) if token in inside), key=lambda token: drafts[token], default=None)
+    among = (token for token in sorted(drafts) if token in inside)
+    return max(among, key=lambda token: drafts[token].score, default=None)
 
 
 def rule(name: str, p: float) -> Accept | None:

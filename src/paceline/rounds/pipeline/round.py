@@ -35,6 +35,7 @@ from ..verification import choose_packed
 from .belt import Belt
 from .flight import Flight, Offer, Verdict
 from .lossy import Accept
+from .replay import Replay
 from .source import Source
 from .widths import Widths
 
@@ -81,6 +82,7 @@ class Running:
     farthest: int = 0  # place of the last token that is of use
     counted: int = 0  # nodes that entered since the last verdict, roots not counted
     newest: int = 0  # place of the newest level since the last flush
+    replay: Replay | None = None  # in a survey of widths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +133,7 @@ class PipelineRound:
     _turn: int = field(default=0, init=False)  # who comes first where not all have room in a tick
     _verdicts: list[Verdict] = field(default_factory=list, init=False)  # of the tick
     _added: tuple[int, int] = field(default=(0, 0), init=False)  # refills and late siblings of the tick
+    _tick_count: int = field(default=0, init=False)
     _ticks: int = field(default=0, init=False)  # since the last frame that has rows entered
     _levels_in: deque[int] = field(init=False)  # rows of the frames in flight; 0: of text, which says nothing of w
     _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
@@ -210,6 +213,7 @@ class PipelineRound:
 
     def _tick(self) -> list[tuple[Running, int]]:
         """One tick of everything; returns who got how many tokens."""
+        self._tick_count += 1
         began, frame = self.now(), self._frame()
         if self.source is not None and self.source.away:
             self._guard(self._reopen)
@@ -223,23 +227,26 @@ class PipelineRound:
             waits = not self._guard(self._take)
         verdicts, self._verdicts = self._verdicts, []
         if self.widths is not None:
-            self._adapt(self.widths, frame, self.now() - began, verdicts)
+            self._adapt(self.widths, frame, self.now() - began)
         added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
             rows = 0 if frame is None else frame.rows
             self.on_tick(Ticked(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
         return said
 
-    def _adapt(self, widths: Widths, frame: Frame | None, seconds: float, verdicts: Sequence[Verdict]) -> None:
+    def _adapt(self, widths: Widths, frame: Frame | None, seconds: float) -> None:
         """Let the width follow what a tick took, and what it said."""
         parts = [] if frame is None else frame.parts
         text = any(len(part.nodes) > 1 and TEXT in part.nodes for part in parts)
         self._levels_in.append(0 if text else max((len(part.nodes) for part in parts), default=1))
         if 0 not in self._levels_in:
             widths.time.saw(max(self._levels_in), seconds)
-        for verdict in verdicts:
-            widths.said(verdict.rank if verdict.rank >= 0 else verdict.missed)
         self.filling = replace(self.filling, width=widths.width)
+        for running in self._running.values():
+            if not widths.surveying:
+                running.replay = None
+            elif running.replay is None and running.flight is not None:
+                running.replay = widths.replay(running.flight, running.farthest)
 
     def _frame(self) -> Frame | None:
         """What enters now: text that waits, and a level of each tree."""
@@ -311,7 +318,7 @@ class PipelineRound:
             self._begin(running, work)
             assert running.flight is not None
             nodes[-1] = running.flight.root
-            running.flight.enter(1)
+            running.flight.enter(1, tick=self._tick_count)
         return part
 
     def _begin(self, running: Running, work: Work) -> None:
@@ -322,6 +329,8 @@ class PipelineRound:
         root = len(view.tokens) - 1
         running.farthest = root + work.max_depth
         running.flight = Flight(view.tokens[-1], root, len(self.filling.tree))
+        if self.widths is not None and self.widths.surveying:
+            running.replay = self.widths.replay(running.flight, running.farthest, fresh=True)
         if work.max_depth > 0 and self.source is not None:
             self._guard(lambda source: self._open(source, running))
 
@@ -330,7 +339,7 @@ class PipelineRound:
         flight = running.flight
         if flight is None or flight.nodes[flight.root].row < 0:  # its root comes with the text
             return None
-        level = flight.enter(min(width, self._room(running)))
+        level = flight.enter(min(width, self._room(running)), tick=self._tick_count)
         running.counted += len(level)
         return self._rows(running, flight, level) if level else None
 
@@ -344,7 +353,7 @@ class PipelineRound:
                 break
         running.cache.reserve(0)  # what was reserved for the root alone
         deepest = flight.nodes[flight.root].place + len(self.filling.tree)
-        level = flight.enter(max(1, self._room(running)), deepest)
+        level = flight.enter(max(1, self._room(running)), deepest, self._tick_count)
         running.counted += len(level) - 1
         return self._rows(running, flight, level)
 
@@ -436,6 +445,8 @@ class PipelineRound:
                 self._append(running, flight, offers)
 
     def _append(self, running: Running, flight: Flight, offers: Sequence[Offer]) -> None:
+        if running.replay is not None:
+            running.replay.drafted(offers)
         deepest = max(node.place for node in flight.nodes.values())
         waiting = sum(number != flight.root for number in flight.waiting)
         room = self._share - waiting  # what has not entered yet is part of the coming level
@@ -535,6 +546,8 @@ class PipelineRound:
     def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
         """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
         node = flight.child(token)
+        if self.widths is not None:
+            self.widths.said({} if running.replay is None else running.replay.said(token))
         verdict = flight.say(token)
         self._verdicts.append(verdict)
         if node is None:

@@ -1,13 +1,17 @@
-"""w while requests run: from the ranks of the tokens that were said, and from what ticks took (section 3.3.3)."""
+"""w while requests run: from what trees of each width would have cost, and from what ticks took (section 3.3.3)."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
-from ...planning.pipeline import Candidate, choose_tree, hit_rates
+from ...planning.pipeline import tbt_with_bubbles
+from .flight import Flight
+from .replay import Replay
 
-EVERY = 16  # tokens between two choices
-KNOWN = 256  # tokens that the hit rates are of
+SURVEY = 64  # tokens that are replayed ..
+REST = 256  # .. before so many with the width that was chosen
+KNOWN = 2 * SURVEY  # tokens that a choice is made from
 FORGET = 0.98  # of what is known of ticks, with each that comes: some fifty of them count
 LEAST_TICKS = 8.0
 
@@ -48,11 +52,9 @@ class TickTime:
 class Widths:
     """Chooses the width with the least expected time between tokens, among 1, 2, 4, .. and the largest.
 
-    A token that a level had no room for counts with the rank that it had there, so that wider levels than the current
-    one can be judged, too; how much more would have hung below it nobody knows.
-
-    Where all ticks had as many rows it tries another width for a few tokens: some hundred ticks later it knows no more
-    what rows take, and tries again.
+    In a survey the largest width runs, so that the drafts of all others are known, and `Replay` counts the ticks that
+    each would have taken. Then the best one runs for a while. Where all ticks had as many rows nobody knows what rows
+    take: another width runs, so that the next survey does.
 
     Args:
         most: the largest, with which it begins.
@@ -60,26 +62,38 @@ class Widths:
     """
 
     def __init__(self, most: int, stages: int) -> None:
-        self.width, self.time = most, TickTime()
+        self.width, self.time, self.surveying = most, TickTime(), True
         self._stages = stages
         self._widths = [*(2**n for n in range(most.bit_length()) if 2**n < most), most]
-        self._ranks: deque[int] = deque(maxlen=KNOWN)
-        self._since = 0
+        self._ticks: deque[Mapping[int, int]] = deque(maxlen=KNOWN)
+        self._left = SURVEY
 
-    def said(self, rank: int) -> None:
-        """A token, with its rank in its level; below 0: it was not drafted."""
-        self._ranks.append(rank)
-        self._since += 1
-        if self._since >= EVERY:
-            self._since = 0
-            self.width = self._best() if self.time.known else self._neighbour()
+    def replay(self, flight: Flight, farthest: int, fresh: bool = False) -> Replay:
+        """Of a request whose tree may be older than the survey, or is ``fresh``.
 
-    def _best(self) -> int:
-        rates = hit_rates(self._ranks, self._widths)
-        candidates = [Candidate(width, 1, rates[width]) for width in self._widths]
-        return choose_tree(candidates, self.time, self._stages).width
+        What was drafted before, by a narrower tree, has left the stages after m tokens, and what was chosen from it
+        after m more.
+        """
+        return Replay(flight, self._widths, self._stages, farthest, 0 if fresh else 2 * self._stages)
 
-    def _neighbour(self) -> int:
-        """Another width, so that ticks tell what rows take: the next one below, or above the smallest."""
-        place = self._widths.index(self.width)
-        return self._widths[place - 1] if place else self._widths[min(1, len(self._widths) - 1)]
+    def said(self, ticks: Mapping[int, int]) -> None:
+        """A token, with the ticks that trees of each width would have taken; empty: not known."""
+        if self.surveying and not ticks:
+            return
+        if self.surveying:
+            self._ticks.append(ticks)
+        self._left -= 1
+        if not self._left:
+            self.surveying = not self.surveying
+            self._left = SURVEY if self.surveying else REST
+            self.width = self._widths[-1] if self.surveying else self._next()
+
+    def _next(self) -> int:
+        """The width between two surveys."""
+        if not self.time.known:
+            return self._widths[max(0, len(self._widths) - 2)]
+        return min(self._widths, key=lambda width: (tbt_with_bubbles(self.time(width), self.bubbles(width)), width))
+
+    def bubbles(self, width: int) -> float:
+        """Ticks without a token for each one with a token, as the surveys found them."""
+        return sum(ticks[width] for ticks in self._ticks) / len(self._ticks) - 1
