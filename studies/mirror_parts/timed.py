@@ -214,7 +214,7 @@ def saved_of(mirror: Ran, serial: Ran, steps: Sequence[Step], said: Forecast, ga
     chain, pass_ms = serial.draft / serial.passes, serial.wall / serial.passes
     alone = said.parts[ALONE].law
     reuse = whole(after(steps)[0], gamma)
-    facts = {"chain": chain, "pass": pass_ms, "possible": replace(alone, draft=chain).saved}
+    facts: dict[str, Any] = {"chain": chain, "pass": pass_ms, "possible": replace(alone, draft=chain).saved}
     facts |= {"saved": pass_ms - mirror.wall / mirror.passes, "ratio": serial.ms / mirror.ms}
     facts["ratios_forecast"] = {name: pass_ms / said.mean(name) for name in said.parts}
     if reuse:
@@ -247,10 +247,10 @@ def _said(facts: dict[str, Any]) -> list[str]:
         words = {kind: f"median |observed - forecast| of steps behind a {kind}" for kind in KINDS} | {"mean": mean}
         rows += [(f"parts {name}: {words[kind]}", value, MOST_LATE, True) for kind, value in late.items()]
     rows += [("median share of waiting for the draft, of steps that reuse", facts["exposed"], MOST_EXPOSED, True)]
-    for name, words in (("saved", "all steps"), ("saved_reuse", "steps that reuse")):
+    for name, which in (("saved", "all steps"), ("saved_reuse", "steps that reuse")):
         if facts["possible"] > 0 and name in facts:
             share = facts[name] / facts["possible"]
-            rows += [(f"saved of min(budget, chain) less rendezvous, {words}", share, LEAST_SAVED, False)]
+            rows += [(f"saved of min(budget, chain) less rendezvous, {which}", share, LEAST_SAVED, False)]
     ratios = ", ".join(f"{ratio:.2f} {name}" for name, ratio in facts["ratios_forecast"].items())
     rows += [(f"serial with the same placement over mirror (forecast: {ratios})", facts["ratio"], LEAST_RATIO, False)]
     return [
