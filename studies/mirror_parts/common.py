@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from paceline import LLM, SamplingParams
@@ -31,6 +33,7 @@ class Asked(Options):
     kappas: str = asked("1,2,4,8,16", "Candidates of a position.", "K,..")
     candidates: int = asked(4, "Candidates of a position where the round is timed.", "N")
     log: Path | None = asked(None, "Log of a run that trained exits (log.jsonl).", "FILE")
+    measured: Path | None = asked(None, "law.json, whose exit and rendezvous are charged.", "FILE")
     rows: int | None = asked(None, "Drafted tokens of a request's rollout at most; none: the whole grid.", "N")
     level_ms: float | None = asked(None, "What a level is given, as on another device; none: what it takes.", "MS")
     core: int = asked(1, "Core of the drafter's process; the target keeps to the first other one.", "N")
@@ -97,6 +100,7 @@ class Heard:
     outputs: list[RequestOutput]
     verdicts: list[Verdict] = field(default_factory=list)
     steps: list[tuple[StepTimes, list[Verdict]]] = field(default_factory=list)  # with the verdicts of each
+    walls: list[float] = field(default_factory=list)  # ms of each, by a clock around the engine's whole step
 
 
 def plain_llm(ask: Asked) -> LLM:
@@ -124,8 +128,27 @@ def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature:
 
     if hasattr(round_, "on_verdict"):
         round_.on_verdict, round_.on_step = pending.append, step
-    for part in [[job] for job in jobs] if alone else [jobs]:
-        heard.outputs += llm.generate([prompt for prompt, _ in part], [params for _, params in part])
+    with _clocked(llm.engine, heard):
+        for part in [[job] for job in jobs] if alone else [jobs]:
+            heard.outputs += llm.generate([prompt for prompt, _ in part], [params for _, params in part])
     failed = round_.failure
     assert failed is None, failed
     return heard
+
+
+@contextmanager
+def _clocked(engine: Any, heard: Heard) -> Iterator[None]:
+    """Note the time around every step that tells its own."""
+    inner = engine.step
+
+    def step() -> Any:
+        began, told = perf_counter(), len(heard.steps)
+        touched = inner()
+        heard.walls += [(perf_counter() - began) * 1e3] * (len(heard.steps) - told)
+        return touched
+
+    engine.step = step
+    try:
+        yield
+    finally:
+        engine.step = inner

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -255,72 +256,125 @@ def figure_3b(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-# -- the paper's devices on a virtual clock (item of table 1)
+# -- the paper's devices on a virtual clock (table 1)
 
 
-@study.table(takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
+DRAFTS = tuple(tenth / 10 for tenth in range(1, 16))  # T_draft / T_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a step takes beside layers and drafts, as shares of a target pass."""
+
+    exit: float  # head, token channel and sending
+    verdict: float  # told, and the levels that came taken
+
+    @staticmethod
+    def read(file: Path) -> Costs:
+        """Those that `law` measured.
+
+        Raises:
+            ConfigError: the file is not what it wrote.
+        """
+        try:
+            parts = json.loads(file.read_text(encoding="utf-8"))["parts"]["alone"]
+            whole = parts["prefix"] + parts["suffix"]
+            return Costs(exit=(parts["exit"] + parts["send"]) / whole, verdict=parts["verdict"] / whole)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--measured {file}", f"no parts ({error})", "name law.json of `law`") from error
+
+
+@study.table(needs=("measured",), takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
 def simulated(ask: Asked) -> Iterator[Table | None]:
-    """Mirror over vanilla on a virtual clock: real tokens, windows and fallbacks; a draft takes what table 1 says."""
+    """Mirror over vanilla on a virtual clock: fallbacks are counted, exit and rendezvous measured (by `law`)."""
+    assert ask.measured is not None
+    costs = Costs.read(ask.measured)
     yield None
     base = plain_llm(ask)
     llm = LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, 8, HALF), share=base, **ask.llm)
     rows: list[list[str]] = []
     values: dict[str, dict[str, Any]] = {}
-    heard = {
-        (task, t): listen(llm, prompts_of(ask, llm, task), ask, t).verdicts for task in ask.names for t in (0.0, 1.0)
+    missed = {
+        (task, t): misses(listen(llm, prompts_of(ask, llm, task), ask, t).verdicts, ask.gamma)
+        for task in ask.names
+        for t in (0.0, 1.0)
     }
     for model in TABLE_1:
         paper = ratios(model)
         draft = constant({task: r for task, r in paper.items() if task != exception(paper)})[0] - 1
         for task in ask.names:
-            own = heard[task, float(model[-1])]
-            missed, tokens = [v.told and not v.reused for v in own], sum(v.accepted + 1 for v in own)
-            ratio, plain = clock(missed, draft)
-            shares = f"{tokens / len(own):.2f}", f"{sum(missed) / len(own):.2f}"
-            rows.append([model, task, *shares, f"{draft:.2f}", f"{ratio:.2f}"])
-            values[f"{model}, {task}"] = {"steps": len(own), "fallbacks": sum(missed), "tokens": tokens}
-            values[f"{model}, {task}"] |= {"ratio": ratio, "over_plain": tokens / plain}
+            own = missed[task, float(model[-1])]
+            ratio, *others = (clock(own, one, ask.gamma, costs) for one in (draft, *DRAFTS))
+            share = sum(own) / len(own)
+            rows.append(
+                [model, task, str(len(own)), f"{share:.2f}", f"{draft:.2f}", f"{ratio:.2f}", f"{max(others):.2f}"]
+            )
+            values[f"{model}, {task}"] = {"steps": len(own), "fallbacks": share, "draft": draft}
+            values[f"{model}, {task}"] |= {"ratio": ratio, "most": max(others)}
     yield Table(
-        title=f"Mirror over vanilla on a {VIRTUAL}",
-        head=("devices", "task", "tokens a step", "fallbacks a step", "T_draft / T_target", "mirror over vanilla"),
+        title=f"Mirror over vanilla on a {VIRTUAL}, {ask.exit_words}",
+        head=(
+            "devices",
+            "task",
+            "steps",
+            "fallbacks",
+            "T_draft / T_target",
+            "mirror over vanilla",
+            "at most",
+        ),
         parts={"": rows},
-        values={"label": VIRTUAL, "runs": values, "paper": {m: ratios(m) for m in TABLE_1}, "papers_tasks": TASKS},
+        values={"label": VIRTUAL, "runs": values, "costs": asdict(costs)}
+        | {"paper": {m: ratios(m) for m in TABLE_1}, "papers_tasks": TASKS},
         remarks=[
-            f"{VIRTUAL}: a pass takes 1, a window T_draft in series, and beside the target half of a pass at most "
-            "(a streaming draft's); after a fallback the target waits for a fresh one",
+            f"{VIRTUAL}: a pass takes 1, half of it behind the exit; a window T_draft, in series, fresh and for all "
+            "candidates beside the target alike (rows cost nothing); after a fallback the rollout is called off at "
+            "the end of its level, and the target waits for a fresh window",
+            f"measured by `law`, of a pass: exit and sending {costs.exit:.3f}, verdict {costs.verdict:.3f}",
+            "T_draft is table 1's constant less 1: its least, as the paper's ratio has the paper's own fallbacks in it",
+            f"at most: of all T_draft / T_target from {DRAFTS[0]} to {DRAFTS[-1]}, with these fallbacks",
             "range: " + ", ".join(f"{min(v):.2f} to {max(v):.2f} ({m})" for m, v in _by_model(values).items()),
         ],
     )
 
 
-def clock(missed: Sequence[bool], draft: float) -> tuple[float, float]:
-    """Vanilla's time over mirror's, and mirror's: target and drafter as two devices that replay a run's fallbacks.
+def misses(verdicts: Sequence[Verdict], gamma: int) -> list[bool]:
+    """Of each step with a whole window: whether its outcome was not prepared for."""
+    return [not v.reused for v in verdicts if v.told and len(v.window) == gamma]
+
+
+def clock(missed: Sequence[bool], draft: float, gamma: int, costs: Costs) -> float:
+    """Vanilla's time over mirror's: target and drafter as two devices that replay a run's fallbacks.
 
     Args:
-        missed: of each step, whether its window had to be drafted anew.
-        draft: T_draft of vanilla's window, of a target pass of 1; half of the pass lies behind the exit.
+        missed: of each step, whether the next window has to be drafted anew.
+        draft: T_draft of a window, of a target pass of 1.
+        gamma: levels of a window.
+        costs: of a step.
     """
-    beside = min(draft, BEHIND)
     with VirtualClock() as time:
-        asked, drafted = time.mailbox(), time.mailbox()
+        asked, drafted, called_off = time.mailbox(), time.mailbox(), [False]
 
         def drafter() -> None:
             while True:
                 asked.get()
-                time.sleep_until(time.now() + beside)
+                for _ in range(gamma):
+                    if not called_off[0]:
+                        time.sleep_until(time.now() + draft / gamma)
                 drafted.put(None)
 
         time.start("drafter", drafter)
-        for fresh in missed:
-            if fresh:
-                asked.put(None)
-                drafted.get()
-            time.sleep_until(time.now() + 1 - BEHIND)  # layers in front of the exit
+        for fallback in missed:
+            time.sleep_until(time.now() + 1 - BEHIND + costs.exit)
             asked.put(None)
             time.sleep_until(time.now() + BEHIND)
+            called_off[0] = fallback
             drafted.get()
-        mirror = time.now()
-    return len(missed) * (1 + draft) / mirror, mirror
+            called_off[0] = False
+            time.sleep_until(time.now() + costs.verdict)
+            if fallback:
+                asked.put(None)
+                drafted.get()
+        return len(missed) * (1 + draft) / time.now()
 
 
 def _by_model(values: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:

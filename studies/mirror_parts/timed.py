@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 from mirror_parts.common import SIX, Asked, drafter_of, listen, mirror_of, prompts_of, study
+from mirror_parts.forecast import ALONE, Forecast, Parts, Step, after, forecast, steps_of, whole
 from paceline import LLM
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
@@ -21,12 +22,12 @@ from paceline.bench.study import Entry, Grid, Table
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.distributed.clock import Pace, RealClock
 from paceline.distributed.placement import cores, pin
-from paceline.planning.latency import MirrorStep
 
 STRETCHED, DRAFT = "stretch:paceline-small,times=8", "stretch:paceline-small-draft,times=4"
 GAMMAS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 2, 4, 8)
 MOST_LATE, MOST_EXPOSED, LEAST_SAVED, LEAST_RATIO = 0.05, 0.03, 0.8, 1.2  # what is wanted of the law
+KINDS = "reuse", "fallback"  # what went before a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Ran:
     draft: float  # on the critical path; with what the first passes had of it
     windows: int  # drafted in series by a draft with streams, and its passes for them
     internal: int
-    steps: list[dict[str, Any]]  # of passes behind a prompt, in the mirror round
+    steps: list[Step]  # of passes behind a prompt, in the mirror round
 
     @property
     def ms(self) -> float:
@@ -48,9 +49,10 @@ class Ran:
         return self.wall / self.tokens
 
 
+MIRROR, SERIAL = "mirror, two processes", "serial, one core"
 WAYS = {  # name: round behind "mirror", threads, whether the drafter has a core of its own
-    "mirror, two processes": ("rollout=process", 1, True),
-    "serial, one core": ("", 1, True),
+    MIRROR: ("rollout=process", 1, True),
+    SERIAL: ("", 1, True),
     "serial, both cores": ("", 2, False),
     "mirror, one process": ("rollout=beside", 2, False),
 }
@@ -97,7 +99,7 @@ def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
         draft=sum(s.draft_ms for s in stats),
         windows=len(windows),
         internal=0 if chains is None else chains.passes,
-        steps=[_step(times, verdicts) for times, verdicts in heard.steps if verdicts],
+        steps=steps_of(heard),
     )
 
 
@@ -142,18 +144,6 @@ def _drafter(llm: LLM) -> Any:
     return round_.guard.drafter
 
 
-def _step(times: Any, verdicts: Sequence[Any]) -> dict[str, Any]:
-    names = ("fresh", "prefix", "suffix", "rendezvous_exit", "rendezvous_final", "exposed", "draft", "observed", "law")
-    own = {name: float(getattr(times, name)) for name in names}
-    return own | {"told": verdicts[0].told, "reused": verdicts[0].reused, "window": bool(verdicts[0].window)}
-
-
-def after(steps: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps behind an outcome that was prepared for, and behind a fallback; the first of a request is of neither."""
-    pairs = [*zip(steps, steps[1:], strict=False)]
-    return [b for a, b in pairs if a["reused"]], [b for a, b in pairs if a["told"] and not a["reused"]]
-
-
 def _two_cores(ask: Asked) -> None:
     here = cores()
     if ask.core not in here or len(here) < 2:
@@ -169,11 +159,12 @@ def _two_cores(ask: Asked) -> None:
     max_new_tokens=64,
 )
 def law(ask: Asked) -> Iterator[Table | None]:
-    """The latency law on two cores: predicted and observed, on steps that reuse and on those behind a fallback."""
+    """The latency law on two cores: steps forecast from times in isolation on other prompts, and observed."""
     _two_cores(ask)
     if ask.level_ms is not None and ask.level_ms <= 0:
         raise ConfigError(f"--level-ms {ask.level_ms:g}", "no time", "give more than 0")
     yield None
+    said = forecast(ask)
     # One process has no other device.
     ways = [way for way in WAYS if ask.level_ms is None or way != "mirror, one process"]
     found: dict[str, list[Ran]] = {way: [] for way in ways}
@@ -181,8 +172,9 @@ def law(ask: Asked) -> Iterator[Table | None]:
         for way, runs in found.items():
             runs += apart(ran, ask, way, [ask.gamma])
     best = {way: min(runs, key=lambda run: run.ms) for way, runs in found.items()}
-    mirror, serial = best["mirror, two processes"], best["serial, one core"]
-    facts = law_of(mirror, serial)
+    mirror, serial = best[MIRROR], best[SERIAL]
+    steps = [step for run in found[MIRROR] for step in run.steps]
+    facts = law_of(steps, said, ask.gamma) | saved_of(mirror, serial, steps, said, ask.gamma)
     rows = [
         [way, f"{run.ms:.2f}", f"{run.ms / mirror.ms:.2f}", f"{run.tokens / run.passes:.2f}"]
         for way, run in best.items()
@@ -192,67 +184,75 @@ def law(ask: Asked) -> Iterator[Table | None]:
         head=("way", "ms a token", "of the mirror round's", "tokens a pass"),
         parts={"": rows},
         values={"ms": {way: [run.ms for run in runs] for way, runs in found.items()}, **facts},
-        remarks=[
-            *_said(facts, serial.ms / mirror.ms),
-            *_terms(facts, ask.level_ms),
-            f"best of {ask.repeats} runs of each, in turns",
-        ],
+        remarks=[*_said(facts), *_terms(facts, ask.level_ms), f"best of {ask.repeats} runs of each, in turns"],
     )
 
 
-def law_of(mirror: Ran, serial: Ran) -> dict[str, Any]:
-    """The law against what was observed, in ms and as shares."""
-    steps, (reuse, fallback) = mirror.steps, after(mirror.steps)
-    facts: dict[str, Any] = {"steps": len(steps), "reuse": len(reuse), "fallback": len(fallback)}
+def law_of(steps: Sequence[Step], said: Forecast, gamma: int) -> dict[str, Any]:
+    """Steps against their forecast. Of what is compared only the clock around a whole step comes from the steps."""
+    kinds = dict(zip(KINDS, (whole(own, gamma) for own in after(steps)), strict=True))
+    both = [step for own in kinds.values() for step in own]
+    facts: dict[str, Any] = {"all": len(steps), "steps": {kind: len(own) for kind, own in kinds.items()}}
+    facts |= {"share": said.share, "counted": said.counted, "observed": fmean(step["wall"] for step in both)}
+    facts["parts"] = {name: asdict(own) for name, own in said.parts.items()}
+    facts["exposed"] = median(step["exposed"] / step["wall"] for step in kinds["reuse"] or both)
+    facts["forecast"] = {name: said.mean(name) for name in said.parts}
+    facts["late"] = {
+        name: {kind: median(abs(step["wall"] / one - 1) for step in kinds[kind]) for kind, one in own if kinds[kind]}
+        | {"mean": abs(facts["observed"] / said.mean(name) - 1)}
+        for name, own in ((name, _steps_of_parts(own)) for name, own in said.parts.items())
+    }
+    return facts
+
+
+def _steps_of_parts(own: Parts) -> list[tuple[str, float]]:
+    return [*zip(KINDS, (own.reuse, own.fallback), strict=True)]
+
+
+def saved_of(mirror: Ran, serial: Ran, steps: Sequence[Step], said: Forecast, gamma: int) -> dict[str, Any]:
+    """What is saved a step of serial speculation's, in ms, beside min(budget, chain) less both rendezvous."""
+    chain, pass_ms = serial.draft / serial.passes, serial.wall / serial.passes
+    alone = said.parts[ALONE].law
+    reuse = whole(after(steps)[0], gamma)
+    facts: dict[str, Any] = {"chain": chain, "pass": pass_ms, "possible": replace(alone, draft=chain).saved}
+    facts |= {"saved": pass_ms - mirror.wall / mirror.passes, "ratio": serial.ms / mirror.ms}
+    facts["ratios_forecast"] = {name: pass_ms / said.mean(name) for name in said.parts}
     if reuse:
-        facts["late"] = median(abs(s["observed"] - s["law"]) / s["law"] for s in reuse)
-        facts["exposed"] = median(s["exposed"] / s["observed"] for s in reuse)
-    fresh = fmean(s["fresh"] for s in fallback) if fallback else 0.0
-    predicted = fmean(s["law"] - s["fresh"] for s in steps) + fresh * len(fallback) / len(steps)
-    facts |= {"fresh": fresh, "observed": fmean(s["observed"] for s in steps), "predicted": predicted}
-    suffix, rendezvous = (fmean(sum(s[n] for n in names) for s in steps) for names in (("suffix",), _RENDEZVOUS))
-    chain = serial.draft / serial.passes
-    possible = MirrorStep(prefix=0, suffix=suffix, draft=chain).saved - rendezvous
-    pass_ms = serial.wall / serial.passes
-    saved = pass_ms - mirror.wall / mirror.passes
-    if reuse:
-        facts["saved_reuse"] = pass_ms - fmean(s["observed"] for s in reuse)
-    facts["target_ms"] = {"serial": pass_ms - chain, "mirror": fmean(s["prefix"] + s["suffix"] for s in steps)}
-    facts["draft"] = fmean(s["draft"] for s in steps)
-    return facts | {"budget": suffix, "rendezvous": rendezvous, "chain": chain, "possible": possible, "saved": saved}
+        facts["saved_reuse"] = pass_ms - fmean(step["wall"] for step in reuse)
+    names = ("prefix", "rendezvous_exit", "suffix", "draft", "exposed", "host")
+    facts["in_step"] = {name: median(step[name] for step in whole(steps, gamma)) for name in names}
+    return facts
 
 
 def _terms(facts: dict[str, Any], level_ms: float | None) -> list[str]:
-    """What the figures are made of."""
-    both = facts["target_ms"]
+    """What the figures are made of, in ms."""
+    shown = {**facts["parts"], "in the step": facts["in_step"]}
+    lines = [f"{name}: " + ", ".join(f"{part} {ms:.2f}" for part, ms in own.items()) for name, own in shown.items()]
+    steps = facts["steps"]
     return [
-        f"target of a pass: {both['serial']:.2f} ms in serial, {both['mirror']:.2f} ms beside the drafter's process, "
-        f"{facts['budget']:.2f} ms of it behind the exit",
-        f"draft: a chain in series {facts['chain']:.2f} ms, a rollout {facts['draft']:.2f} ms, a fresh one "
-        f"{facts['fresh']:.2f} ms; both rendezvous with the exit's head {facts['rendezvous']:.2f} ms",
-        f"{facts['fallback']} of {facts['steps']} steps are behind a fallback",
+        *lines,
+        f"in series: a pass with its chain {facts['pass']:.2f}, the chain {facts['chain']:.2f}",
+        f"{steps['fallback']} of {sum(steps.values())} steps are behind a fallback, {facts['share']:.2f} of "
+        f"{facts['counted']} on other prompts; the other {facts['all'] - sum(steps.values())} are a request's first or "
+        "have shorter windows",
         *([f"each level of a draft is given {level_ms:g} ms, as on a device of its own"] if level_ms else []),
     ]
 
 
-_RENDEZVOUS = ("rendezvous_exit", "rendezvous_final")
-
-
-def _said(facts: dict[str, Any], ratio: float) -> list[str]:
+def _said(facts: dict[str, Any]) -> list[str]:
     """Each figure beside what was wanted of it."""
     rows = []
-    if "late" in facts:
-        rows += [("median |observed - law| on steps that reuse", facts["late"], MOST_LATE, True)]
-        rows += [("median exposed draft time on these", facts["exposed"], MOST_EXPOSED, True)]
-    off = abs(facts["observed"] / facts["predicted"] - 1)
-    rows += [("mean step against law + FF x fresh", off, MOST_LATE, True)]
-    if facts["possible"] > 0:
-        words = "saved of min(budget, chain) less rendezvous, "
-        rows += [(f"{words}over all steps", facts["saved"] / facts["possible"], LEAST_SAVED, False)]
-        if "saved_reuse" in facts:
-            share = facts["saved_reuse"] / facts["possible"]
-            rows += [(f"{words}on steps that reuse", share, LEAST_SAVED, False)]
-    rows += [("serial with the same placement over mirror", ratio, LEAST_RATIO, False)]
+    for name, late in facts["late"].items():
+        mean = f"mean step, forecast {facts['forecast'][name]:.2f} ms and observed {facts['observed']:.2f} ms"
+        words = {kind: f"median |observed - forecast| of steps behind a {kind}" for kind in KINDS} | {"mean": mean}
+        rows += [(f"parts {name}: {words[kind]}", value, MOST_LATE, True) for kind, value in late.items()]
+    rows += [("median share of waiting for the draft, of steps that reuse", facts["exposed"], MOST_EXPOSED, True)]
+    for name, which in (("saved", "all steps"), ("saved_reuse", "steps that reuse")):
+        if facts["possible"] > 0 and name in facts:
+            share = facts[name] / facts["possible"]
+            rows += [(f"saved of min(budget, chain) less rendezvous, {which}", share, LEAST_SAVED, False)]
+    ratios = ", ".join(f"{ratio:.2f} {name}" for name, ratio in facts["ratios_forecast"].items())
+    rows += [(f"serial with the same placement over mirror (forecast: {ratios})", facts["ratio"], LEAST_RATIO, False)]
     return [
         f"{words}: {value:.3f}, {'at most' if most else 'at least'} {bound} wanted: "
         + ("yes" if (value <= bound if most else value >= bound) else "NO")
@@ -276,7 +276,7 @@ def figure_3a(ask: Asked) -> Iterator[Table | None]:
     rows, series = [], []
     gammas = GAMMAS[:2] if ask.quick else GAMMAS
     for drafts, one in _drafts(ask).items():
-        for way in ("serial, one core", "mirror, two processes"):
+        for way in (SERIAL, MIRROR):
             accepted, exposed = [], []
             for gamma, run in zip(gammas, apart(ran, one, way, gammas), strict=True):
                 accepted.append(run.accepted / run.passes)
@@ -334,7 +334,7 @@ def figure_6b(ask: Asked) -> Iterator[Table | None]:
         best: dict[str, Ran] = {}
         for _ in range(ask.repeats):  # in turns
             for name, one in _drafts(replace(ask, tasks=task)).items():
-                (run,) = apart(ran, one, "serial, one core", [ask.gamma])
+                (run,) = apart(ran, one, SERIAL, [ask.gamma])
                 if name not in best or run.draft / run.passes < best[name].draft / best[name].passes:
                     best[name] = run
         plain, streams = best[""], best[", streams"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import mirror
 import pytest
 import torch
-from mirror_parts.counted import Fallbacks, after_the_verdict, clock
-from mirror_parts.timed import after
+from mirror_parts.common import Asked, plain_llm, prompts_of
+from mirror_parts.counted import Costs, Fallbacks, after_the_verdict, clock
+from mirror_parts.forecast import Forecast, Parts, after, others_of, whole
+from mirror_parts.timed import law_of
 from stream_sets import save_set
 
 from paceline.distributed.placement import cores
@@ -70,17 +73,81 @@ def test_levels_that_are_left_after_the_verdict() -> None:
     )
 
 
+FREE, DEAR = Costs(exit=0.0, verdict=0.0), Costs(exit=0.1, verdict=0.02)
+
+
 def test_the_virtual_clock_is_the_law() -> None:
-    assert clock([False] * 10, 0.5) == pytest.approx((1.5, 10.0))
-    assert clock([True, False] * 5, 0.5) == pytest.approx((15 / 12.5, 12.5))
-    assert clock([True] * 10, 0.8)[0] == pytest.approx(18 / 15)
+    assert clock([False] * 10, 0.5, 3, FREE) == pytest.approx(1.5)
+    assert clock([False] * 10, 0.5, 3, DEAR) == pytest.approx(1.5 / 1.12)
+    assert clock([False] * 10, 0.9, 3, FREE) == pytest.approx(1.9 / 1.4)  # no longer hidden
+    assert clock([True, False] * 5, 0.4, 3, FREE) == pytest.approx(2 * 1.4 / 2.4)
+    assert clock([True] * 10, 0.8, 4, FREE) == pytest.approx(1.8 / 1.9)  # called off at 0.6, then a window of 0.8
+
+
+@pytest.mark.parametrize("missed, draft, costs", [(0, 0.01, DEAR), (10, 0.4, DEAR), (10, 0.8, FREE), (8, 0.83, DEAR)])
+def test_on_the_virtual_clock_mirror_can_lose(missed: int, draft: float, costs: Costs) -> None:
+    """To a draft that costs less than the rendezvous, and where most outcomes are not prepared for."""
+    assert clock([True] * missed + [False] * (10 - missed), draft, 4, costs) < 1
+    assert clock([False] * 10, 0.4, 4, costs) > 1
+
+
+def test_costs_are_those_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "law.json"
+    file.write_text(json.dumps({"parts": {"alone": asdict(PARTS)}}))
+    assert Costs.read(file) == Costs(exit=0.06, verdict=0.02)
+    file.write_text("{}")
+    given = ["simulated", "--quick", "--out", str(tmp_path / "out")]
+    assert mirror.study.run(given) == mirror.study.run([*given, "--measured", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "--measured is not given" in said and "no parts" in said
+
+
+PARTS = Parts(prefix=10.0, exit=1.0, suffix=10.0, host=0.5, send=0.2, draft=8.0, verdict=0.4, fresh=3.0)
+
+
+def steps(reuse: float, fallback: float) -> list[dict[str, Any]]:
+    """Of a request, by turns behind an outcome that was prepared for and one that was not, which take so many ms."""
+    kinds = [(1.0, True), *[(reuse, False), (fallback, True)] * 6]
+    own = {"told": True, "window": 4, "exposed": 0.1}
+    return [own | {"wall": wall, "reused": reused} for wall, reused in kinds]
+
+
+def late(found: list[dict[str, Any]], parts: Parts = PARTS, share: float = 0.5) -> dict[str, float]:
+    return law_of(found, Forecast(parts={"alone": parts}, share=share, counted=10), 4)["late"]["alone"]
+
+
+def test_the_law_holds_where_steps_are_as_forecast() -> None:
+    assert (PARTS.reuse, PARTS.fallback) == pytest.approx((22.1, 25.1))
+    assert late(steps(22.1, 25.1)) == pytest.approx({"reuse": 0.0, "fallback": 0.0, "mean": 0.0}, abs=1e-9)
+    assert replace(PARTS, draft=15.0).reuse == pytest.approx(27.1)  # no longer hidden
+
+
+def test_the_law_does_not_hold_for_wrong_times() -> None:
+    """Steps 9 times slower; and each term, too large or left out, where the steps are as they were."""
+    assert all(off > 7 for off in late(steps(9 * 22.1, 9 * 25.1)).values())
+    right = steps(22.1, 25.1)
+    for term in ("prefix", "suffix"):
+        for wrong in (0.5, 1.5):
+            assert all(off > 0.05 for off in late(right, replace(PARTS, **{term: wrong * 10})).values()), term
+    assert late(right, replace(PARTS, draft=20.0))["reuse"] > 0.05
+    assert late(right, replace(PARTS, fresh=0.0))["fallback"] > 0.05
+    assert late(right, share=0.0)["mean"] > 0.05 and late(right, replace(PARTS, exit=5.0))["reuse"] > 0.05
 
 
 def test_steps_by_what_went_before() -> None:
     kinds = [(True, True), (True, False), (False, False), (True, True)]
-    steps = [{"n": n, "told": told, "reused": reused} for n, (told, reused) in enumerate(kinds)]
-    reuse, fallback = after(steps)
+    made = [{"n": n, "told": told, "reused": reused, "window": 3 - n} for n, (told, reused) in enumerate(kinds)]
+    reuse, fallback = after(made)
     assert [step["n"] for step in reuse] == [1] and [step["n"] for step in fallback] == [2]
+    assert [step["n"] for step in whole(made, 3)] == [0] and [step["n"] for step in whole(made, 1)] == []
+
+
+@needs_two_cores
+def test_a_forecast_rests_on_other_prompts() -> None:
+    ask = Asked(draft="paceline-small-draft", tasks="sql", prompts=2, max_new_tokens=8, gamma=2)
+    llm = plain_llm(ask)
+    own, others = prompts_of(ask, llm, "sql"), others_of(ask, llm)
+    assert len(own) == len(others) == 2 and not any(prompt in own for prompt in others)
 
 
 @pytest.mark.full
@@ -92,8 +159,10 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert trace["verdicts"] > 2 and (tmp_path / "figure_7.svg").is_file()
     assert all(own["equal"] == own["ids"] == own["requests"] for own in run(tmp_path, "traces")["tasks"].values())
     assert 0 <= run(tmp_path, "figure_3b")["tasks"]["sql"]["mean"] <= 2
-    simulated = run(tmp_path, "simulated")
-    assert simulated["label"] == "virtual clock" and all(one["ratio"] > 1 for one in simulated["runs"].values())
+    (tmp_path / "law.json").write_text(json.dumps({"parts": {"alone": asdict(PARTS)}}))
+    simulated = run(tmp_path, "simulated", "--measured", str(tmp_path / "law.json"))
+    assert simulated["label"] == "virtual clock" and simulated["costs"] == {"exit": 0.06, "verdict": 0.02}
+    assert all(0 < one["ratio"] <= one["most"] < 1.5 / 1.08 + 1e-9 for one in simulated["runs"].values())
 
 
 @pytest.mark.full
@@ -103,7 +172,9 @@ def test_what_is_counted(tmp_path: Path) -> None:
 def test_what_is_timed_runs(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, name, "--tasks", "sql")
     if name == "law":
-        assert found["steps"] >= found["reuse"] + found["fallback"] > 0 and len(found["ms"]) == 4
+        assert found["all"] > sum(found["steps"].values()) > 0 and len(found["ms"]) == 4
+        assert all(ms > 0 for parts in found["parts"].values() for ms in parts.values())
+        assert found["forecast"]["alone"] > found["parts"]["alone"]["prefix"] + found["parts"]["alone"]["suffix"]
     elif name == "figure_3a":
         assert [len(point["accepted"]) for point in found["points"]] == [2, 2]
 

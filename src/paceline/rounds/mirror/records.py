@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The terms of eq. 10 and 14 in one step, in ms.
+    """What the terms of eq. 10 and 14 were in one step, in ms. They are no forecast of it: together they are the step.
 
     While the rollout runs beside the target ``exposed`` is what of ``draft`` the step had to wait for; between the
     layers it is all of it. Of sessions elsewhere ``draft`` is from the start of the rollout until they had drafted the
@@ -36,23 +36,10 @@ class StepTimes:
 
     fresh: float  # windows drafted before the pass, after outcomes that were not prepared for
     prefix: float  # T_target^{1:l_e}
-    rendezvous_exit: float  # the exit's scores, the token channel, the start of the rollout
+    rendezvous_exit: float  # the exit's scores, the token channel, candidates laid out
     suffix: float  # T_target^{l_e+1:N}, head and verdict
     exposed: float
     rendezvous_final: float  # the verdict told, surviving branches kept: T_rv^(fv)
     host: float  # emitting tokens, keeping K/V
     draft: float  # T_draft^gen
     nodes: int  # drafted in it
-
-    @property
-    def observed(self) -> float:
-        """The step, from its beginning to its end."""
-        around = self.fresh + self.rendezvous_exit + self.exposed + self.rendezvous_final + self.host
-        return around + self.prefix + self.suffix
-
-    @property
-    def law(self) -> float:
-        """What eq. 14 makes of the terms where draft and target run at once; with ``fresh`` and ``host``, which
-        it does not know."""
-        law = self.prefix + self.rendezvous_exit + max(self.suffix, self.draft) + self.rendezvous_final
-        return self.fresh + law + self.host
