@@ -63,6 +63,10 @@ class ExtraPass:
         """As the inner round."""
         self.inner.release(sequences)
 
+    def forget(self) -> None:
+        """As the inner round."""
+        self.inner.forget()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExtraPassConfig(RoundConfig):

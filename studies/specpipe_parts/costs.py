@@ -82,7 +82,7 @@ class TimedStages(StagesInTurn):
         if sent is not None:
             frame_of(self._codec.decode(sent), torch.device("cpu"))
         out = self.stages[index].run(frame)
-        answer = self._bytes(Computed(out.epoch, out.hidden)) if apart and out.hidden is not None else None
+        answer = self._bytes(Computed(out.epoch, out.hidden, 0.0)) if apart and out.hidden is not None else None
         took = perf_counter() - began
         self.seconds.elsewhere += took
         if frame.rows:

@@ -183,7 +183,7 @@ def test_fast_layers_draft_what_the_reference_does(kind: str, variant: str) -> N
     target's answers."""
     dtype, compiled = torch.float32 if kind in ("torch", "float32") else torch.bfloat16, kind != "torch"
     config = whole(head_dim=8, rope=RopeConfig(dim=4))
-    quant = "int8" if kind == "int8" else None  # whose bits depend on the width where there are tiles, unless it is exact
+    quant = "int8" if kind == "int8" else None  # exact: else its bits depend on the width where there are tiles
     made = tiny_decoder(config, dtype=dtype, quant=quant, exact=quant is not None, compiled=compiled)
     drafter = spire(config=config, dtype=dtype, compiled=compiled, shape=VARIANTS[variant])
     requests = [
