@@ -104,7 +104,7 @@ def test_processes_that_are_killed_and_stopped_are_named_in_time_and_change_no_t
     killer = Killer(workers, belt)
     engine.round.on_tick = lambda tick: killer.on_tick()  # type: ignore[attr-defined]
     assert ids(run(engine, jobs)) == expected
-    whys = "died: killed by SIGKILL", "died: killed by SIGKILL", "hangs: no sign of life"
+    whys = "died: killed by SIGKILL", "died: killed by SIGKILL", "hangs: "  # no sign of life, or too long at a frame
     assert not killer.left and len(killer.named) == 3
     for (index, pid, _), (said, seconds), why in zip(killer.sent, killer.named, whys, strict=True):
         assert said.startswith(f"worker stage {index} (pid {pid}) {why}") and seconds < 5

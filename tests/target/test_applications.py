@@ -290,8 +290,11 @@ def test_streams_of_an_application_draft_for_it(options: dict[str, Any], folders
     alone = [plain.generate(p, GREEDY, application=name)[0] for p, name in zip(prompts, names, strict=True)]
     assert ids(together) == ids(alone)
     assert [output.stats.drafted > 0 for output in together] == [True, False, False, True]
+    # Main rows of a shared set attend to its streams: the reference is the base model with that set alone.
+    base = LLM(MODEL, drafter="streams", budget=0, **{**asked, "applications": {"fast": fast}})
     fast_ids, sql_ids, plain_ids = ids(together)[:3]
-    assert fast_ids == plain_ids != sql_ids  # the streams of "fast" came without adapters
+    assert fast_ids == ids(base.generate([PROMPT], GREEDY, application="fast"))[0]
+    assert sql_ids not in (fast_ids, plain_ids)  # the adapters of "sql" are its own
 
 
 def test_the_drafter_fits_the_streams_of_the_applications(fast: str, llm: LLM) -> None:
