@@ -1,4 +1,5 @@
-"""The tools that make weights of weights: the mean of two models, a stopped run as a model, a set made deeper."""
+"""The tools that make weights of weights (means, stopped runs as models, deeper sets), and the one that keeps answers
+as ids."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from stream_sets import MODEL, save_set
 from toolkit import trainer, write_data, write_target
 
 from paceline.target.files import fingerprint
-from paceline.target.loader import resolve_folder
+from paceline.target.loader import load_tokenizer, resolve_folder
 from paceline.target.streams import StreamSet
+from paceline.training.answers import AnswerConfig, write
+from paceline.training.data import Encoder, SourceSpec
 from paceline.training.network import Network
 from paceline.training.target import TargetRecipe
 
@@ -136,3 +139,28 @@ def test_fingerprints_of_earlier_versions_are_renewed_and_others_stay(tmp_path: 
     assert made.read_text() == f'{{\n "target": "here",  "fingerprint": "{new}"}}'
     assert other.read_text() == f'{{"fingerprint": "{"0" * 64}"}}'
     assert run(target, made, other, tool="renew_fingerprints").stdout == ""
+
+
+def test_answers_come_back_from_their_ids(tmp_path: Path) -> None:
+    folder = resolve_folder(MODEL)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "some.jsonl").write_text("".join(f'{{"prompt": "say {n}", "completion": "{n}"}}\n' for n in range(9)))
+    encoder, config = (
+        Encoder(load_tokenizer(folder), 64),
+        AnswerConfig(limit=5, piece=64, text_prompt=8, temperature=0.7),
+    )
+    said = iter([[7], [5, 6, 300], [], [9] * 40, [1, 2]])
+    file = tmp_path / "answers" / "some.jsonl"
+    file.parent.mkdir()
+    write(
+        file, SourceSpec(file=str(data / "some.jsonl")), encoder, config, lambda ids, _: [next(said) for _ in ids], "it"
+    )
+    assert run("pack", file, "--out", tmp_path / "kept", tool="answer_ids").returncode == 0
+    ids = tmp_path / "kept" / "some.ids.xz"
+    unpack = ("unpack", ids, "--target", MODEL, "--data", data, "--out", tmp_path / "again")
+    assert run(*unpack, tool="answer_ids").stderr == ""
+    for name in ("some.jsonl", "some.jsonl.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (file.parent / name).read_bytes()
+    (data / "some.jsonl").write_text('{"prompt": "say 1", "completion": "1"}\n')
+    assert "give the same data" in run(*unpack, tool="answer_ids").stderr

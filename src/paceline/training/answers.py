@@ -102,7 +102,7 @@ def write(
         part = prompts[start : start + batch]
         seeds = [prompt_seed(config.seed, start + i) for i in range(len(part))]
         found = answer(part, seeds)
-        lines = [_line(encoder, ids, said) for ids, said in zip(part, found, strict=True)]
+        lines = [answer_line(encoder, ids, said) for ids, said in zip(part, found, strict=True)]
         with writing(f"answers {path}", "free space there"), path.open("a", encoding="utf-8") as handle:
             handle.write("".join(lines))
         made += sum(map(len, found))
@@ -159,7 +159,8 @@ def _same_making(path: Path, own: Mapping[str, Any]) -> None:
     require_same(f"answers {path}", {name: found.get(name) for name in own}, own, _REPEAT, wrong)
 
 
-def _line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
+def answer_line(encoder: Encoder, ids: Sequence[int], said: Sequence[int]) -> str:
+    """The line of one answer ``said`` to the prompt ``ids``."""
     record = {
         "prompt": encoder.tokenizer.decode(list(ids)),
         "completion": encoder.tokenizer.decode(list(said), skip_special_tokens=True),

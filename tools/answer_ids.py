@@ -1,0 +1,87 @@
+"""A target's answers as token ids alone, small enough to keep: packs files of `train answers`, and unpacks them.
+
+    .venv/bin/python tools/answer_ids.py pack ANSWERS/*.jsonl --out FOLDER
+    .venv/bin/python tools/answer_ids.py unpack FOLDER/*.ids.xz --target MODEL --data DATA --out ANSWERS
+
+What is kept is what made the file and the ids that the target said, a hundredth of the bytes. Prompts and texts come
+from the same data and the target's tokenizer; `paceline train answers` then goes on with the unpacked file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.target.loader import load_tokenizer, resolve_folder
+from paceline.training.answers import AnswerConfig, answer_line, choose, making, sidecar
+from paceline.training.data import Encoder, SourceSpec
+
+SUFFIX = ".ids.xz"
+
+
+def pack(file: Path, out: Path) -> Path:
+    """Keep a file's whole lines: its sidecar in one line, the answers' lengths, their ids."""
+    made = json.loads(sidecar(file).read_text("utf-8"))
+    lines = [line for line in file.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    said = [json.loads(line)["completion_tokens"] for line in lines]
+    parts = [np.array([len(ids) for ids in said], "<u4"), np.array([i for ids in said for i in ids], "<u4")]
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{file.stem}{SUFFIX}"
+    head = json.dumps({**made, "answers": len(said)}) + "\n"
+    path.write_bytes(lzma.compress(head.encode() + b"".join(part.tobytes() for part in parts), preset=9))
+    return path
+
+
+def unpack(file: Path, target: str, data: Path, out: Path) -> Path:
+    """Write the file of answers again, with its sidecar.
+
+    Raises:
+        ConfigError: other data, or a tokenizer with which the data have fewer prompts.
+    """
+    head, _, body = lzma.decompress(file.read_bytes()).partition(b"\n")
+    made: dict[str, Any] = json.loads(head)
+    count, source = made.pop("answers"), SourceSpec(file=str(data / made["source"]))
+    config = AnswerConfig(**{name: made[name] for name in ("text_prompt", "piece", "seed", "temperature")})
+    if making(source, config, made["target"]) != made:
+        raise ConfigError(f"answers {file}", f"{source.file} is not the file that was asked", "give the same data")
+    encoder = Encoder(load_tokenizer(resolve_folder(target, offline=True)), config.piece)
+    prompts = choose(source, encoder, config)
+    if len(prompts) < count:
+        raise ConfigError(
+            f"answers {file}", f"only {len(prompts)} of {count} prompts are there", "give their own target"
+        )
+    lengths, ids = np.frombuffer(body[: 4 * count], "<u4"), iter(np.frombuffer(body[4 * count :], "<u4").tolist())
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{file.name.removesuffix(SUFFIX)}.jsonl"
+    answers = [list(islice(ids, length)) for length in lengths.tolist()]
+    lines = [answer_line(encoder, prompt, said) for prompt, said in zip(prompts, answers, strict=False)]
+    path.write_text("".join(lines), "utf-8")
+    sidecar(path).write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+    return path
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("pack", "unpack"))
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is made")
+    parser.add_argument("--target", help="unpack: the model that answered")
+    parser.add_argument("--data", type=Path, help="unpack: the folder of the files that it was asked")
+    given = parser.parse_args()
+    if given.what == "unpack" and not (given.target and given.data):
+        parser.error("unpack wants --target and --data")
+    for file in given.files:
+        made = pack(file, given.out) if given.what == "pack" else unpack(file, given.target, given.data, given.out)
+        print(made)
+
+
+if __name__ == "__main__":
+    main()
