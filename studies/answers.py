@@ -18,8 +18,8 @@ from paceline.bench.report import wording as say
 from paceline.bench.scores import DomainLoss, TaskQuality, domain_losses, evaluate, known_tasks, means
 from paceline.bench.study import Options, Study, Table, asked
 from paceline.llm import LLM
-from paceline.target.loader import resolve_folder
-from paceline.target.streams import read_config
+from paceline.network.loader import resolve_folder
+from paceline.network.streams import read_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.target.loader import load_tokenizer, resolve_folder
+from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.answers import AnswerConfig, answer_line, choose, making, sidecar
 from paceline.training.data import Encoder, SourceSpec
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.target.adapters import linear_shapes
-from paceline.target.files import fingerprint
-from paceline.target.loader import read_config
-from paceline.target.streams import StreamSet
+from paceline.network.adapters import linear_shapes
+from paceline.network.files import fingerprint
+from paceline.network.loader import read_config
+from paceline.network.streams import StreamSet
 
 
 def deepen(trained: StreamSet, layers: int, target: Path, seed: int = 0) -> StreamSet:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.target.families import decoder_config
-from paceline.target.loader import WEIGHTS
+from paceline.network.families import decoder_config
+from paceline.network.loader import WEIGHTS
 from paceline.training.network import Network
 from paceline.training.trainer import CHECKPOINT
 

@@ -33,6 +33,23 @@ from .engine.engine import Engine, EngineLimits
 from .engine.scheduler import SchedulerConfig
 from .engine.tokens import texts_of
 from .kv.pool import KVPool
+from .network.applications import Application, load_applications, locate
+from .network.decoder import Decoder
+from .network.devices import share_devices
+from .network.families import DecoderConfig
+from .network.files import free_bytes, is_file
+from .network.loader import (
+    load_model,
+    load_tokenizer,
+    load_vocabulary,
+    parse_device,
+    parse_dtype,
+    read_config,
+    resolve_folder,
+)
+from .network.native import unsupported
+from .network.padding import cache_shape
+from .network.streams import CONFIG_FILE
 from .planning import machines
 from .planning.costs import predicted_points
 from .planning.models import read_shape
@@ -42,23 +59,6 @@ from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split, parse_split
-from .target.applications import Application, load_applications, locate
-from .target.decoder import Decoder
-from .target.devices import share_devices
-from .target.families import DecoderConfig
-from .target.files import free_bytes, is_file
-from .target.loader import (
-    load_model,
-    load_tokenizer,
-    load_vocabulary,
-    parse_device,
-    parse_dtype,
-    read_config,
-    resolve_folder,
-)
-from .target.native import unsupported
-from .target.padding import cache_shape
-from .target.streams import CONFIG_FILE
 
 DEFAULT_KV_BYTES = 512 * 2**20
 

@@ -17,13 +17,13 @@ from .core.options import HIGHEST, check, option, shown
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .engine.budget import AUTO, FixedBudget, parse_budget
+from .network.loader import check_dtype, parse_device
 from .planning import machines
 from .rounds import AUTO as AUTO_ROUND
 from .rounds import ROUNDS, parse_round
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.split import parse_split
 from .rounds.verification import DEFAULT_VERIFIER, VERIFIERS
-from .target.loader import check_dtype, parse_device
 
 KERNELS = ("auto", "native", "torch")
 AUTO_COSTS = "auto"

@@ -26,10 +26,10 @@ from .distributed.worker import Patience, Worker, WorkerSpec
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .drafters.vocabulary import tokenizer_mark
+from .network.base import TargetInfo
+from .network.files import fingerprint
+from .network.loader import parse_device, resolve_folder
 from .rounds.base import Place
-from .target.base import TargetInfo
-from .target.files import fingerprint
-from .target.loader import parse_device, resolve_folder
 
 # What the drafter's process must know of the options; the rest is the target's and its engine's.
 OPTIONS = ("model", "dtype", "kernels", "attention", "kv_memory", "max_sequences", "revision", "offline")

@@ -22,11 +22,11 @@ from .engine.engine import LiveRequest
 from .engine.lock import ReentryError
 from .engine.tokens import Prompt, chat_ids, encode
 from .kv.pool import KVPool
+from .network import generation
+from .network.decoder import Decoder
 from .rounds.base import Place
 from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split
-from .target import generation
-from .target.decoder import Decoder
 
 Message = Mapping[str, str]  # {"role": .., "content": ..}
 

@@ -31,16 +31,16 @@ from .distributed.stage_workers import PATIENCE, StageWorkers
 from .distributed.worker import Worker, WorkerSpec, launch_here
 from .kv.pool import KVPool
 from .kv.store import KVStore
+from .network.decoder import Decoder
+from .network.devices import ALL_GPUS, share_devices
+from .network.files import fingerprint
+from .network.loader import load_model, parse_device
+from .network.padding import cache_shape
+from .network.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 from .rounds import parse_round
 from .rounds.pipeline import PipelineConfig
 from .rounds.pipeline.config import MEASURED
 from .rounds.pipeline.split import Split, parse_split
-from .target.decoder import Decoder
-from .target.devices import ALL_GPUS, share_devices
-from .target.files import fingerprint
-from .target.loader import load_model, parse_device
-from .target.padding import cache_shape
-from .target.stages import TEXT, Frame, Stage, StageRows, cut_by_rows, even_cuts
 
 # What a stage's process must know of the options; the rest is the engine's.
 OPTIONS = ("model", "dtype", "exact", "kernels", "attention", "revision", "offline")

@@ -21,7 +21,7 @@ from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.states.head import fill
-from paceline.target.loader import resolve_folder
+from paceline.network.loader import resolve_folder
 
 Floats = NDArray[np.float64]
 FULL, NO_INFO, NO_FIRST = "full", "without token-info", "without first token"

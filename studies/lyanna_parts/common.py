@@ -13,7 +13,7 @@ from paceline.bench.records import Method
 from paceline.bench.study import Options, Study, asked
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaShape, read_shape
-from paceline.target.loader import resolve_folder
+from paceline.network.loader import resolve_folder
 
 Value = TypeVar("Value")
 STEPS = 3  # of a draft (section 7.2)

@@ -26,9 +26,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DraftRule
 from paceline.llm import LLM
+from paceline.network.handle import TargetHandle
+from paceline.network.native_linear import top
 from paceline.rounds.base import Work
-from paceline.target.handle import TargetHandle
-from paceline.target.native_linear import top
 
 Floats = NDArray[np.float64]
 MOST_STEPS = 5  # of the paper's measurement

@@ -19,11 +19,11 @@ from paceline.core.errors import ConfigError
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRule
 from paceline.drafters.resampling import left_over
 from paceline.kv.pool import KVPool
+from paceline.network.decoder import Decoder
 from paceline.rounds import ROUNDS
 from paceline.rounds.base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
 from paceline.rounds.serial import SerialRound
 from paceline.rounds.verification import DEFAULT_VERIFIER
-from paceline.target.decoder import Decoder
 
 
 class ExtraPass:

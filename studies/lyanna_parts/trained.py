@@ -19,7 +19,7 @@ from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.lyanna.token_info import TokenInfo
-from paceline.target.loader import load_tokenizer, read_config, resolve_folder
+from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.training.data import Encoder, TokenBatch, load_source
 from paceline.training.job import held_out, occurrences
 from paceline.training.network import Network

@@ -9,10 +9,10 @@ from typing import Any
 
 from mirror_parts.common import Asked, study
 from paceline.bench.study import Table
+from paceline.network.exit_heads import shares
+from paceline.network.loader import resolve_folder
 from paceline.planning.latency import MirrorStep
 from paceline.planning.models import read_shape
-from paceline.target.exit_heads import shares
-from paceline.target.loader import resolve_folder
 
 TASKS = ("Translation", "Summarization", "Question Answering", "Mathematical Reasoning", "RAG", "Conversation")
 # Table 1: speed-ups of Vanilla-SD and of Mirror-SD over decoding with the target alone, by task.

@@ -14,7 +14,7 @@ import torch
 from paceline.bench.study import Table
 from paceline.distributed.frames import Codec
 from paceline.distributed.stage_service import KINDS, Computed, frame_of, message_of
-from paceline.target.stages import Frame, StagesInTurn
+from paceline.network.stages import Frame, StagesInTurn
 from specpipe_parts.common import (
     LEAP,
     OWN,

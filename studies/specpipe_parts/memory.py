@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from paceline.bench.study import Table
 from paceline.kv.pool import KVPool
+from paceline.network.stages import Stage
 from paceline.planning.models import named, read_shape
 from paceline.planning.pipeline import stage_bytes
 from paceline.planning.throughput import Precision
-from paceline.target.stages import Stage
 from specpipe_parts.common import Asked, levels, study, target
 
 GIB, MIB = 2**30, 2**20

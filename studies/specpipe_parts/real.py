@@ -26,9 +26,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.distributed.placement import cores, pin
 from paceline.drafters.synthetic import write_answers
 from paceline.kv.pool import KVPool
+from paceline.network.stages import TEXT, Frame, Stage, StageRows
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.stage_worker import service
-from paceline.target.stages import TEXT, Frame, Stage, StageRows
 from specpipe_parts.common import Asked, prompts, study, target
 
 STRETCHED = "stretch:paceline-small,times=16"

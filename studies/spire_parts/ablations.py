@@ -19,7 +19,7 @@ from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.drafters.spire.model import read_shape
 from paceline.drafters.spire.recipe import SpireOptions, SpireRecipe, load_trained
-from paceline.target.loader import load_tokenizer, resolve_folder
+from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.data import Encoder, SourceSpec, TokenBatch, load_source
 from paceline.training.job import held_out
 from paceline.training.network import Network

@@ -29,11 +29,11 @@ from paceline.drafters.spire.model import read_shape as read_draft
 from paceline.engine import calibration
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
+from paceline.network.loader import resolve_folder
 from paceline.planning.costs import cost_points
 from paceline.planning.measured import errors, median_error
 from paceline.planning.models import read_shape
 from paceline.planning.throughput import Network, Precision
-from paceline.target.loader import resolve_folder
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.bench import machine
 from paceline.bench.study import Table
 from paceline.drafters.spire.recipe import SpireKind, SpireOptions, SpireRecipe
-from paceline.target.loader import load_tokenizer, resolve_folder
+from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.losses import TargetHidden, mixed
 from paceline.training.network import Network

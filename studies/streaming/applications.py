@@ -15,8 +15,8 @@ from paceline.bench.study import Entry, Grid, Table, measure
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
 from paceline.llm import LLM
-from paceline.target.loader import resolve_folder
-from paceline.target.streams import StreamSet, read_config
+from paceline.network.loader import resolve_folder
+from paceline.network.streams import StreamSet, read_config
 from streaming.common import CHOOSE, CUT, Asked, study, written
 
 BASE, ADAPTER, STREAMS = "base model", "adapter", "streams"  # who answers: the target, or a set of an application

@@ -12,8 +12,8 @@ from paceline.bench.records import Method
 from paceline.bench.study import Entry, Grid, Options, Study, asked
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.streams import StreamsConfig
-from paceline.target.loader import resolve_folder
-from paceline.target.streams import StreamConfig, read_config
+from paceline.network.loader import resolve_folder
+from paceline.network.streams import StreamConfig, read_config
 
 Value = TypeVar("Value")
 FULL_TREE = 128  # most drafted nodes of a tree that is verified whole

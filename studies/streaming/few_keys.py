@@ -11,11 +11,11 @@ from paceline.bench.study import Table
 from paceline.core.errors import CapabilityError
 from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM
-from paceline.target.loader import resolve_folder
-from paceline.target.native_calls import Asked as Pass
-from paceline.target.native_calls import RowSpan
-from paceline.target.native_streams import CarrierRows, Riding
-from paceline.target.streams import StreamSet
+from paceline.network.loader import resolve_folder
+from paceline.network.native_calls import Asked as Pass
+from paceline.network.native_calls import RowSpan
+from paceline.network.native_streams import CarrierRows, Riding
+from paceline.network.streams import StreamSet
 from streaming.common import Asked, TrainedSet, study
 
 CONTEXTS = (256, 1024, 1900)

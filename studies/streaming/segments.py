@@ -20,9 +20,9 @@ from paceline.bench.report import wording as say
 from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
-from paceline.target.adapters import linear_shapes
-from paceline.target.loader import resolve_folder
-from paceline.target.streams import StreamSet
+from paceline.network.adapters import linear_shapes
+from paceline.network.loader import resolve_folder
+from paceline.network.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.network import Network
 from paceline.training.trainer import StepContext

@@ -15,8 +15,8 @@ from paceline.bench.study import Table
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.streams.recipe import similarity
 from paceline.llm import LLM
-from paceline.target.loader import resolve_folder
-from paceline.target.streams import StreamSet
+from paceline.network.loader import resolve_folder
+from paceline.network.streams import StreamSet
 from paceline.training.data import Example, collate
 from paceline.training.network import Network
 from streaming.common import Asked, TrainedSet, study

@@ -9,7 +9,7 @@ from paceline.bench.records import PLAIN, Method
 from paceline.bench.study import Entry, Grid
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
-from paceline.target.adapters import MLP
+from paceline.network.adapters import MLP
 from streaming.common import (
     CHOOSE,
     CUT,

@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "paceline"
-ENGINE = {"core", "target", "attention", "kv", "drafters", "rounds"}
+ENGINE = {"core", "network", "attention", "kv", "drafters", "rounds"}
 ALLOWED = {  # part -> the parts it may import; every part may import itself
     "core": set(),
     "native": set(),
-    "target": {"core", "attention", "kv", "native", "zoo"},
-    "attention": {"core", "target", "kv"},
-    "kv": {"core", "native", "target", "attention"},
-    "training": {"core", "target", "attention", "kv", "drafters"},
-    "drafters": {"core", "native", "target", "attention", "kv"},
-    "rounds": {"core", "target", "attention", "kv", "drafters", "planning"},
+    "network": {"core", "attention", "kv", "native", "zoo"},
+    "attention": {"core", "network", "kv"},
+    "kv": {"core", "native", "network", "attention"},
+    "training": {"core", "network", "attention", "kv", "drafters"},
+    "drafters": {"core", "native", "network", "attention", "kv"},
+    "rounds": {"core", "network", "attention", "kv", "drafters", "planning"},
     "engine": {*ENGINE, "native"},
     "zoo": {"core"},
     "planning": {"core"},
-    "distributed": {"core", "native", "target", "attention", "kv", "drafters"},
-    "config": {"core", "target", "attention", "drafters", "rounds", "engine", "planning"},
+    "distributed": {"core", "native", "network", "attention", "kv", "drafters"},
+    "config": {"core", "network", "attention", "drafters", "rounds", "engine", "planning"},
     "assembly": {"config", *ENGINE, "engine", "planning", "zoo"},
-    "draft_worker": {"config", "assembly", "distributed", "core", "target", "drafters", "rounds"},
-    "stage_worker": {"config", "assembly", "distributed", "core", "kv", "target", "drafters", "rounds"},
+    "draft_worker": {"config", "assembly", "distributed", "core", "network", "drafters", "rounds"},
+    "stage_worker": {"config", "assembly", "distributed", "core", "kv", "network", "drafters", "rounds"},
     "chunks": {"core", "engine"},
     "llm": {*ENGINE, "native", "config", "assembly", "draft_worker", "stage_worker", "chunks", "engine"},
     "async_llm": {"config", "chunks", "core", "engine", "llm"},

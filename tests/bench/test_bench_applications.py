@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import transformers  # noqa: F401  (first loaded in a command, its log would go to a stream that is closed afterwards)
-from reports import World
-from stream_sets import MODEL, save_all
+from kits.reports import World
+from kits.stream_sets import MODEL, save_all
 from typer.testing import CliRunner
 
 from paceline.bench.methods import parse_method, with_plain

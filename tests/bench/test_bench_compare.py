@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from reports import TRUTHS, World
+from kits.reports import TRUTHS, World
 from rich.console import Console
 
 from paceline.bench.compare import ComparedRow, Comparison, Difference, compare, render_terminal, verdict

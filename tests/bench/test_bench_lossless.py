@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EOS, VOCAB, assemble, draft_model, full_logits, run, tiny_decoder
+from kits.tiny import EOS, VOCAB, assemble, draft_model, full_logits, run, tiny_decoder
 
 from paceline.bench import lossless, near_ties
 from paceline.bench.lossless import compare_outputs, compare_sequence
@@ -17,7 +17,7 @@ from paceline.bench.near_ties import Asked, Finding, Judge, Said, Tolerance
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.target.decoder import Decoder
+from paceline.network.decoder import Decoder
 
 LENGTH = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH)

@@ -20,7 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from reports import TRUTHS, Truth, World, differ, fail
+from kits.reports import TRUTHS, Truth, World, differ, fail
 from rich.console import Console
 
 from paceline.bench import figures

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_decoder
+from kits.tiny import tiny_config, tiny_decoder
 
 from paceline import LLM, zoo
 from paceline.bench import measure
@@ -35,7 +35,7 @@ from paceline.bench.schedule import cells_of, groups_of, interleaved, rotated
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
-from paceline.target.loader import read_config
+from paceline.network.loader import read_config
 
 MODEL = "paceline-small"
 RANDOM = "random:1x64x64x64"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reports import BANDWIDTH, TRUTHS, World, fail
+from kits.reports import BANDWIDTH, TRUTHS, World, fail
 
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.bench.summary import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from reports import Truth, World
+from kits.reports import Truth, World
 
 from paceline.bench.grid import ALL, best_by, lines_of, split_lines, table_of
 from paceline.bench.halves import conversations, halves

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
-from reports import Truth, World, differ
+from kits.reports import Truth, World, differ
 
 from paceline.bench import figures, grid, study
 from paceline.bench.figures import Panel, Series

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny import draft_model, tiny_decoder
+from kits.tiny import draft_model, tiny_decoder
 
 from paceline.distributed.drafts import DraftService
 from paceline.distributed.handshake import Facts

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from distributed_drafts import bound
-from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.channels import Link, LinkedChannel

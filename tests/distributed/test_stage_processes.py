@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stage_kit
-from stage_kit import CONFIG, engine_over, part, pool_of, split
-from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits import stage
+from kits.stage import CONFIG, engine_over, part, pool_of, split
+from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.handshake import Facts
@@ -29,7 +29,7 @@ PLAN = {5: (0, signal.SIGKILL), 12: (1, signal.SIGKILL), 25: (0, signal.SIGSTOP)
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
-    here = str(Path(stage_kit.__file__).parent)
+    here = str(Path(stage.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
     made: list[Worker] = []
     yield made
@@ -43,7 +43,7 @@ def start(workers: list[Worker], stages: int, slots: int) -> None:
     for index, (first, last) in enumerate(split(stages)[:-1]):
         spec = WorkerSpec(
             name=f"stage {index}",
-            service="stage_kit:service",
+            service="kits.stage:service",
             options={"start": first, "stop": last, "slots": slots},
             kinds=KINDS,
             expected=Facts(weights="tiny", dtype="float64"),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from stage_kit import CONFIG, LAYERS, over_threads
-from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.native import needs_kernels
+from kits.stage import CONFIG, LAYERS, over_threads
+from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.frames import Codec
@@ -19,7 +19,7 @@ from paceline.distributed.handshake import GREETINGS
 from paceline.distributed.hanging import HANG_S, SLACK
 from paceline.distributed.stage_service import KINDS, frame_of, message_of
 from paceline.distributed.worker import WorkerFailed
-from paceline.target.stages import Frame, StageRows
+from paceline.network.stages import Frame, StageRows
 
 DECODER = tiny_decoder(CONFIG)
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]

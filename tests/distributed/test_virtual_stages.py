@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
+from kits.tiny import TOY_TEXTS, VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from draft_kit import paths_of, text, view, want
-from tiny import VOCAB, assemble, draft_model, full_logits, run, tiny_config, tiny_decoder
+from kits.draft import paths_of, text, view, want
+from kits.tiny import VOCAB, assemble, draft_model, full_logits, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from draft_kit import paths, paths_of, proposals, text, view, want
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run, tiny_config, tiny_decoder
+from kits.draft import paths, paths_of, proposals, text, view, want
+from kits.tiny import LOOKUP, MODEL, assemble, hybrid, hybrid_with_streams, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from state_kit import algorithm_1
+from kits.state import algorithm_1
 from torch import Tensor
 
 from paceline.drafters.lyanna.trees import Chain, beam_sampling, token_info_sampling

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from draft_kit import paths_of, text, view
-from tiny import MAX_POSITION, VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
+from kits.draft import paths_of, text, view
+from kits.tiny import MAX_POSITION, VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
 
 from paceline import native
 from paceline.core.errors import CapabilityError, ConfigError
@@ -22,11 +22,11 @@ from paceline.drafters.magicdec import MagicDec, MagicDecConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.kv.views import SinkWindow
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
-from paceline.target.native import Stack
-from paceline.target.packing import RowPacker
-from paceline.target.rope import RopeConfig, RopeTable
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
+from paceline.network.native import Stack
+from paceline.network.packing import RowPacker
+from paceline.network.rope import RopeConfig, RopeTable
 
 CPU = torch.device("cpu")
 WHOLE = (None, None, None)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_kit import view, want
-from medusa_kit import HEADS, medusa, random_heads, states, taught_heads
-from native_kit import needs_kernels
+from kits.draft import view, want
+from kits.medusa import HEADS, medusa, random_heads, states, taught_heads
+from kits.native import needs_kernels
+from kits.tiny import assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
 from safetensors.torch import save_file
-from tiny import assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
 
 from paceline import LLM, native
 from paceline.core.errors import CapabilityError, ConfigError
@@ -30,8 +30,8 @@ from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, Hea
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.budget import StaticBudget
-from paceline.target.decoder import Decoder
-from paceline.target.native_heads import NativeHeads
+from paceline.network.decoder import Decoder
+from paceline.network.native_heads import NativeHeads
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},

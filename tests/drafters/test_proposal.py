@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from draft_kit import paths, proposals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.draft import paths, proposals
 
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from draft_kit import Paths, paths, paths_of, proposals, text, view, want
 from hypothesis import given
-from medusa_kit import medusa, random_heads, taught_heads
-from native_kit import needs_kernels
-from tiny import VOCAB, assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
+from kits.draft import Paths, paths, paths_of, proposals, text, view, want
+from kits.medusa import medusa, random_heads, taught_heads
+from kits.native import needs_kernels
+from kits.tiny import VOCAB, assemble, run, streams, tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
 from paceline.core.errors import CapabilityError, ConfigError

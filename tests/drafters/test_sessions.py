@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, draft_model, full_logits, tiny_decoder
+from kits.tiny import VOCAB, draft_model, full_logits, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import SequenceView

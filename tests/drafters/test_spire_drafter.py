@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from draft_kit import paths_of, text, view
-from spire_kit import LAYERS, draft_decoder, drafts_by_hand, memory_of, spire, whole
-from state_kit import taps_of
-from tiny import VOCAB, assemble, run, tiny_application, tiny_config, tiny_decoder
+from kits.draft import paths_of, text, view
+from kits.spire import LAYERS, draft_decoder, drafts_by_hand, memory_of, spire, whole
+from kits.state import taps_of
+from kits.tiny import VOCAB, assemble, run, tiny_application, tiny_config, tiny_decoder
 from torch import Tensor
 
 from paceline import native
@@ -26,9 +26,9 @@ from paceline.drafters.spire.model import SpireShape, read_memory, read_shape, s
 from paceline.drafters.spire.network import SpireNetwork
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
-from paceline.target.decoder import Decoder
-from paceline.target.packing import RowPacker
-from paceline.target.rope import RopeConfig
+from paceline.network.decoder import Decoder
+from paceline.network.packing import RowPacker
+from paceline.network.rope import RopeConfig
 
 CPU = torch.device("cpu")
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from draft_kit import paths_of, text, view, want
-from native_kit import needs_kernels
-from state_kit import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
-from tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
+from kits.draft import paths_of, text, view, want
+from kits.native import needs_kernels
+from kits.state import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
+from kits.tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
@@ -31,9 +31,9 @@ from paceline.drafters.states.head import layer_json
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
-from paceline.target.decoder import Decoder
-from paceline.target.native_calls import Seed
-from paceline.target.rope import RopeConfig, RopeTable
+from paceline.network.decoder import Decoder
+from paceline.network.native_calls import Seed
+from paceline.network.rope import RopeConfig, RopeTable
 from paceline.training.network import rotate
 
 CPU = torch.device("cpu")

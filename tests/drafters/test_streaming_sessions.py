@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from draft_kit import text, view, want
-from stream_sets import MODEL, save_set
-from tiny import VOCAB, draft_model, streaming_model, tiny_decoder
+from kits.draft import text, view, want
+from kits.stream_sets import MODEL, save_set
+from kits.tiny import VOCAB, draft_model, streaming_model, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

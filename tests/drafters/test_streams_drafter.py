@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline import LLM
 from paceline.core.errors import CapabilityError, ConfigError
@@ -24,13 +24,13 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.proposal import best_nodes
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
+from paceline.network.adapters import AdapterConfig
+from paceline.network.files import fingerprint
+from paceline.network.loader import read_config, resolve_folder
+from paceline.network.streams import StreamConfig, StreamSet
 from paceline.rounds import default_round, make_round, stream_rows
 from paceline.rounds.pruning import surviving
 from paceline.rounds.verification import VERIFIERS, make_verifier
-from paceline.target.adapters import AdapterConfig
-from paceline.target.files import fingerprint
-from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = [*range(20, 50)]
@@ -179,7 +179,7 @@ def test_a_set_that_cannot_prune() -> None:
     bare = tiny_streams(prune_rank=0)
     with pytest.raises(CapabilityError, match="no early exit: it was trained with prune_rank=0"):
         streams(trained=bare, prune_count=3)
-    from paceline.target.applications import make_application
+    from paceline.network.applications import make_application
 
     decoder = tiny_decoder()
     app = make_application("one", tiny_streams(mode="shared", prune_rank=0), decoder, "one")

@@ -9,7 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_kit import needs_kernels
+from kits.native import needs_kernels
 
 from paceline import native
 from paceline.core.errors import ConfigError

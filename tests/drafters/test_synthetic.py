@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.tiny import VOCAB, assemble, run, tiny_decoder
 from scipy.stats import chi2
-from tiny import VOCAB, assemble, run, tiny_decoder
 
 from paceline.bench.models import materialised
 from paceline.core.errors import CapabilityError, ConfigError
@@ -23,8 +23,8 @@ from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView
 from paceline.drafters.synthetic import SyntheticConfig, SyntheticDrafter, read_answers, record_answers, write_answers
 from paceline.llm import LLM
-from paceline.target.base import TargetInfo
-from paceline.target.decoder import Decoder
+from paceline.network.base import TargetInfo
+from paceline.network.decoder import Decoder
 
 LENGTH = 96
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tiny import assemble, run, tiny_decoder
+from kits.tiny import assemble, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.ngram import NgramConfig, log_trust

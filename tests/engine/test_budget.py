@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from budget_world import RIGHT, STEP_COSTS, WRONG, Sequence, World, run
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import assemble, tiny_decoder
+from kits.budget_world import RIGHT, STEP_COSTS, WRONG, Sequence, World, run
+from kits.tiny import assemble, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
@@ -659,7 +659,7 @@ def _ngram() -> Any:
 
 
 def _answers(engine: Any, prompts: list[list[int]]) -> list[Any]:
-    from tiny import run as answer
+    from kits.tiny import run as answer
 
     from paceline import SamplingParams
 

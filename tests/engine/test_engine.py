@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.request import RequestOutput
@@ -18,7 +18,7 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine.engine import Engine
-from paceline.target.decoder import Decoder
+from paceline.network.decoder import Decoder
 
 pytestmark = pytest.mark.timeout(60)  # a loop that starves somebody would run for ever
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TOY_TEXTS, VOCAB, ToyText, assemble, draft_model, run, streams, tiny_decoder
+from kits.tiny import TOY_TEXTS, VOCAB, ToyText, assemble, draft_model, run, streams, tiny_decoder
 
 import paceline
 from paceline.core.errors import ConfigError
@@ -21,7 +21,7 @@ from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine.engine import Engine
-from paceline.target.decoder import Decoder
+from paceline.network.decoder import Decoder
 
 pytestmark = pytest.mark.timeout(120)
 WARM = SamplingParams(temperature=1, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.1)

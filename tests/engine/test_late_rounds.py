@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tiny import VOCAB, assemble, draft_model, run, tiny_decoder
+from kits.tiny import VOCAB, assemble, draft_model, run, tiny_decoder
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import Drafter, DraftRule

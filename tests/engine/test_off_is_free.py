@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import LLM, SamplingParams
 from paceline.drafters.medusa.heads import Heads, HeadsConfig
-from paceline.target.native import Stack
+from paceline.network.native import Stack
 
 PROMPT = {"prompt_token_ids": [0, 70, 300, 4000, 5, 6]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokens import BYTES_VOCAB, SPECIAL, byte_id, byte_ids, byte_tokenizer, piece_id
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.byte_tokens import BYTES_VOCAB, SPECIAL, byte_id, byte_ids, byte_tokenizer, piece_id
 
 from paceline.core.errors import ConfigError
 from paceline.engine.tokens import Texts, chat_ids, encode, texts_of
-from paceline.target.loader import load_tokenizer
+from paceline.network.loader import load_tokenizer
 
 ZOO_MODEL = Path(__file__).parents[2] / "zoo" / "paceline-small"
 EMOJI = byte_ids("😀")

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from budget_world import STEP_COSTS, World, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_kit import needs_kernels
+from kits.budget_world import STEP_COSTS, World, run
+from kits.native import needs_kernels
 
 from paceline import native
 from paceline.core.tree_lists import TreeLists

@@ -12,11 +12,11 @@ import torch
 from paceline.assembly import draft_device, load_target, open_source, stage_devices
 from paceline.config import LLMConfig
 from paceline.core.errors import ConfigError
+from paceline.network.devices import share_devices
 from paceline.rounds import parse_round
 from paceline.rounds.base import Place
 from paceline.rounds.pipeline.split import Split
 from paceline.stage_worker import place, stage_spec
-from paceline.target.devices import share_devices
 
 MODEL = "paceline-small"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import NASTY, bounded, deep, start, write_checkpoint
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kits.hostile import NASTY, bounded, deep, start, write_checkpoint
 
 import paceline.assembly
 from paceline import LLM, ConfigError

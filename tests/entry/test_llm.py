@@ -18,7 +18,7 @@ import torch
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams
 from paceline.chunks import Chunk
 from paceline.config import parse_bytes
-from paceline.target.loader import read_config, resolve_folder
+from paceline.network.loader import read_config, resolve_folder
 
 pytestmark = pytest.mark.timeout(120)
 

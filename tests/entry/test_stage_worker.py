@@ -22,10 +22,10 @@ from paceline.distributed.handshake import Begin
 from paceline.distributed.placement import Placement, cores
 from paceline.distributed.stage_service import message_of
 from paceline.kv.pool import KVPool
+from paceline.network.stages import Frame, Stage, StageRows
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline.split import Split, parse_split
 from paceline.stage_worker import chosen, place, service, stage_spec, with_cut
-from paceline.target.stages import Frame, Stage, StageRows
 
 MODEL = "paceline-small"
 LAYERS = 12

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from byte_tokens import BYTES_VOCAB, PIECES, SPECIAL, byte_id, byte_tokenizer
+from kits.byte_tokens import BYTES_VOCAB, PIECES, SPECIAL, byte_id, byte_tokenizer
 from worlds import ADAPTERS, MAX_LEN, SHARED, World
 
 from paceline.core.sampling import SamplingParams

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from medusa_kit import medusa, taught_heads
-from spire_kit import spire
-from state_kit import eagle, lyanna
+from kits.medusa import medusa, taught_heads
+from kits.spire import spire
+from kits.state import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
 from paceline.core.tree import TokenTree
@@ -22,7 +22,7 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.drafters.suffix import SuffixConfig
-from paceline.target.base import TargetInfo
+from paceline.network.base import TargetInfo
 
 Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
 Rule = Callable[[list[int], int, int, int, random.Random], Nodes]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from asks import Ask
-from byte_tokens import PIECES, SPECIAL
-from tiny import full_logits, holds_back, piece
+from kits.byte_tokens import PIECES, SPECIAL
+from kits.tiny import full_logits, holds_back, piece
 from torch import Tensor
 from worlds import MAX_LEN, SHARED, build, lossless_streams, merged, texts
 

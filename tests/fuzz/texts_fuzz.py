@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from asks import TORN
-from byte_tokens import BYTES_VOCAB, PIECES, SPECIAL, byte_id
+from kits.byte_tokens import BYTES_VOCAB, PIECES, SPECIAL, byte_id
 from oracle import byte_pattern
 from worlds import WORLDS, texts
 

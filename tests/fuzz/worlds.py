@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from byte_tokens import BYTES_VOCAB, SPECIAL, byte_tokenizer
-from tiny import (
+from kits.byte_tokens import BYTES_VOCAB, SPECIAL, byte_tokenizer
+from kits.tiny import (
     TOY_TEXTS,
     assemble,
     tiny_adapters,
@@ -28,9 +28,9 @@ from paceline.config import LLMConfig
 from paceline.engine.engine import Engine
 from paceline.engine.tokens import texts_of
 from paceline.llm import LLM
-from paceline.target.applications import Application
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
+from paceline.network.applications import Application
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
 
 MAX_LEN = 400  # tokens of a prompt and its answer, in every engine and in the oracle
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from paceline import LLM, SamplingParams
-from paceline.target.adapters import AdapterConfig, linear_shapes
-from paceline.target.loader import read_config
-from paceline.target.streams import StreamConfig, StreamSet
+from paceline.network.adapters import AdapterConfig, linear_shapes
+from paceline.network.loader import read_config
+from paceline.network.streams import StreamConfig, StreamSet
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_kit import needs_kernels
+from kits.native import needs_kernels
 
 from paceline import native
 from paceline.kv.store import KVStore

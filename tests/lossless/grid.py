@@ -19,10 +19,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from medusa_kit import medusa, taught_heads
-from spire_kit import spire
-from state_kit import eagle, lyanna
-from tiny import (
+from kits.medusa import medusa, taught_heads
+from kits.spire import spire
+from kits.state import eagle, lyanna
+from kits.tiny import (
     EOS,
     LOOKUP,
     MODEL,
@@ -52,12 +52,12 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.proposal import Proposal
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
+from paceline.network.adapters import AdapterConfig
+from paceline.network.base import TargetInfo
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
 from paceline.rounds.base import RunningSequence, StepResult, Work
 from paceline.rounds.pipeline.round import PipelineRound, Ticked
-from paceline.target.adapters import AdapterConfig
-from paceline.target.base import TargetInfo
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from lyanna_parts.extra_pass import ExtraPass  # noqa: E402

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, assemble, draft_model, hybrid, run, tiny_adapters, tiny_application, tiny_decoder, tiny_streams
+from kits.tiny import (
+    VOCAB,
+    assemble,
+    draft_model,
+    hybrid,
+    run,
+    tiny_adapters,
+    tiny_application,
+    tiny_decoder,
+    tiny_streams,
+)
 
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
@@ -19,9 +29,9 @@ from paceline.drafters.registry import DrafterConfig
 from paceline.drafters.streams import StreamsConfig
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
-from paceline.target.applications import Application
-from paceline.target.decoder import Decoder
-from paceline.target.streams import StreamSet
+from paceline.network.applications import Application
+from paceline.network.decoder import Decoder
+from paceline.network.streams import StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

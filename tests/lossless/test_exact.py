@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assemble, draft_model, run, tiny_config, tiny_decoder
+from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 from torch import Tensor
 
 from paceline import zoo
@@ -25,9 +25,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.ngram import NgramConfig
 from paceline.kv.pool import KVPool, SequenceCache
-from paceline.target.decoder import Decoder
-from paceline.target.loader import load_model
-from paceline.target.packing import RowPacker
+from paceline.network.decoder import Decoder
+from paceline.network.loader import load_model
+from paceline.network.packing import RowPacker
 
 DTYPES = ("bfloat16", "float32", "int8")
 MODELS = ("paceline-small", "tiny")
@@ -252,7 +252,7 @@ def prompts(name: str) -> list[list[int]]:
     if name == "tiny":
         once = [random_tokens(n, TINY["vocab_size"], seed=n) for n in (1, 20, 37, 70)]  # type: ignore[call-overload]
         return [*once, once[1] * 4]
-    from paceline.target.loader import load_tokenizer
+    from paceline.network.loader import load_tokenizer
 
     folder = zoo.find(name)
     assert folder is not None

@@ -27,10 +27,10 @@ from grid import (
     play,
     target,
 )
-from tiny import assemble, run
+from kits.tiny import assemble, run
 
 from paceline.core.sampling import SamplingParams
-from paceline.target.families import DecoderConfig
+from paceline.network.families import DecoderConfig
 
 NAMES = list(OPTIONS)
 SETTINGS = list(CONDITIONS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
 from paceline import native
@@ -22,14 +22,14 @@ from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.drafters.base import StepFeatures
 from paceline.engine.engine import Engine
+from paceline.network.adapters import AdapterConfig, AdapterRange
+from paceline.network.base import Batch, ForwardState
+from paceline.network.decoder import Decoder
+from paceline.network.stream_rows import StreamRows
+from paceline.network.streams import StreamSet
 from paceline.rounds import fused
 from paceline.rounds.passes import Pass
 from paceline.rounds.pruning import surviving
-from paceline.target.adapters import AdapterConfig, AdapterRange
-from paceline.target.base import Batch, ForwardState
-from paceline.target.decoder import Decoder
-from paceline.target.stream_rows import StreamRows
-from paceline.target.streams import StreamSet
 
 LONG = [*range(20, 62)]
 PROMPTS = [LONG, [*range(30, 41)], [8], [*LONG[:34], 3, 9]]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from draft_kit import text, view, want
-from native_kit import Text, blank_pool, decoder_of, needs_kernels, tokens_of
-from tiny import assemble, run, tiny_config, tiny_decoder
+from kits.draft import text, view, want
+from kits.native import Text, blank_pool, decoder_of, needs_kernels, tokens_of
+from kits.tiny import assemble, run, tiny_config, tiny_decoder
 
 from paceline import native
 from paceline.attention.base import Segment
@@ -25,14 +25,14 @@ from paceline.drafters.registry import DrafterContext
 from paceline.kv.pool import KVPool
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
-from paceline.target.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.target.base import ForwardState
-from paceline.target.decoder import Decoder
-from paceline.target.native import unsupported
-from paceline.target.native_calls import Chain, NativeView
-from paceline.target.native_linear import NativeLinear, top
-from paceline.target.native_memory import Recall, recall, write_keys
-from paceline.target.rope import Rotation
+from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.network.base import ForwardState
+from paceline.network.decoder import Decoder
+from paceline.network.native import unsupported
+from paceline.network.native_calls import Chain, NativeView
+from paceline.network.native_linear import NativeLinear, top
+from paceline.network.native_memory import Recall, recall, write_keys
+from paceline.network.rope import Rotation
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import (
+from kits.native import (
     BASE,
     KINDS,
     LENGTH,
@@ -31,20 +31,20 @@ from native_kit import (
     tokens_of,
     whole,
 )
-from tiny import tiny_config
+from kits.tiny import tiny_config
 from torch import Tensor
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams, native
 from paceline.attention import make_backend
 from paceline.kv.pool import KVPool
-from paceline.target.base import Taps
-from paceline.target.decoder import Decoder
-from paceline.target.loader import load_model
-from paceline.target.native import Stack, unsupported
-from paceline.target.native_calls import Chain, join, pick
-from paceline.target.native_linear import NativeLinear, top
-from paceline.target.packing import RowPacker
-from paceline.target.rope import RopeConfig
+from paceline.network.base import Taps
+from paceline.network.decoder import Decoder
+from paceline.network.loader import load_model
+from paceline.network.native import Stack, unsupported
+from paceline.network.native_calls import Chain, join, pick
+from paceline.network.native_linear import NativeLinear, top
+from paceline.network.packing import RowPacker
+from paceline.network.rope import RopeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build  # noqa: E402  (the builders live beside the parity tests)

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import BASE, KINDS, SHAPES, Text, blank_pool, error, make, needs_kernels, tokens_of
+from kits.native import BASE, KINDS, SHAPES, Text, blank_pool, error, make, needs_kernels, tokens_of
 from torch import Tensor
 
 from paceline import ConfigError
 from paceline.attention.base import Segment, slot_indices
-from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.target.base import ForwardState
-from paceline.target.decoder import Decoder
-from paceline.target.linear import quantised
-from paceline.target.native_linear import NativeAdapters
-from paceline.target.packing import RowPacker
-from paceline.target.stream_rows import StreamLimit, StreamRows
+from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.network.base import ForwardState
+from paceline.network.decoder import Decoder
+from paceline.network.linear import quantised
+from paceline.network.native_linear import NativeAdapters
+from paceline.network.packing import RowPacker
+from paceline.network.stream_rows import StreamLimit, StreamRows
 
 pytestmark = needs_kernels
 RANKS = (1, 8, 33, 256)

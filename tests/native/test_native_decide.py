@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
+from kits.native import SHAPES, Text, blank_pool, decoder_of, forward, make, needs_kernels, tokens_of
 
 from paceline import LLM, SamplingParams, native
 from paceline.core.sampling import SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.tree_lists import depths_below
 from paceline.kv.pool import KVPool
-from paceline.target.base import Taps
-from paceline.target.decoder import Decoder
-from paceline.target.native_calls import Asked, NativeTaps, RowSpan
-from paceline.target.native_linear import NativeLinear
-from paceline.target.packing import RowPacker
+from paceline.network.base import Taps
+from paceline.network.decoder import Decoder
+from paceline.network.native_calls import Asked, NativeTaps, RowSpan
+from paceline.network.native_linear import NativeLinear
+from paceline.network.packing import RowPacker
 
 pytestmark = needs_kernels
 PREFIX = 40  # committed tokens of each text: more than the windows

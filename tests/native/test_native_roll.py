@@ -16,9 +16,9 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.proposal import Proposal
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.llm import LLM
-from paceline.target.decoder import Decoder
-from paceline.target.native_calls import Chain, Seed
-from paceline.target.packing import RowPacker
+from paceline.network.decoder import Decoder
+from paceline.network.native_calls import Chain, Seed
+from paceline.network.packing import RowPacker
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 PROMPTS = ([5, 9, 200, 31, 77], [400, 12, 8], [1000, 1001, 1002, 1003, 1004, 1005, 1006])

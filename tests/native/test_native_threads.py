@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_kit import SHAPES, make, needs_kernels, tokens_of, whole
+from kits.native import SHAPES, make, needs_kernels, tokens_of, whole
 from torch import Tensor
 
-from paceline.target.native_linear import NativeLinear
+from paceline.network.native_linear import NativeLinear
 
 pytestmark = needs_kernels
 SIZE = 1024  # weights that are worth eight threads from one row on

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paceline.attention.base import Segment
 from paceline.attention.reference import ReferenceAttention
-from paceline.target.base import Batch, ForwardState, Taps
-from paceline.target.decoder import Decoder
-from paceline.target.loader import load_model
+from paceline.network.base import Batch, ForwardState, Taps
+from paceline.network.decoder import Decoder
+from paceline.network.loader import load_model
 
 PROMPT_LENGTHS = (1, 7, 65, 300)
 TOKENS = 64

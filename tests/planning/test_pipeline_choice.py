@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.network.stages import cut_by_rows, even_cuts
 from paceline.planning.pipeline import Candidate, choose_tree
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline import PipelineConfig
-from paceline.target.stages import cut_by_rows, even_cuts
 
 
 def test_the_width_stays_in_front_of_a_leap_once_hits_are_saturated() -> None:

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import EOS, assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from kits.native import needs_kernels
+from kits.tiny import EOS, assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import Levels, StepFeatures
 from paceline.drafters.levels import best_levels
 from paceline.engine.engine import Engine
+from paceline.network.adapters import AdapterConfig
+from paceline.network.decoder import Decoder
+from paceline.network.native_streams import CarrierRows, Riding
+from paceline.network.streams import StreamSet
 from paceline.rounds import riders
 from paceline.rounds.riders import choose_riders, frontier_chances
-from paceline.target.adapters import AdapterConfig
-from paceline.target.decoder import Decoder
-from paceline.target.native_streams import CarrierRows, Riding
-from paceline.target.streams import StreamSet
 
 pytestmark = needs_kernels
 # Heads of 8 and a feed-forward width of 45: the compiled layers pad both.
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused() -> None:
     pool = assemble(streams(trained=trained("bfloat16"), k=K), decoder=decoder).pool
     cache = pool.open()
     cache.reserve(4)
-    from paceline.target.native_calls import Asked, RowSpan
+    from paceline.network.native_calls import Asked, RowSpan
 
     def call(carriers: Sequence[tuple[Any, ...]], **changes: Any) -> Any:
         rows = [CarrierRows(*c) for c in carriers]

@@ -15,8 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import LOOKUP, MODEL, VOCAB, assemble, draft_model, hybrid, hybrid_with_streams, run, streams, tiny_decoder
+from kits.native import needs_kernels
+from kits.tiny import (
+    LOOKUP,
+    MODEL,
+    VOCAB,
+    assemble,
+    draft_model,
+    hybrid,
+    hybrid_with_streams,
+    run,
+    streams,
+    tiny_decoder,
+)
 
 from paceline import LLM
 from paceline.assembly import make_budget
@@ -27,16 +38,16 @@ from paceline.drafters.base import DrafterSpec
 from paceline.drafters.sessions import Ask, Grown
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
+from paceline.network.decoder import Decoder
+from paceline.network.exit_heads import ExitHeads, ExitsConfig, TrainedExit
+from paceline.network.exits import exit_layer
+from paceline.network.files import fingerprint
+from paceline.network.loader import resolve_folder
 from paceline.rounds import parse_round
 from paceline.rounds.mirror.channel import Message, outcome_chances, overlap, speak
 from paceline.rounds.mirror.records import StepTimes, Verdict
 from paceline.rounds.mirror.rollout import share_rows
 from paceline.rounds.mirror.round import MirrorRound
-from paceline.target.decoder import Decoder
-from paceline.target.exit_heads import ExitHeads, ExitsConfig, TrainedExit
-from paceline.target.exits import exit_layer
-from paceline.target.files import fingerprint
-from paceline.target.loader import resolve_folder
 
 DECODER = tiny_decoder()
 PROMPTS = [[(7 * i + 3 * j) % (VOCAB - 10) + 10 for j in range(3 + 9 * i)] for i in range(4)]

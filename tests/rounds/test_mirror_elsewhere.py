@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from kits.tiny import assemble, run
 from test_mirror import DECODER, PARAMS, PROMPTS, drafter, ids, plain
-from tiny import assemble, run
 
 from paceline.drafters.sessions import Ask, GoingSessions, Grown, Opening
 from paceline.engine.engine import Engine

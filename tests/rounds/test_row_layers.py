@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from kits.native import needs_kernels
+from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.network.adapters import AdapterConfig
+from paceline.network.base import KVCache
+from paceline.network.decoder import Decoder
+from paceline.network.native_calls import Asked
+from paceline.network.native_streams import Riding
+from paceline.network.streams import StreamSet
 from paceline.rounds import riders
-from paceline.target.adapters import AdapterConfig
-from paceline.target.base import KVCache
-from paceline.target.decoder import Decoder
-from paceline.target.native_calls import Asked
-from paceline.target.native_streams import Riding
-from paceline.target.streams import StreamSet
 
 SHAPE = tiny_config(num_layers=5, windows=(None, 24, None, None, None))
 GAMMA, LAYERS = 3, 2

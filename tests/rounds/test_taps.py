@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import assemble, draft_model, run, tiny_config, tiny_decoder
+from kits.native import needs_kernels
+from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 
 from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
@@ -17,9 +17,9 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.base import DrafterSpec, DraftRequest, StepFeatures
 from paceline.engine.budget import StaticBudget
 from paceline.kv.pool import KVPool
+from paceline.network.base import Batch, Taps, TargetInfo
+from paceline.network.decoder import Decoder
 from paceline.rounds.base import RunningSequence
-from paceline.target.base import Batch, Taps, TargetInfo
-from paceline.target.decoder import Decoder
 
 pytestmark = pytest.mark.timeout(60)
 LAYERS = (-1, 0)

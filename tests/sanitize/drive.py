@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny import tiny_config, tiny_decoder, tiny_streams, tiny_weights
+from kits.tiny import tiny_config, tiny_decoder, tiny_streams, tiny_weights
 from torch import Tensor
 
 from paceline import native
@@ -34,17 +34,17 @@ from paceline.engine.worth import Book, Kind
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
-from paceline.target.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
-from paceline.target.base import ForwardState
-from paceline.target.decoder import Decoder
-from paceline.target.memory import Arena
-from paceline.target.native_calls import Asked, Chain, NativeTaps, NativeView, RowSpan, Seed
-from paceline.target.native_heads import NativeHeads
-from paceline.target.native_linear import NativeLinear, top
-from paceline.target.native_memory import Recall, recall, write_keys
-from paceline.target.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
-from paceline.target.native_streams import CarrierRows, Riding
-from paceline.target.rope import RopeConfig, RopeTable
+from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
+from paceline.network.base import ForwardState
+from paceline.network.decoder import Decoder
+from paceline.network.memory import Arena
+from paceline.network.native_calls import Asked, Chain, NativeTaps, NativeView, RowSpan, Seed
+from paceline.network.native_heads import NativeHeads
+from paceline.network.native_linear import NativeLinear, top
+from paceline.network.native_memory import Recall, recall, write_keys
+from paceline.network.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
+from paceline.network.native_streams import CarrierRows, Riding
+from paceline.network.rope import RopeConfig, RopeTable
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys

@@ -9,7 +9,7 @@ from typing import Any
 import answers
 import pytest
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
-from stream_sets import MODEL, save_set
+from kits.stream_sets import MODEL, save_set
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
-from draft_kit import text, view
+from kits.draft import text, view
+from kits.native import needs_kernels
+from kits.state import lyanna as lyanna_drafter
+from kits.stream_sets import MODEL, save_set
 from lyanna_parts import acceptance, draft_pass, extra_pass, laps, reuse, throughput, trained
 from lyanna_parts.acceptance import FIRST_TAKEN, FULL, INFO_TAKEN, MEAN, NO_FIRST, NO_INFO, TRAINED, Shares, conditional
 from lyanna_parts.common import STEPS, Asked, shape_of, study
 from lyanna_parts.throughput import ALONE, OFF, PASS, TOP
-from native_kit import needs_kernels
-from state_kit import lyanna as lyanna_drafter
-from stream_sets import MODEL, save_set
 from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams, native
@@ -36,9 +36,9 @@ from paceline.drafters.medusa.heads import Heads, HeadsConfig
 from paceline.drafters.resampling import AGAIN, FRESH
 from paceline.drafters.states.head import layer_json
 from paceline.drafters.vocabulary import tokenizer_mark
+from paceline.network.files import fingerprint
+from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.rounds import parse_round
-from paceline.target.files import fingerprint
-from paceline.target.loader import load_tokenizer, read_config, resolve_folder
 from paceline.training.data import SourceSpec
 from paceline.training.network import Network
 from paceline.training.target import ModelShape
@@ -425,7 +425,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespa
     data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     shape = ModelShape(layers=1, d_model=32, d_ff=48, heads=4, kv_heads=2, vocab_size=300, context=128)
     train_tokenizer([SourceSpec(file=str(data))], 300, target, 128)
-    from paceline.target.families import decoder_config
+    from paceline.network.families import decoder_config
 
     config = shape.config(0, 1, 2)
     network = Network(decoder_config(config))

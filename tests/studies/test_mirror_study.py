@@ -10,11 +10,11 @@ from typing import Any
 import mirror
 import pytest
 import torch
+from kits.stream_sets import save_set
 from mirror_parts.common import Asked, plain_llm, prompts_of
 from mirror_parts.counted import Costs, Fallbacks, after_the_verdict, clock
 from mirror_parts.forecast import Forecast, Parts, after, others_of, whole
 from mirror_parts.timed import law_of
-from stream_sets import save_set
 
 from paceline.distributed.placement import cores
 from paceline.rounds.mirror.records import Verdict

@@ -11,9 +11,9 @@ import pytest
 import speculative_streaming  # noqa: F401  (all its figures are known from then on)
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
-from native_kit import needs_kernels
-from reports import World
-from stream_sets import MODEL, save_all, save_set
+from kits.native import needs_kernels
+from kits.reports import World
+from kits.stream_sets import MODEL, save_all, save_set
 from streaming import acceptance, applications, components, few_keys, segments, states, sweeps, two_models
 from streaming.applications import STREAMS
 from streaming.common import CUT, Asked, TrainedSet, read_sets, study
@@ -26,7 +26,7 @@ from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig
 from paceline.bench.study import Grid, Line
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.target.streams import StreamSet
+from paceline.network.streams import StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 SHAPE = "random:3x64x128x256"

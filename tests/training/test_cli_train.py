@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 from paceline.core.errors import ConfigError
-from paceline.target.loader import load_tokenizer
+from paceline.network.loader import load_tokenizer
 from paceline.training import answers
 from paceline.training.answers import AnswerConfig, making, prompt_seed, sidecar
 from paceline.training.data import Encoder, SourceSpec, load_source

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from toolkit import CONTEXT, examples
 
 from paceline.core.errors import ConfigError
-from paceline.target.loader import load_tokenizer
+from paceline.network.loader import load_tokenizer
 from paceline.training.data import (
     OPEN_ROWS,
     STDLIB,

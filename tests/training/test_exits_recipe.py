@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.tiny import VOCAB, tiny_decoder
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, tiny_decoder
 from toolkit import network
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.target.exit_heads import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
-from paceline.target.files import fingerprint
+from paceline.network.exit_heads import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
+from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, ExitsKind
 from paceline.training.job import Job, finish, prepare

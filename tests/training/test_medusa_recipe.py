@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB
+from kits.tiny import VOCAB
 from toolkit import network
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
 from paceline.drafters.medusa.recipe import RANKS, MedusaKind, MedusaOptions, MedusaRecipe
-from paceline.target.files import fingerprint
+from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures
 from paceline.training.job import Job, finish, prepare

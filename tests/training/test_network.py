@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB
+from kits.tiny import VOCAB
 from toolkit import SHAPE, examples, network
 
 from paceline import LLM, SamplingParams

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_config
+from kits.tiny import tiny_config
 from torch import Tensor
 
 from paceline.drafters.streams.recipe import similarity
-from paceline.target.adapters import AdapterConfig, linear_shapes
-from paceline.target.rope import RopeTable
-from paceline.target.streams import StreamConfig, StreamSet
+from paceline.network.adapters import AdapterConfig, linear_shapes
+from paceline.network.rope import RopeTable
+from paceline.network.streams import StreamConfig, StreamSet
 from paceline.training.data import Example, collate
 from paceline.training.network import Network
 

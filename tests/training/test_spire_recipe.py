@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
+from kits.spire import drafts_by_hand, memory_of
+from kits.tiny import VOCAB, tiny_config
 from safetensors import safe_open
-from spire_kit import drafts_by_hand, memory_of
-from tiny import VOCAB, tiny_config
 from toolkit import examples, network, trainer, write_data, write_target
 
 from paceline.core.errors import CapabilityError, ConfigError

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, tiny_config
+from kits.tiny import VOCAB, tiny_config
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, StreamsKind, similarity
-from paceline.target.adapters import linear_shapes
-from paceline.target.files import fingerprint
-from paceline.target.rope import RopeTable
-from paceline.target.streams import StreamSet
+from paceline.network.adapters import linear_shapes
+from paceline.network.files import fingerprint
+from paceline.network.rope import RopeTable
+from paceline.network.streams import StreamSet
 from paceline.training.data import Example, Mixture, TokenBatch, collate
 from paceline.training.multistream import (
     choose_carriers,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB
+from kits.tiny import VOCAB
 from toolkit import examples, largest_file, losses, network, trainer
 from torch import Tensor
 

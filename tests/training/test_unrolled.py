@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from state_kit import steps_by_hand
-from tiny import VOCAB, tiny_config
+from kits.state import steps_by_hand
+from kits.tiny import VOCAB, tiny_config
 from toolkit import examples, network, trainer
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
 from paceline.drafters.vocabulary import tokenizer_mark
-from paceline.target.loader import load_tokenizer
+from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures, last_states
 from paceline.training.job import Job, occurrences, prepare

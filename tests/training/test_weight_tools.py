@@ -12,15 +12,15 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-import stream_sets
 import torch
+from kits import stream_sets
+from kits.stream_sets import MODEL, save_set
 from safetensors.torch import load_file, save_file
-from stream_sets import MODEL, save_set
 from toolkit import trainer, write_data, write_target
 
-from paceline.target.files import fingerprint
-from paceline.target.loader import load_tokenizer, resolve_folder
-from paceline.target.streams import StreamSet
+from paceline.network.files import fingerprint
+from paceline.network.loader import load_tokenizer, resolve_folder
+from paceline.network.streams import StreamSet
 from paceline.training.answers import AnswerConfig, write
 from paceline.training.data import Encoder, SourceSpec
 from paceline.training.network import Network

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny import VOCAB, tiny_config
+from kits.tiny import VOCAB, tiny_config
 
 from paceline.training.data import Example, Mixture, SourceSpec
 from paceline.training.network import Network
@@ -39,7 +39,7 @@ def write_data(folder: Path) -> Path:
 
 def write_target(folder: Path, data: Path, seed: int = 0) -> Path:
     """A random Llama checkpoint with a tokenizer learned from ``data``."""
-    from paceline.target.families import decoder_config
+    from paceline.network.families import decoder_config
 
     train_tokenizer([SourceSpec(file=str(data))], VOCAB_SIZE, folder, CONTEXT)
     config = SHAPE.config(0, 1, 2)

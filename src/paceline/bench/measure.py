@@ -25,8 +25,8 @@ from ..core.sampling import SamplingParams
 from ..core.stats import SpecStats
 from ..kv.pool import KVPool
 from ..llm import LLM
+from ..network.decoder import Decoder
 from ..rounds.base import RunningSequence
-from ..target.decoder import Decoder
 from .methods import drafter_config
 from .peer_workers.worker_protocol import Arrivals
 from .records import Cell, Method, PromptIds, Trial

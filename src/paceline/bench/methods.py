@@ -32,9 +32,9 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
+from ..network.loader import resolve_folder
+from ..network.streams import read_config
 from ..rounds import AUTO, ROUNDS, parse_round
-from ..target.loader import resolve_folder
-from ..target.streams import read_config
 from .peers import check as check_peer
 from .peers import kind_of
 from .records import PLAIN, PLAIN_MODES, Method

@@ -33,8 +33,8 @@ from ..core.sampling import SamplingParams, SequenceSampler
 from ..engine.tokens import texts_of
 from ..kv.pool import KVPool
 from ..llm import LLM
-from ..target.decoder import Decoder
-from ..target.packing import RowPacker
+from ..network.decoder import Decoder
+from ..network.packing import RowPacker
 
 # The largest change of a logit that was measured between passes of one row and of many, with torch's kernels on two
 # models: 4 units in the last place of bf16 and 30 of float32 (sums of a thousand products in another order). Twice

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..core.errors import ConfigError, PacelineError
 from ..core.options import suggest
-from ..target.loader import resolve_folder
+from ..network.loader import resolve_folder
 from .records import PLAIN, Method
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"

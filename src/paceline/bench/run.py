@@ -18,8 +18,8 @@ from .. import __version__
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..llm import LLM
-from ..target.applications import identity
-from ..target.loader import resolve_folder
+from ..network.applications import identity
+from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
 from .config import BenchConfig, Watcher
 from .journal import NAME as JOURNAL_NAME

@@ -12,7 +12,7 @@ import torch
 
 from ..engine.calibration import PassTimer
 from ..kv.pool import KVPool
-from ..target.decoder import Decoder
+from ..network.decoder import Decoder
 
 WARM_UP = 2  # passes of each kind that are not counted
 

@@ -21,7 +21,7 @@ from .. import zoo
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..llm import LLM
-from ..target.loader import resolve_folder
+from ..network.loader import resolve_folder
 from .config import BenchConfig, Watcher
 from .journal import Journal
 from .measure import Builder, EngineRunner, Group, Limits

@@ -32,7 +32,7 @@ from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from ..engine.costs import CostTable
 from ..llm import LLM
-from ..target.loader import resolve_folder
+from ..network.loader import resolve_folder
 from .bench_run import DTYPE_HELP, MODEL_HELP, THREADS_HELP, bench
 from .console import stdout
 from .session import DEFAULT_MODEL, counting

@@ -16,9 +16,9 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.request import RequestOutput
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from ..target import generation
-from ..target.applications import BASE, locate
-from ..target.streams import read_config
+from ..network import generation
+from ..network.applications import BASE, locate
+from ..network.streams import read_config
 from .console import Painter, stderr, waiting
 
 DEFAULT_MODEL = "paceline-small"

@@ -14,10 +14,10 @@ from ..core.options import shown
 from ..distributed.hosts import Host, run
 from ..distributed.placement import Placement
 from ..distributed.tcp import Listener
+from ..network.files import fingerprint
+from ..network.loader import parse_device
 from ..rounds.pipeline.split import HOST
 from ..stage_worker import chosen
-from ..target.files import fingerprint
-from ..target.loader import parse_device
 from .console import note
 from .options import takes
 from .session import DEFAULT_MODEL

@@ -26,8 +26,8 @@ from ..drafters.lyanna.recipe import LyannaOptions
 from ..drafters.medusa.recipe import MedusaOptions
 from ..drafters.spire.recipe import SpireOptions
 from ..drafters.streams.recipe import StreamOptions
-from ..target.loader import load_tokenizer, resolve_folder
-from ..target.streams import fingerprint
+from ..network.loader import load_tokenizer, resolve_folder
+from ..network.streams import fingerprint
 from ..training import answers as answering
 from ..training.data import Encoder, SourceSpec
 from ..training.exits import ExitOptions

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..core.inference import inference
-from ..target.stages import Frame, Stage, StageRows
+from ..network.stages import Frame, Stage, StageRows
 from .handshake import Facts
 
 Count = Annotated[int, Field(ge=0)]

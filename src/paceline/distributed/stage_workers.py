@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..core.errors import PassesLost
-from ..target.stages import Frame, Stage
+from ..network.stages import Frame, Stage
 from .channels import ChannelClosed, Line
 from .clock import Late
 from .frames import FrameError

@@ -15,7 +15,7 @@ from functools import partial
 from ..core.errors import ConfigError
 from ..core.inference import inference
 from ..drafters.sessions import Ask, DraftSessions, Grown
-from ..target.stages import Frame, Stage, StagesInTurn
+from ..network.stages import Frame, Stage, StagesInTurn
 from .channels import Link
 from .clock import Clock, Late, Mailbox, Pace, VirtualClock
 from .timeline import Timeline

@@ -18,9 +18,9 @@ from ..core.tree import TokenTree
 if TYPE_CHECKING:
     from ..core.sampling import SequenceSampler
     from ..kv.pool import SequenceCache
-    from ..target.applications import Application
-    from ..target.base import TargetInfo
-    from ..target.streams import StreamConfig, StreamSet
+    from ..network.applications import Application
+    from ..network.base import TargetInfo
+    from ..network.streams import StreamConfig, StreamSet
 
 
 RIDING_ROWS = 32  # of streams, that a pass has room for where they are not on every node

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from ..target.families import decoder_config
-from ..target.loader import load_weights
+from ..network.families import decoder_config
+from ..network.loader import load_weights
 from ..training.data import TokenBatch
 from ..training.features import Features, OnlineFeatures
 from ..training.losses import cross_entropy, distilled, kl, mixed, reverse_kl

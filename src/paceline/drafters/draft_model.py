@@ -30,12 +30,12 @@ from ..core.errors import CapabilityError, ConfigError, PoolFullError
 from ..core.inference import inference
 from ..core.tree import TokenTree
 from ..kv.pool import KVPool, SequenceCache
-from ..target.base import ForwardState
-from ..target.files import check_target, fingerprint
-from ..target.native import Stack
-from ..target.native_calls import Chain, Seed
-from ..target.packing import RowPacker
-from ..target.streams import StreamSet, read_config
+from ..network.base import ForwardState
+from ..network.files import check_target, fingerprint
+from ..network.native import Stack
+from ..network.native_calls import Chain, Seed
+from ..network.packing import RowPacker
+from ..network.streams import StreamSet, read_config
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .growth import Grower, Growth, compiles, drawn_from, pack_frontier
 from .model_sessions import ModelSessions
@@ -47,8 +47,8 @@ from .streaming_sessions import MAX_CARRIERS, StreamingSessions
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
-    from ..target.base import TargetInfo
-    from ..target.decoder import Decoder
+    from ..network.base import TargetInfo
+    from ..network.decoder import Decoder
 
 PREFILL_ROWS = 512  # rows of one draft pass over a long prompt
 MAX_NODES = 256

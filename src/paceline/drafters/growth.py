@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import SequenceCache
-from ..target.packing import RowPacker
+from ..network.packing import RowPacker
 from .base import SequenceView
 from .proposal import Proposal
 

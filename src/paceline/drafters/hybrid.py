@@ -41,8 +41,8 @@ from .sessions import DraftSessions
 from .text_sessions import TextSessions
 
 if TYPE_CHECKING:
-    from ..target.base import TargetInfo
-    from ..target.streams import StreamSet
+    from ..network.base import TargetInfo
+    from ..network.streams import StreamSet
 
 LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone
 MODEL = "draft_model:{},depth=8"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..target.native_linear import top
+from ..network.native_linear import top
 from .base import Levels, SequenceView
 from .proposal import Proposal, best_nodes
 

@@ -24,10 +24,10 @@ from ..core.inference import inference
 from ..core.tree import TokenTree
 from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
-from ..target.applications import adapter_ranges
-from ..target.native import Stack
-from ..target.native_calls import Chain, NativeView
-from ..target.packing import RowPacker
+from ..network.applications import adapter_ranges
+from ..network.native import Stack
+from ..network.native_calls import Chain, NativeView
+from ..network.packing import RowPacker
 from .base import DrafterSpec, DraftRequest, StepFeatures
 from .growth import Grower, Growth, compiles, drawn_from
 from .proposal import to_tree
@@ -35,8 +35,8 @@ from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 
 if TYPE_CHECKING:
-    from ..target.base import TargetInfo
-    from ..target.decoder import Decoder
+    from ..network.base import TargetInfo
+    from ..network.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from ..core.errors import PoolFullError
 from ..core.inference import inference
 from ..kv.pool import KVPool, SequenceCache
-from ..target.decoder import Decoder
-from ..target.packing import RowPacker
+from ..network.decoder import Decoder
+from ..network.packing import RowPacker
 from .base import SequenceView
 from .sessions import ROOT, Ask, Grown, Opening
 

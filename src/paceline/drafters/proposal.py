@@ -20,7 +20,7 @@ from ..core.tree_lists import PADDING, TreeLists
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 
 if TYPE_CHECKING:
-    from ..target.base import TargetInfo
+    from ..network.base import TargetInfo
 
 
 @dataclass(slots=True)

@@ -22,9 +22,9 @@ from torch import Tensor
 from ..attention.base import Segment, slot_indices
 from ..attention.streams import stream_sees
 from ..core.errors import PoolFullError
-from ..target.adapters import joined
-from ..target.base import ForwardState
-from ..target.streams import StreamSet
+from ..network.adapters import joined
+from ..network.base import ForwardState
+from ..network.streams import StreamSet
 from .model_sessions import ModelSessions, Ready, Session
 from .sessions import ROOT
 

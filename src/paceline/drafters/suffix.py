@@ -30,7 +30,7 @@ from .text_sessions import TextSessions
 if TYPE_CHECKING:
     import torch
 
-    from ..target.base import TargetInfo
+    from ..network.base import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)

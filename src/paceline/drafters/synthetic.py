@@ -30,7 +30,7 @@ from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import TextSessions
 
 if TYPE_CHECKING:
-    from ..target.base import TargetInfo
+    from ..network.base import TargetInfo
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ import torch
 from ..core.errors import ConfigError
 from ..core.folders import user_cache
 from ..kv.pool import KVPool, SequenceCache
-from ..target.decoder import Decoder
-from ..target.native_calls import Asked, RowSpan
-from ..target.packing import RowPacker
+from ..network.decoder import Decoder
+from ..network.native_calls import Asked, RowSpan
+from ..network.packing import RowPacker
 from .costs import CostTable
 
 FILE = "paceline-costs.json"

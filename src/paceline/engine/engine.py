@@ -19,8 +19,8 @@ from ..core.sampling import SamplingParams, SequenceSampler, derive_seed
 from ..core.stats import SpecStats
 from ..drafters.base import SequenceView
 from ..kv.pool import KVPool
+from ..network.applications import Application
 from ..rounds.base import Round, RunningSequence, StepResult, StreamingRound
-from ..target.applications import Application
 from .budget import DraftBudget, StepRecord
 from .lock import FairLock
 from .scheduler import Scheduler, SchedulerConfig

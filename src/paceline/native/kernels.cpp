@@ -523,7 +523,7 @@ struct AdapterRange {      // rows with adapters; ranges are in order and disjoi
   const LowRank* adapter;  // [layers][qkv, out, up, down, mlp]; mlp: rows go through it in place of the MLP
 };
 
-struct StreamSet {         // lossless streams that start as f(M) + P_j, f the identity; see target/streams.py
+struct StreamSet {         // lossless streams that start as f(M) + P_j, f the identity; see network/streams.py
   int64_t gamma;
   int64_t insertion;         // the first layer that they go through
   const void* embeddings;    // P [gamma, d_model]
@@ -531,7 +531,7 @@ struct StreamSet {         // lossless streams that start as f(M) + P_j, f the i
   int64_t rank;
 };
 
-struct Limit {           // streams of one main row that attend to few of the keys that it sees; see target/stream_rows.py
+struct Limit {           // streams of one main row that attend to few of the keys that it sees; see network/stream_rows.py
   int64_t row;           // the main row
   int64_t start, stop;   // rows of its streams; their segment begins with the keys of the main row's
   int64_t keys;          // so many of those may be chosen: all but streams'

@@ -13,9 +13,9 @@ from ..core.sampling import SamplingParams
 from ..drafters.base import Drafter, DrafterSpec, DraftRule, SequenceView
 from ..drafters.sessions import DraftSessions
 from ..kv.pool import KVPool, SequenceCache
-from ..target.applications import Application
-from ..target.decoder import Decoder
-from ..target.streams import StreamSet
+from ..network.applications import Application
+from ..network.decoder import Decoder
+from ..network.streams import StreamSet
 
 
 @dataclass(slots=True, eq=False)

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..core.tree import TokenTree
 from ..core.tree_lists import depths_below
 from ..kv.pool import KVPool
-from ..target.decoder import Decoder
-from ..target.native_calls import Asked, NativeTaps, RowSpan
+from ..network.decoder import Decoder
+from ..network.native_calls import Asked, NativeTaps, RowSpan
 from .base import Work
 from .passes import Pass, Span, main_adapters
 from .taps import Tapped

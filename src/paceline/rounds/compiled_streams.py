@@ -14,8 +14,8 @@ import torch
 
 from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
-from ..target.decoder import Decoder
-from ..target.native_streams import CarrierRows, Riding, Told
+from ..network.decoder import Decoder
+from ..network.native_streams import CarrierRows, Riding, Told
 from .compiled import asked, decide_compiled, room_for, rules_of, settle, taken, wants
 from .passes import Pass
 from .riders import choose_riders, frontier_chances

@@ -17,9 +17,9 @@ from ..core.errors import CapabilityError
 from ..core.inference import inference
 from ..drafters.base import Drafter, DrafterSpec, DraftRule, StreamingDrafter
 from ..kv.pool import KVPool
-from ..target.base import Taps
-from ..target.decoder import Decoder
-from ..target.streams import StreamSet, check_exit
+from ..network.base import Taps
+from ..network.decoder import Decoder
+from ..network.streams import StreamSet, check_exit
 from .base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
 from .compiled_streams import StreamsTold, count_told, decide_streams_compiled
 from .drafting import GuardedDrafter

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..core.request import token_logprobs
 from ..core.tree import TokenTree
-from ..target.adapters import AdapterRange
-from ..target.applications import adapter_ranges
-from ..target.base import Batch, ForwardState
-from ..target.decoder import Decoder
-from ..target.packing import RowPacker
+from ..network.adapters import AdapterRange
+from ..network.applications import adapter_ranges
+from ..network.base import Batch, ForwardState
+from ..network.decoder import Decoder
+from ..network.packing import RowPacker
 from .base import RunningSequence, StepResult, Work
 from .verification import Verifier, choose_packed
 

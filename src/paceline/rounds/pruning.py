@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..attention.base import Segment, slot_indices
 from ..drafters.base import StreamRules
-from ..target.decoder import Decoder
+from ..network.decoder import Decoder
 from .passes import Pass, Span
 from .stream_rows import Carriers, StreamInsertion
 

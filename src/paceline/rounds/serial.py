@@ -13,8 +13,8 @@ from typing import ClassVar
 from ..core.inference import inference
 from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
-from ..target.base import Taps
-from ..target.decoder import Decoder
+from ..network.base import Taps
+from ..network.decoder import Decoder
 from .base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter

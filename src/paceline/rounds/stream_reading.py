@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..attention.base import Segment, slot_indices
 from ..kv.pool import KVPool
-from ..target.base import ForwardState
-from ..target.decoder import Decoder
-from ..target.stream_rows import StreamRows
+from ..network.base import ForwardState
+from ..network.decoder import Decoder
+from ..network.stream_rows import StreamRows
 from .base import Work
 from .passes import Pass
 from .stream_rows import Carriers, stream_adapters, stream_rotation

@@ -19,10 +19,10 @@ from ..attention.base import Segment, block_visibility, key_positions, slot_indi
 from ..attention.streams import main_sees, stream_sees
 from ..drafters.base import SequenceView, StreamRules
 from ..kv.pool import KVPool
-from ..target.adapters import AdapterRange, joined
-from ..target.decoder import Decoder
-from ..target.stream_rows import StreamLimit, StreamRows, rotated_dtype, value_rotation
-from ..target.streams import StreamSet
+from ..network.adapters import AdapterRange, joined
+from ..network.decoder import Decoder
+from ..network.stream_rows import StreamLimit, StreamRows, rotated_dtype, value_rotation
+from ..network.streams import StreamSet
 from .base import Work
 from .passes import Pass, main_adapters
 

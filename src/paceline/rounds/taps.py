@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..drafters.base import DrafterSpec
-from ..target.native_calls import pick
+from ..network.native_calls import pick
 from .base import Work
 from .passes import Pass, Span
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from ..target.exit_heads import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
-from ..target.files import fingerprint
+from ..network.exit_heads import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
+from ..network.files import fingerprint
 from .ahead import EVALUATED_LOGITS
 from .data import TokenBatch
 from .losses import TargetHidden, distilled

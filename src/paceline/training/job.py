@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ..target.loader import load_tokenizer
-from ..target.streams import fingerprint
+from ..network.loader import load_tokenizer
+from ..network.streams import fingerprint
 from .answers import answered_by
 from .cache import TopCache
 from .data import Encoder, Example, Mixture, SourceSpec, TokenBatch, load_source, mark

@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from ..attention.streams import main_sees, stream_sees
-from ..target.stream_rows import rotate_values, value_rotation
-from ..target.streams import StreamSet
+from ..network.stream_rows import rotate_values, value_rotation
+from ..network.streams import StreamSet
 from .data import TokenBatch
 from .network import Delta, KeyValues, Network, Projected, Rotation, attend
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..attention import make_backend
 from ..core.errors import ConfigError
-from ..target.adapters import MLP
-from ..target.decoder import _ACTIVATIONS, Decoder, Layer, Norm
-from ..target.families import DecoderConfig
-from ..target.linear import Dense
-from ..target.loader import WEIGHTS, load_weights, read_config
-from ..target.rope import RopeTable
-from ..target.weights import weight_map
+from ..network.adapters import MLP
+from ..network.decoder import _ACTIVATIONS, Decoder, Layer, Norm
+from ..network.families import DecoderConfig
+from ..network.linear import Dense
+from ..network.loader import WEIGHTS, load_weights, read_config
+from ..network.rope import RopeTable
+from ..network.weights import weight_map
 from .data import TokenBatch
 
 Rotation = tuple[Tensor, Tensor] | None  # cos and signed sin [B, T, 1, dim]

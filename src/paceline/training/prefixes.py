@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..drafters.spire.model import SpireShape
-from ..target.decoder import Layer
-from ..target.families import DecoderConfig
-from ..target.linear import Dense
+from ..network.decoder import Layer
+from ..network.families import DecoderConfig
+from ..network.linear import Dense
 from .data import TokenBatch
 from .network import KeyValues, Network, Rotation, attend, finish, normed, rotate
 

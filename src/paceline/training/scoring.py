@@ -18,10 +18,10 @@ from torch import Tensor
 from ..attention import make_backend
 from ..core.inference import inference
 from ..kv.pool import KVPool
-from ..target.decoder import Decoder
-from ..target.loader import load_model, read_config
-from ..target.native import unsupported
-from ..target.packing import RowPacker
+from ..network.decoder import Decoder
+from ..network.loader import load_model, read_config
+from ..network.native import unsupported
+from ..network.packing import RowPacker
 from .data import Example, collate
 from .features import last_states, likeliest, top_of
 from .losses import TargetTop

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ..target.families import decoder_config
-from ..target.loader import load_weights
+from ..network.families import decoder_config
+from ..network.loader import load_weights
 from .data import TokenBatch
 from .losses import cross_entropy
 from .network import Network

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.network.stages import TEXT, Survivors
 from paceline.rounds.pipeline.flight import NONE, Flight, Offer, Verdict
 from paceline.rounds.pipeline.masks import append_layer, kept_cache, pruned, subtree
-from paceline.target.stages import TEXT, Survivors
 
 Path = tuple[int, ...]  # all tokens of the text up to a node's own
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
+from kits.native import needs_kernels
+from kits.tiny import EOS, VOCAB, assemble, draft_model, hybrid, run, streams, tiny_config, tiny_decoder
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

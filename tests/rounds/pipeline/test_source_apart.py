@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stage_kit import Stand
-from tiny import VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
+from kits.stage import Stand
+from kits.tiny import VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from kits.tiny import run
 from test_pipeline_round import GREEDY, PROMPTS, drafter, ids, piped, plain
-from tiny import run
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams

@@ -21,9 +21,9 @@ from torch import Tensor
 from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...core.tree import TokenTree
-from ...target.files import fingerprint
-from ...target.loader import read_config
-from ...target.native_calls import Seed
+from ...network.files import fingerprint
+from ...network.loader import read_config
+from ...network.native_calls import Seed
 from ..base import DrafterSpec, DraftRequest, StepFeatures
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal, to_tree
@@ -36,7 +36,7 @@ from .eagle3 import Eagle3Model, Eagle3Network
 from .model import EagleModel, load_head, read_head
 
 if TYPE_CHECKING:
-    from ...target.base import TargetInfo
+    from ...network.base import TargetInfo
 
 MAX_NODES = 256
 USUAL_DEPTH = 5  # of a head that does not say what it was trained for

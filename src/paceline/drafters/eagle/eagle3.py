@@ -25,16 +25,16 @@ from ...attention.base import Segment
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import shown
 from ...kv.pool import KVPool
-from ...target.base import Batch
-from ...target.decoder import rms, rms_constants, store
-from ...target.families import DecoderConfig, decoder_config
-from ...target.native_states import NativeFuse
-from ...target.rope import RopeTable
+from ...network.base import Batch
+from ...network.decoder import rms, rms_constants, store
+from ...network.families import DecoderConfig, decoder_config
+from ...network.native_states import NativeFuse
+from ...network.rope import RopeTable
 from ..states.head import fill
 
 if TYPE_CHECKING:
-    from ...target.handle import TargetHandle
-    from ...target.native import Stack
+    from ...network.handle import TargetHandle
+    from ...network.native import Stack
 
 AUX = "eagle_aux_hidden_state_layer_ids"  # in the config: layers whose inputs are tapped
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, shown
-from ...target.files import is_file, read_json
+from ...network.files import is_file, read_json
 from ..states.head import StateHead, fill, known, read_tensors, stored
 from .eagle3 import Eagle3Model
 

@@ -10,7 +10,7 @@ import torch
 
 from ...core.errors import ConfigError
 from ...core.options import option
-from ...target.files import fingerprint
+from ...network.files import fingerprint
 from ...training.unrolled import UnrolledRecipe, UnrollOptions
 from ..states.head import layer_json
 from .model import EagleFacts, EagleModel

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...core.inference import inference
 from ...core.tree import TokenTree
-from ...target.files import fingerprint
-from ...target.native_linear import NativeLinear
-from ...target.native_states import NativeTokenInfo, Sprout, sample
+from ...network.files import fingerprint
+from ...network.native_linear import NativeLinear
+from ...network.native_states import NativeTokenInfo, Sprout, sample
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -43,8 +43,8 @@ from .model import LyannaModel, read_shape
 from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
-    from ...target.base import TargetInfo
-    from ...target.handle import TargetHandle
+    from ...network.base import TargetInfo
+    from ...network.handle import TargetHandle
 
 MAX_NODES = 256
 

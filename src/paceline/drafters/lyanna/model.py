@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ...core.errors import ConfigError
 from ...core.options import check, shown
-from ...target.families import decoder_config
-from ...target.files import is_file, read_json
+from ...network.families import decoder_config
+from ...network.files import is_file, read_json
 from ..states.head import Fusion, StateHead, fill, known, misfit, read_tensors, stored
 from .token_info import TokenInfo
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import option
-from ...target.files import fingerprint
+from ...network.files import fingerprint
 from ...training.unrolled import UnrolledRecipe, UnrollOptions
 from ..states.head import layer_json
 from ..vocabulary import tokenizer_mark

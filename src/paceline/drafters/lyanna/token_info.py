@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...target.linear import nan_parameter
+from ...network.linear import nan_parameter
 
 EPS = 1e-6  # of the norm
 GAIN = 0.1  # of the norm at the start of training: the bias is a small one until it says something

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ...core.inference import inference
 from ...core.tree import TokenTree
-from ...target.files import check_target, fingerprint
-from ...target.linear import LinearOp, make_linear
-from ...target.native_calls import join
-from ...target.native_heads import NativeHeads
+from ...network.files import check_target, fingerprint
+from ...network.linear import LinearOp, make_linear
+from ...network.native_calls import join
+from ...network.native_heads import NativeHeads
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..levels import Said, best_levels, product_trees
 from ..proposal import Proposal, best_nodes, to_tree
@@ -39,8 +39,8 @@ from ..resampling import (
 from .heads import MOST_HEADS, Heads, load, read_config
 
 if TYPE_CHECKING:
-    from ...target.base import TargetInfo
-    from ...target.handle import TargetHandle
+    from ...network.base import TargetInfo
+    from ...network.handle import TargetHandle
 
 MAX_NODES = 256
 

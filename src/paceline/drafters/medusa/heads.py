@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, shown
-from ...target.adapters import fill_normal
-from ...target.files import is_file, opened, read_json
-from ...target.linear import nan_parameter
-from ...target.trained_files import TrainedFiles, correct
+from ...network.adapters import fill_normal
+from ...network.files import is_file, opened, read_json
+from ...network.linear import nan_parameter
+from ...network.trained_files import TrainedFiles, correct
 
 CONFIG_FILE, WEIGHTS_FILE = "medusa.json", "medusa.safetensors"
 FILES = TrainedFiles("Medusa heads", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the heads again")

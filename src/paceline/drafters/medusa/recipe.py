@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, option
-from ...target.files import fingerprint
+from ...network.files import fingerprint
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
 from ...training.data import TokenBatch
 from ...training.features import Features, OnlineFeatures, last_states

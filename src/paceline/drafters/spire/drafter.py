@@ -25,14 +25,14 @@ from ...core.tree import TokenTree
 from ...kv.pool import KVPool
 from ...kv.ring import RingCache
 from ...kv.views import SinkWindow
-from ...target.applications import adapter_ranges
-from ...target.base import Taps
-from ...target.decoder import Decoder
-from ...target.files import fingerprint
-from ...target.loader import load_weights, read_config
-from ...target.native import unsupported
-from ...target.native_memory import Recall
-from ...target.packing import RowPacker
+from ...network.applications import adapter_ranges
+from ...network.base import Taps
+from ...network.decoder import Decoder
+from ...network.files import fingerprint
+from ...network.loader import load_weights, read_config
+from ...network.native import unsupported
+from ...network.native_memory import Recall
+from ...network.packing import RowPacker
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..growth import Grower, Growth, compiles, drawn_from
 from ..proposal import to_tree
@@ -43,7 +43,7 @@ from .model import SpireShape, read_memory, read_shape
 from .network import SpireNetwork
 
 if TYPE_CHECKING:
-    from ...target.base import TargetInfo
+    from ...network.base import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)

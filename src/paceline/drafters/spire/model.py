@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.options import check, shown
-from ...target.files import is_file, read_json
+from ...network.files import is_file, read_json
 from ..states.head import fill, known, read_tensors, stored
 
 CONFIG_FILE, WEIGHTS_FILE = "spire.json", "spire.safetensors"

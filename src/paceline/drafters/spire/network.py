@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ...kv.ring import RingCache
-from ...target.base import ForwardState, Taps
-from ...target.decoder import Decoder, Layer, Norm, rms, rms_constants
-from ...target.families import DecoderConfig
-from ...target.linear import LinearOp, make_linear
-from ...target.native_memory import Recall, recall, write_keys
-from ...target.packing import RowPacker
-from ...target.rope import RopeTable
+from ...network.base import ForwardState, Taps
+from ...network.decoder import Decoder, Layer, Norm, rms, rms_constants
+from ...network.families import DecoderConfig
+from ...network.linear import LinearOp, make_linear
+from ...network.native_memory import Recall, recall, write_keys
+from ...network.packing import RowPacker
+from ...network.rope import RopeTable
 
 
 class Projection:

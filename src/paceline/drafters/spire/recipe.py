@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import check, option
-from ...target.families import DecoderConfig, decoder_config
-from ...target.files import fingerprint
-from ...target.loader import load_weights, read_config
-from ...target.weights import weight_map
+from ...network.families import DecoderConfig, decoder_config
+from ...network.files import fingerprint
+from ...network.loader import load_weights, read_config
+from ...network.weights import weight_map
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
 from ...training.network import Network

@@ -22,15 +22,15 @@ from torch import Tensor
 from ...attention.base import Segment
 from ...core.errors import PoolFullError
 from ...kv.pool import KVPool, SequenceCache
-from ...target.base import Batch
-from ...target.native_calls import join, pick
-from ...target.packing import RowPacker
+from ...network.base import Batch
+from ...network.native_calls import join, pick
+from ...network.packing import RowPacker
 from ..base import SequenceView, StepFeatures
 
 if TYPE_CHECKING:
-    from ...target.handle import TargetHandle
-    from ...target.native import Stack
-    from ...target.native_states import NativeFuse
+    from ...network.handle import TargetHandle
+    from ...network.native import Stack
+    from ...network.native_states import NativeFuse
 
 CATCH_UP_ROWS = 512  # of a text, in one pass
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import shown
-from ...target.decoder import Layer
-from ...target.families import DecoderConfig, decoder_config
-from ...target.files import is_file, opened
-from ...target.linear import Dense, nan_parameter
-from ...target.rope import RopeTable
-from ...target.weights import Piece, weight_map
+from ...network.decoder import Layer
+from ...network.families import DecoderConfig, decoder_config
+from ...network.files import is_file, opened
+from ...network.linear import Dense, nan_parameter
+from ...network.rope import RopeTable
+from ...network.weights import Piece, weight_map
 
 Fusion = Literal["concat", "sum"]
 LAYER = "layers.0."

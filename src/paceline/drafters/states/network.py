@@ -11,15 +11,15 @@ from torch import Tensor
 from ...attention import make_backend
 from ...attention.base import Segment
 from ...kv.pool import KVPool
-from ...target.base import Batch, ForwardState
-from ...target.decoder import Decoder
-from ...target.linear import LinearOp, make_linear
-from ...target.native import unsupported
-from ...target.native_linear import NativeLinear
-from ...target.native_states import NativeFuse
+from ...network.base import Batch, ForwardState
+from ...network.decoder import Decoder
+from ...network.linear import LinearOp, make_linear
+from ...network.native import unsupported
+from ...network.native_linear import NativeLinear
+from ...network.native_states import NativeFuse
 
 if TYPE_CHECKING:
-    from ...target.handle import TargetHandle
+    from ...network.handle import TargetHandle
     from .head import StateHead
 
 LAST = -1  # the tap that is read

@@ -22,8 +22,8 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.tree import SparseQ, TokenTree
 from ...core.tree_lists import PADDING, TreeLists
-from ...target.files import check_target, fingerprint
-from ...target.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
+from ...network.files import check_target, fingerprint
+from ...network.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..levels import Said, count, cut, product_trees
 from ..proposal import Proposal, to_tree
@@ -39,7 +39,7 @@ from ..resampling import (
 )
 
 if TYPE_CHECKING:
-    from ...target.base import TargetInfo
+    from ...network.base import TargetInfo
 
 MAX_NODES = 1024
 SLACK = 2.0  # by which a score may be too low: the rule that sets the floor knows better, see `engine.chances`

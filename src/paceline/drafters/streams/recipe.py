@@ -18,9 +18,9 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
-from ...target.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
-from ...target.files import fingerprint
-from ...target.streams import StreamConfig, StreamSet
+from ...network.adapters import LINEARS, MLP, AdapterConfig, linear_shapes
+from ...network.files import fingerprint
+from ...network.streams import StreamConfig, StreamSet
 from ...training.ahead import EVALUATED_LOGITS, Aims, Tally, argmax
 from ...training.data import TokenBatch
 from ...training.features import likeliest

@@ -10,10 +10,10 @@ from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
 from ...drafters.sessions import AheadDrafter, DraftSessions
 from ...kv.pool import KVPool
-from ...target.decoder import Decoder
-from ...target.exit_heads import exit_of
-from ...target.exits import ExitHead, UntrainedExit, exit_layer
-from ...target.files import fingerprint
+from ...network.decoder import Decoder
+from ...network.exit_heads import exit_of
+from ...network.exits import ExitHead, UntrainedExit, exit_layer
+from ...network.files import fingerprint
 from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from .round import MirrorRound
 from .running import Beside, Between, Elsewhere, Runner

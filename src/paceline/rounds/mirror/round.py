@@ -23,8 +23,8 @@ from ...core.tree import TokenTree
 from ...drafters.base import Drafter, DraftRule
 from ...drafters.sessions import DraftSessions, GoingSessions, Opening
 from ...kv.pool import KVPool
-from ...target.decoder import Decoder
-from ...target.exits import ExitHead
+from ...network.decoder import Decoder
+from ...network.exits import ExitHead
 from ..base import RunningSequence, StepResult, Work
 from ..outcome import Emitter, keep
 from ..passes import Pass, decide, lay_out, main_adapters, pack, read_logits

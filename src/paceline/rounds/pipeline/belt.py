@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...target.stages import Frame
+from ...network.stages import Frame
 
 
 class Belt(Protocol):

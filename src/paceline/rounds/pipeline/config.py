@@ -13,8 +13,8 @@ from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
 from ...drafters.sessions import AheadDrafter, DraftSessions, GoingSessions
 from ...kv.pool import KVPool
-from ...target.decoder import Decoder
-from ...target.stages import Stage, StagesInTurn, even_cuts
+from ...network.decoder import Decoder
+from ...network.stages import Stage, StagesInTurn, even_cuts
 from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from ..verification import make_verifier, match
 from . import lossy

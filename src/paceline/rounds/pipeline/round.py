@@ -27,8 +27,8 @@ from ...core.request import Logprob, token_logprobs
 from ...drafters.base import Drafter, DraftRule, SequenceView
 from ...drafters.sessions import Opening
 from ...kv.pool import KVPool, SequenceCache
-from ...target.decoder import Decoder
-from ...target.stages import TEXT, Frame, StageRows
+from ...network.decoder import Decoder
+from ...network.stages import TEXT, Frame, StageRows
 from ..base import RunningSequence, StepResult, Work
 from ..passes import record_prompt
 from ..verification import choose_packed

@@ -7,15 +7,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from state_kit import taps_of
-from tiny import tiny_config, tiny_decoder, tiny_weights
 from torch import Tensor
 
+from kits.state import taps_of
+from kits.tiny import tiny_config, tiny_decoder, tiny_weights
 from paceline.attention import make_backend
 from paceline.drafters.spire.drafter import SpireConfig, SpireDrafter
 from paceline.drafters.spire.model import SpireShape
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
 from paceline.training.network import finish, normed, project, rotate
 
 LAYERS = 2

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from tiny import TOY_TEXTS, tiny_config, tiny_weights
 
+from kits.tiny import TOY_TEXTS, tiny_config, tiny_weights
 from paceline.attention import make_backend
 from paceline.distributed.channels import Line, local_pair
 from paceline.distributed.clock import RealClock
@@ -22,10 +22,10 @@ from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.kv.store import KVStore
+from paceline.network.decoder import Decoder
+from paceline.network.stages import Stage, even_cuts
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.rounds.pipeline.round import Ticked
-from paceline.target.decoder import Decoder
-from paceline.target.stages import Stage, even_cuts
 
 LAYERS, TOKENS = 8, 512
 CONFIG = tiny_config(num_layers=LAYERS)

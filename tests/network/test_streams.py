@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from kits.tiny import tiny_config, tiny_streams
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_streams
 
 from paceline.core.errors import ConfigError
 from paceline.kv.pool import KVPool
-from paceline.target.adapters import LINEARS, AdapterConfig, LowRank, linear_shapes
-from paceline.target.files import fingerprint
-from paceline.target.stream_rows import StreamLimit, StreamRows
-from paceline.target.streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, StreamSet, read_config
+from paceline.network.adapters import LINEARS, AdapterConfig, LowRank, linear_shapes
+from paceline.network.files import fingerprint
+from paceline.network.stream_rows import StreamLimit, StreamRows
+from paceline.network.streams import CONFIG_FILE, WEIGHTS_FILE, StreamConfig, StreamSet, read_config
 
 SHAPE = tiny_config()
 SHAPES = linear_shapes(SHAPE)
@@ -78,7 +78,7 @@ def test_adapters_that_cannot_be(options: dict[str, Any], message: str) -> None:
 
 
 def test_linear_shapes_are_those_of_the_decoder() -> None:
-    from tiny import tiny_decoder
+    from kits.tiny import tiny_decoder
 
     ops = [(width, op.weight.shape[0]) for op, width in tiny_decoder().products()[:4]]  # type: ignore[attr-defined]
     assert ops == [SHAPES[name] for name in LINEARS]
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: 
     def lost(file: Path) -> str:
         raise OSError(5, "Input/output error", str(file))
 
-    monkeypatch.setattr("paceline.target.files.content_hash", lost)
+    monkeypatch.setattr("paceline.network.files.content_hash", lost)
     with pytest.raises(ConfigError, match="config.json cannot be read .Input/output error.. Restore the file"):
         fingerprint(folder)
 

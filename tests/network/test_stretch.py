@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import MISSING
-from tiny import (
+from kits.native import MISSING
+from kits.tiny import (
     assemble,
     draft_model,
     full_logits,
@@ -29,12 +29,12 @@ from paceline import LLM, ConfigError, SamplingParams, zoo
 from paceline.core.model_spec import ModelSpec, parse_model
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine import calibration
-from paceline.target.adapters import AdapterConfig
-from paceline.target.base import Taps
-from paceline.target.decoder import Decoder
-from paceline.target.loader import load_model, resolve_folder
-from paceline.target.native_linear import NativeLinear
-from paceline.target.streams import StreamSet
+from paceline.network.adapters import AdapterConfig
+from paceline.network.base import Taps
+from paceline.network.decoder import Decoder
+from paceline.network.loader import load_model, resolve_folder
+from paceline.network.native_linear import NativeLinear
+from paceline.network.streams import StreamSet
 
 TIMES = 3
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 import paceline.assembly
 from paceline import LLM, ConfigError
-from paceline.target import loader
-from paceline.target.families import decoder_config
-from paceline.target.weights import weight_map
+from paceline.network import loader
+from paceline.network.families import decoder_config
+from paceline.network.weights import weight_map
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from kits.tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
 from rich.console import Console
-from tiny import assemble, run, tiny_adapters, tiny_application, tiny_config, tiny_decoder
 from typer.testing import CliRunner
 
 from paceline import LLM, AsyncLLM, CapabilityError, ConfigError, SamplingParams, zoo
@@ -22,13 +22,13 @@ from paceline.cli.chat import Conversation
 from paceline.cli.session import default_drafter
 from paceline.drafters.ngram import NgramConfig
 from paceline.engine.auto import AutoBudget
-from paceline.target.adapters import linear_shapes
-from paceline.target.applications import Application, adapter_ranges, identity, load_applications
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
-from paceline.target.files import fingerprint
-from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet
+from paceline.network.adapters import linear_shapes
+from paceline.network.applications import Application, adapter_ranges, identity, load_applications
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
+from paceline.network.files import fingerprint
+from paceline.network.loader import read_config, resolve_folder
+from paceline.network.streams import StreamConfig, StreamSet
 
 pytestmark = pytest.mark.timeout(120)
 MODEL = "paceline-small"

@@ -8,17 +8,17 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny import assemble, run, tiny_config, tiny_decoder
 from torch import Tensor
 
+from kits.tiny import assemble, run, tiny_config, tiny_decoder
 from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.medusa import MedusaConfig, MedusaDrafter
 from paceline.drafters.medusa.heads import Heads, HeadsConfig
 from paceline.kv.pool import KVPool
-from paceline.target.base import Batch, Taps
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
+from paceline.network.base import Batch, Taps
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
 
 HEADS = 3
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from paceline import zoo
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.target.decoder import Decoder
-from paceline.target.families import decoder_config
-from paceline.target.loader import (
+from paceline.network.decoder import Decoder
+from paceline.network.families import decoder_config
+from paceline.network.loader import (
     _plain_tokenizer,
     load_model,
     load_tokenizer,
@@ -28,7 +28,7 @@ from paceline.target.loader import (
     read_config,
     resolve_folder,
 )
-from paceline.target.weights import weight_map
+from paceline.network.weights import weight_map
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import LLAMA3_ROPE, build  # noqa: E402  (the builders live beside the parity tests)
@@ -52,7 +52,7 @@ def load(folder: Path, **options: Any) -> Decoder:
 def outputs(decoder: Decoder) -> torch.Tensor:
     """[9, vocab] logits of a fixed prompt through the first half of the network's interface: embed and head."""
     from paceline.attention.base import Segment
-    from paceline.target.base import Batch
+    from paceline.network.base import Batch
 
     c, rows = decoder.config, 9
     positions = torch.arange(rows)
@@ -397,7 +397,7 @@ def test_a_missing_tokenizer_is_an_error(checkpoint: Path):
 
 STARTED = r"""
 import sys
-from paceline.target.loader import load_tokenizer
+from paceline.network.loader import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 quick = "torch._dynamo" not in sys.modules
 from transformers import AutoTokenizer

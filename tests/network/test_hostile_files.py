@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hostile import CONFIG, NASTY, YARN, bounded, deep, start, write_checkpoint, write_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kits.hostile import CONFIG, NASTY, YARN, bounded, deep, start, write_checkpoint, write_config
+from kits.tiny import tiny_streams
 from safetensors.torch import load_file, save_file
-from tiny import tiny_streams
 
 import paceline.assembly as assembly
 from paceline import ConfigError
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.options import shown
-from paceline.target import generation, loader
-from paceline.target.decoder import Decoder
-from paceline.target.families import FAMILIES, MAX_LAYERS, decoder_config
-from paceline.target.files import MAX_JSON_BYTES, read_json
-from paceline.target.loader import load_model, read_config
-from paceline.target.streams import CONFIG_FILE, StreamSet
-from paceline.target.weights import weight_map
+from paceline.network import generation, loader
+from paceline.network.decoder import Decoder
+from paceline.network.families import FAMILIES, MAX_LAYERS, decoder_config
+from paceline.network.files import MAX_JSON_BYTES, read_json
+from paceline.network.loader import load_model, read_config
+from paceline.network.streams import CONFIG_FILE, StreamSet
+from paceline.network.weights import weight_map
 
 # Hypothesis wants fixtures that are made anew for every example; these are only read.
 shared = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

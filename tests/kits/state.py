@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny import tiny_config, tiny_decoder
 from torch import Tensor
 
+from kits.tiny import tiny_config, tiny_decoder
 from paceline.attention.base import Segment
 from paceline.drafters.eagle.drafter import EagleConfig, EagleDrafter
 from paceline.drafters.eagle.model import EagleFacts, EagleModel
@@ -20,9 +20,9 @@ from paceline.drafters.lyanna.drafter import LyannaConfig, LyannaDrafter
 from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.states.head import StateHead, layer_json
 from paceline.kv.pool import KVPool
-from paceline.target.base import Batch, Taps
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
+from paceline.network.base import Batch, Taps
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
 from paceline.training.network import finish, project, rotate
 
 TEXTS, LENGTH = 4, 400

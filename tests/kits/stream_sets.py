@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from paceline.target.adapters import LINEARS, AdapterConfig, linear_shapes
-from paceline.target.loader import read_config, resolve_folder
-from paceline.target.streams import StreamConfig, StreamSet, fingerprint
+from paceline.network.adapters import LINEARS, AdapterConfig, linear_shapes
+from paceline.network.loader import read_config, resolve_folder
+from paceline.network.streams import StreamConfig, StreamSet, fingerprint
 
 MODEL = "paceline-small-draft"  # the smaller of the embedded two
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
+from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.target.decoder import Decoder
-from paceline.target.rope import RopeTable
+from paceline.network.decoder import Decoder
+from paceline.network.rope import RopeTable
 
 CONTEXT = 1024  # whole blocks of the table: nothing lies behind it by chance
 CONFIG = tiny_config(max_position=CONTEXT)

@@ -23,15 +23,15 @@ from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
+from paceline.network.adapters import AdapterConfig, LowRank, linear_shapes
+from paceline.network.applications import Application, make_application
+from paceline.network.base import Batch
+from paceline.network.decoder import Decoder
+from paceline.network.families import DecoderConfig
+from paceline.network.linear import Quant
+from paceline.network.rope import RopeConfig
+from paceline.network.streams import Mode, StreamConfig, StreamSet
 from paceline.rounds import make_round
-from paceline.target.adapters import AdapterConfig, LowRank, linear_shapes
-from paceline.target.applications import Application, make_application
-from paceline.target.base import Batch
-from paceline.target.decoder import Decoder
-from paceline.target.families import DecoderConfig
-from paceline.target.linear import Quant
-from paceline.target.rope import RopeConfig
-from paceline.target.streams import Mode, StreamConfig, StreamSet
 
 VOCAB = 96
 EOS = 7

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import full_logits, tiny_config, tiny_decoder, tiny_weights
+from kits.native import needs_kernels
+from kits.tiny import full_logits, tiny_config, tiny_decoder, tiny_weights
 
 from paceline.attention import make_backend
 from paceline.core.errors import CapabilityError
-from paceline.target.decoder import Decoder
+from paceline.network.decoder import Decoder
 
 KINDS: dict[str, dict[str, Any]] = {
     "float64": {"dtype": torch.float64},

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CapabilityError
-from paceline.target.linear import (
+from paceline.network.linear import (
     Int8Linear,
     LinearOp,
     PackedLinear,

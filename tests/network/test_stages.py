@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from native_kit import needs_kernels
-from tiny import full_logits, tiny_config, tiny_decoder
+from kits.native import needs_kernels
+from kits.tiny import full_logits, tiny_config, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.kv.store import KVStore
-from paceline.target.stages import TEXT, Frame, Stage, StageRows, cut_layers, even_cuts
+from paceline.network.stages import TEXT, Frame, Stage, StageRows, cut_layers, even_cuts
 
 CONFIG = tiny_config(num_layers=5)
 SLOTS = 160

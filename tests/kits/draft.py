@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from hypothesis import strategies as st
-from tiny import VOCAB
 
+from kits.tiny import VOCAB
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DraftRequest, SequenceView
