@@ -31,11 +31,15 @@ HYBRID := hybrid:paceline-small-draft,dtype=int8
 STREAMS := streams:paceline-small-streams
 BENCH = $(BIN)/paceline bench --overwrite
 BENCH_TASKS = $(BENCH) $(if $(DATA),--data $(DATA)) $(TASKS:%=--workload %) --repeats 2 --max-new-tokens 64
+COMMA := ,
+SPACE := $(subst ,, )
+BESIDE = $(BIN)/python studies/peers.py --overwrite
+BESIDE_TASKS = $(if $(DATA),--data $(DATA)) --tasks $(subst $(SPACE),$(COMMA),$(strip $(TASKS))) --max-new-tokens 64
 
 # The engines of other people that the benchmark compares with, each installed apart from Paceline.
 PEERS := transformers llama.cpp vllm
 PEERS_DIR := .peers
-WORKERS := src/paceline/bench/peer_workers
+WORKERS := studies/kit/peer_workers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all install lint format clean check-python peers bench fuzz soak sanitize
@@ -48,7 +52,7 @@ help:
 	@echo 'make lint      ruff and mypy'
 	@echo 'make format    let ruff format the code'
 	@echo 'make bench     repeat the benchmark of docs/benchmarks.md (half an hour; make peers first, to have them in it)'
-	@echo 'make peers     the engines that paceline bench compares with, each in .peers/NAME (long; some gigabytes)'
+	@echo 'make peers     the engines that studies/peers.py compares with, each in .peers/NAME (long; some gigabytes)'
 	@echo 'make peer-NAME one of them: $(PEERS)'
 	@echo 'make fuzz      random requests against plain decoding: MINUTES=60, from case SEED=0 on'
 	@echo 'make soak      mixed requests for MINUTES=10: memory must stay flat, nothing may be left (build/soak)'
@@ -66,13 +70,10 @@ bench: $(RUN_STAMP)
 	  --method 'hybrid=$(HYBRID)' --method 'hybrid-fixed=$(HYBRID);budget=14' \
 	  --method ngram --method 'ngram-fixed=ngram;budget=8' \
 	  --method 'streams=$(STREAMS)' --method 'streams-fixed=$(STREAMS),nodes=8;budget=8'
-	$(BENCH) --peers --model random:12x768x2048x8192 --dtype bfloat16 --prompts 8 --repeats 3 --prompt-tokens 64 \
-	  --max-new-tokens 128 --out build/bench/random \
-	  --title 'A random model of 91M parameters beside other engines, bf16'
-	$(BENCH_TASKS) --peers --prompts 6 --out build/bench/peers \
-	  --title 'The embedded model beside other engines, bf16'
-	$(BENCH_TASKS) --peers --prompts 2 --dtype float32 --out build/bench/float32 \
-	  --title 'The embedded model beside other engines, float32'
+	$(BESIDE) --model random:12x768x2048x8192 --dtype bfloat16 --prompts 8 --repeats 3 --prompt-tokens 64 \
+	  --max-new-tokens 128 --out build/bench/random
+	$(BESIDE) $(BESIDE_TASKS) --prompts 6 --out build/bench/peers
+	$(BESIDE) $(BESIDE_TASKS) --prompts 2 --dtype float32 --out build/bench/float32
 
 fuzz: $(DEV_STAMP)
 	$(BIN)/python tests/fuzz/run.py --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0)

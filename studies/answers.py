@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.scores import DomainLoss, TaskQuality, domain_losses, evaluate, known_tasks, means
+from kit.study import Options, Study, Table, asked
+
 from paceline.bench import machine
 from paceline.bench.report import wording as say
-from paceline.bench.scores import DomainLoss, TaskQuality, domain_losses, evaluate, known_tasks, means
-from paceline.bench.study import Options, Study, Table, asked
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.network.streams import read_config

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.grid import how
+from kit.scores import workload_of
+from kit.study import Entry, Grid, Table, measure
 from numpy.typing import NDArray
 
 from lyanna_parts.common import DIALOGUE, FRESH_TREE, FULL_ROWS, STEPS, Asked, lyanna, shape_of, study
 from lyanna_parts.trained import read_log
-from paceline.bench.grid import how
 from paceline.bench.records import Report, Trial
-from paceline.bench.scores import workload_of
-from paceline.bench.study import Entry, Grid, Table, measure
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaModel

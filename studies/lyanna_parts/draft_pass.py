@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.scores import encoded_prompts, workload_of
+from kit.study import Table
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,8 +20,6 @@ from paceline import native
 from paceline.bench import figures, machine, workloads
 from paceline.bench.figures import Panel, Series
 from paceline.bench.records import Method
-from paceline.bench.scores import encoded_prompts, workload_of
-from paceline.bench.study import Table
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
 from paceline.core.errors import CapabilityError
 from paceline.core.sampling import SamplingParams

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kit.grid import how
+from kit.peers import HEAD, available
+from kit.scores import workload_of
+from kit.study import Entry, Grid, Table, measure
+
 from lyanna_parts.common import DIALOGUE, STEPS, Asked, drafting, study, verdict
-from paceline.bench.grid import how
-from paceline.bench.peers import HEAD, available
 from paceline.bench.records import Method, Trial
-from paceline.bench.scores import workload_of
-from paceline.bench.study import Entry, Grid, Table, measure
 from paceline.core.errors import CapabilityError
 
 HERE, THERE, PEER = "EAGLE", "vLLM, EAGLE", "vllm"

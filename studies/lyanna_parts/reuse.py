@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from math import exp, lgamma, log
 from typing import Any
 
+from kit.scores import encoded_prompts, workload_of
+from kit.study import Table
+
 from lyanna_parts.common import DIALOGUE, EXTRA, ROWS, STEPS, WIDTH, Asked, lyanna, shape_of, study
 from lyanna_parts.throughput import ALONE, TOP
 from paceline.bench import workloads
 from paceline.bench.records import Method
-from paceline.bench.scores import encoded_prompts, workload_of
-from paceline.bench.study import Table
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DraftRequest, SequenceView

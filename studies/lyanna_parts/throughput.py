@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kit.grid import ALL, Line, how, lines_of, whole
+from kit.halves import conversations, halves
+from kit.study import Entry, Grid, Table, measure
+
 from lyanna_parts import extra_pass
 from lyanna_parts.common import (
     EXTRA,
@@ -23,11 +27,8 @@ from lyanna_parts.common import (
 )
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
-from paceline.bench.grid import ALL, Line, how, lines_of, whole
-from paceline.bench.halves import conversations, halves
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.report import wording as say
-from paceline.bench.study import Entry, Grid, Table, measure
 from paceline.bench.summary import overall_ratio, summarise
 from paceline.core.model_spec import STRETCH, parse_model
 

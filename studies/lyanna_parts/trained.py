@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.study import Table
 from torch import Tensor
 
 from lyanna_parts.common import STEPS, Asked, fastest, study, verdict
 from paceline.bench import figures, machine
 from paceline.bench.figures import Panel, Series
-from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.lyanna.token_info import TokenInfo

@@ -9,10 +9,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from kit.scores import encoded_prompts, workload_of
+from kit.study import Options, Study, asked
+
 from paceline import LLM, SamplingParams
 from paceline.bench import workloads
-from paceline.bench.scores import encoded_prompts, workload_of
-from paceline.bench.study import Options, Study, asked
 from paceline.core.options import written
 from paceline.core.request import RequestOutput
 from paceline.rounds.mirror.records import StepTimes, Verdict

@@ -15,9 +15,10 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
+from kit.grid import apart
+
 from mirror_parts.common import Asked, Heard, drafter_of, listen, mirror_of, prompts_of
 from paceline import LLM, SamplingParams
-from paceline.bench.grid import apart
 from paceline.core.errors import ConfigError
 from paceline.distributed.placement import cores, pin
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening

@@ -7,8 +7,9 @@ from math import exp, log
 from statistics import fmean
 from typing import Any
 
+from kit.study import Table
+
 from mirror_parts.common import Asked, study
-from paceline.bench.study import Table
 from paceline.network.exit_heads import shares
 from paceline.network.loader import resolve_folder
 from paceline.planning.latency import MirrorStep

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
 
+from kit.scores import encoded_prompts, workload_of
+from kit.study import Options, Study, asked
+
 from paceline.assembly import drafter_context
 from paceline.bench import workloads
-from paceline.bench.scores import encoded_prompts, workload_of
-from paceline.bench.study import Options, Study, asked
 from paceline.core.sampling import SamplingParams
 from paceline.distributed.channels import Link
 from paceline.distributed.clock import VIRTUAL, VirtualClock

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.study import Table
 
-from paceline.bench.study import Table
 from paceline.distributed.frames import Codec
 from paceline.distributed.stage_service import KINDS, Computed, frame_of, message_of
 from paceline.network.stages import Frame, StagesInTurn

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.bench.study import Table
+from kit.study import Table
+
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Stage
 from paceline.planning.models import named, read_shape

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from kit.study import Table
+
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
-from paceline.bench.study import Table
 from paceline.distributed.clock import VIRTUAL
 from paceline.drafters.sessions import ROOT, Ask, Opening
 from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt

@@ -7,9 +7,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from paceline.bench import figures, timeline
+from kit import timeline
+from kit.study import Table
+
+from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
-from paceline.bench.study import Table
 from paceline.distributed.clock import VIRTUAL
 from paceline.planning.pipeline import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
 from paceline.rounds.pipeline import PipelineConfig

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from kit.study import Table
 
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
-from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.drafters.spire.model import read_shape
 from paceline.drafters.spire.recipe import SpireOptions, SpireRecipe, load_trained

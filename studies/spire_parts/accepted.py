@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from kit.grid import how
+from kit.scores import workload_of
+from kit.study import Entry, Grid, Table, measure
 
-from paceline.bench.grid import how
 from paceline.bench.records import Report
-from paceline.bench.scores import workload_of
-from paceline.bench.study import Entry, Grid, Table, measure
 from spire_parts.common import (
     CONTEXTS,
     DEPTH,

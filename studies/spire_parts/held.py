@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kit.study import Table
 from torch import Tensor
 
 from paceline.attention.base import slot_indices
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.records import PLAIN, Method
-from paceline.bench.study import Table
 from paceline.core.sampling import SamplingParams
 from spire_parts.common import CONTEXTS, DEPTH, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from kit.study import Table
+
 from paceline.bench.records import PLAIN
-from paceline.bench.study import Table
 from spire_parts.accepted import OWN
 from spire_parts.common import Asked, path_of, study, verdict
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.study import Table
+
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
-from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.planning import models, throughput
 from paceline.planning.models import ModelShape

@@ -12,6 +12,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from kit.scores import workload_of
+from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import figures, machine, workloads
@@ -21,8 +23,6 @@ from paceline.bench.law import LawConfig, LawFound, measure_law, nodes_that_pay
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
-from paceline.bench.scores import workload_of
-from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.spire.model import read_shape as read_draft

@@ -8,10 +8,10 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import machine
-from paceline.bench.study import Table
 from paceline.drafters.spire.recipe import SpireKind, SpireOptions, SpireRecipe
 from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.data import Example, TokenBatch, collate

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from kit.grid import ALL, Line, how, lines_of
+from kit.scores import encoded_prompts, workload_of
+from kit.study import Entry, Table, measure
 from torch import Tensor
 
 from paceline.bench import workloads
-from paceline.bench.grid import ALL, Line, how, lines_of
 from paceline.bench.records import Method
 from paceline.bench.report import wording as say
-from paceline.bench.scores import encoded_prompts, workload_of
-from paceline.bench.study import Entry, Table, measure
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.core.verify import VerifyOutcome, lossy_stream_rejection, sample_and_match

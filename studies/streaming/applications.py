@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.grid import how, split_lines
+from kit.grid import how, split_lines
+from kit.scores import TASK_WORKLOADS, evaluate, known_tasks, means
+from kit.study import Entry, Grid, Table, measure
+
 from paceline.bench.records import PLAIN, Method
 from paceline.bench.report import wording as say
-from paceline.bench.scores import TASK_WORKLOADS, evaluate, known_tasks, means
-from paceline.bench.study import Entry, Grid, Table, measure
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
 from paceline.llm import LLM

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kit.study import Entry, Grid, Options, Study, asked
+
 from paceline.bench.methods import show
 from paceline.bench.records import Method
-from paceline.bench.study import Entry, Grid, Options, Study, asked
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.drafters.streams import StreamsConfig
 from paceline.network.loader import resolve_folder

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kit.grid import ALL, METRIC_NAMES, best_by, panel, series_of, whole
+from kit.study import Entry, Grid, Line, Table
+
 from paceline.bench import figures
-from paceline.bench.grid import ALL, METRIC_NAMES, best_by, panel, series_of, whole
-from paceline.bench.study import Entry, Grid, Line, Table
 from paceline.drafters.streams import StreamsConfig
 from streaming.common import CHOOSE, PRUNING, USUAL, Asked, TrainedSet, grid_of, study
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
+from kit.study import Table
+
 from paceline.bench import machine
-from paceline.bench.study import Table
 from paceline.core.errors import CapabilityError
 from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM

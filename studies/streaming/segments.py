@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.grid import apart
+from kit.study import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.bench import machine
-from paceline.bench.grid import apart
 from paceline.bench.measure import Memory
 from paceline.bench.models import materialised
 from paceline.bench.report import wording as say
-from paceline.bench.study import Table
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
 from paceline.network.adapters import linear_shapes

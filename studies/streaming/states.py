@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.scores import encoded_prompts, workload_of
+from kit.study import Table
 
 from paceline.bench import figures, workloads
 from paceline.bench.figures import COLOURS, Panel, Series
-from paceline.bench.scores import encoded_prompts, workload_of
-from paceline.bench.study import Table
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.streams.recipe import similarity
 from paceline.llm import LLM

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kit.study import Entry, Grid
+
 from paceline.bench.records import PLAIN, Method
-from paceline.bench.study import Entry, Grid
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams import StreamsConfig
 from paceline.network.adapters import MLP

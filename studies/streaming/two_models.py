@@ -8,14 +8,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from kit.grid import Line, how, split_lines
+from kit.halves import halves
+from kit.scores import TASK_WORKLOADS
+from kit.study import Entry, Table, measure
+
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
-from paceline.bench.grid import Line, how, split_lines
-from paceline.bench.halves import halves
 from paceline.bench.records import PLAIN, Method, Report, Trial
 from paceline.bench.report import wording as say
-from paceline.bench.scores import TASK_WORKLOADS
-from paceline.bench.study import Entry, Table, measure
 from paceline.bench.summary import overall_ratio, summarise
 from streaming.applications import BASE, scored, scores_of
 from streaming.common import CHOOSE, CUT, Asked, TrainedSet, grid_of, study, written

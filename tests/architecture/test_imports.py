@@ -56,7 +56,9 @@ PARTS = {
     "spire_parts": "spire",
     "mirror_parts": "mirror",
     "specpipe_parts": "specpipe",
+    "micro_parts": "micro",
 }  # folder of studies -> the study, too long for a file, whose parts it holds
+KIT = "kit"  # folder of studies that all of them may import
 NAMES = {path.stem for path in STUDIES.glob("*.py")} | {"studies", *PARTS}
 ABOVE = {"cli", "async_llm"}  # parts that no study may import
 
@@ -103,16 +105,16 @@ def test_engine_imports_no_concrete_drafter_or_round(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(STUDIES.rglob("*.py")), ids=lambda path: str(path.relative_to(STUDIES)))
-def test_studies_stand_on_the_bench_and_on_each_other_not(path: Path) -> None:
+def test_studies_stand_on_the_kit_and_the_bench_and_on_each_other_not(path: Path) -> None:
     folder = path.relative_to(STUDIES).parts[0]
     own = {part for part, study in PARTS.items() if path.stem == study or folder == part}
-    found = {name for name in imports(path, STUDIES) if name[0] in {"paceline", *NAMES}}
-    assert found or path.name == "__init__.py"
+    found = {name for name in imports(path, STUDIES) if name[0] in {"paceline", KIT, *NAMES}}
+    assert found or path.name == "__init__.py" or folder == KIT
     assert not {name for name in found if name[0] in NAMES - own}
     assert not {name[1] for name in found if len(name) > 1} & ABOVE
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [*PARTS, KIT])
 def test_studies_import_paceline_before_torch(name: str) -> None:
     """It tells torch's threads not to spin, which they read when torch is loaded."""
     assert ("paceline",) in imports(STUDIES / name / "__init__.py", STUDIES)
@@ -120,7 +122,7 @@ def test_studies_import_paceline_before_torch(name: str) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_part_imports_a_study(path: Path) -> None:
-    assert not {name[0] for name in imports(path)} & NAMES
+    assert not {name[0] for name in imports(path)} & {KIT, *NAMES}
 
 
 def test_the_checker_sees_relative_and_absolute_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from paceline.bench.journal import Journal
 from paceline.bench.measure import Builder, Group, Limits, Memory, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
 from paceline.bench.models import materialised
-from paceline.bench.peers import PeerError, PeerResult
 from paceline.bench.records import Cell, Method, PromptIds, Trial
 from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig, Run
@@ -426,71 +425,6 @@ class TestSynthetic:
     def test_text_is_refused_for_it(self) -> None:
         with pytest.raises(ConfigError, match="no tokenizer"):
             config(model=RANDOM)
-
-
-class FakePeer:
-    """Stands for a peer's process: answers with zeros, fails on demand."""
-
-    fail_after: int | None = None
-    made: list[FakePeer] = []
-
-    def __init__(self, method: Method, *args: Any, **options: Any) -> None:
-        if method.drafter == "ngram-mod":
-            raise PeerError("it does not start: no such flag")
-        self.version = "1.2"
-        self.runs = 0
-        self.paused = True
-        self.closed = False
-        self.made.append(self)
-
-    def run(self, prompts: list[Any], max_new_tokens: int, ignore_eos: bool) -> PeerResult:
-        self.runs += 1
-        if self.runs == self.fail_after:
-            raise PeerError("it ended")
-        outputs = [[0] * max_new_tokens for _ in prompts]
-        return PeerResult(outputs=outputs, wall_ms=10.0, ttft_ms=[1.0] * len(prompts))
-
-    def pause(self) -> None:
-        self.paused = True
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class TestPeers:
-    @pytest.fixture(autouse=True)
-    def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakePeer.made, FakePeer.fail_after = [], None
-        monkeypatch.setattr(trials_module, "Peer", FakePeer)
-        built = {"transformers": "it is not built", "llama.cpp": None, "vllm": None}
-        monkeypatch.setattr(trials_module, "peer_available", lambda name: built[name])
-
-    def test_peers_run_in_turns_and_one_that_cannot_says_why(self) -> None:
-        texts = ["plain", "llama.cpp/plain", "llama.cpp/ngram-mod", "transformers/plain"]
-        seen = Seen()
-        report = Run(config(methods=tuple(parse_methods(texts))), watcher=seen).execute().report
-        assert report.unavailable == {
-            "llama.cpp/ngram-mod": "it does not start: no such flag",
-            "transformers/plain": "it is not built",
-        }
-        assert [name for name, *_ in seen.trials[:4]] == ["plain", "llama.cpp/plain", "llama.cpp/plain", "plain"]
-        theirs = [t for t in report.trials if t.method == "llama.cpp/plain"]
-        assert len(theirs) == 4 and all(t.wall_ms == 10.0 and t.tokens == 8 and t.passes == 8 for t in theirs)
-        assert all(t.cell.ignore_eos for t in report.trials)  # so that all give the same number of tokens
-        assert report.versions["llama.cpp"] == "1.2"
-        assert all(peer.closed and peer.paused for peer in FakePeer.made if peer.runs)
-
-    def test_a_peer_that_fails_on_the_way_stops_nothing(self) -> None:
-        FakePeer.fail_after = 3
-        report = Run(config(methods=tuple(parse_methods(["plain", "vllm/plain"])))).execute().report
-        assert report.unavailable == {"vllm/plain": "it ended"}
-        counts = Counter(t.method for t in report.trials)
-        assert counts == {"plain": 4, "vllm/plain": 1}  # one warm-up, one trial, then the end
-
-    def test_peers_are_left_out_where_they_cannot_be_compared(self) -> None:
-        methods = tuple(parse_methods(["plain", "llama.cpp/plain"]))
-        report = Run(config(methods=methods, temperatures=(0.0, 0.8), repeats=1)).execute().report
-        assert {t.cell.temperature for t in report.trials if t.method == "llama.cpp/plain"} == {0.0}
 
 
 class TestRefusals:

@@ -14,14 +14,11 @@ import transformers  # noqa: F401  (first loaded in a command, its log would go 
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline import LLM, SamplingParams, native, zoo
+from paceline import zoo
 from paceline.bench.config import LINE_EVERY_S, Lines, duration
-from paceline.bench.parts import Stopwatch, compiled_calls, measure
 from paceline.bench.records import Cell, Method
 from paceline.bench.report import load_report
 from paceline.cli import app
-
-needs_kernels = pytest.mark.skipif(native.unavailable() is not None, reason="no compiled kernels")
 
 SMALL = ("--workload", "wikisql", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "8", "--threads", "1")
 
@@ -37,9 +34,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_help_names_options_and_subcommands(run: Any) -> None:
     output = run("--help").output
-    for word in ("--method", "--sweep", "--workload", "--peers", "--quick", "--resume", "--out", "--check"):
+    for word in ("--method", "--sweep", "--workload", "--quick", "--resume", "--out", "--check"):
         assert word in output
-    for command in ("compare", "calibrate", "workloads", "step", "decode"):
+    for command in ("compare", "calibrate", "workloads", "step"):
         assert command in output
         assert run(command, "--help").exit_code == 0
 
@@ -110,7 +107,7 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
     [
         (["--method", "ngrm"], "ngram"),
         (["--method", "ngram;bugdet=2"], "budget"),
-        (["--method", "vllm/ngrm"], "ngram"),
+        (["--method", "vllm/ngram"], "studies/peers.py"),
         (["--sweep", "bach=1,2"], "batch"),
         (["--sweep", "ngram.depth=1", "--method", "suffix"], "no method of this run"),
         (["--sweep", "batch=1,2", "--batch", "4"], "--batch 4"),
@@ -121,7 +118,6 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--workload", "boks"], "books"),
         (["--workload", "drop"], "--data"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--peer", "vlm"], "vllm"),
         (["--prompts", "0"], "prompts=0"),
         (["--prompt-tokens", "8"], "--prompt-tokens 8"),
         (["--model", "random:1x64x64x64", "--workload", "books"], "no tokenizer"),
@@ -131,8 +127,6 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["calibrate", "--model", "random:1x64x64x64"], "a model that stays"),
         (["calibrate", "--model", "stretch:random:1x64x64x64,times=2"], "a model that stays"),
         (["--model", "stretch:paceline-small"], "Write stretch:MODEL,times=8"),
-        (["--model", "stretch:paceline-small,times=2", "--peer", "transformers"], "cannot stretch a model"),
-        (["decode", "--model", "stretch:paceline-small,times=2"], "--no-transformers"),
         (["step", "--model", "stretch:paceline-small,times=1"], "times=1 is not 2 to"),
     ],
 )
@@ -162,53 +156,9 @@ def test_durations(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
 
 
-@needs_kernels
-@pytest.mark.parametrize("drafter", ["none", "ngram", "streams:paceline-small-streams"])
-def test_the_parts_of_a_step_add_up(run: Any, tmp_path: Path, drafter: str) -> None:
-    out = tmp_path / "parts.json"
-    result = run("step", "--parts", "--drafter", drafter, "--batch", "1,2", "--threads", "1", "--out", out)
-    assert result.exit_code == 0, result.output
-    for word in ("host, batch 1", "compiled, batch 2", "whole step", "emit"):
-        assert word in result.stdout
-    made = json.loads(out.read_text())
-    assert made["command"] == "bench step --parts" and [one["batch"] for one in made["steps"]] == [1, 2]
-    for one in made["steps"]:
-        assert one["drafter"] == drafter and one["steps"] > 20 and one["tokens"] >= one["batch"]
-        assert 0 < one["host_ms"] < one["step_ms"]
-        # Medians of parts need not add up to the median of their sums, but nearly do.
-        whole = sum(part["host_ms"] + part["native_ms"] for part in one["parts"])
-        assert 0.5 * one["step_ms"] < whole < 1.5 * one["step_ms"]
-        names = {part["part"] for part in one["parts"] if part["host_ms"] + part["native_ms"] > 0}
-        assert {"schedule", "emit", "keep"} <= names
-        assert ("streams" in names) == drafter.startswith("streams") and ("budget" in names) == (drafter != "none")
-
-
 def test_stretched_models_are_called_so(run: Any, tmp_path: Path) -> None:
     model, label = ("--model", "stretch:random:2x64x40x64,times=2"), "random:2x64x40x64, stretched 2x"
-    sizes = ("--rows", "1", "--context", "8", "--repeats", "1")
-    decode = ("decode", *model, "--no-transformers", "--batch", "1", "--new-tokens", "4", "--repeats", "1")
-    for command in (("step", *model, *sizes), decode):
-        out = tmp_path / f"{command[0]}.json"
-        result = run(*command, "--threads", "1", "--out", out)
-        assert result.exit_code == 0, result.output
-        assert label in result.stdout and json.loads(out.read_text())["model"] == label
-
-
-def test_options_of_the_parts_go_with_them(run: Any) -> None:
-    result = run("step", "--drafter", "ngram")
-    assert result.exit_code == 2 and "go with --parts" in result.output
-
-
-@needs_kernels
-def test_after_its_parts_were_timed_an_engine_is_as_before() -> None:
-    watch = Stopwatch()
-    library = native.library()
-    before = library.pl_run_layers
-    with compiled_calls(watch):
-        llm = LLM("paceline-small", drafter="ngram", budget=4, threads=1)
-    assert library.pl_run_layers is before
-    engine = llm.engine
-    measure(llm, watch, [[[5, 6, 7, 5, 6, 7, 5, 6]]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    for owner in (engine.scheduler, engine.round.guard, engine.round.emitter, engine.budget):  # type: ignore[attr-defined]
-        assert not any(callable(value) and getattr(value, "__name__", "") == "run" for value in vars(owner).values())
-    assert watch.steps and not watch.running
+    sizes, out = ("--rows", "1", "--context", "8", "--repeats", "1"), tmp_path / "step.json"
+    result = run("step", *model, *sizes, "--threads", "1", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert label in result.stdout and json.loads(out.read_text())["model"] == label

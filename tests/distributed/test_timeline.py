@@ -1,4 +1,4 @@
-"""The trace file is what Perfetto and chrome://tracing open, and the picture shows the same spans."""
+"""The trace file is what Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -58,15 +58,3 @@ def test_real_time_has_no_label_and_a_failure_is_noted_too():
 def test_a_place_that_cannot_be_written(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be written"):
         pipelined().write(tmp_path / "no" / "trace.json")
-
-
-def test_the_picture(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    from paceline.bench.timeline import draw
-
-    timeline = pipelined()
-    text = draw(timeline.spans, tmp_path / "a.svg", timeline.clock.label).read_text()
-    for words in ("stage 0", "stage 1", "draft", "verify", "ms (virtual clock)"):
-        assert f"<!-- {words} -->" in text  # what the letters' outlines stand for
-    with pytest.raises(ConfigError, match="no span"):
-        draw([], tmp_path / "b.svg")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from kit.study import Grid
 from kits.draft import text, view
 from kits.native import needs_kernels
 from kits.state import lyanna as lyanna_drafter
@@ -27,7 +28,6 @@ from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams, native
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
-from paceline.bench.study import Grid
 from paceline.cli import app
 from paceline.core.errors import ConfigError
 from paceline.drafters.eagle.model import EagleFacts, EagleModel

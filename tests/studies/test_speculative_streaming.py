@@ -11,6 +11,8 @@ import pytest
 import speculative_streaming  # noqa: F401  (all its figures are known from then on)
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
+from kit.grid import ALL
+from kit.study import Grid, Line
 from kits.native import needs_kernels
 from kits.reports import World
 from kits.stream_sets import MODEL, save_all, save_set
@@ -19,12 +21,10 @@ from streaming.applications import STREAMS
 from streaming.common import CUT, Asked, TrainedSet, read_sets, study
 from streaming.components import FRONTIER
 
-from paceline.bench.grid import ALL
 from paceline.bench.models import materialised
 from paceline.bench.records import Cell, Method, Trial
 from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig
-from paceline.bench.study import Grid, Line
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.network.streams import StreamSet
 

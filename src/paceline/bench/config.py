@@ -149,3 +149,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """``1,8`` as numbers; ``flag`` is what the error names."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{flag} {text}", "not whole numbers above 0, with commas between", f"write {flag} 1,8")
+    return [int(part) for part in parts]

@@ -27,8 +27,8 @@ from ..kv.pool import KVPool
 from ..llm import LLM
 from ..network.decoder import Decoder
 from ..rounds.base import RunningSequence
+from .arrivals import Arrivals
 from .methods import drafter_config
-from .peer_workers.worker_protocol import Arrivals
 from .records import Cell, Method, PromptIds, Trial
 
 log = logging.getLogger(__name__)

@@ -1,14 +1,13 @@
 """Methods as a user writes them, and sweeps over their settings.
 
 A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the registry reads it, then ``round``,
-``dtype`` and options of `LLM`; a peer's is ``ENGINE/MODE[;dtype=...]``:
+``dtype`` and options of `LLM`:
 
     ngram
     fast=ngram,depth=4;budget=8
     hybrid:paceline-small-draft,dtype=int8
     hybrid:suffix;depth=14+streams:paceline-small-streams;budget=16
     sql=streams,k=2;application=sql
-    llama.cpp/ngram-mod
 
 ``application`` names a trained set of the run (``--application NAME=FOLDER``). Its answers are other than the base
 model's, so it is held against plain decoding of its own: `with_plain` adds that.
@@ -35,8 +34,6 @@ from ..drafters import registry
 from ..network.loader import resolve_folder
 from ..network.streams import read_config
 from ..rounds import AUTO, ROUNDS, parse_round
-from .peers import check as check_peer
-from .peers import kind_of
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding
@@ -58,7 +55,7 @@ _OF_METHODS = {*SETTINGS, "round", "dtype", "application"}
 _NEED_DRAFTS = {"budget", "costs", "verifier"}  # mean nothing to plain decoding
 _OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
-_FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8', or ENGINE/MODE"
+_FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
         dtype: where the text names none.
 
     Raises:
-        ConfigError: no such drafter, peer, mode or option, or a value that does not fit.
+        ConfigError: no such drafter or option, or a value that does not fit.
     """
     head, rest = _cut(text)
     name, body = _named(head)
@@ -95,7 +92,7 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
     if len(settings) < len(rest):
         raise ConfigError(f"--method {text!r}", "an option is given twice", "give it once")
     if "/" in re.split(r"[,:=]", body, maxsplit=1)[0]:
-        return _peer_method(text, name, body, settings, dtype)
+        raise ConfigError(f"--method {text!r}", "other engines are not run here", "python studies/peers.py runs them")
     return _own_method(text, name, body, settings, dtype)
 
 
@@ -205,18 +202,6 @@ def _default_name(drafter: str, settings: dict[str, str]) -> str:
     return ";".join([",".join([PLAIN if kind == NONE else kind, *options]), *(f"{k}={v}" for k, v in settings.items())])
 
 
-def _peer_method(text: str, name: str | None, body: str, settings: dict[str, str], dtype: str) -> Method:
-    engine, _, mode = body.partition("/")
-    modes = kind_of(engine).modes
-    if mode not in modes:
-        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", suggest(mode, modes, "mode"))
-    dtype = settings.pop("dtype", dtype)
-    values: dict[str, Any] = {key: read(value, int | float | str) for key, value in settings.items()}
-    method = Method(name=name or text, engine=engine, drafter=mode, settings=values, dtype=dtype)
-    check_peer(method)
-    return method
-
-
 def _known_round(name: str, asked: str) -> str:
     if name.partition(",")[0].strip() not in (AUTO, *ROUNDS):
         raise ConfigError(asked, f"there is no round {name!r}", suggest(name, [AUTO, *ROUNDS], "round"))
@@ -314,20 +299,6 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
     # A kind that is there once is name enough.
     named = [text if text == PLAIN or kinds.count(_kind(text)) > 1 else f"{_kind(text)}={text}" for text in texts]
     return parse_methods(named, dtype)
-
-
-def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
-    """Every mode of these peers that needs no trained head.
-
-    Raises:
-        ConfigError: no such peer.
-    """
-    return [
-        Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype)
-        for engine in engines
-        for mode, facts in kind_of(engine).modes.items()
-        if not facts.head
-    ]
 
 
 def with_plain(methods: Sequence[Method], applications: Mapping[str, str] | None = None) -> list[Method]:

@@ -29,7 +29,7 @@ from .models import materialised
 from .records import Cell, Report
 from .report import JSON_NAME, load_report, write_all
 from .schedule import cells_of, prepare, random_workload
-from .trials import WARM_UP_TOKENS, Trials
+from .trials import WARM_UP_TOKENS, Start, Trials
 from .workloads import Workload
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
@@ -54,6 +54,7 @@ class Run:
         overwrite: start again even if ``out`` holds a run.
         command: the command line that repeats it.
         watcher: is told the progress.
+        start: starts methods of other engines.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Run:
         overwrite: bool = False,
         command: Sequence[str] = (),
         watcher: Watcher | None = None,
+        start: Start | None = None,
     ) -> None:
         self.config, self.out = config, out
         self.resume, self.overwrite = resume, overwrite
         self.command = list(command)
         self.watcher = watcher or Watcher()
+        self.start = start
         self.commit = commit()
 
     def execute(self) -> Outcome:
@@ -101,7 +104,7 @@ class Run:
             journal = stack.enter_context(Journal(path, settings, resume=self.resume))
             prepared = prepare(config, builder, loaded, journal, self.watcher)
             at = Path(resolve_folder(parse_model(folder).name))
-            trials = Trials(config, builder, prepared, journal, self.watcher, at, stack, began)
+            trials = Trials(config, builder, prepared, journal, self.watcher, at, self.start, stack, began)
             interrupted = trials.run()
             report = self._report(loaded, settings, target, trials)
             report.trials, report.notes = journal.trials, [*prepared.notes, *trials.notes]

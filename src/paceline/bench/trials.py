@@ -9,26 +9,19 @@ from __future__ import annotations
 import gc
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
-import torch
-
-from .. import zoo
-from ..core.errors import ConfigError
-from ..core.model_spec import parse_model
+from ..core.errors import ConfigError, PacelineError
 from ..llm import LLM
-from ..network.loader import resolve_folder
 from .config import BenchConfig, Watcher
 from .journal import Journal
 from .measure import Builder, EngineRunner, Group, Limits
-from .methods import drafter_config, records_answers
-from .peers import PEERS, Peer, PeerError, PeerResult
-from .peers import available as peer_available
-from .records import PLAIN, Cell, Method, Trial
+from .methods import records_answers
+from .records import Cell, Method, Trial
 from .schedule import Prepared, interleaved, rotated
 
 log = logging.getLogger(__name__)
@@ -36,51 +29,35 @@ log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
 
 
-class PeerRunner:
-    """A mode of a peer, paused while others run.
+class Unavailable(PacelineError):
+    """Another engine is not there, or failed: its method does not run any more."""
 
-    Raises:
-        PeerError: it does not start, or failed; then it will not run again.
-    """
 
-    def __init__(self, method: Method, folder: Path, draft: Path | None, limits: Limits, max_batch: int) -> None:
-        self.method = method
-        room = limits.max_model_len
-        self.peer = Peer(
-            method, folder, draft, threads=torch.get_num_threads(), max_model_len=room, max_batch=max_batch
-        )
-        self.peer.pause()
+class Runner(Protocol):
+    """One method, ready to be measured."""
+
+    method: Method
 
     def warm_up(self, group: Group, max_new_tokens: int) -> None:
         """Run a group without counting it."""
-        self._ask(group, max_new_tokens)
 
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial."""
-        most = group.cell.max_new_tokens
-        result = self._ask(group, most)
-        finish = ["length" if len(ids) >= most else "stop" for ids in result.outputs]
-        facts = vars(result) | {"ttft_ms": result.ttft_ms or [], "finish": finish, "passes": result.passes}
-        return replace(group.blank(self.method.name, repeat), **facts)
-
-    def _ask(self, group: Group, max_new_tokens: int) -> PeerResult:
-        try:
-            return self.peer.run([p.ids for p in group.prompts], max_new_tokens, group.cell.ignore_eos)
-        finally:
-            self.peer.pause()
 
 
-Runner = EngineRunner | PeerRunner
+class OtherRunner(Runner, Protocol):
+    """A method of another engine. `Unavailable` may be raised by each of its methods."""
+
+    version: str
+
+    def refuses(self, cell: Cell) -> str | None:
+        """Why it has no place in a cell; None where it has."""
+
+    def close(self) -> None:
+        """End it."""
 
 
-def cannot_run(method: Method, cell: Cell) -> str | None:
-    """Why a method has no place in a cell; None where it has."""
-    if method.own:
-        return None
-    if cell.temperature > 0:
-        return "peers run greedily: their sampling has other noise"
-    most = PEERS[method.engine].modes[PLAIN if method.plain else method.drafter].max_batch
-    return f"this mode takes {most} prompt at a time" if most is not None and cell.batch > most else None
+Start = Callable[[Method, Path, Sequence[Cell], Limits], OtherRunner]  # of a method, for a model's folder
 
 
 class Trials:
@@ -92,7 +69,8 @@ class Trials:
         prepared: the groups of prompts.
         journal: takes the trials; those that it has are not run again.
         watcher: who is told how far it is.
-        folder: of the model, for peers.
+        folder: of the model, for other engines.
+        start: starts a method of another engine.
         stack: closes what is opened here.
         began: when the run did, by `perf_counter`.
 
@@ -108,11 +86,12 @@ class Trials:
         journal: Journal,
         watcher: Watcher,
         folder: Path,
+        start: Start | None,
         stack: ExitStack,
         began: float,
     ) -> None:
         self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
-        self.versions: dict[str, str] = {}  # of peers
+        self.versions: dict[str, str] = {}  # of other engines
         self.notes: list[str] = []
         self._config, self._builder, self._prepared = config, builder, prepared
         self._journal, self._watcher = journal, watcher
@@ -120,42 +99,40 @@ class Trials:
         self._answers = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
         self._runners: dict[tuple[str, Cell | None], Runner] = {}  # a cell where recorded answers are its own
         self._done = {(t.method, t.cell, t.group, t.repeat) for t in journal.trials}
+        self._others: dict[str, OtherRunner] = {}
         self._turn = 0
         self._began = began
         self._points = interleaved(prepared.groups, config.repeats)
-        self._build(folder, stack)
+        self._build(folder, start, stack)
         left = sum(self._wanted(m, *pair) for point in self._points for pair in point for m in config.methods)
         self.total = left + len(self._done)
 
     # -- building
 
-    def _build(self, folder: Path, stack: ExitStack) -> None:
+    def _build(self, folder: Path, start: Start | None, stack: ExitStack) -> None:
         """Every method's runner, so that what cannot be is found before the first trial."""
         for method in self._config.methods:
             self._watcher.stage(f"preparing {method.name}")
             if not method.own:
-                self._start_peer(method, folder, stack)
+                self._start(method, folder, start, stack)
             elif not records_answers(method):
                 self._runners[method.name, None] = self._builder.runner(method, self._limits)
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
 
-    def _start_peer(self, method: Method, folder: Path, stack: ExitStack) -> None:
-        reasons = {cell: cannot_run(method, cell) for cell in self._prepared.groups}
-        batches = [cell.batch for cell, reason in reasons.items() if reason is None]
-        why = peer_available(method.engine) or (None if batches else next(iter(reasons.values())))
-        if why is None:
-            try:
-                runner = PeerRunner(method, folder, draft_folder(self._config), self._limits, max(batches))
-            except (PeerError, ConfigError) as error:
-                why = str(error)
-            else:
-                stack.callback(runner.peer.close)
-                self._runners[method.name, None] = runner
-                self.versions[method.engine] = runner.peer.version
-        if why is not None:
-            self.unavailable[method.name] = why
+    def _start(self, method: Method, folder: Path, start: Start | None, stack: ExitStack) -> None:
+        """Another engine, for the cells that it can run."""
+        try:
+            if start is None:
+                raise Unavailable(f"nothing here starts {method.engine}")
+            runner = start(method, folder, list(self._prepared.groups), self._limits)
+        except (Unavailable, ConfigError) as error:
+            self.unavailable[method.name] = str(error)
+            return
+        stack.callback(runner.close)
+        self._runners[method.name, None] = self._others[method.name] = runner
+        self.versions[method.engine] = runner.version
 
     @property
     def ran(self) -> set[str]:
@@ -210,7 +187,9 @@ class Trials:
 
     def _wanted(self, method: Method, group: Group, repeat: int) -> bool:
         done = (method.name, group.cell, group.index, repeat) in self._done
-        return not done and method.name not in self.unavailable and cannot_run(method, group.cell) is None
+        if done or method.name in self.unavailable:
+            return False
+        return method.own or self._others[method.name].refuses(group.cell) is None
 
     def _run_point(self, point: Sequence[tuple[Group, int]]) -> None:
         warm: set[str] = set()
@@ -231,7 +210,7 @@ class Trials:
                 self._warm_up(runner, group)
                 warm.add(method.name)
             trial = runner.run(group, repeat)
-        except PeerError as error:
+        except Unavailable as error:
             log.warning("%s: %s", method.name, error)
             self.unavailable[method.name] = str(error)
             return
@@ -241,7 +220,7 @@ class Trials:
     def _warm_up(self, runner: Runner, group: Group) -> None:
         try:
             runner.warm_up(group, min(WARM_UP_TOKENS, group.cell.max_new_tokens))
-        except PeerError:
+        except Unavailable:
             raise
         except Exception as error:  # the trial that follows will meet and record it
             log.warning("%s failed in its warm-up", runner.method.name, exc_info=error)
@@ -253,12 +232,3 @@ class Trials:
         note = f"stopped after {limit:g} s, with {len(self._journal.trials)} of {self.total} trials done"
         self.notes += [note] if note not in self.notes else []
         return True
-
-
-def draft_folder(config: BenchConfig) -> Path | None:
-    """The draft model for peers: the embedded target's own, or the one that a method of ours names."""
-    entry = next((e for e in zoo.available() if e.name == parse_model(config.model).name), None)
-    names = [entry.draft if entry is not None else None]
-    names += [getattr(drafter_config(method), "model", None) for method in config.methods if method.own]
-    name = next(filter(None, names), None)
-    return Path(resolve_folder(name)) if name else None

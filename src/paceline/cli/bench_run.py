@@ -16,7 +16,6 @@ from ..bench import methods as known
 from ..bench.config import NAMES, BenchConfig, Lines, Watcher
 from ..bench.measure import Group
 from ..bench.methods import CELL_SETTINGS, Sweep
-from ..bench.peers import PEERS
 from ..bench.records import Method
 from ..bench.report.terminal import render
 from ..bench.run import Run
@@ -70,12 +69,10 @@ class RunOptions:
     prompt_tokens: Count = _option("Length of a random model's prompts.", metavar="N")
     max_new_tokens: Text = _option("Tokens of an answer [default: the workload's own]", metavar="N,N,..")
     method: Many = _option(
-        "A drafter with its settings, such as 'fast=ngram,depth=4;budget=8', or a peer's mode, such as "
-        "llama.cpp/plain; repeat it. Plain decoding always runs. Default: every drafter that fits the model.",
+        "A drafter with its settings, such as 'fast=ngram,depth=4;budget=8'; repeat it. Plain decoding always runs. "
+        "Default: every drafter that fits the model.",
         metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
     )
-    peers: bool = _option("Add every mode of the peers that `make peers` builds.", False, flag="--peers")
-    peer: Many = _option("Add every mode of one peer: transformers, llama.cpp, vllm.", metavar="NAME")
     sweep: Many = _option(
         "Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; repeat it.",
         metavar="SETTING=V,V,..",
@@ -96,8 +93,7 @@ class RunOptions:
     device: str = _option("cpu or cuda.", "cpu")
     threads: Count = _option(THREADS_HELP)
     ignore_eos: bool | None = _option(
-        "Go on to the full length, so that all engines give the same number of tokens [default: where peers or a "
-        "random model run]",
+        "Go on to the full length, so that all methods give the same number of tokens [default: of a random model]",
         flag="--ignore-eos/--stop-at-eos",
     )
     check: bool = _option("Compare every method's token ids with plain decoding's.", True)
@@ -115,7 +111,7 @@ class RunOptions:
 
 @takes(options=RunOptions)
 def bench(context: typer.Context, options: dict[str, Any]) -> None:
-    """Measure the speed-up on this machine: per task and method, beside other engines, against the memory bandwidth.
+    """Measure the speed-up on this machine: per task and method, against the memory bandwidth.
 
     Without a subcommand, all methods run interleaved on the same prompts, and a table with paired speed-ups and their
     95 % intervals is shown; with --out a page with plots is written. Ctrl-C keeps the trials so far.
@@ -190,12 +186,9 @@ def _sweeps(asked: RunOptions) -> dict[str, Sweep]:
 
 
 def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
-    # The report says which peers are not built.
-    peers = known.peer_methods(dict.fromkeys([*(asked.peer or []), *(PEERS if asked.peers else ())]), asked.dtype)
     texts = asked.method
     chosen = known.parse_methods(texts, asked.dtype) if texts else known.default_methods(asked.model, asked.dtype)
-    added = [m for m in peers if m.name not in {c.name for c in chosen}]
-    return tuple(known.expand(known.with_plain([*chosen, *added], asked.application or {}), list(sweeps)))
+    return tuple(known.expand(known.with_plain(chosen, asked.application or {}), list(sweeps)))
 
 
 # -- progress

@@ -19,21 +19,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from ..core.errors import ConfigError
-from . import figures
-from .config import Lines
-from .figures import Panel, Series
+from paceline.bench import figures
+from paceline.bench.config import Lines
+from paceline.bench.figures import Panel, Series
+from paceline.bench.journal import NAME as JOURNAL_NAME
+from paceline.bench.methods import with_plain
+from paceline.bench.records import Method, Report
+from paceline.bench.report import wording as say
+from paceline.bench.report import write_text
+from paceline.bench.report.markdown import bullets, table, text
+from paceline.bench.report.terminal import figures_table
+from paceline.bench.run import BenchConfig, Run
+from paceline.bench.summary import Row, Summary, overall_ratio, summarise
+from paceline.core.errors import ConfigError
+
 from .halves import SEED, conversations, halves
-from .journal import NAME as JOURNAL_NAME
-from .methods import with_plain
-from .records import Method, Report
-from .report import wording as say
-from .report import write_text
-from .report.markdown import bullets, table, text
-from .report.terminal import figures_table
-from .run import BenchConfig, Run
+from .peers import starter
 from .scores import workload_of
-from .summary import Row, Summary, overall_ratio, summarise
 
 if TYPE_CHECKING:
     from .study import Options
@@ -102,7 +104,9 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
     """
     flags = {"overwrite": options.overwrite, "resume": options.resume and (folder / JOURNAL_NAME).is_file()}
     watcher = Lines(Console(stderr=True), "dim")
-    run = Run(grid.config(options), out=folder, command=options.command, watcher=watcher, **flags)
+    config = grid.config(options)
+    start = starter(config)
+    run = Run(config, out=folder, command=options.command, watcher=watcher, start=start, **flags)
     outcome = run.execute()
     if outcome.interrupted:
         raise KeyboardInterrupt

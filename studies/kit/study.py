@@ -16,10 +16,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_origin, get_type_hints
 
-from ..core.errors import CapabilityError, ConfigError, PacelineError
-from ..core.model_spec import parse_model
-from ..core.options import alternatives, named_values
-from .figures import require_matplotlib
+from paceline.bench.figures import require_matplotlib
+from paceline.core.errors import CapabilityError, ConfigError, PacelineError
+from paceline.core.model_spec import parse_model
+from paceline.core.options import alternatives, named_values
+
 from .grid import Entry, Grid, Line, Table, measure, table_of
 
 __all__ = ["Entry", "Grid", "Line", "Options", "Study", "Table", "asked", "measure"]

@@ -10,19 +10,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..distributed import shared, tcp
-from ..distributed.channels import Channel, ChannelClosed
-from ..distributed.handshake import Facts
-from ..distributed.placement import Placement, cores, pin, share_cores
-from ..distributed.worker import Patience, Worker, WorkerSpec
-from ..native import channels as native
+from paceline.distributed import shared, tcp
+from paceline.distributed.channels import Channel, ChannelClosed
+from paceline.distributed.handshake import Facts
+from paceline.distributed.placement import Placement, cores, pin, share_cores
+from paceline.distributed.worker import Patience, Worker, WorkerSpec
+from paceline.native import channels as native
 
 WARM_UP = 200  # round trips that are not counted
 SPIN_US, PARKED_PAUSE_S = 100_000, 3e-4  # never parks; long enough for the other side to be asleep
@@ -80,13 +81,12 @@ def answering(device: str) -> Answering:
     return Answering()
 
 
-def measure(sizes: Sequence[int], repeats: int, progress: Callable[[int], None] | None = None) -> list[HopCost]:
+def measure(sizes: Sequence[int], repeats: int) -> list[HopCost]:
     """Time hops of frames of every size over every channel, and rendezvous.
 
     Args:
         sizes: bytes of a frame.
         repeats: round trips of each kind.
-        progress: called with the number of kinds that are done.
 
     Raises:
         ConfigError: this process may use fewer than two cores.
@@ -100,8 +100,6 @@ def measure(sizes: Sequence[int], repeats: int, progress: Callable[[int], None] 
             with _echoed(channel, wait, other) as end:
                 for size in sizes:
                     found.append(_cost(channel, wait, size, _hops(end, size, wait, repeats)))
-            if progress is not None:
-                progress(len(found) // len(sizes))
         for wait in ("spinning", "parked"):
             found.append(_cost("rendezvous", wait, 16 * CANDIDATES, _meetings(other, wait, repeats)))
     return found
@@ -132,7 +130,7 @@ def _pinned(placement: Placement) -> Iterator[None]:
 def _echoed(channel: str, wait: str, placement: Placement) -> Iterator[Channel]:
     """An end of a channel to a process that sends every frame back."""
     spin = SPIN_US if wait == "spinning" else 0
-    command = [sys.executable, "-m", __name__, str(spin), str(placement.cores[0])]
+    command = [sys.executable, __file__, str(spin), str(placement.cores[0])]
     if channel == "tcp":
         listener = tcp.Listener()
         child = subprocess.Popen([*command, f"{listener.host}:{listener.port}"])
@@ -167,6 +165,8 @@ def _meetings(placement: Placement, wait: str, repeats: int) -> list[float]:
     spin = SPIN_US if wait == "spinning" else 0
     spec = WorkerSpec(name="answering", service=f"{__name__}:answering", kinds=KINDS, placement=placement, spin_us=spin)
     question, times = Question([50_000] * CANDIDATES, [-1.25] * CANDIDATES), []
+    own = str(Path(__file__).parents[1])  # where the worker finds this module
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     worker = Worker(spec, Patience(silent_s=PATIENCE_S))
     try:
         line = worker.start()

@@ -9,17 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import peers
+from kit.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode, PeerResult, peer_methods, read_methods
 
 from paceline import LLM, SamplingParams
-from paceline.bench import peers
+from paceline.bench.config import BenchConfig, Watcher
+from paceline.bench.measure import Group
 from paceline.bench.models import materialised
-from paceline.bench.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode
-from paceline.bench.records import Method
+from paceline.bench.records import Method, Report
+from paceline.bench.run import Run
 from paceline.core.errors import ConfigError
 from paceline.zoo import find
 
@@ -284,7 +288,8 @@ class TestLife:
         script = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from paceline.bench import peers
+sys.path.insert(0, {str(WORKERS.parents[1])!r})
+from kit import peers
 from paceline.bench.records import Method
 folder = Path({str(tmp_path)!r})
 modes = {{"plain": peers.PeerMode()}}
@@ -454,3 +459,135 @@ def test_float32_ids_of_a_peer_are_ours(
             if mode != "plain":
                 assert all(0 <= r.accepted <= r.drafted for r in results)
             assert all(t > 0 for r in results for t in r.ttft_ms or [1.0])
+
+
+# -- in a run
+
+
+def config(**changes: Any) -> BenchConfig:
+    """Seconds of work: two short prompts."""
+    values: dict[str, Any] = {"model": "paceline-small", "workloads": ("wikisql",), "prompts": 2, "repeats": 2}
+    return BenchConfig(**{**values, "max_new_tokens": (8,), "threads": 1, **changes})
+
+
+class Seen(Watcher):
+    """Takes down which methods run."""
+
+    def __init__(self) -> None:
+        self.trials: list[str] = []
+
+    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
+        self.trials.append(method.name)
+
+
+def run(asked: BenchConfig, watcher: Watcher | None = None) -> Report:
+    return Run(asked, start=peers.starter(asked), watcher=watcher).execute().report
+
+
+class FakePeer:
+    """Stands for a peer's process: answers with zeros, fails on demand."""
+
+    fail_after: int | None = None
+    made: list[FakePeer] = []
+
+    def __init__(self, method: Method, *args: Any, **options: Any) -> None:
+        if method.drafter == "ngram-mod":
+            raise PeerError("it does not start: no such flag")
+        self.version = "1.2"
+        self.runs = 0
+        self.paused = True
+        self.closed = False
+        self.made.append(self)
+
+    def run(self, prompts: list[Any], max_new_tokens: int, ignore_eos: bool) -> PeerResult:
+        self.runs += 1
+        if self.runs == self.fail_after:
+            raise PeerError("it ended")
+        outputs = [[0] * max_new_tokens for _ in prompts]
+        return PeerResult(outputs=outputs, wall_ms=10.0, ttft_ms=[1.0] * len(prompts))
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TestPeers:
+    @pytest.fixture(autouse=True)
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakePeer.made, FakePeer.fail_after = [], None
+        monkeypatch.setattr(peers, "Peer", FakePeer)
+        built = {"transformers": "it is not built", "llama.cpp": None, "vllm": None}
+        monkeypatch.setattr(peers, "available", lambda name: built[name])
+
+    def test_peers_run_in_turns_and_one_that_cannot_says_why(self) -> None:
+        texts = ["plain", "llama.cpp/plain", "llama.cpp/ngram-mod", "transformers/plain"]
+        seen = Seen()
+        report = run(config(methods=tuple(peers.read_methods(texts))), seen)
+        assert report.unavailable == {
+            "llama.cpp/ngram-mod": "it does not start: no such flag",
+            "transformers/plain": "it is not built",
+        }
+        assert [name for name in seen.trials[:4]] == ["plain", "llama.cpp/plain", "llama.cpp/plain", "plain"]
+        theirs = [t for t in report.trials if t.method == "llama.cpp/plain"]
+        assert len(theirs) == 4 and all(t.wall_ms == 10.0 and t.tokens == 8 and t.passes == 8 for t in theirs)
+        assert all(t.cell.ignore_eos for t in report.trials)  # so that all give the same number of tokens
+        assert report.versions["llama.cpp"] == "1.2"
+        assert all(peer.closed and peer.paused for peer in FakePeer.made if peer.runs)
+
+    def test_a_peer_that_fails_on_the_way_stops_nothing(self) -> None:
+        FakePeer.fail_after = 3
+        report = run(config(methods=tuple(peers.read_methods(["plain", "vllm/plain"]))))
+        assert report.unavailable == {"vllm/plain": "it ended"}
+        counts = Counter(t.method for t in report.trials)
+        assert counts == {"plain": 4, "vllm/plain": 1}  # one warm-up, one trial, then the end
+
+    def test_peers_are_left_out_where_they_cannot_be_compared(self) -> None:
+        methods = tuple(peers.read_methods(["plain", "llama.cpp/plain"]))
+        report = run(config(methods=methods, temperatures=(0.0, 0.8), repeats=1))
+        assert {t.cell.temperature for t in report.trials if t.method == "llama.cpp/plain"} == {0.0}
+
+
+# -- as a user writes them
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("llama.cpp/ngram-mod", Method(name="llama.cpp/ngram-mod", engine="llama.cpp", drafter="ngram-mod")),
+        (
+            "v=vllm/ngram;num_speculative_tokens=4;dtype=float32",
+            Method(name="v", engine="vllm", drafter="ngram", settings={"num_speculative_tokens": 4}, dtype="float32"),
+        ),
+        ("fast=ngram,depth=4", Method(name="fast", drafter="ngram,depth=4")),
+    ],
+)
+def test_modes_are_written_as_methods(text: str, wanted: Method) -> None:
+    assert read_methods([text]) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lama.cpp/plain", "id you mean 'llama.cpp'"),
+        ("llama.cpp/ngram", "no mode 'ngram'"),
+        ("llama.cpp/plain;depth=3", "no option 'depth'"),
+    ],
+)
+def test_modes_that_are_not_there(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_methods([text])
+
+
+def test_every_mode_of_a_peer() -> None:
+    names = [m.name for m in peer_methods(["transformers"])]
+    assert names == ["transformers/plain", "transformers/assisted", "transformers/prompt_lookup"]
+    with pytest.raises(ConfigError, match="no peer .transformer"):
+        peer_methods(["transformer"])
+
+
+def test_other_engines_stretch_no_model() -> None:
+    methods = tuple(read_methods(["plain", "transformers/plain"]))
+    with pytest.raises(ConfigError, match="cannot stretch a model"):
+        config(model="stretch:paceline-small,times=2", methods=methods)

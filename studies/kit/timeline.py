@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core.errors import ConfigError
-from ..distributed.timeline import Span
-from . import figures
-from .figures import Panel, Series
+from paceline.bench import figures
+from paceline.bench.figures import Panel, Series
+from paceline.core.errors import ConfigError
+from paceline.distributed.timeline import Span
 
 
 def draw(spans: Sequence[Span], path: Path, label: str = "", title: str = "") -> Path:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.scores import TASK_WORKLOADS, domain_losses, evaluate
 
 from paceline import LLM, SamplingParams
-from paceline.bench.scores import TASK_WORKLOADS, domain_losses, evaluate
 from paceline.bench.workloads import WORKLOADS
 from paceline.core.errors import ConfigError
 from paceline.training.scores import TASKS, score_task

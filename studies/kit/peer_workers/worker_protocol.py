@@ -21,7 +21,15 @@ import signal
 import sys
 import threading
 import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
+
+# By its path: a peer's environment has no Paceline.
+_SPEC = spec_from_file_location("arrivals", Path(__file__).parents[3] / "src/paceline/bench/arrivals.py")
+arrivals: Any = module_from_spec(_SPEC)  # type: ignore[arg-type]
+_SPEC.loader.exec_module(arrivals)  # type: ignore[union-attr]
+Arrivals = arrivals.Arrivals
 
 
 def serve(load):
@@ -61,30 +69,3 @@ def _read(requests):
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
-
-
-class Arrivals:
-    """When how many new tokens came, all requests pooled."""
-
-    def __init__(self, requests):
-        self.counts = [0] * requests
-        self.first_ms: list[Any] = [None] * requests
-        self.last_ms: list[Any] = [None] * requests
-        self.waits_ms = []
-        self.arrivals = []
-
-    def note(self, index, total, now_ms):
-        """Request ``index`` has ``total`` new tokens, ``now_ms`` after the submission."""
-        came = total - self.counts[index]
-        if came <= 0:
-            return
-        if self.first_ms[index] is None:
-            self.first_ms[index] = now_ms
-        else:
-            self.waits_ms.append(now_ms - self.last_ms[index])
-            self.arrivals.append(came)
-        self.counts[index], self.last_ms[index] = total, now_ms
-
-    def as_dict(self):
-        """The part of the reply that they make."""
-        return {"ttft_ms": self.first_ms, "waits_ms": self.waits_ms, "arrivals": self.arrivals}

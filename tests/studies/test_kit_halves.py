@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kit.grid import ALL, best_by, lines_of, split_lines, table_of
+from kit.halves import conversations, halves
+from kit.study import Entry, Grid
 from kits.reports import Truth, World
 
-from paceline.bench.grid import ALL, best_by, lines_of, split_lines, table_of
-from paceline.bench.halves import conversations, halves
 from paceline.bench.methods import parse_method
 from paceline.bench.records import Method, Report
-from paceline.bench.study import Entry, Grid
 
 DEPTHS = (1, 2, 4)
 
@@ -86,7 +86,7 @@ def test_a_grid_that_chooses_nothing_shows_all() -> None:
 
 @pytest.mark.parametrize(("asked", "given"), [(1, 2), (5, 5)])
 def test_two_prompts_are_the_fewest_to_choose_by(asked: int, given: int) -> None:
-    from paceline.bench.study import Options
+    from kit.study import Options
 
     entries = [Entry(parse_method("ngram"), "ngram", 1)]
     config = Grid(title="t", entries=entries, choose="speedup").config(Options(prompts=asked))

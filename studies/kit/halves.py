@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from .records import Report, Trial
+from paceline.bench.records import Report, Trial
 
 SEED = 20261122  # of the split
 Key = tuple[str, str]  # workload, and the conversation's first prompt

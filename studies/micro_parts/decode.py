@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..core.sampling import SamplingParams
-from ..llm import LLM
-from .measure import ask
+from paceline.bench.measure import ask
+from paceline.core.sampling import SamplingParams
+from paceline.llm import LLM
 
 Runner = Callable[[list[list[int]], int], int]  # prompts, new tokens each -> tokens that came out
 
@@ -37,7 +37,6 @@ def measure(
     new_tokens: int,
     vocab_size: int,
     repeats: int,
-    progress: Callable[[int], None] | None = None,
 ) -> tuple[list[DecodeRate], dict[tuple[str, str, int], float]]:
     """Every engine in turn on the same prompts, so that a slow moment hits all alike.
 
@@ -56,8 +55,6 @@ def measure(
                 rate = tokens / (perf_counter() - began)
                 if repeat:
                     rates[name, batch].append(rate)
-        if progress:
-            progress(repeat)
     rows = [
         DecodeRate(engine=name, batch=b, tokens_per_s=median(r), low=min(r), high=max(r), repeats=len(r))
         for (name, b), r in rates.items()
@@ -86,7 +83,7 @@ def transformers_runner(folder: str, dtype: torch.dtype, device: str) -> Runner:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the bar of the measuring is enough
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(device).eval()
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from .. import native
-from ..core.errors import CapabilityError, ConfigError
-from ..core.sampling import SamplingParams
-from ..engine.engine import Engine
-from ..llm import LLM
+from paceline import native
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.llm import LLM
 
 # part -> names in a round's module
 FUNCTIONS = {

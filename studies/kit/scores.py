@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CapabilityError, ConfigError
-from ..core.sampling import SamplingParams
-from ..llm import LLM
-from ..training.data import Encoder, Example, SourceSpec, load_source
-from ..training.scores import score_task
-from . import workloads
-from .measure import ask
-from .workloads import Workload
+from paceline.bench import workloads
+from paceline.bench.measure import ask
+from paceline.bench.workloads import Workload
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.core.sampling import SamplingParams
+from paceline.llm import LLM
+from paceline.training.data import Encoder, Example, SourceSpec, load_source
+from paceline.training.scores import score_task
 
 TASK_WORKLOADS = {"sql": "wikisql", "e2e": "e2e", "dialogsum": "dialogsum", "gsm8k": "gsm8k"}
 

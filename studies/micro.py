@@ -1,0 +1,173 @@
+"""Single operations, timed: plain decoding beside transformers, the parts of a step, messages between processes.
+
+python studies/micro.py decode --model random:12x768x2048x8192 --dtype bfloat16 --batch 1,16 --out build/micro
+python studies/micro.py parts --drafter none --drafter ngram --batch 1,8 --out build/micro
+python studies/micro.py hops --out build/micro
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kit.study import Options, Study, Table, asked
+from micro_parts import decode as decoding
+from micro_parts import hops as hopping
+from micro_parts import step_parts
+
+from paceline.bench import machine, workloads
+from paceline.bench.config import numbers
+from paceline.bench.models import materialised
+from paceline.core.errors import ConfigError
+from paceline.core.model_spec import parse_model
+from paceline.core.sampling import SamplingParams
+from paceline.llm import LLM
+from paceline.network.loader import resolve_folder
+
+MOST_PROMPT = 512  # tokens of what `parts` asks
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroOptions(Options):
+    """What this study can be asked beside what all can."""
+
+    batch: str = asked("1", "Requests at once.", "N,N,..")
+    prompt_tokens: int = asked(64, "Tokens of each (random) prompt.", "N")
+    transformers: bool = asked(False, "Run transformers' generate in turns with it.")
+    exact: bool = asked(False, "Run the exact mode (`decode`: beside the other).")
+    torch: bool = asked(False, "Run on torch's kernels beside the compiled ones.")
+    drafter: list[str] = asked([], "As `--drafter` of the command line, or none.", "NAME,..")
+    budget: str | None = asked(None, "Drafted nodes a step; the drafter's own where none is given.")
+    temperature: float = asked(0.0, "Of sampling.", "T")
+    sizes: str = asked("64,4096,65536", "Bytes of a frame.", "N,N,..")
+
+
+study = Study(
+    "Single operations, timed.", MicroOptions, quick={"prompts": 2, "max_new_tokens": 16, "prompt_tokens": 16}
+)
+
+
+@study.table(takes=("batch", "prompt_tokens", "transformers", "exact", "torch"), batch="1,16", repeats=5)
+def decode(ask: MicroOptions) -> Iterator[Table | None]:
+    """Plain decoding, one request and many at once; repeats in turns with transformers on the same weights."""
+    batches, label = numbers("--batch", ask.batch), parse_model(ask.model).label
+    new_tokens = ask.max_new_tokens or 128
+    if ask.transformers and label != ask.model:
+        raise ConfigError(f"--model {ask.model}", "transformers cannot stretch a model", "leave --transformers out")
+    yield None
+    with materialised(ask.model) as folder:
+        options: dict[str, Any] = {**ask.llm, "max_sequences": max(batches)}
+        llm = LLM(folder, **options)
+        engines = {"paceline": decoding.paceline_runner(llm)}
+        if ask.exact:
+            engines["paceline exact"] = decoding.paceline_runner(LLM(folder, exact=True, **options))
+        if ask.torch:
+            engines["paceline on torch"] = decoding.paceline_runner(LLM(folder, kernels="torch", **options))
+        if ask.transformers:
+            resolved = str(resolve_folder(folder))
+            engines["transformers"] = decoding.transformers_runner(resolved, llm.decoder.dtype, ask.device)
+        vocab = llm.decoder.config.vocab_size
+        rates, ratios = decoding.measure(engines, batches, ask.prompt_tokens, new_tokens, vocab, ask.repeats)
+    rows = [_decode_row(rate, ratios, {r.engine: r for r in reversed(rates)}[rate.engine]) for rate in rates]
+    yield Table(
+        title=f"Plain decoding of {label}, {llm.decoder.dtype}".replace("torch.", ""),
+        head=("engine", "batch", "tokens/s", "low-high", "over transformers", f"over batch {batches[0]}"),
+        parts={"": rows},
+        values=_facts(ask, label)
+        | {"rates": [asdict(r) for r in rates]}
+        | {"ratios": [{"of": a, "over": c, "batch": b, "ratio": v} for (a, c, b), v in ratios.items()]},
+        how=[[f"{ask.prompt_tokens} prompt tokens, {new_tokens} new ones, {ask.repeats} repeats", _machine(ask)]],
+    )
+
+
+def _decode_row(
+    rate: decoding.DecodeRate, ratios: Mapping[tuple[str, str, int], float], first: decoding.DecodeRate
+) -> list[str]:
+    ratio = ratios.get((rate.engine, "transformers", rate.batch))
+    speeds = [f"{rate.tokens_per_s:.1f}", f"{rate.low:.1f}-{rate.high:.1f}"]
+    over = f"{rate.tokens_per_s / first.tokens_per_s:.2f}"
+    return [rate.engine, str(rate.batch), *speeds, f"{ratio:.2f}" if ratio else "", over]
+
+
+@study.table(
+    takes=("batch", "drafter", "budget", "temperature", "exact"), tasks="wikisql,humaneval,gsm8k", max_new_tokens=64
+)
+def parts(ask: MicroOptions) -> Iterator[Table | None]:
+    """Where the time of a step goes: every part of it, host and compiled, by drafter; `--prompts` requests at least."""
+    batches = numbers("--batch", ask.batch)
+    yield None
+    params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_new_tokens, seed=0, ignore_eos=True)
+    tables, found = {}, []
+    for drafter in ask.drafter or ["none", "ngram"]:
+        watch = step_parts.Stopwatch()
+        drafting: dict[str, Any] = {} if drafter == "none" else {"drafter": drafter, "budget": ask.budget}
+        with step_parts.compiled_calls(watch):
+            llm = LLM(ask.model, exact=ask.exact, max_sequences=max(batches), **ask.llm, **drafting)
+        asks = max(*batches, ask.prompts)
+        prompts = [_prompts(name, llm, asks, params.max_tokens or 0) for name in ask.names]
+        made = []
+        for size in batches:  # tasks in turn, so that every batch size asks something of each
+            mixed = [prompts[i % len(prompts)][i // len(prompts)] for i in range(max(size, ask.prompts))]
+            groups = [mixed[i : i + size] for i in range(0, len(mixed) - size + 1, size)]
+            made.append(step_parts.measure(llm, watch, groups, params))
+        tables[drafter] = _parts_rows(drafter, made)
+        found += [{"drafter": drafter, **asdict(one)} for one in made]
+    label = parse_model(ask.model).label
+    yield Table(
+        title=f"The parts of a step of {label}",
+        head=("drafter", "part, ms", *(f"{kind}, batch {size}" for size in batches for kind in ("host", "compiled"))),
+        parts={"": [row for rows in tables.values() for row in rows]},
+        values={**_facts(ask, label), "temperature": ask.temperature, "budget": ask.budget, "steps": found},
+        how=[[f"{ask.max_new_tokens} tokens an answer; medians over steps that only decode", _machine(ask)]],
+    )
+
+
+def _prompts(name: str, llm: LLM, count: int, new_tokens: int) -> list[tuple[int, ...]]:
+    """Token ids of the first turns of a workload."""
+    workload = workloads.load(name, limit=count)
+    encoded = workloads.Encoded(workload, llm.tokenizer, max_model_len=MOST_PROMPT, max_new_tokens=new_tokens)
+    return [prompt.ids for prompt in encoded.prompts]
+
+
+def _parts_rows(drafter: str, found: Sequence[step_parts.StepParts]) -> list[list[str]]:
+    rows = []
+    for index, part in enumerate(step_parts.PARTS):
+        times = [one.parts[index] for one in found]
+        if any(t.host_ms or t.native_ms for t in times):
+            cells = [f"{ms:.3f}" if ms else "" for t in times for ms in (t.host_ms, t.native_ms)]
+            rows.append([drafter, part, *cells])
+    whole = [cell for one in found for cell in (f"{one.host_ms:.3f}", f"{one.step_ms - one.host_ms:.3f}")]
+    tokens = [cell for one in found for cell in (f"{one.tokens:.2f} tokens", f"{one.steps} steps")]
+    return [*rows, [drafter, "whole step", *whole], [drafter, "in a step", *tokens]]
+
+
+@study.table(takes=("sizes",), repeats=2000, quick={"repeats": 200})
+def hops(ask: MicroOptions) -> Iterator[Table | None]:
+    """What two processes pass to each other: frames over channels, and a worker's answer to a message."""
+    sizes = numbers("--sizes", ask.sizes)
+    yield None
+    costs = hopping.measure(sizes, ask.repeats)
+    rows = [
+        [c.channel, c.wait, str(c.size_bytes), f"{c.median_us:.1f}", f"{c.low_us:.1f}-{c.high_us:.1f}"] for c in costs
+    ]
+    yield Table(
+        title=f"Hops between two processes on a core each, shared memory {hopping.compiled()}",
+        head=("channel", "wait", "bytes", "median us", "10-90 %"),
+        parts={"": rows},
+        values={"machine": machine.describe().as_dict(), "repeats": ask.repeats, "hops": [asdict(c) for c in costs]},
+        remarks=["channels: one way; rendezvous: there and back"],
+        how=[[f"{ask.repeats} round trips each", machine.describe().line()]],
+    )
+
+
+def _machine(ask: MicroOptions) -> str:
+    return machine.describe(ask.device).line()
+
+
+def _facts(ask: MicroOptions, label: str) -> dict[str, Any]:
+    return {"model": label, "repeats": ask.repeats, **ask.llm, "machine": machine.describe(ask.device).as_dict()}
+
+
+if __name__ == "__main__":
+    study.main()

@@ -1,0 +1,59 @@
+"""Paceline beside other people's engines: the same weights, the same prompts, in turns.
+
+    make peers
+    python studies/peers.py --tasks gsm8k,humaneval --prompts 6 --out build/peers
+    python studies/peers.py --peer llama.cpp --model random:12x768x2048x8192 --dtype bfloat16 --out build/random
+
+`make peers` builds them; one that is not there is named in the report. All answers go on to their full length, and
+peers decode greedily. The raw report and its page, with the tables beside other engines, are in the folder `compared`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kit.peers import PEERS, peer_methods, read_methods
+from kit.study import Entry, Grid, Options, Study, asked
+
+from paceline.bench.methods import default_methods
+from paceline.core.model_spec import parse_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(Options):
+    """What this study can be asked beside what all can."""
+
+    tasks: str = asked("spec_bench,gsm8k,humaneval,humaneval_x,mmlu,wikisql,books", "Workloads' names.", "NAME,..")
+    max_new_tokens: int | None = asked(64, "Tokens of an answer.", "N")
+    peer: list[str] = asked([], f"{', '.join(PEERS)}; all of them where none is named.", "NAME")
+    method: list[str] = asked(
+        [], "As of `paceline bench`, or ENGINE/MODE; every drafter that fits where none is named."
+    )
+    batch: int = asked(1, "Prompts at once.", "N")
+    prompt_tokens: int = asked(64, "Length of a random model's prompts.", "N")
+
+
+study = Study("Paceline beside other engines.", PeerOptions, quick={"tasks": "wikisql", "prompts": 2, "repeats": 1})
+
+
+@study.table(takes=("peer", "method", "batch", "prompt_tokens"))
+def compared(ask: PeerOptions) -> Grid:
+    """Every drafter here and every mode of the peers."""
+    own = read_methods(ask.method, ask.dtype) if ask.method else default_methods(ask.model, ask.dtype)
+    cells: dict[str, Any] = {"batches": (ask.batch,)}
+    if parse_model(ask.model).random:
+        cells |= {"workloads": (), "prompt_tokens": ask.prompt_tokens}
+    known = {method.name for method in own}
+    theirs = [m for m in peer_methods(ask.peer or PEERS, ask.dtype) if m.name not in known]
+    methods = [*own, *theirs]
+    return Grid(
+        title=f"{parse_model(ask.model).label} beside other engines",
+        entries=[Entry(method, series=method.name) for method in methods],
+        cells=cells,
+        prompts=ask.batch,
+    )
+
+
+if __name__ == "__main__":
+    study.main()

@@ -1,0 +1,79 @@
+"""What single operations cost is measured on real engines and processes; how much it is, no test says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import micro
+import pytest
+from kits.native import needs_kernels
+from micro_parts.step_parts import Stopwatch, compiled_calls, measure
+
+from paceline import LLM, SamplingParams, native
+from paceline.distributed.placement import cores
+
+two_cores = pytest.mark.skipif(len(cores()) < 2, reason="two processes want a core each")
+
+
+@two_cores
+def test_hops(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = cores()
+    assert micro.study.run(["hops", "--sizes", "64,5000", "--repeats", "5", "--out", str(tmp_path)]) == 0
+    costs = json.loads((tmp_path / "hops.json").read_text())["hops"]
+    kinds = [("shared memory", "spinning"), ("shared memory", "parked"), ("tcp", "parked")]
+    meetings = [("rendezvous", wait) for wait in ("spinning", "parked")]
+    assert [(c["channel"], c["wait"]) for c in costs] == [kind for kind in kinds for _ in range(2)] + meetings
+    assert [c["size_bytes"] for c in costs[:6]] == [64, 5000] * 3
+    assert all(0 < c["low_us"] <= c["median_us"] <= c["high_us"] for c in costs)
+    assert "rendezvous" in capsys.readouterr().out and cores() == before
+
+
+def test_decoding_of_a_stretched_model_is_called_so(tmp_path: Path):
+    model, label = "stretch:random:2x64x40x64,times=2", "random:2x64x40x64, stretched 2x"
+    asked = ["--batch", "1", "--max-new-tokens", "4", "--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
+    assert micro.study.run(["decode", "--model", model, *asked]) == 0
+    assert json.loads((tmp_path / "decode.json").read_text())["model"] == label
+
+
+@pytest.mark.parametrize(
+    "asked", [["hops", "--sizes", "none"], ["decode", "--model", "stretch:paceline-small,times=2", "--transformers"]]
+)
+def test_what_cannot_be_measured(tmp_path: Path, asked: list[str]):
+    assert micro.study.run([*asked, "--out", str(tmp_path)]) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["none", "ngram", "streams:paceline-small-streams"])
+def test_the_parts_of_a_step_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str], drafter: str) -> None:
+    asked = ["--drafter", drafter, "--batch", "1,2", "--prompts", "6", "--threads", "1", "--out", str(tmp_path)]
+    assert micro.study.run(["parts", *asked]) == 0
+    shown = capsys.readouterr().out
+    for word in ("host, batch 1", "compiled, batch 2", "whole step", "emit"):
+        assert word in shown
+    made = json.loads((tmp_path / "parts.json").read_text())
+    assert [one["batch"] for one in made["steps"]] == [1, 2]
+    for one in made["steps"]:
+        assert one["drafter"] == drafter and one["steps"] > 20 and one["tokens"] >= one["batch"]
+        assert 0 < one["host_ms"] < one["step_ms"]
+        # Medians of parts need not add up to the median of their sums, but nearly do.
+        whole = sum(part["host_ms"] + part["native_ms"] for part in one["parts"])
+        assert 0.5 * one["step_ms"] < whole < 1.5 * one["step_ms"]
+        names = {part["part"] for part in one["parts"] if part["host_ms"] + part["native_ms"] > 0}
+        assert {"schedule", "emit", "keep"} <= names
+        assert ("streams" in names) == drafter.startswith("streams") and ("budget" in names) == (drafter != "none")
+
+
+@needs_kernels
+def test_after_its_parts_were_timed_an_engine_is_as_before() -> None:
+    watch = Stopwatch()
+    library = native.library()
+    before = library.pl_run_layers
+    with compiled_calls(watch):
+        llm = LLM("paceline-small", drafter="ngram", budget=4, threads=1)
+    assert library.pl_run_layers is before
+    engine = llm.engine
+    measure(llm, watch, [[[5, 6, 7, 5, 6, 7, 5, 6]]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    for owner in (engine.scheduler, engine.round.guard, engine.round.emitter, engine.budget):  # type: ignore[attr-defined]
+        assert not any(callable(value) and getattr(value, "__name__", "") == "run" for value in vars(owner).values())
+    assert watch.steps and not watch.running
