@@ -519,8 +519,3 @@ class TestStretched:
         for name in ("report.md", "report.html"):
             text = (tmp_path / name).read_text()
             assert text.count(self.LABEL) >= 2 and "on a target stretched 2x" in text
-
-    def test_other_engines_are_refused(self) -> None:
-        methods = tuple(parse_methods(["plain", "llama.cpp/plain"]))
-        with pytest.raises(ConfigError, match="other engines cannot stretch a model"):
-            config(model="stretch:paceline-small,times=2", methods=methods)
