@@ -89,10 +89,8 @@ def watched(llm: LLM) -> tuple[Any, Tally]:
             if last is not None and len(view.tokens) > last.length:
                 tally.add(last, view)
         tree: TokenTree = inner(want)
-        lists = tree.lists()
-        for b, (view, count) in enumerate(zip(want.sequences, lists.counts, strict=True)):
-            rows = (part[b][:count] for part in (lists.tokens, lists.parents, lists.sources))
-            waiting[view.key] = Proposed(len(view.tokens), *rows)
+        for b, view in enumerate(want.sequences):
+            waiting[view.key] = Proposed(len(view.tokens), tree.tokens[b], tree.parents[b], tree.sources[b])
         return tree
 
     drafter.propose = propose

@@ -17,7 +17,7 @@ from paceline.bench.records import Method
 from paceline.bench.report import wording as say
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.core.verify import VerifyOutcome, lossy_stream_rejection, sample_and_match
+from paceline.core.verify import Accepted, lossy_stream_rejection, sample_and_match
 from paceline.drafters.base import SequenceView
 from paceline.llm import LLM
 from streaming.common import CUT, Asked, TrainedSet, grid_of, study
@@ -122,9 +122,9 @@ class Distance:
         uniform = torch.rand(many.shape[:2], generator=self.noise, dtype=torch.float64)
         noise = -torch.empty(self.draws, few.shape[1], dtype=few.dtype).exponential_(generator=self.noise).log()
         lossy = lossy_stream_rejection(trees, many, uniform, lambda b, node: noise[b])
-        chosen = torch.multinomial(few, self.draws, replacement=True, generator=self.noise).T
-        for mean, outcome in ((self.lossy, lossy), (self.exact, sample_and_match(trees, chosen))):
-            weight, distance = variation(known, parents, few, outcome)
+        chosen = torch.multinomial(few, self.draws, replacement=True, generator=self.noise).T.tolist()
+        for mean, verdicts in ((self.lossy, lossy), (self.exact, sample_and_match(trees, chosen))):
+            weight, distance = variation(known, parents, few, verdicts)
             mean.total += weight * distance
             mean.tokens += weight
 
@@ -142,23 +142,20 @@ def condensed(tokens: Sequence[int], p: Tensor) -> tuple[list[int], Tensor]:
     return [REST, *(place[token] for token in tokens[1:])], whole / whole.sum(1, keepdim=True)
 
 
-def variation(tokens: Sequence[int], parents: Sequence[int], p: Tensor, outcome: VerifyOutcome) -> tuple[float, float]:
+def variation(
+    tokens: Sequence[int], parents: Sequence[int], p: Tensor, verdicts: Sequence[Accepted]
+) -> tuple[float, float]:
     """Tokens a draw, and the mean total variation of the token after each node that a draw comes to.
 
     Args:
         tokens, parents: [N] of a condensed tree.
         p: [N, numbers] after each node.
-        outcome: of many draws over it.
+        verdicts: of many draws over it.
     """
-    numbers = torch.tensor(tokens)
     counts = torch.zeros_like(p)  # how often each token came after each node
-    one = counts.new_ones(1)
-    at = torch.zeros_like(outcome.next_token)
-    for step in outcome.path.T:
-        going = step >= 0
-        counts.index_put_((at[going], numbers[step[going]]), one, accumulate=True)
-        at = torch.where(going, step, at)
-    counts.index_put_((at, outcome.next_token), one, accumulate=True)
+    for path, last in verdicts:
+        for above, token in zip([0, *path], [*(tokens[node] for node in path), last], strict=True):
+            counts[above, token] += 1
     total = 0.0
     for node in range(len(tokens)):
         visits = float(counts[node].sum())
@@ -167,7 +164,7 @@ def variation(tokens: Sequence[int], parents: Sequence[int], p: Tensor, outcome:
             cells = (counts[node, children] / visits - p[node, children]).tolist()
             total += visits * 0.5 * (sum(map(abs, cells)) + abs(sum(cells)))  # all other tokens are one more cell
     weight = float(counts.sum())
-    return weight / len(at), total / weight
+    return weight / len(verdicts), total / weight
 
 
 def distances_of(ask: Asked, trained: TrainedSet, method: Method) -> dict[str, Distance]:
@@ -178,13 +175,12 @@ def distances_of(ask: Asked, trained: TrainedSet, method: Method) -> dict[str, D
     guard = llm.engine.round.guard  # type: ignore[attr-defined]
     verify = guard.verifier.verify
 
-    def watched(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
-        lists, paths = tree.lists(), tree.path_tokens()
+    def watched(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
         start = 0
-        for b, (sequence, count) in enumerate(zip(sequences, lists.counts, strict=True)):
-            if count > 1 and lists.scores is not None:
-                p = sequence.sampler.probs(logits[start : start + count], paths[b, :count])
-                found[task].add(lists.tokens[b][:count], lists.parents[b][:count], lists.scores[b][:count], p)
+        for b, (sequence, count) in enumerate(zip(sequences, tree.counts, strict=True)):
+            if count > 1 and tree.scores is not None:
+                p = sequence.sampler.probs(logits[start : start + count], tree.path_tokens(b))
+                found[task].add(tree.tokens[b], tree.parents[b], tree.scores[b], p)
             start += count
         return verify(sequences, tree, logits)
 

@@ -16,7 +16,7 @@ from paceline.bench.methods import parse_methods
 from paceline.bench.records import Exactness, Report, Trial
 from paceline.bench.run import BenchConfig, Run
 from paceline.core.tree import TokenTree
-from paceline.core.verify import VerifyOutcome
+from paceline.core.verify import Accepted
 from paceline.rounds import verification
 from paceline.rounds.verification import DEFAULT_VERIFIER, VERIFIERS, VerifierKind
 
@@ -99,16 +99,14 @@ class OneWrongToken:
         assert not self.armed, "the fault never came to pass"
         return trial
 
-    def verify(self, sequences: Any, tree: TokenTree, logits: torch.Tensor) -> VerifyOutcome:
+    def verify(self, sequences: Any, tree: TokenTree, logits: torch.Tensor) -> list[Accepted]:
         outcome = verification.match(sequences, tree, logits)
-        refused = int(outcome.num_accepted[0]) == 0 and int(tree.num_nodes[0]) > 1
+        refused = not outcome[0][0] and tree.counts[0] > 1
         if not (self.armed and refused and len(sequences[0].sampler.output_ids) > 1):
             return outcome
         self.armed = False
-        chosen = verification.choose_packed(sequences, tree.num_nodes.tolist(), logits, tree)
-        path, following, count = outcome.path.clone(), outcome.next_token.clone(), outcome.num_accepted.clone()
-        path[0, 0], following[0], count[0] = 1, chosen[1], 1
-        return VerifyOutcome(path, count, following, outcome.frontier)
+        chosen = verification.choose_packed(sequences, tree.counts, logits, tree)
+        return [([1], int(chosen[1])), *outcome[1:]]
 
 
 @pytest.fixture

@@ -120,9 +120,9 @@ def test_trees_fit_whatever_is_accepted(shape: str) -> None:
         tree.check()
         for b, sequence in enumerate(views):
             found = paths_of(tree, b)
-            assert int(tree.tokens[b, 0]) == sequence.tokens[-1]
+            assert tree.tokens[b][0] == sequence.tokens[-1]
             assert len(found) <= budgets[b] and max(map(len, found), default=0) <= depths[b]
-            met |= {*tree.source[b, 1 : len(found) + 1].tolist()}
+            met |= {*tree.sources[b][1:]}
             path = draw.choice([(), *found])
             told(drafter, sequence, [*path, draw.choice(sequence.tokens)], len(path))
         drafter.parts[1]._pool.check_integrity()  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def test_a_tree_holds_both() -> None:
     # Only two tokens match, and what follows them is no favourite of the draft model.
     sequence = view([*text(20, 4), 3, 9, *text(6, 5), 3, 9], 1)
     tree = drafter.propose(want([sequence]))
-    marks = tree.source[0, 1 : int(tree.num_nodes[0])].tolist()
+    marks = tree.sources[0][1 : tree.counts[0]]
     assert {*marks} == {DRAFT, SUFFIX}
     looked_up = [p for p, mark in zip(paths_of(tree), marks, strict=True) if mark == SUFFIX]
     assert looked_up[0][0] == text(6, 5)[0]
@@ -150,13 +150,13 @@ def test_the_rule_says_who_is_asked_and_hears_what_it_took() -> None:
     request = want(views)
     request.rule = rule
     tree = drafter.propose(request)
-    assert {*tree.source[0, 1 : int(tree.num_nodes[0])].tolist()} == {SUFFIX}
-    assert {*tree.source[1, 1 : int(tree.num_nodes[1])].tolist()} == {DRAFT}
+    assert {*tree.sources[0][1 : tree.counts[0]]} == {SUFFIX}
+    assert {*tree.sources[1][1 : tree.counts[1]]} == {DRAFT}
     assert rule.firsts == [[0.0, 0.0], [0.25, 0.0]]  # the look-up found a first token for one of them
     assert rule.heard[0] == (0, 6) and rule.heard[1][0] == 1
     rule.asks = [[], []]
     rule.heard.clear()
-    assert drafter.propose(request).num_nodes.tolist() == [1, 1] and not rule.heard
+    assert drafter.propose(request).counts == [1, 1] and not rule.heard
 
 
 def test_streams_ride_where_they_are_asked_for() -> None:
@@ -181,7 +181,7 @@ def test_what_streams_said_is_merged_behind_the_look_up() -> None:
     levels = [[3, 4], [5, 6]], [[-0.1, -2.0], [-0.2, -3.0]]
     drafter.observe(StepFeatures([sequence], [[sequence.tokens[-1]]], [0], [[]], stream_levels=[levels]))
     tree = drafter.propose(want([sequence], 24))
-    found = dict(zip(paths_of(tree), tree.lists().sources[0][1:], strict=True))
+    found = dict(zip(paths_of(tree), tree.sources[0][1:], strict=True))
     assert {*found.values()} == {0, 1}
     assert found[3, 5] == 1
 
@@ -190,8 +190,8 @@ def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:
     drafter = bound(hybrid())
     sure = view(REPEATED * 4, 1)
     tree = drafter.propose(want([sure, view([*range(40)], 2)]))
-    assert {*tree.source[0, 1 : int(tree.num_nodes[0])].tolist()} == {SUFFIX}
-    assert DRAFT in tree.source[1, 1 : int(tree.num_nodes[1])].tolist()
+    assert {*tree.sources[0][1 : tree.counts[0]]} == {SUFFIX}
+    assert DRAFT in tree.sources[1][1 : tree.counts[1]]
 
 
 @given(proposals(), proposals(), st.integers(0, 14))

@@ -176,10 +176,10 @@ def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
     tree = stage.drafter.propose(stage.want())
     assert tree.q is not None
     for b, sequence in enumerate(stage.views):
-        drafted = tree.tokens[b, 1:].tolist()
+        drafted = tree.tokens[b][1:]
         for node in range(4):
             fresh = sequence.sampler.probs(by_hand(stage, b, drafted[:node])[None], torch.tensor([drafted[:node]]))
-            assert torch.allclose(tree.q.dense(b, node, VOCAB), fresh[0], atol=1e-9)
+            assert torch.allclose(tree.q[b, node].double(), fresh[0], atol=1e-9)
             assert fresh[0, drafted[node]] > 0
 
 
@@ -187,12 +187,12 @@ def test_budgets_depths_and_the_floor_are_kept() -> None:
     stage = Stage(tiny_decoder(whole()))
     many = len(LENGTHS)
     tree = stage.drafter.propose(DraftRequest(stage.views, [0, 1, 2, 9, 9], [9, 9, 9, 3, 0], caches=stage.caches))
-    assert tree.num_nodes.tolist() == [1, 2, 3, 4, 1]
+    assert tree.counts == [1, 2, 3, 4, 1]
     shy = stage.drafter.propose(stage.want(floor=0.5))
     bold = stage.drafter.propose(stage.want())
-    assert shy.num_nodes.sum() < bold.num_nodes.sum() == 5 * many
+    assert sum(shy.counts) < sum(bold.counts) == 5 * many
     for b in range(many):  # the one that falls below it is the last
-        assert all(score > -0.6932 for score in shy.log_score[b, 1 : shy.num_nodes[b] - 1].tolist())  # type: ignore[index]
+        assert all(score > -0.6932 for score in shy.scores[b][1 : shy.counts[b] - 1])  # type: ignore[index]
 
 
 # -- compiled
@@ -221,9 +221,10 @@ def test_compiled_drafts_are_those_of_the_long_way(
         with patch.object(Stack, "roll", autospec=True, side_effect=Stack.roll) as roll:
             trees.append(stage.drafter.propose(stage.want()))
         assert roll.called == compiled
-    assert torch.equal(trees[0].tokens, trees[1].tokens)
-    assert trees[0].log_score is not None and trees[1].log_score is not None
-    assert torch.allclose(trees[0].log_score, trees[1].log_score, atol=1e-4)
+    assert trees[0].tokens == trees[1].tokens
+    assert trees[0].scores is not None and trees[1].scores is not None
+    for fast, slow in zip(trees[0].scores, trees[1].scores, strict=True):
+        assert fast == pytest.approx(slow, abs=1e-4)
     for made, expected in zip(
         (*stages[0].pool.k, *stages[0].pool.v), (*stages[1].pool.k, *stages[1].pool.v), strict=True
     ):

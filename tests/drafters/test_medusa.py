@@ -170,7 +170,7 @@ def test_only_the_state_in_front_of_the_root_is_drafted_from():
 
     def nodes() -> int:
         request = want([seen])
-        count = drafter.propose(request).lists().counts[0] - 1
+        count = drafter.propose(request).counts[0] - 1
         assert request.passes == (count > 0)
         return count
 
@@ -195,7 +195,7 @@ def test_budgets_and_depths_are_kept():
     for seen in views[:-1]:
         told(drafter, seen, 0, len(seen.tokens) - 1)
     tree = drafter.propose(want(views, [0, 1, 7, 99, 99, 99], [9, 9, 2, 1, 9, 9]))
-    counts, depths = tree.lists().counts, tree.depth_lists()
+    counts, depths = tree.counts, tree.depths()
     assert counts == [1, 2, 8, 11, 31, 1]  # of the 4th, the ten tokens of the first head
     assert [max(row) for row in depths] == [0, 1, 2, 1, 3, 0]
     assert drafter.spec == DrafterSpec(
@@ -212,7 +212,7 @@ def test_budgets_and_depths_are_kept():
 def test_a_chain_and_fewer_heads():
     chain = bound(topk=1)
     assert (chain.spec.default_budget, chain.spec.tree) == (HEADS, False)
-    assert max(map(max, bound(depth=2).propose(want([view([3, 4])])).depth_lists())) == 0
+    assert max(map(max, bound(depth=2).propose(want([view([3, 4])])).depths())) == 0
     assert len(bound(depth=2).trees) == 2
     with pytest.raises(ConfigError, match="more than the 3 heads"):
         bound(depth=4)
@@ -273,7 +273,7 @@ def test_drafts_go_on_at_once_after_a_rest(monkeypatch: pytest.MonkeyPatch):
 
     def watched(request: Any) -> Any:
         tree = propose(request)
-        proposed.extend((budget.steps, count) for count in tree.lists().counts)
+        proposed.extend((budget.steps, count) for count in tree.counts)
         return tree
 
     monkeypatch.setattr(drafter, "propose", watched)

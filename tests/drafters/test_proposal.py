@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.draft import paths, proposals
 
 from paceline.core.errors import ConfigError
-from paceline.core.tree import TokenTree
-from paceline.core.tree_checks import problems
 from paceline.drafters.proposal import Proposal, to_tree
 
 
@@ -50,15 +47,15 @@ def test_a_graft_holds_every_path_of_both_once(one: Proposal, other: Proposal) -
 def test_a_tensor_tree_holds_the_same_nodes(several: list[Proposal]) -> None:
     tree = to_tree([*range(50, 50 + len(several))], several, source=3)
     tree.check()
-    assert tree.num_nodes.tolist() == [len(p) + 1 for p in several]
-    assert tree.log_score is not None
+    assert tree.counts == [len(p) + 1 for p in several]
+    assert tree.scores is not None
     for b, proposal in enumerate(several):
         stop = len(proposal) + 1
-        assert tree.tokens[b, :stop].tolist() == [50 + b, *proposal.tokens]
-        assert tree.parents[b, 1:stop].tolist() == proposal.parents
-        assert tree.log_score[b, 1:stop].tolist() == proposal.log_scores
-        assert tree.source[b, 1:stop].tolist() == [3] * len(proposal)
-    assert torch.equal(tree.tokens[:, 0], torch.arange(50, 50 + len(several)))
+        assert tree.tokens[b][:stop] == [50 + b, *proposal.tokens]
+        assert tree.parents[b][1:stop] == proposal.parents
+        assert tree.scores[b][1:stop] == proposal.log_scores
+        assert tree.sources[b][1:stop] == [3] * len(proposal)
+    assert [row[0] for row in tree.tokens] == [*range(50, 50 + len(several))]
 
 
 def test_expected_accepted_adds_up_the_chances_of_all_paths() -> None:
@@ -71,31 +68,9 @@ def test_expected_accepted_adds_up_the_chances_of_all_paths() -> None:
     assert proposal.best(2).is_chain and Proposal().is_chain
 
 
-def test_one_chain_is_the_tree_that_tensors_make() -> None:
-    """The hot case is built from lists; nothing tells it from `TokenTree.from_chain`."""
-    proposal = Proposal([5, 6, 7], [0, 1, 2], [-0.1, -0.2, -0.4])
-    made = to_tree([4], [proposal], [[1, 0, 1]])
-    scores = torch.tensor([[0.0, -0.1, -0.2, -0.4]], dtype=torch.float64)
-    oracle = TokenTree.from_chain(torch.tensor([[4, 5, 6, 7]]), None, torch.tensor([[0, 1, 0, 1]]), scores)
-    for name in ("tokens", "parents", "num_nodes", "node_id", "source", "log_score", "next_id"):
-        mine, other = getattr(made, name), getattr(oracle, name)
-        assert mine.dtype == other.dtype and torch.equal(mine, other), name
-    assert (made.chain, made.dense, made.depth_bound) == (oracle.chain, oracle.dense, oracle.depth_bound)
-    assert made.lists() is made.known and made.known is not None
-    others = oracle.lists()
-    assert (made.known.tokens, made.known.parents) == (others.tokens, others.parents)
-    assert (made.known.sources, made.known.counts) == (others.sources, others.counts)
-    assert made.depth_lists() == oracle.depth_lists() and made.checked
-    assert not [*problems(made)]
-
-
-def test_a_score_that_is_no_number_is_still_found() -> None:
-    tree = to_tree([4], [Proposal([5], [0], [math.nan])])
-    assert not tree.checked
-    with pytest.raises(ConfigError, match="NaN"):
-        tree.check()
-
-
-def test_lists_of_unequal_length_are_refused_in_the_hot_case_too() -> None:
-    with pytest.raises(ConfigError, match="do not describe the same nodes"):
+def test_what_is_no_tree_is_refused() -> None:
+    for score in (math.nan, "a"):
+        with pytest.raises((ConfigError, TypeError)):
+            to_tree([4], [Proposal([5], [0], [score])])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="columns of lengths"):
         to_tree([4], [Proposal([5, 6], [0], [-0.1, -0.2])])

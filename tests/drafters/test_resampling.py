@@ -222,7 +222,7 @@ def test_levels_behind_a_rejection_are_used_once_more(name: str, form: str, rule
 
         first = draw(seed)
         tell(seen, said(first))
-        assert {*drafter.propose(want([seen])).source[0, 1:].tolist()} == {FRESH}
+        assert {*drafter.propose(want([seen])).sources[0][1:]} == {FRESH}
         seen.tokens += text(accepted + 1, seed)
         second = draw(seed + 1000)
         second[: max(0, LEVELS - accepted - 1)] += first[accepted + 1 :]  # the same places, better known now
@@ -230,7 +230,7 @@ def test_levels_behind_a_rejection_are_used_once_more(name: str, form: str, rule
         tell_plain(seen, said(second))
         tree = drafter.propose(want([seen], budget))
         tree.check()
-        marks = dict(zip(paths_of(tree), tree.source[0, 1:].tolist(), strict=True))
+        marks = dict(zip(paths_of(tree), tree.sources[0][1:], strict=True))
         assert len(marks) <= budget
         left = first[accepted + 1 :]
         room = {"top": max(0, min(5, budget - 10)), "equal": max(0, min(5, budget - 5)), "alone": min(5, budget)}[form]
@@ -260,7 +260,7 @@ def test_in_large_batches_streams_draft_the_best_path_alone() -> None:
         for seen in views:
             tell(seen, draw(10 * step + seen.key))
         tree = drafter.propose(want(views if step else views[:1]))
-        assert tree.lists().counts == ([11] if not step else [1 + LEVELS] * 2) and not tree.source[:, 1:].any()
+        assert tree.counts == ([11] if not step else [1 + LEVELS] * 2) and not any(any(row[1:]) for row in tree.sources)
         for seen in views:
             seen.tokens.append(5)
 
@@ -276,7 +276,7 @@ def test_what_was_left_over_is_drafted_where_nothing_fresh_is_known() -> None:
             StepFeatures([seen], [[5]], [0], [[]], stream_logits=[None])
         )  # a pass without states or streams
         tree = drafter.propose(want([seen]))
-        assert tree.source[0, 1:].tolist() == [AGAIN] * 4
+        assert tree.sources[0][1:] == [AGAIN] * 4
 
 
 # ---- in the engine
@@ -342,7 +342,7 @@ def test_levels_in_short_draft_what_logits_do(name: str) -> None:
         def watched(request: Any, propose: Any = propose, told: Any = told, kept: Any = kept) -> Any:
             kept |= {type(held.said) for held in drafter._resampling._drafted.values()}  # noqa: B023
             tree = propose(request)
-            lists = tree.lists()
+            lists = tree
             told += zip(lists.tokens, lists.parents, [row[1:] for row in lists.sources], strict=True)
             return tree
 

@@ -134,16 +134,16 @@ def test_nothing_is_drafted_where_nothing_is_known() -> None:
     target = tiny_decoder(whole())
     drafter = bound(spire(), target)
     v = view(text(30), key=1)
-    assert drafter.propose(DraftRequest([v], [4], [4])).num_nodes.tolist() == [1]  # no pass has shown anything
+    assert drafter.propose(DraftRequest([v], [4], [4])).counts == [1]  # no pass has shown anything
     show(drafter, target, v, 0, 20)
-    assert drafter.propose(DraftRequest([v], [4], [4])).num_nodes.tolist() == [1]  # nor all of it
+    assert drafter.propose(DraftRequest([v], [4], [4])).counts == [1]  # nor all of it
     show(drafter, target, v, 20, 29)
-    assert drafter.propose(DraftRequest([v], [4], [4])).num_nodes.tolist() == [5]
+    assert drafter.propose(DraftRequest([v], [4], [4])).counts == [5]
     one = view([3], key=2)
-    assert drafter.propose(DraftRequest([one], [4], [4])).num_nodes.tolist() == [1]  # the root has none before it
+    assert drafter.propose(DraftRequest([one], [4], [4])).counts == [1]  # the root has none before it
     v.tokens += text(50, 3)
     show(drafter, target, v, 60, len(v.tokens) - 1)  # a gap: it begins anew behind it
-    assert drafter.propose(DraftRequest([v], [2], [64])).num_nodes.tolist() == [3]
+    assert drafter.propose(DraftRequest([v], [2], [64])).counts == [3]
 
 
 def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
@@ -153,11 +153,11 @@ def test_sampled_drafts_say_honestly_what_they_were_drawn_from() -> None:
     show(drafter, target, v, 0, 29)
     tree = drafter.propose(DraftRequest([v], [4], [4]))
     assert tree.q is not None
-    drafted = tree.tokens[0, 1:].tolist()
+    drafted = tree.tokens[0][1:]
     said = by_hand(drafter, target, v.tokens, drafted)
     for node in range(4):
         fresh = v.sampler.probs(said[node][None], torch.tensor([drafted[:node]]))[0]
-        assert torch.allclose(tree.q.dense(0, node, VOCAB), fresh, atol=1e-8) and fresh[drafted[node]] > 0
+        assert torch.allclose(tree.q[0, node].double(), fresh, atol=1e-8) and fresh[drafted[node]] > 0
 
 
 def test_answers_under_an_application_are_its_own() -> None:
@@ -244,17 +244,17 @@ def test_compiled_drafts_are_those_of_the_long_way(
                     trees.append((drafter.propose(want), want.passes))
                 assert roll.called == compiled
         (fast, passes), (slow, expected) = trees
-        assert torch.equal(fast.tokens, slow.tokens) and passes == expected
-        assert fast.log_score is not None and slow.log_score is not None
-        assert torch.allclose(fast.log_score, slow.log_score, atol=1e-4)
-        lengths.add(tuple(fast.num_nodes.tolist()))
+        assert fast.tokens == slow.tokens and passes == expected
+        assert fast.scores is not None and slow.scores is not None
+        assert all(one == pytest.approx(other, abs=1e-4) for one, other in zip(fast.scores, slow.scores, strict=True))
+        lengths.add(tuple(fast.counts))
         ring = drafters[0].ring
         used = 4 * ring.size  # behind them lies what rows write that nobody is to see
         for one, other in zip((*ring.k, *ring.v), (*drafters[1].ring.k, *drafters[1].ring.v), strict=True):
             assert torch.equal(one[:, :used], other[:, :used])
         for b, v in enumerate(views):  # all of a draft is right, or half
             known = len(v.tokens) - 1
-            v.tokens += [*fast.tokens[b, 1 : 1 + (int(fast.num_nodes[b]) + b) // 2].tolist(), 7]
+            v.tokens += [*fast.tokens[b][1 : 1 + (fast.counts[b] + b) // 2], 7]
             for drafter in drafters:
                 show(drafter, target, v, known, len(v.tokens) - 1)
     assert (2, 4, 5) in lengths and len(lengths) > 1

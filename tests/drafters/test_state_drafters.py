@@ -174,15 +174,15 @@ def test_resampling_is_algorithm_2_and_happens_once() -> None:
                 whole = algorithm_1(left, info_table(stage), 5, 3)
                 best = sorted(whole, key=lambda path: -whole[path])[:5]
                 close(paths_of(tree), {path: math.log(whole[path]) for path in best})
-                assert {*tree.source[0, 1:].tolist()} == {1}
+                assert {*tree.sources[0][1:]} == {1}
                 seen.add(len(left))
             else:
-                assert {*tree.source[0, 1:].tolist()} == {0}
+                assert {*tree.sources[0][1:]} == {0}
             grow(v, [9])
             stage.show([v])
             again = stage.drafter.propose(want([v]))
             only = {0} if len(left) > threshold else {0, 1}
-            assert {*again.source[0, 1:].tolist()} <= only  # a draft's states are used once more, not twice
+            assert {*again.sources[0][1:]} <= only  # a draft's states are used once more, not twice
     assert seen == {1, 2}
 
 
@@ -207,7 +207,7 @@ def test_fusion_merges_both_trees_below_one_root(form: str) -> None:
         room = max(0, min(4, budget - (6 if form == "equal" else 10)))
         most = min(10, budget) - (room if form == "equal" else 0)
         tree = stage.drafter.propose(want([v], budget))
-        marks = dict(zip(paths_of(tree), tree.source[0, 1:].tolist(), strict=True))
+        marks = dict(zip(paths_of(tree), tree.sources[0][1:], strict=True))
         fresh = paths_of(alone.drafter.propose(want([v], min(budget, 10))))
         best = {*sorted(fresh, key=lambda path: -fresh[path])[:most]}
         assert {path for path, mark in marks.items() if mark == 0} == best
@@ -493,11 +493,12 @@ def test_one_compiled_call_grows_the_same_trees(name: str, dtype: torch.dtype) -
             trees.append((stage.drafter.propose(request), request.passes))
         (found, passes), (wanted, others) = trees
         assert passes == others
-        assert found.lists().tokens == wanted.lists().tokens and found.lists().parents == wanted.lists().parents
-        assert found.lists().sources == wanted.lists().sources
-        torch.testing.assert_close(found.log_score, wanted.log_score, rtol=1e-4, atol=1e-4)
-        met += max(found.lists().counts) > 3
-        marks |= {mark for row in found.lists().sources for mark in row}
+        assert found.tokens == wanted.tokens and found.parents == wanted.parents
+        assert found.sources == wanted.sources
+        for own, others in zip(found.scores, wanted.scores, strict=True):
+            assert own == pytest.approx(others, rel=1e-4, abs=1e-4)
+        met += max(found.counts) > 3
+        marks |= {mark for row in found.sources for mark in row}
         for i in present:
             tokens = draw.choices(range(VOCAB), k=draw.choice([1, 1, 1, 2, 4]))
             for own in views:

@@ -144,9 +144,7 @@ def test_serial_drafts_are_those_without_streams() -> None:
         drafted = {}
         for drafter, own in views.items():
             tree = drafter.propose(want(own, budgets, [8, 8]))
-            drafted[drafter] = [
-                row[1:count] for row, count in zip(tree.lists().tokens, tree.lists().counts, strict=True)
-            ]
+            drafted[drafter] = [row[1:count] for row, count in zip(tree.tokens, tree.counts, strict=True)]
         assert drafted[plain] == drafted[streaming]
         for own in views.values():
             for sequence, chain, more in zip(own, drafted[plain], extra, strict=True):

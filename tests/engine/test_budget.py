@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.budget_world import RIGHT, STEP_COSTS, WRONG, Sequence, World, run
@@ -21,7 +20,6 @@ from kits.tiny import assemble, tiny_decoder
 
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
-from paceline.core.tree_lists import TreeLists
 from paceline.drafters.base import DrafterSpec
 from paceline.engine import calibration
 from paceline.engine.auto import AutoBudget
@@ -684,7 +682,7 @@ def _check(
     asked = [i for i, nodes in enumerate(budgets) if nodes]
     drafted = [0] * len(sequences)
     if asked:
-        lists = TreeLists(
+        proposed = TokenTree(
             tokens=[[RIGHT, *chains[i][0]] for i in asked],
             parents=[[-1, *range(len(chains[i][0]))] for i in asked],
             sources=[[chains[i][1]] * (1 + len(chains[i][0])) for i in asked],
@@ -692,8 +690,8 @@ def _check(
             scores=[[math.log(0.5) * d for d in range(1 + len(chains[i][0]))] for i in asked],
         )
         views: list[Any] = [sequences[i].view for i in asked]
-        tree = budget.select(views, TokenTree.from_lists(lists))
-        for i, count in zip(asked, tree.lists().counts if tree is not None else [1] * len(asked), strict=True):
+        tree = budget.select(views, proposed)
+        for i, count in zip(asked, tree.counts if tree is not None else [1] * len(asked), strict=True):
             drafted[i] = count - 1
     accepted = [drafted[i] if RIGHT in chain else 0 for i, (chain, _) in enumerate(chains)]
     for sequence, right in zip(sequences, accepted, strict=True):
@@ -769,9 +767,9 @@ def _driven(spec: DrafterSpec, taps_ms: float, cost: Callable[[int], float], ste
         budgets, levels = budget.plan(sequences, 1), 1 + step % 4
         drafted = 0
         if budgets[0]:
-            tree = TokenTree.from_paths(torch.tensor([RIGHT]), [[[RIGHT] * levels]])
+            tree = TokenTree.from_paths([RIGHT], [[[RIGHT] * levels]])
             chosen = budget.select([sequences[0].view], tree, 1)
-            drafted = 0 if chosen is None else chosen.lists().counts[0] - 1
+            drafted = 0 if chosen is None else chosen.counts[0] - 1
         ask_ms = cost(levels) if budgets[0] else 0.0
         sequence.view.tokens += [RIGHT] * (drafted + 1)
         rest_ms = world.step_ms(1, drafted)

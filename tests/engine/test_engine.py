@@ -270,7 +270,7 @@ class Guest:
 
 
 def chain(want: DraftRequest, depth: int, token: int = 50) -> TokenTree:
-    return TokenTree.from_chain(torch.cat([want.roots()[:, None], torch.full((len(want.budgets), depth), token)], 1))
+    return TokenTree.from_paths(want.roots(), [[[token] * depth] for _ in want.budgets])
 
 
 class Raises(Guest):
@@ -288,12 +288,12 @@ class Nothing(Guest):
 class WrongRoot(Guest):
     def propose_tree(self, want: DraftRequest) -> TokenTree:
         tree = chain(want, 2)
-        return replace(tree, tokens=(tree.tokens + 1) % VOCAB)
+        return replace(tree, tokens=[[(token + 1) % VOCAB for token in row] for row in tree.tokens])
 
 
 class WrongBatch(Guest):
     def propose_tree(self, want: DraftRequest) -> TokenTree:
-        return TokenTree.stack([chain(want, 2), chain(want, 1)])
+        return TokenTree.roots([*want.roots(), 3])
 
 
 class OutsideVocabulary(Guest):
@@ -309,12 +309,12 @@ class NegativeToken(Guest):
 class ParentsInTheFuture(Guest):
     def propose_tree(self, want: DraftRequest) -> TokenTree:
         tree = chain(want, 2)
-        return replace(tree, parents=torch.tensor([[-1, 2, 1]] * len(want.budgets), dtype=torch.int32), chain=None)
+        return replace(tree, parents=[[-1, 2, 1] for _ in want.budgets], checked=False)
 
 
 class ShortCounts(Guest):
     def propose_tree(self, want: DraftRequest) -> TokenTree:
-        return replace(chain(want, 2), num_nodes=torch.zeros(len(want.budgets), dtype=torch.int64))
+        return replace(chain(want, 2), counts=[0] * len(want.budgets), checked=False)
 
 
 class RaisesInObserve(Guest):
@@ -335,8 +335,8 @@ FAILING = {
     WrongBatch: "trees proposed for",
     OutsideVocabulary: "outside the vocabulary",
     NegativeToken: "outside the vocabulary",
-    ParentsInTheFuture: "not an earlier node",
-    ShortCounts: "num_nodes is 0",
+    ParentsInTheFuture: "no earlier one",
+    ShortCounts: "columns of lengths",
     RaisesInObserve: "KeyError: 'observe'",
     RaisesInRelease: "OSError: release",
 }

@@ -14,7 +14,7 @@ from kits.budget_world import STEP_COSTS, World, run
 from kits.native import needs_kernels
 
 from paceline import native
-from paceline.core.tree_lists import TreeLists
+from paceline.core.tree import TokenTree
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import UNKNOWN, Chances, Offer, odds_of
 from paceline.engine.costs import DraftCosts
@@ -41,7 +41,7 @@ def books() -> list[Any]:
     return [Book(kinds[view.key // 2], view, 0, 0, array("d", [0.0] * KINDS), 1, []) for view in views]
 
 
-def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TreeLists:
+def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TokenTree:
     tokens = [[book.view.tokens[-1], *(n[0] for n in row)] for book, row in zip(own, made, strict=True)]
     parents = [[-1, *(n[2] % (i + 1) for i, n in enumerate(row))] for row in made]
     scores = []
@@ -50,7 +50,7 @@ def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> Tree
         for i, n in enumerate(row, start=1):
             score.append(score[above[i]] + n[3])
         scores.append(score)
-    return TreeLists(tokens, parents, [[0, *(n[1] for n in row)] for row in made], [*map(len, tokens)], scores)
+    return TokenTree(tokens, parents, [[0, *(n[1] for n in row)] for row in made], [*map(len, tokens)], scores)
 
 
 def state(own: list[Any]) -> list[Any]:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from asks import Ask, make_ask
 from campaign import Finding, examine
 from guests import GUESTS
@@ -25,7 +24,7 @@ from worlds import ADAPTERS, WORLDS, TinyLLM, available, build
 from paceline.core import request
 from paceline.core.sampling import SequenceSampler, _Tally
 from paceline.core.tree import TokenTree
-from paceline.core.verify import VerifyOutcome
+from paceline.core.verify import Accepted
 from paceline.engine.scheduler import Scheduler
 from paceline.kv.pool import KVPool
 from paceline.rounds import verification
@@ -148,13 +147,10 @@ def fresh_oracle() -> Iterator[None]:
         cache.cache_clear()
 
 
-def gullible(sequences: Any, tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+def gullible(sequences: Any, tree: TokenTree, logits: Tensor) -> list[Accepted]:
     """The verifier takes the first child, whatever it is."""
     outcome = verification.match(sequences, tree, logits)
-    first = (tree.num_nodes > 1).long()
-    path = torch.where(outcome.num_accepted[:, None] > 0, outcome.path, first[:, None].expand_as(outcome.path))
-    path = torch.where(path == 0, -1, path)
-    return VerifyOutcome(path, (path >= 0).sum(dim=1), outcome.next_token, outcome.frontier)
+    return [(path or [1] * (count > 1), token) for (path, token), count in zip(outcome, tree.counts, strict=True)]
 
 
 def accept_anything(patch: pytest.MonkeyPatch) -> None:

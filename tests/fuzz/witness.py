@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.core.tree import TokenTree
-from paceline.core.verify import VerifyOutcome
+from paceline.core.verify import Accepted
 from paceline.drafters.base import DraftRule, SequenceView
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
@@ -35,12 +35,12 @@ class Witness:
         step, verify = round_.step, judge.verifier.verify
         paths: dict[int, int] = {}
 
-        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
             outcome = verify(sequences, tree, logits)
             for b, view in enumerate(sequences):
-                path = [n for n in outcome.path[b].tolist() if n >= 0]
+                path = outcome[b][0]
                 paths[view.key] = len(path)
-                self._saw_path(path, tree.parents[b].tolist())
+                self._saw_path(path, tree.parents[b])
             return outcome
 
         def watched_step(works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:

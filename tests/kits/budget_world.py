@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from paceline.core.tree import TokenTree
-from paceline.core.tree_lists import TreeLists
 from paceline.engine.budget import StepRecord
 from paceline.engine.costs import CostTable
 
@@ -134,14 +133,12 @@ class Drafter:
     def tree(self, chains: list[list[int]]) -> TokenTree:
         """One tree a chain."""
         claim = math.nan if self.world.claimed is None else math.log(self.world.claimed)
-        return TokenTree.from_lists(
-            TreeLists(
-                tokens=[[RIGHT, *chain] for chain in chains],
-                parents=[[-1, *range(len(chain))] for chain in chains],
-                sources=[[0] * (1 + len(chain)) for chain in chains],
-                counts=[1 + len(chain) for chain in chains],
-                scores=[[0.0, *(claim * (i + 1) for i in range(len(chain)))] for chain in chains],
-            )
+        return TokenTree(
+            tokens=[[RIGHT, *chain] for chain in chains],
+            parents=[[-1, *range(len(chain))] for chain in chains],
+            sources=[[0] * (1 + len(chain)) for chain in chains],
+            counts=[1 + len(chain) for chain in chains],
+            scores=[[0.0, *(claim * (i + 1) for i in range(len(chain)))] for chain in chains],
         )
 
 
@@ -213,6 +210,6 @@ def _draft(
         sequence.seen = len(sequence.view.tokens)
     if rule is not None:
         tree = rule.select([s.view for s in asked], drafter.tree(chains))
-        counts = [1] * len(asked) if tree is None else tree.lists().counts
+        counts = [1] * len(asked) if tree is None else tree.counts
         chains = [chain[: count - 1] for chain, count in zip(chains, counts, strict=True)]
     return {id(s): chain for s, chain in zip(asked, chains, strict=True)}, ms

@@ -58,11 +58,11 @@ def want(views: list[SequenceView], budget: int | list[int] = 64, depth: int | l
 
 def paths_of(tree: TokenTree, b: int = 0) -> dict[tuple[int, ...], float]:
     """Every drafted path with its score."""
-    assert tree.log_score is not None
+    assert tree.scores is not None
     paths: list[tuple[int, ...]] = [()]
-    parents, tokens = tree.parents[b].tolist(), tree.tokens[b].tolist()
-    for node in range(1, int(tree.num_nodes[b])):
+    parents, tokens = tree.parents[b], tree.tokens[b]
+    for node in range(1, tree.counts[b]):
         paths.append((*paths[parents[node]], tokens[node]))
-    found = dict(zip(paths[1:], tree.log_score[b, 1:].tolist(), strict=False))
+    found = dict(zip(paths[1:], tree.scores[b][1:], strict=True))
     assert len(found) == len(paths) - 1, "a path was proposed twice"
     return found

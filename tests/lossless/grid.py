@@ -44,7 +44,7 @@ from torch import Tensor
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.core.verify import VerifyOutcome
+from paceline.core.verify import Accepted
 from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
 from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.magicdec import MagicDec, MagicDecConfig
@@ -616,13 +616,13 @@ class Witness:
         step, verify = round_.step, judge.verifier.verify
         paths: dict[int, list[int]] = {}
 
-        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+        def watched_verify(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
             outcome = verify(sequences, tree, logits)
             for b, view in enumerate(sequences):
-                path = [n for n in outcome.path[b].tolist() if n >= 0]
+                path = outcome[b][0]
                 paths[view.key] = path
-                self._saw_path(path, tree.parents[b].tolist())
-                if any(tree.source[b, path].tolist()):
+                self._saw_path(path, tree.parents[b])
+                if any(tree.sources[b][n] for n in path):
                     self.marks.add("a node of a second source")
             return outcome
 

@@ -183,17 +183,14 @@ def test_the_full_product(drafter: str) -> None:
 
 def test_a_wrong_verifier_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid has teeth: a verifier that takes every first child is caught at once."""
-    from paceline.core.verify import VerifyOutcome
     from paceline.rounds import verification
 
     right = verification.match
 
     def gullible(sequences, tree, logits):  # type: ignore[no-untyped-def]
         outcome = right(sequences, tree, logits)
-        first = (tree.num_nodes > 1).long()  # accept node 1, whatever it is
-        path = torch.where(outcome.num_accepted[:, None] > 0, outcome.path, first[:, None].expand_as(outcome.path))
-        path = torch.where(path == 0, -1, path)
-        return VerifyOutcome(path, (path >= 0).sum(dim=1), outcome.next_token, outcome.frontier)
+        # Accept node 1, whatever it is.
+        return [(path or [1] * (count > 1), token) for (path, token), count in zip(outcome, tree.counts, strict=True)]
 
     monkeypatch.setitem(verification.VERIFIERS, "sample_and_match", verification.VerifierKind(gullible))
     with pytest.raises(AssertionError):

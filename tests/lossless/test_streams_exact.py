@@ -300,7 +300,7 @@ def test_what_is_pruned_is_what_the_early_exit_finds_unlikely(
 
     def watched(p: Pass, *given: Any) -> bool:
         assert p.tree is not None
-        lists = p.tree.lists()
+        lists = p.tree
         done = prune(p, *given)
         cuts.append(([*p.works[0].sequence.view.tokens], lists.tokens[0], lists.parents[0], p.kept.get(0, [])))
         return done

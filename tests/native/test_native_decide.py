@@ -13,8 +13,7 @@ from kits.native import SHAPES, Text, blank_pool, decoder_of, forward, make, nee
 
 from paceline import LLM, SamplingParams, native
 from paceline.core.sampling import SequenceSampler
-from paceline.core.tree import TokenTree
-from paceline.core.tree_lists import depths_below
+from paceline.core.tree import depths_below
 from paceline.kv.pool import KVPool
 from paceline.network.base import Taps
 from paceline.network.decoder import Decoder
@@ -355,27 +354,6 @@ def test_answers_are_those_of_the_long_way(drafter: str | None, dtype: str) -> N
         ]
         llm.forget()
     assert found[True] == found[False]
-
-
-def test_a_drafted_step_makes_no_tensor_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the proposal over the pass to the statistics, plain lists alone."""
-    llm = LLM("paceline-small", drafter="suffix", budget=8, dtype="bfloat16", threads=1)
-    passed: list[TokenTree] = []
-    propose = llm.engine.round.guard.propose  # type: ignore[attr-defined]
-
-    def spy(works: Sequence[Any], rule: Any) -> TokenTree | None:
-        tree = propose(works, rule)
-        passed.extend([tree] if tree is not None else [])
-        return tree
-
-    monkeypatch.setattr(llm.engine.round.guard, "propose", spy)  # type: ignore[attr-defined]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    llm.generate(["one two three one two three one two", "a b a b a b a"], params)
-    assert any(len(row) > 2 for tree in passed for row in tree.lists().tokens)
-    for tree in passed:
-        for name in ("tokens", "parents", "num_nodes", "source", "log_score", "node_id"):
-            with pytest.raises(AttributeError):
-                object.__getattribute__(tree, name)
 
 
 def test_an_interrupt_while_a_pass_is_prepared_costs_that_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ class SerialTrace:
             for i in p.generating:
                 if p.works[i].rows == 1:
                     tree, index = p.tree, p.spans[i].tree_index
-                    window = tree.lists().tokens[index][1:] if index >= 0 else []
+                    window = tree.tokens[index][1:] if index >= 0 else []
                     self.steps.append((window, len(p.paths[i]), p.tokens[i][len(p.paths[i])]))
             inner(p)
 

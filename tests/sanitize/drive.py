@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline import native
 from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams, SequenceSampler
-from paceline.core.tree_lists import TreeLists
+from paceline.core.tree import TokenTree
 from paceline.engine.chances import Chances
 from paceline.engine.weighing import judge_all, weigh_all
 from paceline.engine.worth import Book, Kind
@@ -490,7 +490,7 @@ def look_ups(draw: random.Random) -> None:
             parents = [[-1, *(draw.randint(0, i) for i in range(len(row)))] for row in drafted]
             marks = [[0, *draw.choices((0, 1), k=len(row))] for row in drafted]
             tokens = [[texts[key][-1], *row] for (key, _, _), row in zip(asked, drafted, strict=True)]
-            lists = TreeLists(tokens, parents, marks, [*map(len, tokens)])
+            lists = TokenTree(tokens, parents, marks, [*map(len, tokens)])
             weigh_all(native.library(), [books[key] for key, _, _ in asked], lists, None, draw.choice([0, 1, 99]))
         suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
         if draw.random() < 0.2:

@@ -152,9 +152,9 @@ class DraftRequest:
     # reserved slot; the reserved ones are free to write to, since verification writes them anew. All else is read only
     passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
-    def roots(self) -> Tensor:
-        """[B] int64 tokens of the roots."""
-        return torch.tensor([s.tokens[-1] for s in self.sequences], dtype=torch.int64)
+    def roots(self) -> list[int]:
+        """[B] tokens of the roots."""
+        return [s.tokens[-1] for s in self.sequences]
 
 
 @dataclass(slots=True)

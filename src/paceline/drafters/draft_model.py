@@ -270,8 +270,10 @@ class DraftModel:
         if self.chains is not None:
             return self._stream(want, self.chains)
         growths = self._grow(want)
-        tree = to_tree([s.tokens[-1] for s in want.sequences], [self._proposal(g) for g in growths], trusted=True)
-        return tree.with_q(drawn_from(growths, tree, self._vocab)) if self.config.proposes == "sampled" else tree
+        tree = to_tree(want.roots(), [self._proposal(g) for g in growths], trusted=True)
+        if self.config.proposes == "sampled":
+            tree.q = drawn_from(growths, self._vocab)
+        return tree
 
     def _stream(self, want: DraftRequest, chains: StreamingSessions) -> TokenTree:
         """One chain a sequence, several tokens a pass."""
@@ -297,7 +299,7 @@ class DraftModel:
                 more = wanted - len(grown.tokens)
                 if grown.nodes and more > 0 and score >= floor:
                     left[ask.key] = place, grown.nodes[-1], more
-        return to_tree([s.tokens[-1] for s in want.sequences], drafts, trusted=True)
+        return to_tree(want.roots(), drafts, trusted=True)
 
     @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:

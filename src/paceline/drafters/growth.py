@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.tree import SparseQ, TokenTree
 from ..kv.pool import SequenceCache
 from ..network.packing import RowPacker
 from .base import SequenceView
@@ -172,14 +171,14 @@ def compiles(growths: Sequence[Growth], proposes: str) -> bool:
     return proposes != "sampled" and all(s.plain or (s.draws and proposes == "coupled") for s in samplers)
 
 
-def drawn_from(growths: Sequence[Growth], tree: TokenTree, vocab: int) -> SparseQ:
-    """What the nodes of sampled trees were drawn from, over ``vocab`` tokens."""
+def drawn_from(growths: Sequence[Growth], vocab: int) -> Tensor:
+    """[B, N, V] what the nodes of sampled trees were drawn from, over ``vocab`` tokens; see `TokenTree.q`."""
     rows = [(b, node, row) for b, growth in enumerate(growths) for node, row in growth.q_rows.items()]
-    dtype = rows[0][2].dtype if rows else torch.float32
-    probs = torch.zeros(*tree.tokens.shape, vocab, dtype=dtype, device=tree.tokens.device)  # [B, N, V]
+    width = 1 + max(len(growth.draft) for growth in growths)
+    probs = torch.zeros(len(growths), width, vocab, dtype=rows[0][2].dtype if rows else torch.float32)
     for b, node, row in rows:
         probs[b, node] = row
-    return SparseQ(ids=None, probs=probs, replacement=False)
+    return probs
 
 
 def pack_frontier(packer: RowPacker, growth: Growth, cache: SequenceCache) -> None:

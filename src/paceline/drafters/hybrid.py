@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.tree import TokenTree
-from ..core.tree_lists import depths_below
+from ..core.tree import TokenTree, depths_below
 from .base import (
     Drafter,
     DrafterSpec,
@@ -220,8 +219,7 @@ class Hybrid:
                 want.rule.told(source, passes, (perf_counter() - began) * 1e3)
         for draft, budget in zip(drafts, want.budgets, strict=True):
             draft.cut(min(budget, self.config.nodes))
-        roots = [view.tokens[-1] for view in want.sequences]
-        return to_tree(roots, [draft.nodes for draft in drafts], [draft.marks for draft in drafts], trusted=True)
+        return to_tree(want.roots(), [draft.nodes for draft in drafts], [draft.marks for draft in drafts], trusted=True)
 
     def _asked(self, source: int, want: DraftRequest, drafts: Sequence[_Draft]) -> list[int]:
         if want.rule is not None:
@@ -252,11 +250,10 @@ def _proposals(part: Drafter, request: DraftRequest) -> list[Proposal]:
     if isinstance(part, PathDrafter):
         return part.propose_all([*zip(request.sequences, request.budgets, request.max_depths, strict=True)])
     tree = part.propose(request)
-    lists = tree.lists()
-    scores = lists.scores or [[EVEN * depth for depth in depths] for depths in tree.depth_lists()]
+    scores = tree.scores or [[EVEN * depth for depth in depths] for depths in tree.depths()]
     return [
-        Proposal(tokens[1:], parents[1:], row[1 : len(tokens)])
-        for tokens, parents, row in zip(lists.tokens, lists.parents, scores, strict=True)
+        Proposal(tokens[1:], parents[1:], row[1:])
+        for tokens, parents, row in zip(tree.tokens, tree.parents, scores, strict=True)
     ]
 
 

@@ -125,10 +125,10 @@ class MagicDec:
     def propose(self, want: DraftRequest) -> TokenTree:
         """One chain a sequence, a token a pass, all sequences together."""
         growths = self._grow(want)
-        tree = to_tree([s.tokens[-1] for s in want.sequences], [g.draft for g in growths], trusted=True)
-        if self.config.proposes != "sampled":
-            return tree
-        return tree.with_q(drawn_from(growths, tree, self.decoder.config.vocab_size))
+        tree = to_tree(want.roots(), [g.draft for g in growths], trusted=True)
+        if self.config.proposes == "sampled":
+            tree.q = drawn_from(growths, self.decoder.config.vocab_size)
+        return tree
 
     # -- its parts
 

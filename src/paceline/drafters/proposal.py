@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ..core.tree import TokenTree
-from ..core.tree_lists import PADDING, TreeLists
 from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 
 if TYPE_CHECKING:
@@ -106,35 +105,15 @@ def to_tree(
     *,
     trusted: bool = False,
 ) -> TokenTree:
-    """One tree a sequence, on the CPU.
+    """One tree a sequence.
 
     Args:
         root_tokens: [B] the last committed token of each sequence.
         proposals: [B] drafted nodes of each.
-        source: who proposed them, for statistics: one for all, or one a node.
-        trusted: parents come before their children, and lists have one length: nothing is checked.
-
-    Returns:
-        [B, N] with N = 1 + the largest proposal; ``log_score`` is set.
+        source, trusted: see `TokenTree.from_parents`.
     """
-    if trusted:
-        marks = [[source] * len(p.tokens) for p in proposals] if isinstance(source, int) else source
-        return TokenTree.from_lists(
-            TreeLists(
-                tokens=[[root, *p.tokens] for root, p in zip(root_tokens, proposals, strict=True)],
-                parents=[[PADDING, *p.parents] for p in proposals],
-                sources=[[0, *row] for row in marks],
-                counts=[1 + len(p.tokens) for p in proposals],
-                scores=[[0.0, *p.log_scores] for p in proposals],
-            )
-        )
-    return TokenTree.from_parents(
-        root_tokens,
-        [p.parents for p in proposals],
-        [p.tokens for p in proposals],
-        source,
-        [p.log_scores for p in proposals],
-    )
+    columns = [p.parents for p in proposals], [p.tokens for p in proposals]
+    return TokenTree.from_parents(root_tokens, *columns, source, [p.log_scores for p in proposals], trusted=trusted)
 
 
 def best_nodes(
@@ -185,7 +164,7 @@ class PathDrafter:
     def propose(self, want: DraftRequest) -> TokenTree:
         """[B, N] trees on the CPU; see `propose_paths`."""
         found = self.propose_all([*zip(want.sequences, want.budgets, want.max_depths, strict=True)])
-        return to_tree([sequence.tokens[-1] for sequence in want.sequences], found, trusted=self.trusted)
+        return to_tree(want.roots(), found, trusted=self.trusted)
 
     def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
         """`propose_paths` for every row of its arguments. What comes out is read only."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import native
-from ..core.tree_lists import depths_below
+from ..core.tree import depths_below
 from ..native.lookup import SuffixTexts
 from .base import DrafterSpec, SequenceView, StepFeatures
 from .ngram import log_trust

@@ -221,7 +221,7 @@ class SyntheticDrafter(PathDrafter):
         """[B, N] trees on the CPU; takes ``cost_ms``, where anything is drafted."""
         until = perf_counter() + self.config.cost_ms * 1e-3
         tree = super().propose(want)
-        if tree.tokens.shape[1] > 1:
+        if max(tree.counts) > 1:
             while perf_counter() < until:  # busy, as a drafter would be
                 pass
         return tree

@@ -27,7 +27,6 @@ from typing import Any, Self
 from .. import native
 from ..core.errors import ConfigError
 from ..core.tree import TokenTree
-from ..core.tree_lists import TreeLists
 from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, StepRecord
@@ -396,17 +395,16 @@ class AutoBudget:
             tree: one proposal for each.
             passes: of the drafter's network that they took; None: as many as the deepest one has levels.
         """
-        lists = tree.lists()
         if len(self.sources) == 1:
             self._note(0, {view.key: 1.0 for view in views})
-        if max(lists.counts) == 1:
+        if max(tree.counts) == 1:
             self._choice = Choice(self._batch)
             self._learn_worths(views)
             return None
-        books, most = [self._books[view.key] for view in views], sum(lists.counts) - len(views)
+        books, most = [self._books[view.key] for view in views], sum(tree.counts) - len(views)
         # Of so many rows as never yet the cost is a guess: go on from what is known.
         limit = most if self._blind else max(self.config.first_rows, 2 * self._rows.get(bucket(self._batch), 0))
-        ranked, levels = weigh_all(self._library, books, lists, None if self._blind else lists.scores, limit)
+        ranked, levels = weigh_all(self._library, books, tree, None if self._blind else tree.scores, limit)
         chances = [chance for chance, _, _ in ranked]
         count, price = self._best(chances)
         if self._blind or self._tries_rows(chances, count):  # decided ahead, or to learn
@@ -417,10 +415,10 @@ class AutoBudget:
         if len(self.sources) == 1:
             self._asked[0].passes = levels if passes is None else passes
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
-        self._learn_worths(views, chosen, lists, price)
+        self._learn_worths(views, chosen, tree, price)
         if not count or count == most:
             return tree if count else None
-        return TokenTree.from_lists(lists.kept([[0, *sorted([i for _, i in own])] for own in chosen]))
+        return tree.kept([[0, *sorted([i for _, i in own])] for own in chosen])
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many of the nodes pay, given their chances in falling order; and what a row of them costs, in tokens."""
@@ -449,7 +447,7 @@ class AutoBudget:
         self,
         views: Sequence[SequenceView],
         chosen: Sequence[Sequence[tuple[float, int]]] = (),
-        lists: TreeLists | None = None,
+        lists: TokenTree | None = None,
         price: float = 0.0,
     ) -> None:
         """What every ask brought: the chances of its chosen nodes, less the price of their rows.

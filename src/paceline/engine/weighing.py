@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from ..core.tree_lists import TreeLists
+from ..core.tree import TokenTree
 from .chances import DEPTHS, EDGES, FADE, LEAN, MEMORY, MOST_LEAN, UNKNOWN, Offer, weigh
 from .worth import Book
 
@@ -21,7 +21,7 @@ class Offers:
 
     __slots__ = ("bases", "cells", "chances", "counts", "nodes", "starts")
 
-    def __init__(self, books: Sequence[Book], lists: TreeLists) -> None:
+    def __init__(self, books: Sequence[Book], lists: TokenTree) -> None:
         self.counts = lists.counts
         self.bases = [len(book.view.tokens) for book in books]
         self.starts, total = [0], 0
@@ -41,7 +41,7 @@ class Offers:
 
 
 def weigh_all(
-    library: Any, books: Sequence[Book], lists: TreeLists, scores: Sequence[Sequence[float]] | None, most: int
+    library: Any, books: Sequence[Book], lists: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
 ) -> tuple[Ranked, int]:
     """Weigh the proposals for several sequences, and note them in their books.
 
@@ -81,7 +81,7 @@ def weigh_all(
 
 
 def _weigh_long(
-    books: Sequence[Book], lists: TreeLists, scores: Sequence[Sequence[float]] | None, most: int
+    books: Sequence[Book], lists: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
 ) -> tuple[Ranked, int]:
     offers = []
     for b, book in enumerate(books):

@@ -13,15 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.tree import TokenTree
-from ..core.tree_lists import depths_below
+from ..core.verify import walk
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
 from ..network.native_calls import Asked, NativeTaps, RowSpan
-from .base import Work
-from .passes import Pass, Span, main_adapters
+from .passes import Pass, main_adapters, rows_of
 from .taps import Tapped
-from .verification import choose_rows
+from .verification import choose_nodes
 
 
 def decide_compiled(p: Pass, target: Decoder, pool: KVPool, tapped: Tapped | None = None) -> bool:
@@ -90,20 +88,11 @@ def asked(p: Pass) -> Asked:
     slots: list[slice | Tensor] = []
     wanted: list[int] = []
     spans = []
-    for work, span in zip(p.works, p.spans, strict=True):
-        if work.rows == 1 and span.tree_index < 0:
-            cache = work.sequence.cache
-            assert cache is not None
-            first = cache.committed
-            keys = cache.slots(0, first + 1)
-            slots.append(slice(keys.stop - 1, keys.stop) if isinstance(keys, slice) else keys[first:])
-            tokens.append(work.sequence.view.tokens[first])
-            positions.append(first)
-            spans.append(RowSpan(span.start, span.stop, first, keys, None))
-            if work.generates:
-                wanted.append(span.root)
-            continue
-        spans.append(_add(work, span, p.tree, tokens, positions, slots))
+    for work, span, rows in zip(p.works, p.spans, rows_of(p), strict=True):
+        tokens += rows.tokens
+        positions += rows.positions
+        slots.append(rows.slots)
+        spans.append(RowSpan(span.start, span.stop, rows.first, rows.keys, rows.parents))
         if work.generates:
             wanted += range(span.root, span.stop)
     where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
@@ -115,60 +104,17 @@ def settle(p: Pass, chosen: list[int], plain: bool) -> None:
     begin = 0
     for i in p.generating:
         span = p.spans[i]
-        end = begin + span.stop - span.root
+        end = begin + span.nodes
         picks = chosen[begin:end]
         if not plain:
             p.rows[i] = slice(begin, end)
             if -1 in picks:
-                picks = _chosen(p, i)
+                picks = choose_nodes(p.works[i].sequence.view, p.logits[p.rows[i]], p.tree, span.tree_index).tolist()
         if p.tree is None or span.tree_index < 0:
-            p.paths[i], p.tokens[i] = [], picks
+            p.accept(i, [], picks[0])
         else:
-            p.paths[i], p.tokens[i] = _walk(p.tree, span, picks)
+            p.accept(i, *walk(p.tree.tokens[span.tree_index], p.tree.parents[span.tree_index], picks))
         begin = end
-
-
-def _chosen(p: Pass, i: int) -> list[int]:
-    """The choice of a work's own sampler after each of its nodes."""
-    view, index, nodes = p.works[i].sequence.view, p.spans[i].tree_index, p.spans[i].nodes
-    depths, paths = [0], None
-    if p.tree is not None and index >= 0:
-        depths, paths = p.tree.depth_lists()[index], p.tree.path_tokens()[index, :nodes]
-    positions = [len(view.tokens) + depth for depth in depths]
-    return choose_rows(view, p.logits[p.rows[i]], paths, positions).tolist()
-
-
-def _add(
-    work: Work,
-    span: Span,
-    tree: TokenTree | None,
-    tokens: list[int],
-    positions: list[int],
-    slots: list[slice | Tensor],
-) -> RowSpan:
-    """Append one sequence's rows: pending tokens, then drafted nodes."""
-    cache = work.sequence.cache
-    assert cache is not None
-    first = cache.committed
-    stop = first + span.stop - span.start
-    keys = cache.slots(0, stop)
-    slots.append(slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:])
-    tokens += work.sequence.view.tokens[first : first + work.rows]
-    parents = None
-    if tree is None or span.tree_index < 0:
-        positions += range(first, stop)
-    else:
-        lists = tree.lists()
-        tokens += lists.tokens[span.tree_index][1:]
-        parents = lists.parents[span.tree_index][1:]
-        if parents == [*range(len(parents))]:
-            parents = None
-            positions += range(first, stop)
-        else:
-            positions += range(first, first + work.rows)
-            root = first + work.rows - 1
-            positions += [root + depth for depth in depths_below(parents)]
-    return RowSpan(span.start, span.stop, first, keys, parents)
 
 
 def _slot_list(slots: Sequence[slice | Tensor]) -> list[int]:
@@ -176,19 +122,3 @@ def _slot_list(slots: Sequence[slice | Tensor]) -> list[int]:
     for part in slots:
         found += range(part.start, part.stop) if isinstance(part, slice) else part.tolist()
     return found
-
-
-def _walk(tree: TokenTree, span: Span, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(accepted nodes, tokens that come out) of one sequence; see `verify.sample_and_match`."""
-    lists = tree.lists()
-    tokens, parents = lists.tokens[span.tree_index], lists.parents[span.tree_index]
-    path: list[int] = []
-    said: list[int] = []
-    frontier, want = 0, chosen[0]
-    for node in range(1, len(tokens)):  # children come after their parents
-        if parents[node] == frontier and tokens[node] == want:
-            path.append(node)
-            said.append(want)
-            frontier, want = node, chosen[node]
-    said.append(want)
-    return path, said

@@ -120,10 +120,9 @@ def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, r
         return range(span.nodes)
     if p.tree is None or span.tree_index < 0:
         return choose_riders([1.0], streams, free, room)
-    lists = p.tree.lists()
-    if lists.scores is None:
+    if p.tree.scores is None:
         return ()
-    chances = frontier_chances(lists.parents[span.tree_index], lists.scores[span.tree_index])
+    chances = frontier_chances(p.tree.parents[span.tree_index], p.tree.scores[span.tree_index])
     return choose_riders(chances, streams, free, room)
 
 

@@ -69,7 +69,7 @@ class GuardedDrafter:
             return None
         if rule is not None:
             return rule.select(want.sequences, tree, want.passes)
-        return tree if max(tree.lists().counts) > 1 else None
+        return tree if max(tree.counts) > 1 else None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -139,15 +139,14 @@ class GuardedDrafter:
     def _fit(self, tree: TokenTree, want: DraftRequest) -> TokenTree:
         """Cut what is over budget or too deep; refuse what is no tree over these roots."""
         tree.check()
-        lists = tree.lists()
-        counts = lists.counts
+        counts = tree.counts
         if len(counts) != len(want.sequences):
-            raise ValueError(f"{tree.tokens.shape[0]} trees proposed for {len(want.sequences)} sequences")
-        if [row[0] for row in lists.tokens] != [s.tokens[-1] for s in want.sequences]:
+            raise ValueError(f"{len(counts)} trees proposed for {len(want.sequences)} sequences")
+        if [row[0] for row in tree.tokens] != [s.tokens[-1] for s in want.sequences]:
             raise ValueError("a tree's root is not its sequence's last token")
         if max(counts) == 1:
             return tree
-        low, high = min(map(min, lists.tokens)), max(map(max, lists.tokens))
+        low, high = min(map(min, tree.tokens)), max(map(max, tree.tokens))
         if low < 0 or high >= self._vocab_size:
             raise ValueError(f"a drafted token lies outside the vocabulary: {low} .. {high}")
         tree = _cut(tree, want)
@@ -158,12 +157,11 @@ class GuardedDrafter:
 
 def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
     """The tree within budgets and depths. Parents come before children, so the first nodes of a tree are a tree."""
-    lists = tree.lists()
-    limits = [*zip(lists.counts, want.budgets, want.max_depths, strict=True)]
+    limits = [*zip(tree.counts, want.budgets, want.max_depths, strict=True)]
     if all(count - 1 <= min(budget, depth) for count, budget, depth in limits):
         return tree
-    rows = [*zip(tree.depth_lists(), limits, strict=True)]
+    rows = [*zip(tree.depths(), limits, strict=True)]
     if all(count - 1 <= budget and max(depths) <= deep for depths, (count, budget, deep) in rows):
         return tree
     kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
-    return TokenTree.from_lists(lists.kept(kept))
+    return tree.kept(kept)

@@ -67,9 +67,7 @@ class Emitter:
             return
         accepted = path[:emitted]
         p.counts[i] = nodes - 1, len(accepted)
-        lists = p.tree.lists()
-        parents = lists.parents[span.tree_index][1:nodes]
-        marks = lists.sources[span.tree_index][:nodes]
+        parents, marks = p.tree.parents[span.tree_index][1:], p.tree.sources[span.tree_index]
         # The whole path was emitted, and the next draft token was wrong.
         refused = emitted > len(path) and p.frontier(i) in parents
         stats.record_pass(
@@ -87,7 +85,7 @@ def _logprobs(p: Pass, i: int) -> list[dict[int, Logprob]]:
     nodes = [0, *p.paths[i]]
     rows = p.logits[p.rows[i]][nodes]
     if sequence.params.logprobs_mode == "processed":
-        paths = p.tree.path_tokens()[index, nodes] if p.tree is not None and index >= 0 else None
+        paths = p.tree.path_tokens(index)[nodes] if p.tree is not None and index >= 0 else None
         rows = sequence.view.sampler.process(rows, paths)
     wanted = sequence.params.logprobs or 0
     return token_logprobs(rows, torch.tensor(p.tokens[i]), wanted, sequence.state.token_text)

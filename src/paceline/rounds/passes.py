@@ -8,8 +8,9 @@ the same record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,13 @@ class Pass:
         """Rows of tokens and nodes; streams, where there are any, come behind them."""
         return self.spans[-1].stop if self.spans else 0
 
+    def accept(self, work: int, path: list[int], token: int) -> None:
+        """The verdict on a generating work: the accepted nodes, and the target's next token."""
+        self.paths[work], self.tokens[work] = path, [token]
+        if path and self.tree is not None:
+            nodes = self.tree.tokens[self.spans[work].tree_index]
+            self.tokens[work] = [*(nodes[n] for n in path), token]
+
     def frontier(self, work: int) -> int:
         """The last accepted node of a generating work; 0: its root."""
         path = self.paths[work]
@@ -78,7 +86,7 @@ class Pass:
 
 def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | None) -> Pass:
     """Row ranges of every work; ``drafting`` works come in the order of the tree's batch."""
-    counts = tree.lists().counts if tree is not None else ()
+    counts = tree.counts if tree is not None else ()
     index = {id(work): b for b, work in enumerate(drafting)} if tree is not None else {}
     spans, generating = [], []
     start = 0
@@ -93,39 +101,62 @@ def lay_out(works: Sequence[Work], drafting: Sequence[Work], tree: TokenTree | N
     return Pass(works, spans, tree, generating)
 
 
-def pack(p: Pass, target: Decoder) -> Batch:
-    """Rows of all sequences, one after the other: pending tokens, then drafted nodes."""
-    tree = p.tree
-    packer = RowPacker(target, target.device)
-    tokens = tree.lists().tokens if tree is not None else []
-    branches = tree is not None and not tree.is_chain
-    depths = tree.depth_lists() if tree is not None and branches else []
-    masks = tree.ancestor_mask() if tree is not None and branches else None
+class Rows(NamedTuple):
+    """One sequence's rows of a pass: pending tokens, then drafted nodes."""
+
+    first: int  # position of the first of them: tokens in front of it are committed
+    tokens: list[int]
+    positions: Sequence[int]
+    keys: slice | Tensor  # K/V slots of the text and of these rows
+    parents: list[int] | None  # of the drafted nodes, the last pending row being node 0; None: they are a chain
+
+    @property
+    def slots(self) -> slice | Tensor:
+        """K/V slots of these rows."""
+        keys, first = self.keys, self.first
+        return slice(keys.start + first, keys.stop) if isinstance(keys, slice) else keys[first:]
+
+
+def rows_of(p: Pass) -> Iterator[Rows]:
+    """The rows of every work."""
     for work, span in zip(p.works, p.spans, strict=True):
         cache = work.sequence.cache
         assert cache is not None
         first = cache.committed
         stop = first + span.stop - span.start
-        row_tokens = work.sequence.view.tokens[first : first + work.rows]
-        places: Sequence[int] = range(first, stop)
-        nodes = span.nodes
-        visible = None
-        if span.tree_index >= 0:
-            row_tokens += tokens[span.tree_index][1:nodes]
-            if masks is not None:
+        tokens = work.sequence.view.tokens[first : first + work.rows]
+        positions: Sequence[int] = range(first, stop)
+        parents = None
+        if p.tree is not None and span.tree_index >= 0:
+            tokens += p.tree.tokens[span.tree_index][1:]
+            parents = p.tree.parents[span.tree_index][1:]
+            if parents == [*range(len(parents))]:
+                parents = None
+            else:
                 root = first + work.rows - 1
-                places = [*range(first, root), *(root + depth for depth in depths[span.tree_index][:nodes])]
-                visible = _block_mask(masks[span.tree_index, :nodes, :nodes], work.rows)
+                positions = [*range(first, root), *(root + depth for depth in p.tree.depths()[span.tree_index])]
+        yield Rows(first, tokens, positions, cache.slots(0, stop), parents)
+
+
+def pack(p: Pass, target: Decoder) -> Batch:
+    """Rows of all sequences, one after the other."""
+    packer = RowPacker(target, target.device)
+    for work, span, rows in zip(p.works, p.spans, rows_of(p), strict=True):
+        visible = None
+        if rows.parents is not None:
+            assert p.tree is not None
+            visible = _block_mask(p.tree.ancestor_mask(span.tree_index), work.rows)
+        stop = rows.first + len(rows.tokens)
         packer.add(
-            row_tokens,
-            places,
-            [-1] * (work.rows - 1) + ([*range(nodes)] if work.generates else [-1]),
-            slots=cache.slots(first, stop),
-            keys=cache.slots(0, stop),
+            rows.tokens,
+            rows.positions,
+            [-1] * (work.rows - 1) + ([*range(span.nodes)] if work.generates else [-1]),
+            slots=rows.slots,
+            keys=rows.keys,
             num_keys=stop,
-            prefix=first,
+            prefix=rows.first,
             visible=visible,
-            block_positions=places if visible is not None else None,
+            block_positions=None if visible is None else rows.positions,
         )
     return packer.batch()
 
@@ -134,8 +165,7 @@ def _block_mask(ancestors: Tensor, pending: int) -> Tensor:
     """[pending - 1 + nodes, same] bool: a chain of pending rows, whose last one is the tree's root."""
     if pending == 1:
         return ancestors
-    nodes = ancestors.shape[0]
-    size = pending - 1 + nodes
+    size = pending - 1 + len(ancestors)
     mask = torch.ones(size, size, dtype=torch.bool).tril()
     mask[pending - 1 :, pending - 1 :] = ancestors
     return mask
@@ -208,12 +238,9 @@ def decide(p: Pass, verify: Verifier) -> None:
         rows = p.logits if not treed else p.logits[[p.rows[i].start for i in plain]]
         views = [p.works[i].sequence.view for i in plain]
         for i, token in zip(plain, choose_packed(views, [1] * len(plain), rows, None).tolist(), strict=True):
-            p.tokens[i], p.paths[i] = [token], []
+            p.accept(i, [], token)
     if treed and p.tree is not None:
         rows = p.logits if not plain else torch.cat([p.logits[p.rows[i]] for i in treed])
-        outcome = verify([p.works[i].sequence.view for i in treed], p.tree, rows)
-        nodes = p.tree.lists().tokens
-        verdicts = zip(treed, outcome.path.tolist(), outcome.next_token.tolist(), strict=True)
-        for b, (i, path, token) in enumerate(verdicts):
-            p.paths[i] = [n for n in path if n >= 0]
-            p.tokens[i] = [nodes[b][n] for n in p.paths[i]] + [token]
+        verdicts = verify([p.works[i].sequence.view for i in treed], p.tree, rows)
+        for i, (path, token) in zip(treed, verdicts, strict=True):
+            p.accept(i, path, token)

@@ -40,20 +40,18 @@ def prune(
     treed = [c for c in carriers if p.spans[c.work].nodes > 1]
     if p.tree is None or not treed:
         return False
-    parents, remaining = p.tree.parents.tolist(), p.tree.real()
+    remaining: list[Sequence[int]] = [range(count) for count in p.tree.counts]
     cut = set()
     for c, transitions in zip(treed, _transitions(p, treed, target, rules), strict=True):
         b = p.spans[c.work].tree_index
-        kept = surviving(parents[b], transitions, rules.prune_threshold, rules.prune_count)
+        kept = surviving(p.tree.parents[b], transitions, rules.prune_threshold, rules.prune_count)
         c.pruned, c.pruned_at = len(transitions) - len(kept), rules.prunes_before(c.streams.config)
         if c.pruned:
-            remaining[b] = False
-            remaining[b, kept] = True
-            p.kept[c.work] = kept
+            remaining[b] = p.kept[c.work] = kept
             cut.add(c.work)
             c.hidden = None if c.hidden is None else c.hidden[kept]
     if cut:
-        p.tree = p.tree.prune(remaining)
+        p.tree = p.tree.kept(remaining)
         _drop_rows(p, insertion, cut, target.device)
     return bool(cut)
 
@@ -95,7 +93,7 @@ def _transitions(p: Pass, carriers: Sequence[Carriers], target: Decoder, rules: 
     has the identity in place of o_theta.
     """
     assert p.tree is not None
-    tokens, parents = p.tree.tokens.tolist(), p.tree.parents.tolist()
+    tokens, parents = p.tree.tokens, p.tree.parents
     mapped, rows, columns, base = [], [], [], 0
     for c in carriers:
         span = p.spans[c.work]

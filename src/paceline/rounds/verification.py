@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,11 +12,11 @@ from torch import Tensor
 from ..core import verify
 from ..core.errors import CapabilityError, ConfigError
 from ..core.tree import TokenTree
-from ..core.verify import VerifyOutcome
+from ..core.verify import Accepted
 from ..drafters.base import DrafterSpec, SequenceView
 
-# (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> outcome
-Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], VerifyOutcome]
+# (sequences [B], trees [B, N], packed logits [sum of nodes, V]) -> verdicts [B]
+Verifier = Callable[[Sequence[SequenceView], TokenTree, Tensor], list[Accepted]]
 
 
 def choose_packed(
@@ -34,31 +35,25 @@ def choose_packed(
     """
     if all(s.sampler.plain for s in sequences):
         return _likeliest(logits)
-    depths = tree.depth_lists() if tree is not None else [[0]] * len(counts)
-    paths = tree.path_tokens() if tree is not None else None
-    parts = []
-    start = 0
-    for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-        positions = [len(sequence.tokens) + depth for depth in depths[index][:count]]
-        own = None if paths is None else paths[index, :count]
-        parts.append(choose_rows(sequence, logits[start : start + count], own, positions))
-        start += count
-    return torch.cat(parts)
+    rows = zip(sequences, logits.split([*counts]), strict=True)
+    return torch.cat([choose_nodes(sequence, own, tree, b) for b, (sequence, own) in enumerate(rows)])
 
 
-def choose_rows(sequence: SequenceView, logits: Tensor, paths: Tensor | None, positions: Sequence[int]) -> Tensor:
-    """[n] int64: one sequence's own choice after each row, as plain decoding would make it.
+def choose_nodes(sequence: SequenceView, logits: Tensor, tree: TokenTree | None, b: int) -> Tensor:
+    """[n] int64: one sequence's own choice after each of its nodes, as plain decoding would make it.
 
     Where its rules fail, that is noted, and the rest goes on.
 
     Args:
         sequence: whose sampler chooses.
         logits: [n, V] raw.
-        paths: [n, D] tokens from below the root to each row's node, -1 padded; None: the root alone.
-        positions: [n] of the tokens to be chosen.
+        tree, b: the nodes' tree; None, or below 0: the root alone.
     """
+    depths, paths = [0], None
+    if tree is not None and b >= 0:
+        depths, paths = tree.depths()[b], tree.path_tokens(b)
     try:
-        return sequence.sampler.choose(logits, paths, positions)
+        return sequence.sampler.choose(logits, paths, [len(sequence.tokens) + depth for depth in depths])
     except Exception as error:
         sequence.fault = error
         return _likeliest(logits)  # placeholders: none of them is emitted
@@ -71,45 +66,30 @@ def _likeliest(logits: Tensor) -> Tensor:
     return logits.max(dim=-1).indices
 
 
-def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+def match(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
     """Sample from the target at every node, then walk the tree along the samples."""
-    counts = tree.lists().counts
-    # Trees may be built on the host; the few ids follow them there.
-    picks = choose_packed(sequences, counts, logits, tree).to(tree.tokens.device)
-    if len(counts) == 1:
-        return verify.sample_and_match(tree, picks[None, :])
-    chosen = torch.zeros(tree.tokens.shape, dtype=torch.int64, device=picks.device)
-    chosen[_real(tree, picks.device)] = picks
-    return verify.sample_and_match(tree, chosen)
+    picks = choose_packed(sequences, tree.counts, logits, tree).tolist()
+    ends = [*accumulate(tree.counts)]
+    return verify.sample_and_match(tree, [picks[end - n : end] for n, end in zip(tree.counts, ends, strict=True)])
 
 
-def _real(tree: TokenTree, device: torch.device) -> Tensor:
-    """[B, N] bool: which entries are nodes."""
-    width = tree.tokens.shape[1]
-    return torch.arange(width, device=device) < tree.num_nodes.to(device)[:, None]
-
-
-def _against_q(rule: Callable[..., VerifyOutcome]) -> Verifier:
+def _against_q(rule: Callable[..., list[Accepted]]) -> Verifier:
     """A verifier that weighs p against the q that the drafts were drawn from."""
 
-    def verifier(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> VerifyOutcome:
+    def verifier(sequences: Sequence[SequenceView], tree: TokenTree, logits: Tensor) -> list[Accepted]:
         """p, uniforms and residual noise of every node, for ``rule``."""
-        tree = tree.to(logits.device)  # the distributions are large: the tree goes to them
-        counts = tree.num_nodes.tolist()
-        depths = tree.depths().tolist()
-        paths = tree.path_tokens()
-        p = logits.new_zeros((*tree.tokens.shape, logits.shape[-1]))  # [B, N, V]
-        uniform = torch.ones(tree.tokens.shape, dtype=torch.float64)  # [B, N]
-        start = 0
-        for b, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        depths, size = tree.depths(), (len(tree.counts), max(tree.counts))
+        p = logits.new_zeros((*size, logits.shape[-1]))  # [B, N, V]
+        uniform = torch.ones(size, dtype=torch.float64)  # [B, N]
+        rows = zip(sequences, logits.split(tree.counts), tree.counts, strict=True)
+        for b, (sequence, own, count) in enumerate(rows):
             try:
-                p[b, :count] = sequence.sampler.probs(logits[start : start + count], paths[b, :count])
+                p[b, :count] = sequence.sampler.probs(own, tree.path_tokens(b))
             except Exception as error:
                 sequence.fault = error
                 p[b, :count, 0] = 1  # any distribution: nothing that is drawn from it comes out
-            places = [len(sequence.tokens) - 1 + depth for depth in depths[b][:count]]
+            places = [len(sequence.tokens) - 1 + depth for depth in depths[b]]
             uniform[b, :count] = sequence.sampler.accept_uniform(places, list(range(count)))
-            start += count
 
         def residual(b: int, node: int) -> Tensor:
             place = len(sequences[b].tokens) + depths[b][node]

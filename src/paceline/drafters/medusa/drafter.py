@@ -154,8 +154,7 @@ class MedusaDrafter:
             ]
             again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
         merged = [*map(merge, fresh, again)]
-        roots = [view.tokens[-1] for view in want.sequences]
-        return to_tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
+        return to_tree(want.roots(), [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
 
     def _fresh(self, want: DraftRequest, left: Sequence[Said | None]) -> list[Proposal]:
         """What the heads say now, as far as they are asked."""

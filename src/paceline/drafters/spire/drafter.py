@@ -219,8 +219,10 @@ class SpireDrafter:
             want.passes = self._roll(able, floor)
         else:
             want.passes = self._grow(able, replace(self._grower, floor=floor))
-        tree = to_tree([s.tokens[-1] for s in want.sequences], [g.draft for g in growths], trusted=True)
-        return tree.with_q(drawn_from(growths, tree, self.network.decoder.config.vocab_size)) if sampled else tree
+        tree = to_tree(want.roots(), [g.draft for g in growths], trusted=True)
+        if sampled:
+            tree.q = drawn_from(growths, self.network.decoder.config.vocab_size)
+        return tree
 
     # -- its parts
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import ConfigError
-from ...core.tree import SparseQ, TokenTree
-from ...core.tree_lists import PADDING, TreeLists
+from ...core.tree import TokenTree
 from ...network.files import check_target, fingerprint
 from ...network.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
 from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
@@ -231,8 +230,7 @@ class StreamsDrafter:
         if batch:  # the best path alone
             left = [None] * len(left)
         merged = self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
-        roots = [sequence.tokens[-1] for sequence in want.sequences]
-        return _tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged])
+        return to_tree(want.roots(), [tree for tree, _ in merged], [marks for _, marks in merged])
 
     # -- the tree
 
@@ -277,15 +275,15 @@ class StreamsDrafter:
         heard = [self._heard.get(s.key) for s in want.sequences]
         parts = [h[:depth] if depth and isinstance(h, Tensor) else None for h, depth in zip(heard, depths, strict=True)]
         drawn = [_draw(s, part) for s, part in zip(want.sequences, parts, strict=True)]
-        tree = to_tree([s.tokens[-1] for s in want.sequences], [proposal for proposal, _ in drawn])
+        tree = to_tree(want.roots(), [proposal for proposal, _ in drawn])
         known = next((q for _, q in drawn if q is not None), None)
         if known is None:
             return tree
-        probs = known.new_zeros((*tree.tokens.shape, known.shape[1]))  # [B, N, V]
+        tree.q = torch.zeros(len(tree.counts), max(tree.counts), known.shape[1], dtype=known.dtype)  # [B, N, V]
         for b, (_, q) in enumerate(drawn):
             if q is not None:
-                probs[b, : len(q)] = q
-        return tree.with_q(SparseQ(ids=None, probs=probs.to(tree.tokens.device)))
+                tree.q[b, : len(q)] = q
+        return tree
 
 
 def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tensor | None]:
@@ -297,21 +295,6 @@ def _draw(sequence: SequenceView, logits: Tensor | None) -> tuple[Proposal, Tens
     tokens = sampler.draw(q, [*range(first, first + len(logits))])
     log_q = q.gather(1, tokens[:, None]).log().squeeze(1).tolist()
     return Proposal(tokens.tolist(), [*range(len(logits))], [*accumulate(log_q)]), q
-
-
-def _tree(roots: Sequence[int], proposals: Sequence[Proposal], marks: Sequence[Sequence[int]]) -> TokenTree:
-    """`to_tree` of what `best_nodes` makes, whose parents come first: only its scores are checked, for NaN."""
-    rows = [*zip(roots, proposals, strict=True)]
-    lists = TreeLists(
-        tokens=[[root, *p.tokens] for root, p in rows],
-        parents=[[PADDING, *p.parents] for _, p in rows],
-        sources=[[0, *row] for row in marks],
-        counts=[len(p.tokens) + 1 for _, p in rows],
-        scores=[[0.0, *p.log_scores] for _, p in rows],
-    )
-    tree = TokenTree.from_lists(lists)
-    tree.checked = lists.numbered
-    return tree
 
 
 def _fitted(config: StreamsConfig, streams: StreamSet) -> StreamSet:
