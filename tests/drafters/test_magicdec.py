@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from kits.draft import paths_of, text, view
-from kits.tiny import MAX_POSITION, VOCAB, assemble, draft_model, run, tiny_config, tiny_decoder
+from kits.tiny import MAX_POSITION, assemble, draft_model, run, tiny_config, tiny_decoder
 
 from paceline import native
 from paceline.core.errors import CapabilityError, ConfigError
