@@ -52,7 +52,7 @@ from .network.padding import cache_shape
 from .network.streams import CONFIG_FILE
 from .planning import machines
 from .planning.costs import predicted_points
-from .planning.models import read_shape
+from .planning.models import shape_of
 from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
@@ -397,7 +397,7 @@ def _predicted(machine: str, target: LoadedModel) -> CostTable:
     """The planner's costs of this target on a machine that has a name."""
     decoder = target.decoder
     stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
-    network = Network(shape=read_shape(target.folder).stretched(decoder.config.stretch), precision=stored)
+    network = Network(shape=shape_of(decoder.config), precision=stored)
     points = predicted_points(network, machines.machine(machine))
     return CostTable.from_dict(points, f"predicted by the planner for {machine}")
 

@@ -18,11 +18,11 @@ from typing import Any
 from kit.grid import apart
 
 from mirror_parts.common import Asked, Heard, drafter_of, listen, mirror_of, prompts_of
+from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.distributed.placement import cores, pin
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
-from paceline.planning.latency import MirrorStep
 from paceline.rounds.mirror.rollout import Candidate, Chain, Rollout
 from paceline.rounds.mirror.running import Elsewhere
 

@@ -10,9 +10,9 @@ from typing import Any
 from kit.study import Table
 
 from mirror_parts.common import Asked, study
+from mirror_parts.latency import MirrorStep
 from paceline.network.exit_heads import shares
 from paceline.network.loader import resolve_folder
-from paceline.planning.latency import MirrorStep
 from paceline.planning.models import read_shape
 
 TASKS = ("Translation", "Summarization", "Question Answering", "Mathematical Reasoning", "RAG", "Conversation")

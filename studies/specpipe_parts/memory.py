@@ -8,10 +8,10 @@ from kit.study import Table
 
 from paceline.kv.pool import KVPool
 from paceline.network.stages import Stage
-from paceline.planning.models import named, read_shape
-from paceline.planning.pipeline import stage_bytes
+from paceline.planning.models import named, shape_of
 from paceline.planning.throughput import Precision
 from specpipe_parts.common import Asked, levels, study, target
+from specpipe_parts.law import stage_bytes
 
 GIB, MIB = 2**30, 2**20
 KV_TOKENS = 81_920
@@ -49,7 +49,7 @@ def table_1(ask: Asked) -> Iterator[Table | None]:
     ]
     size = llm.decoder.dtype.itemsize
     slots = stages[0].store.k[0].shape[1]
-    shape = read_shape(llm.folder)
+    shape = shape_of(llm.decoder.config)
     predicted = stage_bytes(shape, ask.stages, slots, precision=Precision(weight_bytes=size, kv_bytes=size))
     counted = [held(stage) for stage in stages]
     name = f"{ask.model}, {ask.stages} stages, MiB"

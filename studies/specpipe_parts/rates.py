@@ -12,7 +12,6 @@ from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.distributed.clock import VIRTUAL
 from paceline.drafters.sessions import ROOT, Ask, Opening
-from paceline.planning.pipeline import Candidate, choose_tree, expected_tbt
 from paceline.rounds.pipeline.flight import NONE
 from specpipe_parts.common import (
     ASSUMED,
@@ -32,6 +31,7 @@ from specpipe_parts.common import (
     study,
     target,
 )
+from specpipe_parts.law import Candidate, choose_tree, expected_tbt
 
 WIDTHS = (1, 2, 4, 8)
 

@@ -13,7 +13,6 @@ from kit.study import Table
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.distributed.clock import VIRTUAL
-from paceline.planning.pipeline import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
 from paceline.rounds.pipeline import PipelineConfig
 from specpipe_parts.common import (
     ASSUMED,
@@ -34,6 +33,7 @@ from specpipe_parts.common import (
     study,
     two_hosts,
 )
+from specpipe_parts.law import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
 
 
 def both_links(ask: Asked) -> dict[str, dict[str, Any]]:

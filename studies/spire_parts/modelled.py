@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.planning import models, throughput
 from paceline.planning.models import ModelShape
 from paceline.planning.throughput import PAPER, Network, Speculation
+from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, Asked, study
 
 WINDOW = 65  # 64 keys and a sink
@@ -43,7 +44,7 @@ def multiplier(target: ModelShape, draft: str, batch: int, context: int, window:
     shapes = {VANILLA: target.halved(), MAGICDEC: target, SPIRE: target.last_layers(target.num_layers // 4)}
     keys = None if draft == VANILLA else window
     spoken = Speculation(target=Network(shape=target), draft=Network(shape=shapes[draft], keys=keys), depth=DEPTH)
-    return throughput.round_cost(spoken, batch, context, hoi, PAPER).multiplier(TAUS[draft])
+    return law.round_cost(spoken, batch, context, hoi, PAPER).multiplier(TAUS[draft])
 
 
 def checked(ask: Asked) -> float:
@@ -125,10 +126,10 @@ def figure_3(ask: Asked) -> Iterator[Table | None]:
     batches = [4**n for n in range(7)]
     for name in ("spire-8-layer", "llama-3-70b"):
         network = Network(shape=target_of(name))
-        longest = throughput.critical_context(network, hoi, DEPTH + 1, PAPER)
+        longest = law.critical_context(network, hoi, DEPTH + 1, PAPER)
         if not longest:
             raise ConfigError(f"--hoi {hoi:g}", f"no context makes {name} compute-bound", "give less, such as 400")
-        power = throughput.power_of_two(longest)
+        power = law.power_of_two(longest)
         values[name] = {"critical_context": longest, "power_of_two": power}
         series = []
         for words, share in AROUND.items():
@@ -189,8 +190,8 @@ def section_5(ask: Asked) -> Iterator[Table | None]:
     for name, context, window in (("spire-8-layer", 512, WINDOW), ("llama-3-70b", 65_536, 65_536 // SHARE)):
         for draft in TAUS:
             times = multiplier(target_of(name), draft, BATCH, context, window, hoi)
-            saved = throughput.saved_units(DECODING, times)
-            due = throughput.payback_units(TRAINING[draft], times)
+            saved = law.saved_units(DECODING, times)
+            due = law.payback_units(TRAINING[draft], times)
             net = saved - TRAINING[draft]
             values.append({"target": name, "draft": draft, "multiplier": times, "saved": saved, "net": net, "due": due})
             rows.append(

@@ -32,7 +32,7 @@ from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.planning.costs import cost_points
 from paceline.planning.measured import errors, median_error
-from paceline.planning.models import read_shape
+from paceline.planning.models import read_shape, shape_of
 from paceline.planning.throughput import Network, Precision
 from spire_parts.common import (
     CONTEXTS,
@@ -66,7 +66,7 @@ def network_of(llm: LLM) -> Network:
     """The target's sizes, as it is stored."""
     decoder = llm.decoder
     stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
-    return Network(shape=read_shape(llm.folder).stretched(decoder.config.stretch), precision=stored)
+    return Network(shape=shape_of(decoder.config), precision=stored)
 
 
 def draft_of(ask: Asked, name: str, target: Network) -> Network:

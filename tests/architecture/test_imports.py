@@ -21,7 +21,7 @@ ALLOWED = {  # part -> the parts it may import; every part may import itself
     "rounds": {"core", "network", "attention", "kv", "drafters", "planning"},
     "engine": {*ENGINE, "native"},
     "zoo": {"core"},
-    "planning": {"core"},
+    "planning": {"core", "network"},
     "distributed": {"core", "native", "network", "attention", "kv", "drafters"},
     "config": {"core", "network", "attention", "drafters", "rounds", "engine", "planning"},
     "assembly": {"config", *ENGINE, "engine", "planning", "zoo"},

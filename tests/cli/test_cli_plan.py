@@ -120,13 +120,13 @@ def test_options_reach_the_model(run: Any) -> None:
     assert "draft_model:Qwen/Qwen3-0.6B,depth=4" in command and "--device cuda" in command
 
 
-def test_any_config_file_is_a_model(run: Any, tmp_path: Path) -> None:
+def test_a_config_file_is_a_model(run: Any, tmp_path: Path) -> None:
     small = ranked(run(*SMALL, "--json"))
     stretched = ranked(run("--target", "stretch:paceline-small,times=8", *SMALL[2:], "--json"))
     assert 6 < stretched["none"]["plain_s"] / small["none"]["plain_s"] < 8  # the head is not stretched
     assert "stretch:paceline-small,times=8" in stretched["ngram"]["command"]
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    more = {"num_attention_heads": 4, "vocab_size": 50, "max_position_embeddings": 512}
+    more = {"num_attention_heads": 4, "vocab_size": 50, "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
     for path in (tmp_path, tmp_path / "config.json"):
         found = ranked(run("--target", str(path), *SMALL[2:], "--json"))

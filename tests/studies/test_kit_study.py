@@ -339,6 +339,7 @@ def test_the_page_makes_a_table(tmp_path: Path) -> None:
     name, code = re.findall(r"`studies/(\w+\.py)`:\n\n```python\n(.*?)```", page, re.DOTALL)[0]
     command = re.findall(r"```sh\n(python studies/.*?)\n", page)[0].split()
     (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "kit").symlink_to(ROOT / "studies" / "kit")
     (tmp_path / "studies" / name).write_text(code, encoding="utf-8")
     assert command[1] == f"studies/{name}" and command[-2] == "--out"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -1,21 +1,18 @@
-"""Models as the planner sees them: sizes alone, from ``models.toml`` or any Hugging Face ``config.json``."""
+"""Models as the planner sees them: sizes alone, from ``models.toml`` or a ``config.json`` that the engine reads."""
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import ConfigError
 from ..core.options import shown, suggest
-
-MISTRAL_WINDOW = 4096  # of a Mistral config that does not say
-MOST = 2**31 - 1  # of any size in a config
+from ..network.families import DecoderConfig, decoder_config
+from ..network.files import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class ModelShape:
 
     name: str
     d_model: int
-    d_ff: int
+    d_ff: int = 0  # of a dense layer; 0: all of them are mixtures
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -158,7 +155,11 @@ def named(name: str) -> ModelShape | None:
     """The model of that name or alias, or None."""
     for own, values in _table().items():
         if name in (own, *values.get("aliases", ())):
-            return shape_of(values, own)
+            sizes = {field: value for field, value in values.items() if field not in ("aliases", "experts", "source")}
+            experts = Experts(**values["experts"]) if "experts" in values else None
+            hub, source = values.get("hub"), values.get("source")
+            said = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
+            return ModelShape(**sizes, name=own, experts=experts, source=said)
     return None
 
 
@@ -169,145 +170,25 @@ def unknown(name: str, more: list[str]) -> ConfigError:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The model of a ``config.json``, or of the folder that holds one.
+    """The model of a ``config.json``, or of the folder that holds one, as the engine reads it.
 
     Raises:
-        ConfigError: a file that cannot be read, or without the fields that are needed: it names them.
+        ConfigError: a file that cannot be read, an architecture that the engine does not have.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(str(file), f"not a readable config ({error})", "name a Hugging Face config.json") from error
-    if not isinstance(values, dict):
-        raise ConfigError(str(file), "it holds no object", "name a Hugging Face config.json")
-    inner = values.get("text_config")
-    given = {**values, **inner} if isinstance(inner, dict) else values
-    return replace(shape_of(given, path.name if path.is_dir() else str(path)), source=str(file))
-
-
-def shape_of(values: Mapping[str, Any], name: str) -> ModelShape:
-    """Sizes from the fields of a Hugging Face config.
-
-    Args:
-        values: the config.
-        name: of the model, for messages.
-
-    Raises:
-        ConfigError: fields that are missing (all of them are named), or sizes that cannot be.
-        CapabilityError: a model whose past is no K/V cache of whole heads.
-    """
-    read = _Reader(values, name)
-    read.refuse_others()
-    width, heads = read.size("hidden_size", "n_embd"), read.size("num_attention_heads", "n_head")
-    layers, vocabulary = read.size("num_hidden_layers", "n_layer"), read.size("vocab_size")
-    context = read.size("max_position_embeddings", "n_positions")
-    experts = read.experts(layers)
-    inner = read.size("intermediate_size", "ffn_dim", "n_inner") if not experts or experts.layers < layers else 1
-    read.refuse_missing()
-    kv_heads = read.optional("num_key_value_heads") or heads
-    head_dim = read.optional("head_dim") or width // heads
-    if not head_dim or heads % kv_heads:
-        wrong = f"{heads} heads of width {width} share {kv_heads} K/V heads"
-        raise ConfigError(f"config of {name}", wrong, "restore the file from where the model came")
-    window, hub = read.window(), str(values.get("hub", ""))
-    return ModelShape(
-        name=name,
-        d_model=width,
-        d_ff=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocabulary,
-        max_position=context,
-        gated=values.get("model_type") not in PLAIN_MLP,
-        window=window,
-        sliding_layers=read.sliding(layers) if window else 0,
-        experts=experts,
-        source=", ".join(filter(None, (hub and f"config.json of {hub}", str(values.get("source", ""))))),
-        hub=hub,
+    shape = shape_of(
+        decoder_config(read_json(file, "name a Hugging Face config.json")), path.name if path.is_dir() else str(path)
     )
+    return replace(shape, source=str(file))
 
 
-PLAIN_MLP = ("opt", "gpt2", "gpt_neox", "falcon", "bloom", "phi", "gpt_bigcode", "starcoder2")  # two matrices
-QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # whose windows are off unless switched on
-
-
-class _Reader:
-    """Reads sizes, and remembers which were missing."""
-
-    def __init__(self, values: Mapping[str, Any], name: str) -> None:
-        self.values, self.name = values, name
-        self.kind = values.get("model_type")
-        self.missing: list[str] = []
-
-    def size(self, *spellings: str) -> int:
-        """The first of the spellings that is there; 1 in the place of a field that is missing."""
-        for spelling in spellings:
-            if (found := self.optional(spelling)) is not None:
-                return found
-        self.missing.append(spellings[0])
-        return 1
-
-    def optional(self, field: str) -> int | None:
-        value = self.values.get(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            wrong = f"{field} = {shown(value)} is no integer of 1 to {MOST:,}"
-            raise ConfigError(f"config of {self.name}", wrong, "restore the file from where the model came")
-        return value
-
-    def or_zero(self, field: str) -> int:
-        """A size that may be absent, null, false or 0."""
-        return (self.optional(field) or 0) if self.values.get(field) else 0
-
-    def refuse_missing(self) -> None:
-        if self.missing:
-            wrong = f"fields are missing: {', '.join(self.missing)}"
-            raise ConfigError(f"config of {self.name}", wrong, "add them, or name another model")
-
-    def refuse_others(self) -> None:
-        kinds = self.values.get("layer_types")
-        other = [kind for kind in kinds if kind not in ATTENTION] if isinstance(kinds, list) else []
-        other += ["latent attention"] if self.values.get("kv_lora_rank") else []
-        if other:
-            asked, wrong = f"{self.name} with {shown(other[0])}", "its cache is not modelled"
-            raise CapabilityError(asked, wrong, "name a model whose layers attend to keys and values")
-
-    def experts(self, layers: int) -> Experts | None:
-        count = next(filter(None, map(self.or_zero, EXPERT_COUNTS)), 0)
-        if count < 2:
-            return None
-        chosen = self.size("num_experts_per_tok")
-        if chosen > count:
-            wrong = f"a token chooses {chosen} of {count} experts"
-            raise ConfigError(f"config of {self.name}", wrong, "restore the file from where the model came")
-        wide = self.or_zero("moe_intermediate_size") or self.size("intermediate_size")
-        shared = self.or_zero("shared_expert_intermediate_size")
-        dense = min(layers, self.or_zero("first_k_dense_replace"))
-        return Experts(count=count, per_token=chosen, d_ff=wide, shared_d_ff=shared, layers=layers - dense)
-
-    def window(self) -> int | None:
-        """Keys of a sliding layer; None where no layer slides."""
-        if self.kind in QWEN and not self.values.get("use_sliding_window"):
-            return None
-        if self.kind == "mistral" and "sliding_window" not in self.values:
-            return MISTRAL_WINDOW
-        return self.optional("sliding_window")
-
-    def sliding(self, layers: int) -> int:
-        """How many layers slide: those listed so, or Qwen's from ``max_window_layers`` on, or all."""
-        kinds = self.values.get("layer_types")
-        if isinstance(kinds, list) and len(kinds) == layers:
-            return sum(kind == "sliding_attention" for kind in kinds)
-        first = self.values.get("max_window_layers") if self.kind in QWEN else 0
-        return max(0, layers - first) if isinstance(first, int) else layers
-
-
-ATTENTION = ("full_attention", "sliding_attention")
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+def shape_of(config: DecoderConfig, name: str = "") -> ModelShape:
+    """The sizes of a decoder, its stretch included."""
+    sliding = [window for window in config.windows if window is not None]
+    names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in (*names, "gated")}
+    shape = ModelShape(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
+    return shape.stretched(config.stretch)
 
 
 @cache

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from .latency import allreduce_time, message_words, ring_words, target_communication
 from .machines import Machine
 from .models import ModelShape
 
@@ -178,14 +177,15 @@ def pass_seconds(
 def link_seconds(
     network: Network, machine: Machine, batch: int, rows: int, counting: Counting | None, parallel: Parallel
 ) -> float:
-    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile."""
+    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile (Mirror, appendix C)."""
     if parallel.devices == 1:
         return 0.0
-    part, width, per_word = math.ceil(batch / parallel.stages), network.shape.d_model, ACTIVATION_BYTES / machine.link
-    sent = ring_words if (counting or Counting()).ring else message_words
-    words = sent(part, rows, width, parallel.tensor) if parallel.tensor > 1 else 0.0
-    reduced = target_communication(network.shape.num_layers, allreduce_time(words, parallel.tensor, per_word=per_word))
-    return reduced + (parallel.stages - 1) * part * rows * width * per_word
+    part, per_word = math.ceil(batch / parallel.stages), ACTIVATION_BYTES / machine.link
+    words = part * rows * network.shape.d_model
+    share = words / parallel.tensor if parallel.tensor > 1 else 0.0
+    sent = 2 * (parallel.tensor - 1) * share if (counting or Counting()).ring else share  # G - 1 shares, twice round
+    reduced = 2 * network.shape.num_layers * sent * per_word  # two all-reduces a layer
+    return reduced + (parallel.stages - 1) * words * per_word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,13 +240,6 @@ def round_of(speculation: Speculation, each: Callable[[Network, int], float]) ->
     return RoundCost(plain=each(s.target, 1), draft=drafted, verify=each(s.target, s.rows))
 
 
-def round_cost(
-    speculation: Speculation, batch: int, context: float, hoi: float, counting: Counting | None = None
-) -> RoundCost:
-    """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
-    return round_of(speculation, lambda n, rows: pass_cost(n, batch, context, rows, counting).forward(hoi))
-
-
 def round_seconds(
     speculation: Speculation,
     machine: Machine,
@@ -273,30 +266,10 @@ def critical_batch(
     Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
     shared and K/V is not.
     """
-    return _first(lambda batch: intensity(network, batch, context, rows, counting) >= hoi)
+    return first_that(lambda batch: intensity(network, batch, context, rows, counting) >= hoi)
 
 
-def critical_context(network: Network, hoi: float, rows: int, counting: Counting | None = None) -> int | None:
-    """L_crit of section 4 and figure 3: the longest context for which some batch makes a pass compute-bound.
-
-    The paper gives it as a power of two (`power_of_two`). None: at any context (a sparse view, or windows). 0: at no
-    context.
-    """
-
-    def memory_bound(context: int) -> bool:
-        cost = pass_cost(network, 1, context, rows, counting)
-        return cost.compute < cost.kv * hoi  # in an endless batch each sequence has no part of the weights
-
-    beyond = _first(memory_bound)
-    return None if beyond is None else beyond - 1
-
-
-def power_of_two(value: float) -> int:
-    """The largest one that is no more than ``value`` (1 or more)."""
-    return 1 << (int(value).bit_length() - 1)
-
-
-def _first(holds: Callable[[int], bool]) -> int | None:
+def first_that(holds: Callable[[int], bool]) -> int | None:
     """The smallest number from 1 on for which a condition holds that stays true once it is; None up to `MOST_ROWS`."""
     high = 1
     while not holds(high):
@@ -308,16 +281,3 @@ def _first(holds: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def saved_units(decoding: float, multiplier: float, training: float = 0.0) -> float:
-    """What speculation saves of the ``decoding`` units that plain decoding would cost, less the draft's training.
-
-    Section 5: 10 x (1 - 1 / 2.78) - 0.25 for SPIRe, in units of the target's training.
-    """
-    return decoding * (1 - 1 / multiplier) - training
-
-
-def payback_units(training: float, multiplier: float) -> float:
-    """Units of plain decoding after which a draft's training is paid for; infinite where nothing is saved."""
-    return training / (1 - 1 / multiplier) if multiplier > 1 else math.inf

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from ...planning.pipeline import tbt_with_bubbles
 from .flight import Flight
 from .replay import Replay
 
@@ -92,7 +91,7 @@ class Widths:
         """The width between two surveys."""
         if not self.time.known:
             return self._widths[max(0, len(self._widths) - 2)]
-        return min(self._widths, key=lambda width: (tbt_with_bubbles(self.time(width), self.bubbles(width)), width))
+        return min(self._widths, key=lambda width: (self.time(width) * (1 + self.bubbles(width)), width))
 
     def bubbles(self, width: int) -> float:
         """Ticks without a token for each one with a token, as the surveys found them."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError
-from ..core.options import check, option
+from paceline.core.errors import ConfigError
+from paceline.core.options import check, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError
-from .models import ModelShape
-from .throughput import Precision
+from paceline.core.errors import ConfigError
+from paceline.planning.models import ModelShape
+from paceline.planning.throughput import Precision
 
 
 def equation_1(stage_times: Sequence[float], hit_rate: float) -> float:

@@ -7,10 +7,10 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mirror_parts import latency
+from mirror_parts.latency import MirrorStep
 
 from paceline.core.errors import ConfigError
-from paceline.planning import latency
-from paceline.planning.latency import MirrorStep
 
 TIMES = st.floats(0.001, 1000)
 STEPS = st.builds(MirrorStep, prefix=TIMES, suffix=TIMES, draft=TIMES, rendezvous_exit=TIMES, rendezvous_final=TIMES)

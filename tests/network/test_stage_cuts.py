@@ -6,18 +6,8 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.network.stages import cut_by_rows, even_cuts
-from paceline.planning.pipeline import Candidate, choose_tree
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline import PipelineConfig
-
-
-def test_the_width_stays_in_front_of_a_leap_once_hits_are_saturated() -> None:
-    rates = {1: 0.6, 16: 0.85, 64: 0.93, 80: 0.935, 128: 0.936}
-    candidates = [Candidate(width, k, rate - 0.2 * (k == 2)) for width, rate in rates.items() for k in (2, 4, 16)]
-    leaping = choose_tree(candidates, lambda width: 1.0 + 0.3 * ((width - 1) // 64), stages=8)
-    assert (leaping.width, leaping.children) == (64, 4)  # section 3.3.3; of equals the smaller k
-    assert choose_tree(candidates, lambda width: 1.0, stages=8).width == 128
-    assert choose_tree(candidates, lambda width: float(width), stages=8).width == 1
 
 
 def test_stages_with_fewer_rows_get_more_layers() -> None:

@@ -1,0 +1,104 @@
+"""The performance model of SPIRe says what the paper says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from spire_parts import law
+
+from paceline.planning import models, throughput
+from paceline.planning.models import ModelShape
+from paceline.planning.throughput import PAPER, Network, Speculation
+
+HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
+TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
+
+
+def shape(name: str) -> ModelShape:
+    found = models.named(name)
+    assert found is not None
+    return found
+
+
+SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
+
+
+def of_the_paper(target: ModelShape, drafter: str, window: int | None) -> Speculation:
+    drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
+    keys = None if drafter == "vanilla" else window
+    return Speculation(target=Network(shape=target), draft=Network(shape=drafts[drafter], keys=keys))
+
+
+def multiplier(
+    target: ModelShape, drafter: str, batch: int, context: int, window: int | None, hoi: float = HOI
+) -> float:
+    made = law.round_cost(of_the_paper(target, drafter, window), batch, context, hoi, PAPER)
+    return made.multiplier(TAUS[drafter])
+
+
+# -- the paper's numbers
+
+
+def test_the_papers_target_has_its_sizes() -> None:
+    assert SMALL.body_parameters == 2**26
+    assert 2 * SMALL.kv_values(1) == 32_768
+    assert SMALL.last_layers(2).body_parameters == 2**24
+    assert SMALL.halved().body_parameters == 2**23 and SMALL.halved().kv_values(1) == SMALL.kv_values(1) / 4
+    assert LARGE.body_parameters == pytest.approx(68.45e9, rel=1e-3) and 2 * LARGE.kv_values(1) == 327_680
+
+
+@pytest.mark.parametrize("hoi", [321, 509])
+@pytest.mark.parametrize(("drafter", "expected"), [("spire", 2.78), ("magicdec", 2.05), ("vanilla", 1.36)])
+def test_figure_4(drafter: str, expected: float, hoi: float) -> None:
+    assert round(multiplier(SMALL, drafter, 64, 512, 65, hoi), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("drafter", "window", "expected"),
+    [("spire", 8192, 2.82), ("magicdec", 8192, 2.14), ("spire", 65, 3.12), ("magicdec", 65, 2.85)],
+)
+def test_figure_6_and_why_its_window_is_an_eighth_of_the_context(drafter: str, window: int, expected: float) -> None:
+    assert round(multiplier(LARGE, drafter, 64, 65_536, window), 2) == expected
+
+
+def test_a_larger_batch_helps_sparse_drafts_alone() -> None:
+    """Figure 4: with a sparse cache the multiplier rises with the batch, with a dense one it never does (3.1)."""
+    for context in (256, 512, 960):
+        dense = [multiplier(SMALL, "vanilla", 2**n, context, None) for n in range(12)]
+        assert all(after <= before + 1e-12 for before, after in zip(dense, dense[1:], strict=False))
+        for drafter in ("spire", "magicdec"):
+            sparse = [multiplier(SMALL, drafter, 2**n, context, 65) for n in range(12)]
+            assert sparse == sorted(sparse) and sparse[-1] > 1.2 * sparse[0]
+
+
+def test_spire_with_a_dense_cache_does_not_depend_on_the_context() -> None:
+    """Section 4.2: k = 4 passes of a quarter are one more pass, whatever the context: tau / 2."""
+    found = {round(multiplier(SMALL, "spire", 64, context, None), 9) for context in (64, 512, 8192)}
+    assert found == {round(3.401 / 2, 9)}
+
+
+@pytest.mark.parametrize("hoi", [321, 400, 509])
+def test_critical_contexts_of_figure_3(hoi: float) -> None:
+    for target, expected in ((SMALL, 32), (LARGE, 4096)):
+        longest = law.critical_context(Network(shape=target), hoi, rows=5, counting=PAPER)
+        assert longest is not None and law.power_of_two(longest) == expected
+        assert throughput.critical_batch(Network(shape=target), longest, hoi, 5, PAPER) is not None
+        assert throughput.critical_batch(Network(shape=target), longest + 1, hoi, 5, PAPER) is None
+
+
+@pytest.mark.parametrize(("hoi", "target", "other"), [(320, SMALL, 64), (511, LARGE, 2048)])
+def test_other_intensities_give_other_critical_contexts(hoi: float, target: ModelShape, other: int) -> None:
+    longest = law.critical_context(Network(shape=target), hoi, rows=5, counting=PAPER)
+    assert longest is not None and law.power_of_two(longest) == other
+
+
+def test_cost_analysis_of_section_5() -> None:
+    assert law.saved_units(10, 2.78) == pytest.approx(6.40, abs=0.005)
+    assert law.saved_units(10, 2.05) == pytest.approx(5.12, abs=0.005)
+    assert law.saved_units(10, 2.78, training=0.25) == pytest.approx(6.15, abs=0.005)
+    assert law.saved_units(10, 2.82, training=0.25) == pytest.approx(6.20, abs=0.005)
+    assert law.saved_units(10, 2.14) == pytest.approx(5.33, abs=0.005)
+    due = law.payback_units(0.25, 2.78)
+    assert law.saved_units(due, 2.78, training=0.25) == pytest.approx(0, abs=1e-12)
+    assert law.payback_units(0.25, 1.0) == math.inf
