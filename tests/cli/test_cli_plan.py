@@ -220,7 +220,7 @@ def test_what_cannot_be_measured_here(run: Any, args: tuple[str, ...], wrong: st
     assert result.exit_code == 2 and wrong in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_config_without_fields_names_them(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_attention_heads": 4}')
+def test_a_config_without_fields_names_the_first(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}')
     result = run(*LARGE, "--target", str(tmp_path))
-    assert result.exit_code == 2 and "num_hidden_layers, vocab_size, max_position_embeddings" in result.stderr
+    assert result.exit_code == 2 and "'max_position_embeddings' is missing" in result.stderr
