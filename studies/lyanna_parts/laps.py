@@ -6,6 +6,7 @@ The library's own kernels have no clock. These are made of the same source, with
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,27 +45,31 @@ PUT = {  # a piece of the source, and what it becomes
 Read = Callable[[], list[float]]  # ms in each of `PARTS` so far
 
 
-def with_clock(source: str) -> str:
-    """The kernels' source with a clock.
+def with_clock(folder: Path) -> Path:
+    """A copy of the kernels' sources in ``folder``, with a clock in it.
 
     Raises:
-        ConfigError: a place of it is not where it was.
+        ConfigError: a place of them is not where it was.
     """
+    source = folder / native.SOURCE.name
+    headers = shutil.copytree(native.SOURCE.with_suffix(""), source.with_suffix(""), dirs_exist_ok=True)
+    shutil.copyfile(native.SOURCE, source)
+    texts = {path: path.read_text("utf-8") for path in headers.rglob("*.h")}
     for piece, put in PUT.items():
-        if source.count(piece) != 1:
-            wrong = f"the kernels have {source.count(piece)} lines {piece.strip().splitlines()[-1]!r}, one is wanted"
+        places = [path for path, text in texts.items() for _ in range(text.count(piece))]
+        if len(places) != 1:
+            wrong = f"the kernels have {len(places)} lines {piece.strip().splitlines()[-1]!r}, one is wanted"
             raise ConfigError("the parts of a compiled draft", wrong, "correct studies/lyanna_parts/laps.py")
-        source = source.replace(piece, put)
+        texts[places[0]] = texts[places[0]].replace(piece, put)
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
     return source
 
 
 @contextmanager
 def timed_kernels(folder: Path) -> Iterator[Read]:
     """Models that are loaded in here run on kernels with a clock, built from a source in ``folder``."""
-    source = folder / native.SOURCE.name
-    folder.mkdir(parents=True, exist_ok=True)
-    source.write_text(with_clock(native.SOURCE.read_text("utf-8")), "utf-8")
-    library = native._open(native.built(source))
+    library = native._open(native.built(with_clock(folder)))
     library.isa = library.pl_init(native.ANY_ISA)
     library.pl_laps.restype = ctypes.POINTER(ctypes.c_double)
     laps = library.pl_laps()

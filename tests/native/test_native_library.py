@@ -94,6 +94,17 @@ def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert native._built(generic=True) == first
 
 
+def test_a_change_in_a_header_is_compiled_anew(cache: Path):
+    header = native.SOURCE.with_suffix("") / "drafts" / "one.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("// before")
+    first = native._built(generic=True)
+    header.write_text("// after")
+    second = native._built(generic=True)
+    header.rename(header.with_name("two.h"))
+    assert len({first, second, native._built(generic=True)}) == 3
+
+
 @pytest.mark.parametrize("damage", [_halve, _flip, _empty, _other], ids=lambda damage: damage.__name__)
 def test_a_broken_library_is_compiled_anew(
     cache: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture

@@ -404,12 +404,13 @@ def test_parts_of_the_same_drafts_add_up() -> None:
     assert "takes 3.00 [3.00, 3.00] times one of EAGLE-2; its layer alone 0.20 times EAGLE-2's layer and head" in said
 
 
-def test_a_clock_is_put_where_the_source_has_its_places() -> None:
-    source = native.SOURCE.read_text("utf-8")
-    timed = laps.with_clock(source)
+def test_a_clock_is_put_where_the_source_has_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = laps.with_clock(tmp_path / "timed")
+    timed = "".join(path.read_text("utf-8") for path in source.with_suffix("").rglob("*.h"))
     assert timed.count("lap.to(0)") == timed.count("lap.to(1)") == timed.count("  Lap lap;\n") == 2
+    monkeypatch.setattr(native, "SOURCE", source)  # where the places are taken
     with pytest.raises(ConfigError, match="the kernels have 0 lines"):
-        laps.with_clock(source.replace("if (total) head(", "if (total > 0) head("))
+        laps.with_clock(tmp_path / "twice")
 
 
 # -- what training says

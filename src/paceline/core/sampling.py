@@ -541,7 +541,7 @@ class SequenceSampler:
                 raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
 
 
-# `Rules` in native/kernels.cpp: key, temperature (-1: other rules), top_k, top_p, ln min_p (1: none)
+# `Rules` in native/kernels/abi.h: key, temperature (-1: other rules), top_k, top_p, ln min_p (1: none)
 _RULES = Struct("=Qdqdd")
 _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
 

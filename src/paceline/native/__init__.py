@@ -1,4 +1,4 @@
-"""Compiled kernels for decoding on a CPU, built from ``kernels.cpp`` on the machine that runs them.
+"""Compiled kernels for decoding on a CPU, built from ``kernels.cpp`` and ``kernels/`` on the machine that runs them.
 
 The library is compiled once, for the processor at hand, by whatever C++ compiler the machine has
 (``CXX``, else ``c++``), in a few seconds; it is kept in the user's cache folder. It is called through
@@ -340,7 +340,7 @@ def _built(generic: bool, other: Path | None = None) -> Path:
     flags = [*FLAGS, *([] if generic else ["-march=native"])]
     version = _output([*compiler, "--version"], 60)[1]
     command = " ".join([*compiler, *flags])
-    parts = (source.read_text("utf-8"), version, command, _processor(), installed("torch"))
+    parts = (*_texts(source), version, command, _processor(), installed("torch"))
     stem = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
     folder = _cache_folder()
     kept = _kept(folder, stem)
@@ -349,6 +349,12 @@ def _built(generic: bool, other: Path | None = None) -> Path:
         log.info("compiling %s for this processor (once)", source.stem)
         kept = _compile(compiler, flags, folder, stem, source)
     return kept
+
+
+def _texts(source: Path) -> list[str]:
+    """A source and its headers, which lie in a folder of the same name: each name, and what it says."""
+    headers = sorted(source.with_suffix("").rglob("*.h"))
+    return [text for path in (source, *headers) for text in (path.name, path.read_text("utf-8"))]
 
 
 def _kept(folder: Path, stem: str) -> Path | None:

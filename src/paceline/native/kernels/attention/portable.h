@@ -1,0 +1,239 @@
+// Attention on single elements, and what rows of a segment see.
+
+#pragma once
+
+namespace {
+
+// Sixteen sums at once: lane i of the result is the sum over the lanes of a[i], always in the same order.
+inline v16 sums16(const v16 a[16]) {
+#if PL_AVX512
+  __m512 t[8], u[4];
+  for (int i = 0; i < 8; i++)
+    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]),
+                         _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 4; i++)
+    u[i] = _mm512_add_ps(
+        (__m512)_mm512_unpacklo_pd((__m512d)t[2 * i], (__m512d)t[2 * i + 1]),
+        (__m512)_mm512_unpackhi_pd((__m512d)t[2 * i], (__m512d)t[2 * i + 1]));
+  const __m512 p = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+  const __m512 q = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+#else
+  float s[16];
+  for (int i = 0; i < 16; i++) s[i] = sum16(a[i]);
+  return load(s);
+#endif
+}
+
+// q . k of sixteen keys. head_dim is a multiple of 16.
+inline v16 scores16(const float* q, const float* const k[16], int64_t d) {
+  v16 a[16] = {};
+  for (int first = 0; first < 16; first += SUMS)
+    for (int64_t i = 0; i < d; i += 16) {
+      const v16 x = load(q + i);
+      for (int j = first; j < first + SUMS; j++) a[j] = fma16(x, load(k[j] + i), a[j]);
+    }
+  return sums16(a);
+}
+inline v16 scores16(const bf16* q, const bf16* const k[16], int64_t d) {
+  v16 a[16] = {};
+  int64_t start = 0;
+#if PL_DOT_BF16
+  for (int64_t& i = start; i + 32 <= d; i += 32) {
+    const __m512bh x = (__m512bh)_mm512_loadu_si512(q + i);
+    for (int j = 0; j < 16; j++) a[j] = _mm512_dpbf16_ps(a[j], x, (__m512bh)_mm512_loadu_si512(k[j] + i));
+  }
+#endif
+  for (int first = 0; first < 16; first += SUMS)
+    for (int64_t i = start; i < d; i += 16) {
+      const v16 x = load_wide(q + i);
+      for (int j = first; j < first + SUMS; j++) a[j] = fma16(x, load_wide(k[j] + i), a[j]);
+    }
+  return sums16(a);
+}
+
+// sum[m] += weight[m][j] * v[j] over n keys, one after the other; D vectors of 16 dimensions each.
+template <int M, int D, class A, class P>
+void accumulate(float* const out[], const float* const weight[], int64_t n, P value) {
+  v16 sum[M][D];
+  for (int m = 0; m < M; m++)
+    for (int d = 0; d < D; d++) sum[m][d] = load(out[m] + d * 16);
+  for (int64_t j = 0; j < n; j++) {
+    const A* v = value(j);
+    v16 x[D];
+    for (int d = 0; d < D; d++) x[d] = load_wide(v + d * 16);
+    for (int m = 0; m < M; m++) {
+      const v16 p = splat(weight[m][j]);
+      for (int d = 0; d < D; d++) sum[m][d] = fma16(p, x[d], sum[m][d]);
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int d = 0; d < D; d++) save(out[m] + d * 16, sum[m][d]);
+}
+
+template <int M, class A, class P>
+void accumulate_dims(float* const out[], const float* const weight[], int64_t n, int64_t dims, P value) {
+  float* part[M];
+  for (int64_t i = 0; i < dims;) {
+    for (int m = 0; m < M; m++) part[m] = out[m] + i;
+    auto shifted = [&](int64_t j) { return value(j) + i; };
+    const int64_t left = (dims - i) / 16;
+    if (left >= 4 && M * 4 <= SUMS) accumulate<M, 4, A>(part, weight, n, shifted), i += 64;
+    else if (left >= 2 && M * 2 <= SUMS) accumulate<M, 2, A>(part, weight, n, shifted), i += 32;
+    else accumulate<M, 1, A>(part, weight, n, shifted), i += 16;
+  }
+}
+
+template <class A, class P>
+void accumulate_any(int m, float* const out[], const float* const weight[], int64_t n, int64_t dims, P value) {
+  if (n == 0) return;
+  if (m == 1) accumulate_dims<1, A>(out, weight, n, dims, value);
+  else if (m == 2) accumulate_dims<2, A>(out, weight, n, dims, value);
+  else if (m == 3) accumulate_dims<3, A>(out, weight, n, dims, value);
+  else accumulate_dims<4, A>(out, weight, n, dims, value);
+}
+
+// exp(score - max) in place, the sum of it returned: lanes by the key's place, whatever the number of rows.
+inline float soften(float* s, int64_t n) {
+  v16 most = splat(-INFINITY);
+  for (int64_t j = n; j % 16; j++) s[j] = -INFINITY;
+  for (int64_t j = 0; j < n; j += 16) most = greater(load(s + j), most);
+  const v16 top = splat(max16(most));
+  v16 total = {};
+  for (int64_t j = 0; j < n; j += 16) {
+    save(s + j, exp16(load(s + j) - top));
+    if (j + 16 > n) std::fill(s + n, s + j + 16, 0.0f);
+    total = total + load(s + j);
+  }
+  return sum16(total);
+}
+
+struct Scratch {  // of one thread, grown on demand
+  std::vector<float> scores, out, low, own, found;
+  std::vector<char> normed;
+  std::vector<int32_t> tail, several, place;
+  std::vector<bf16> weights;
+};
+thread_local Scratch t_scratch;
+
+// What rows r0 .. r0 + count - 1 of a segment see: `common` leading keys, then each its own `tail`.
+struct View { int64_t common; int64_t tail_begin[TILE_ROWS + 1]; };
+
+inline View look(const Segment& s, int64_t window, const int64_t* positions, int64_t r0, int count,
+                 std::vector<int32_t>& tail) {
+  View v{};
+  tail.clear();
+  const int64_t rows = s.stop - s.start, block = s.num_keys - s.prefix;
+  const bool cut = window > 0 && s.num_keys > window;
+  const int64_t chain = s.num_keys - rows + 1;  // keys that row 0 of a chain sees
+  v.common = cut ? 0 : s.visible ? s.prefix : chain + r0;
+  for (int m = 0; m < count; m++) {
+    v.tail_begin[m] = (int64_t)tail.size();
+    const int64_t row = r0 + m, least = positions[s.start + row] - window;  // in sight: positions above this
+    if (!s.visible) {
+      const int64_t from = cut ? std::max<int64_t>(0, least + 1) : v.common;
+      for (int64_t j = from; j < chain + row; j++) tail.push_back((int32_t)j);
+      continue;
+    }
+    if (cut)
+      for (int64_t j = std::max<int64_t>(0, least + 1); j < s.prefix; j++) tail.push_back((int32_t)j);
+    const uint8_t* seen = s.visible + row * block;
+    for (int64_t j = 0; j < block; j++) {
+      uint64_t eight;
+      if (j + 8 <= block && (std::memcpy(&eight, seen + j, 8), eight == 0)) { j += 7; continue; }  // most rows see few
+      const int64_t at = s.block_positions ? s.block_positions[j] : s.prefix + j;
+      if (seen[j] && (!cut || at > least)) tail.push_back((int32_t)(s.prefix + j));
+    }
+  }
+  v.tail_begin[count] = (int64_t)tail.size();
+  return v;
+}
+
+// Asks for the keys or values of a segment's slots begin .. end - 1.
+template <class A> void fetch(const Segment& s, int64_t begin, int64_t end, const A* x, int64_t d) {
+  for (int64_t j = begin; j < end; j++) {
+    const char* at = (const char*)(x + (s.base >= 0 ? s.base + j : s.keys[j]) * d);
+    for (int64_t i = 0; i < d * (int64_t)sizeof(A); i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+}
+constexpr int64_t AHEAD = 32;  // keys
+
+// Of a turn's 16 keys their values, which are needed when all scores are there, and the keys of the next turn but one.
+template <class A>
+void fetch_turn(const Segment& s, int64_t j, int64_t keys_seen, const A* keys, const A* values, int64_t d) {
+  fetch(s, j, std::min(j + 16, keys_seen), values, d);
+  fetch(s, j + AHEAD, std::min(j + AHEAD + 16, keys_seen), keys, d);
+}
+
+// Where a row's weights go, for streams that choose their keys by them: those of the first `keys`, and -1 for what the
+// row does not see.
+struct Kept {
+  float* to = nullptr;
+  int64_t keys = 0;
+};
+
+template <class W>
+void keep_weights(const Kept& kept, const W* w, float total, const View& v, int i, const std::vector<int32_t>& tail) {
+  if (!kept.to) return;
+  const float scale = 1.0f / total;
+  const int64_t common = std::min(v.common, kept.keys);
+  for (int64_t j = 0; j < common; j++) kept.to[j] = wide(w[j]) * scale;
+  std::fill(kept.to + common, kept.to + kept.keys, -1.0f);
+  for (int64_t x = v.tail_begin[i]; x < v.tail_begin[i + 1]; x++)
+    if (tail[x] < kept.keys) kept.to[tail[x]] = wide(w[v.common + x - v.tail_begin[i]]) * scale;
+}
+
+// Attention of up to VECTORS rows of a segment under one query head.
+template <class A> void attend(const Model& m, const Segment& s, int64_t window, const int64_t* positions, int64_t r0,
+                               int count, const A* query, int64_t query_stride, const A* keys, const A* values, A* out,
+                               int64_t out_stride, const Kept* kept) {
+  Scratch& t = t_scratch;
+  const int64_t d = m.head_dim, room = up(s.num_keys, 16);
+  grow(t.scores, VECTORS * room);
+  grow(t.out, VECTORS * d);
+  const View view = look(s, window, positions, r0, count, t.tail);
+  auto slot = [&](int64_t j) { return s.base >= 0 ? s.base + j : s.keys[j]; };
+  auto key_at = [&](int64_t j) { return keys + slot(j) * d; };
+  auto value_at = [&](int64_t j) { return values + slot(j) * d; };
+  float* score[VECTORS];
+  float* sum[VECTORS];
+  for (int i = 0; i < count; i++) score[i] = t.scores.data() + i * room, sum[i] = t.out.data() + i * d;
+
+  const A* near[16];
+  alignas(64) float found[16];
+  for (int64_t j = 0; j < view.common; j += 16) {
+    const int64_t n = std::min<int64_t>(16, view.common - j);
+    fetch_turn(s, j, view.common, keys, values, d);
+    for (int64_t i = 0; i < 16; i++) near[i] = key_at(j + std::min(i, n - 1));
+    for (int i = 0; i < count; i++) {
+      save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+      std::memcpy(score[i] + j, found, n * sizeof(float));
+    }
+  }
+  float total[VECTORS];
+  for (int i = 0; i < count; i++) {
+    const int32_t* own = t.tail.data() + view.tail_begin[i];
+    const int64_t owned = view.tail_begin[i + 1] - view.tail_begin[i];
+    for (int64_t j = 0; j < owned; j += 16) {
+      const int64_t n = std::min<int64_t>(16, owned - j);
+      for (int64_t x = 0; x < 16; x++) near[x] = key_at(own[j + std::min(x, n - 1)]);
+      save(found, scores16(query + i * query_stride, near, d) * splat(m.scale));
+      std::memcpy(score[i] + view.common + j, found, n * sizeof(float));
+    }
+    total[i] = soften(score[i], view.common + owned);
+    if (kept) keep_weights(kept[i], score[i], total[i], view, i, t.tail);
+    std::memset(sum[i], 0, d * sizeof(float));
+  }
+  accumulate_any<A>(count, sum, score, view.common, d, value_at);
+  for (int i = 0; i < count; i++) {
+    const int32_t* own = t.tail.data() + view.tail_begin[i];
+    const int64_t owned = view.tail_begin[i + 1] - view.tail_begin[i];
+    const float* rest[1] = {score[i] + view.common};
+    accumulate_any<A>(1, sum + i, rest, owned, d, [&](int64_t j) { return value_at(own[j]); });
+    const float scale = 1.0f / total[i];
+    A* y = out + i * out_stride;
+    for (int64_t x = 0; x < d; x++) put(y + x, sum[i][x] * scale);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,128 @@
+// Refusals: what comes from elsewhere is checked before it is used.
+
+#pragma once
+
+namespace {
+
+// What an entry point returns; where it is not DONE, nothing was done. Ids, positions and slots come from elsewhere:
+// all of them are held against what they index, once a row and once a key, before the first is used.
+enum Refusal : int {
+  DONE = 0, BAD_POSITION = 1, BAD_TOKEN = 2, BAD_SLOT = 3, BAD_SEGMENT = 4, BAD_ADAPTERS = 5, BAD_COUNT = 6
+};
+
+// Whether first .. first + count - 1 lie in 0 .. end - 1.
+inline bool within(int64_t first, int64_t count, int64_t end) {
+  return first >= 0 && count >= 0 && count <= end && first <= end - count;
+}
+
+// Whether all of x lie in least .. end - 1: what is below `least` wraps round to a large number.
+inline bool all_within(const int64_t* x, int64_t n, int64_t least, int64_t end) {
+  uint64_t worst = 0;
+  for (int64_t i = 0; i < n; i++) worst = std::max(worst, (uint64_t)x[i] - (uint64_t)least);
+  return n == 0 || (end > least && worst < (uint64_t)end - (uint64_t)least);
+}
+
+// Keys 0 .. n - 1 of a sequence, contiguous from `base` on or listed; places among them are 32 bits wide.
+inline bool keys_within(int64_t base, const int64_t* keys, int64_t n, int64_t slots) {
+  if (n < 0 || n > INT32_MAX) return false;
+  return base >= 0 ? within(base, n, slots) : keys && all_within(keys, n, 0, slots);
+}
+
+inline int64_t cache_slots(const Model& m, const Pass& p) { return p.head_stride / m.head_dim; }
+
+Refusal check_segments(const Model& m, const Pass& p) {
+  int64_t row = 0;
+  for (int64_t i = 0; i < p.num_segments; i++) {
+    const Segment& s = p.segments[i];
+    if (s.start != row || s.stop < row || s.stop > p.rows) return BAD_SEGMENT;  // every row in one of them, in order
+    if (s.prefix < 0 || s.prefix > s.num_keys || s.stop - s.start > s.num_keys) return BAD_SEGMENT;
+    if (!keys_within(s.base, s.keys, s.num_keys, cache_slots(m, p))) return BAD_SLOT;
+    row = s.stop;
+  }
+  return row == p.rows ? DONE : BAD_SEGMENT;
+}
+
+Refusal check_adapters(const Pass& p) {
+  int64_t row = 0;
+  for (int64_t i = 0; i < p.num_adapters; i++) {
+    const AdapterRange& a = p.adapters[i];
+    if (a.start < row || a.stop <= a.start || a.stop > p.rows || a.rank < 1 || !a.adapter) return BAD_ADAPTERS;
+    row = a.stop;
+  }
+  return DONE;
+}
+
+// The segment of a row that is there, of segments that cover all rows.
+inline const Segment& segment_of(const Pass& p, int64_t row) {
+  return *(std::upper_bound(p.segments, p.segments + p.num_segments, row,
+                            [](int64_t r, const Segment& s) { return r < s.start; }) -
+           1);
+}
+
+Refusal check_limits(const Pass& p) {
+  int64_t end = 0;  // of the streams before, where they end within a segment
+  for (int64_t i = 0; i < p.num_limits; i++) {
+    const Limit& l = p.limits[i];
+    if (l.row < 0 || l.row >= l.start || l.start >= l.stop || l.stop > p.rows || l.most < 1 || l.start < end)
+      return BAD_COUNT;
+    const Segment &main = segment_of(p, l.row), &s = segment_of(p, l.start);
+    if (main.stop > s.start || l.stop > s.stop || l.keys < main.stop - main.start ||
+        l.keys > std::min(main.num_keys, s.num_keys))
+      return BAD_SEGMENT;
+    if (s.prefix > l.keys) return BAD_SEGMENT;
+    const bool first = i == 0 || segment_of(p, p.limits[i - 1].start).start != s.start,
+               last = i + 1 == p.num_limits || p.limits[i + 1].start >= s.stop;
+    if (l.start != (first ? s.start : end) || (last && l.stop != s.stop))
+      return BAD_SEGMENT;  // all rows of the segment
+    end = l.stop;
+  }
+  for (int64_t i = 0; i < p.num_limits; i++)  // a main row has all its keys
+    for (int64_t j = 0; j < p.num_limits; j++)
+      if (p.limits[i].row >= p.limits[j].start && p.limits[i].row < p.limits[j].stop) return BAD_SEGMENT;
+  return DONE;
+}
+
+Refusal check_rows(const Model& m, const Pass& p) {
+  const int64_t slots = cache_slots(m, p);
+  if (p.rows < 0 || p.threads < 1) return BAD_COUNT;
+  if (!all_within(p.positions, p.rows, 0, m.rotated ? p.num_positions : INT64_MAX)) return BAD_POSITION;
+  return (p.slots ? all_within(p.slots, p.rows, -1, slots) : within(p.slot_base, p.rows, slots)) ? DONE : BAD_SLOT;
+}
+
+Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
+  if (start < 0 || stop > p.layers) return BAD_COUNT;
+  Refusal found = check_rows(m, p);
+  if (found == DONE) found = check_segments(m, p);
+  if (found == DONE) found = check_adapters(p);
+  return found == DONE ? check_limits(p) : found;
+}
+
+Refusal check_view(const Model& m, const SparseView& v, const Chain& c, int64_t slots, int64_t keys) {
+  if (v.sinks < 0 || v.window < 1 || v.window > INT32_MAX || c.num_pending != 1) return BAD_COUNT;
+  if (!within(c.scratch, v.sinks, slots)) return BAD_SLOT;
+  const int64_t gap = keys - v.sinks - v.window;  // of the last row
+  return m.rotated && v.sinks && gap >= v.num_gaps ? BAD_POSITION : DONE;
+}
+
+Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
+  const int64_t slots = cache_slots(m, p);
+  if (c.num_pending < 1 || c.steps < 1) return BAD_COUNT;
+  if (c.position < 0) return BAD_POSITION;
+  if (c.position > slots || c.num_pending > slots || c.steps > slots) return BAD_SLOT;  // so that the sum is a number
+  const int64_t keys = c.position + c.num_pending + c.steps - 1;
+  if (m.rotated && keys > p.num_positions) return BAD_POSITION;
+  if (!all_within(c.pending, c.num_pending, 0, m.vocab)) return BAD_TOKEN;
+  if (!keys_within(c.base, c.keys, keys, slots)) return BAD_SLOT;
+  return c.view ? check_view(m, *c.view, c, slots, keys) : DONE;
+}
+
+Refusal check_chains(const Model& m, const Pass& p, int64_t limit, const Chain* chains, int64_t count) {
+  if (p.threads < 1 || count < 0 || limit < 1 || limit > m.vocab) return BAD_COUNT;
+  for (int64_t i = 0; i < count; i++) {
+    const Refusal found = check_chain(m, p, chains[i]);
+    if (found != DONE) return found;
+  }
+  return DONE;
+}
+
+}  // namespace

@@ -1,0 +1,94 @@
+// Draft chains, a token a pass.
+
+#pragma once
+
+namespace {
+
+// Copies a chain's sinks into its scratch slots, their keys turned on by a gap.
+template <class A> void turn_sinks(const Model& m, const Pass& p, const Chain& c, int64_t gap) {
+  const SparseView& v = *c.view;
+  const int64_t d = m.head_dim, half = m.rotated / 2;
+  std::vector<float> x(d);
+  for (int64_t at = 0; at < p.layers * m.kv_heads; at++) {
+    const int64_t layer = at / m.kv_heads, head = at % m.kv_heads * p.head_stride;
+    A *keys = (A*)p.k_cache[layer] + head, *values = (A*)p.v_cache[layer] + head;
+    for (int64_t j = 0; j < v.sinks; j++) {
+      const int64_t from = c.base >= 0 ? c.base + j : c.keys[j], to = c.scratch + j;
+      for (int64_t i = 0; i < d; i++) x[i] = wide(keys[from * d + i]);
+      if (half) rotate(x.data(), v.cos + gap * half, v.sin + gap * half, m.rotated);
+      for (int64_t i = 0; i < d; i++) put(keys + to * d + i, x[i]);
+      std::memcpy(values + to * d, values + from * d, d * sizeof(A));
+    }
+  }
+}
+
+// What the row at a position of a chain sees through its view, which leaves some out; `slots` is room for it.
+Segment viewed(const Model& m, const Pass& p, const Chain& c, int64_t position, int64_t row, int64_t* slots) {
+  const SparseView& v = *c.view;
+  const int64_t keys = v.sinks + v.window, gap = position + 1 - keys, first = v.sinks + gap;
+  if (m.wide_activations) turn_sinks<float>(m, p, c, gap);
+  else turn_sinks<bf16>(m, p, c, gap);
+  for (int64_t j = 0; j < v.sinks; j++) slots[j] = c.scratch + j;
+  for (int64_t j = 0; j < v.window; j++) slots[v.sinks + j] = c.base >= 0 ? c.base + first + j : c.keys[first + j];
+  return Segment{row, row + 1, keys - 1, keys, -1, slots, nullptr, nullptr};
+}
+
+}  // namespace
+
+extern "C" {
+
+// Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
+// `vocab` rows, as the head does. Returns a `Refusal`.
+int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
+  const Refusal refusal = check_chains(*m, *p, limit, chains, count);
+  if (refusal != DONE) return refusal;
+  int64_t most = count;
+  for (int64_t i = 0; i < count; i++) chains[i].made = 0, most += chains[i].num_pending;
+  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
+  std::vector<char> hidden(most * bytes);
+  std::vector<int64_t> positions(most), slots(most), live(count);
+  std::vector<float> score(count, 0.0f);
+  std::vector<Segment> segments(count);
+  int64_t seen = 0;  // keys of the largest view that leaves any out
+  for (int64_t i = 0; i < count; i++)
+    if (chains[i].view)
+      seen = std::max(seen, std::min(chains[i].view->sinks + chains[i].view->window, cache_slots(*m, *p)));
+  std::vector<int64_t> view_slots(count * seen);
+  while (true) {
+    int64_t rows = 0, active = 0;
+    for (int64_t i = 0; i < count; i++) {
+      const Chain& c = chains[i];
+      if (c.made >= c.steps || (c.made && score[i] < c.floor)) continue;
+      const int64_t n = c.made ? 1 : c.num_pending;
+      const int64_t at = c.made ? c.position + c.num_pending + c.made - 1 : c.position;
+      segments[active] = Segment{rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr};
+      if (c.view && at + 1 > c.view->sinks + c.view->window)
+        segments[active] = viewed(*m, *p, c, at, rows, view_slots.data() + i * seen);
+      live[active++] = i;
+      for (int64_t j = 0; j < n; j++, rows++) {
+        const int64_t token = c.made ? c.tokens[c.made - 1] : c.pending[j];
+        positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
+        std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
+      }
+    }
+    if (active == 0) return DONE;
+    p->rows = rows, p->hidden_in = p->hidden_out = hidden.data(), p->positions = positions.data(),
+    p->slots = slots.data();
+    p->segments = segments.data(), p->num_segments = active;
+    run_layers(*m, *p, 0, (int)p->layers);
+    for (int64_t a = 0; a < active; a++)  // the last row of each
+      std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
+    grow(t_logits, active * m->vocab);
+    head(*m, hidden.data(), active, t_logits.data(), (int)p->threads);
+    Guess guess{};
+    guess.logits = t_logits.data(), guess.n = m->vocab, guess.limit = limit;
+    for (int64_t a = 0; a < active; a++) {
+      Chain& c = chains[live[a]];
+      guess.rows.push_back({c.rules, c.position + c.num_pending + c.made, c.tokens + c.made, c.log_q + c.made});
+    }
+    guess.run(p->threads);
+    for (int64_t a = 0; a < active; a++) score[live[a]] += chains[live[a]].log_q[chains[live[a]].made++];
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,508 @@
+// The layers of a pass.
+
+#pragma once
+
+namespace {
+
+// What layers compute of their rows: all; all but K and V; or K and V alone, every layer of states of its own.
+enum Part { WHOLE, QUERIES, KEYS };
+
+template <class A> struct Runner final : Job {
+  enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
+
+  const Model& m;
+  const Pass& p;
+  const int start, stop;
+  const Part part;
+  const int64_t apart;  // elements between the states of two layers; 0: each takes the place of those before
+  int64_t rows, padded_rows, d, attended_width, ff;
+  A *normed, *query, *attended, *middle, *inner;
+  int64_t width = 1;  // threads that take part
+  bool alone;  // so few rows that every thread norms them for itself, without a stage
+  int64_t tasks = 0;  // of attention, in a layer without a window
+  Pieces& pieces = t_pieces;
+  // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
+  // tiles each has one of its own. A row's bits are the same either way.
+  const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
+  int64_t low_width = 0;  // of a row of down(x)
+  Limited& limited = t_limited;
+  Kind order[9];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
+  int64_t per_layer = 0;
+
+  Runner(const Model& model, const Pass& pass, int begin, int end, Part which, int64_t between)
+      : m(model), p(pass), start(begin), stop(end), part(which), apart(between) {
+    rows = p.rows, padded_rows = up(rows, ROWS);
+    d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
+    alone = rows <= 4;
+    width = worth(start);
+    const int64_t sizes[] = {(alone ? 0 : padded_rows * d), rows * m.heads * m.head_dim, padded_rows * attended_width,
+                             rows * m.d_model, padded_rows * ff};
+    int64_t bytes = 0;
+    for (int64_t n : sizes) bytes += Buffers::room<A>(n);
+    Buffers& b = t_buffers;
+    b.open(bytes);
+    normed = b.take<A>(sizes[0]);
+    query = b.take<A>(sizes[1]);
+    attended = b.take<A>(sizes[2]);
+    middle = b.take<A>(sizes[3]);
+    inner = b.take<A>(sizes[4]);
+    cut(p, pieces);
+    for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
+    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN}) {
+      const bool norm = kind == NORM || kind == NORM_AGAIN, few = kind == CHOOSE || kind == ATTEND_FEW;
+      if (part == KEYS && kind > PROJECT) break;
+      if (!(norm && alone) && !(few && !p.num_limits)) order[per_layer++] = kind;
+    }
+    if (p.num_limits) limit();
+  }
+
+  void limit() {
+    limited.all.resize(p.num_limits), limited.of_row.assign(rows, -1), limited.segments.assign(p.num_segments, 0);
+    int64_t keys = 0;
+    for (int64_t i = 0; i < p.num_limits; i++) {
+      const Limit& l = p.limits[i];
+      const Segment &main = segment_of(p, l.row), &s = segment_of(p, l.start);
+      Few& few = limited.all[i];
+      few.limit = &l, few.streams = &s, few.own = l.keys - (main.stop - l.row);
+      limited.of_row[l.row] = (int32_t)i, limited.segments[&s - p.segments] = 1;
+      keys = std::max(keys, l.keys);
+    }
+    limited.room = up(keys, 16);
+    grow(limited.weights, p.num_limits * m.heads * limited.room);
+  }
+
+  // Threads that pay for meeting five times a layer: a small network is faster with few of them.
+  int64_t worth(int layer) const {
+    const Layer& l = m.layers[layer];
+    int64_t weights = 0;
+    for (const Linear* w : {&l.qkv, &l.out, &l.up, &l.down}) weights += w->n * w->k;
+    if (part == KEYS) weights = num_heads() * m.head_dim * l.qkv.k;
+    return std::max<int64_t>(1, std::min(p.threads, weights * std::max<int64_t>(1, rows / 4) / WORTH));
+  }
+
+  int64_t slot(int64_t row) const { return p.slots ? p.slots[row] : p.slot_base + row; }
+
+  // Heads that are projected: of queries, then of keys, then of values.
+  int64_t first_head() const { return part == KEYS ? m.heads : 0; }
+  int64_t num_heads() const { return (part == KEYS ? 0 : m.heads) + (part == QUERIES ? 0 : 2 * m.kv_heads); }
+
+  A* output(int index) const { return (A*)p.hidden_out + (index - start) * apart; }
+  const A* input(int index) const {
+    if (part == KEYS) return (const A*)p.hidden_in + (index - start) * apart;
+    return index == start ? (const A*)p.hidden_in : output(index - 1);
+  }
+
+  // -- the job
+
+  int64_t stages() const override { return (stop - start) * per_layer; }
+  int layer_of(int64_t stage) const { return start + (int)(stage / per_layer); }
+  Kind kind_of(int64_t stage) const { return order[stage % per_layer]; }
+
+  int64_t units(int64_t stage) const override {
+    switch (kind_of(stage)) {
+      case NORM: case NORM_AGAIN: return rows;
+      case PROJECT: return num_heads();
+      case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
+      case CHOOSE: return p.num_limits;
+      case ATTEND_FEW: return p.num_limits * m.heads;
+      case GATE: return m.d_ff / LANES;
+      default: return up(m.d_model, LANES) / LANES;
+    }
+  }
+
+  int64_t step(int64_t stage) const override {
+    const Kind kind = kind_of(stage);
+    return kind == ADD || kind == ADD_AGAIN ? BLOCKS : kind == GATE ? BLOCKS / 2 : 1;
+  }
+
+  void work(int64_t stage, const Claim& claim) override {
+    const int index = layer_of(stage);
+    const Layer& l = m.layers[index];
+    const A* in = input(index);
+    const Kind kind = kind_of(stage);
+    const bool fresh = claim.fresh, multiplies = kind == PROJECT || kind == ADD || kind == GATE || kind == ADD_AGAIN;
+    if (fresh && multiplies) set_tiles(rows);
+    switch (kind) {
+      case NORM: return norm(in, l.attention_norm, claim);
+      case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), claim);
+      case ATTEND: return attention(l, index, claim);
+      case CHOOSE: return choose_keys(l, claim.begin, claim.end);
+      case ATTEND_FEW: return few_attention(index, claim.begin, claim.end);
+      case ADD:
+        return add(l.out, index, OUT, attended, attended_width, in, middle, rows, claim, after(ADD, index, claim));
+      case NORM_AGAIN: return norm(middle, l.mlp_norm, claim);
+      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), mlp_rows(index), claim);
+      case ADD_AGAIN:
+        add(l.down, index, DOWN, inner, ff, middle, output(index), mlp_rows(index), claim,
+            after(ADD_AGAIN, index, claim));
+        return replace_mlp(index, l, middle, output(index), claim.begin, claim.end, fresh);
+    }
+  }
+
+  // The weights that a thread begins with when it comes to the products after those of a stage.
+  Next after(Kind kind, int index, const Claim& c) const {
+    if (part == KEYS) return {};
+    // A unit is so many blocks.
+    auto share = [&](const Linear& l, int64_t units, int64_t step, int64_t blocks, int64_t pair) {
+      return next_part(l, part_of(units, step, c.thread, c.width) * blocks,
+                       part_of(units, step, c.thread + 1, c.width) * blocks, pair);
+    };
+    const int64_t outs = up(m.d_model, LANES) / LANES, inners = m.d_ff / LANES;
+    const Layer& l = m.layers[index];
+    if (kind == PROJECT) return share(l.out, outs, BLOCKS, 1, 0);
+    if (kind == ADD && mlp_rows(index) > 0) return share(l.up, inners, BLOCKS / 2, 1, inners);
+    if (kind == GATE) return share(l.down, outs, BLOCKS, 1, 0);
+    if (index + 1 < stop) return share(m.layers[index + 1].qkv, num_heads(), 1, m.head_dim / LANES, 0);
+    return {};
+  }
+
+  // RMS norm of rows begin .. end - 1, for all threads.
+  void norm(const A* x, const float* weight, const Claim& claim) {
+    for (int64_t r = claim.begin; r < claim.end; r++)
+      rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
+  }
+
+  // Where this thread finds all rows normed.
+  const A* normed_rows(const A* x, const float* weight, bool fresh) {
+    if (!alone) return normed;
+    std::vector<char>& own = t_scratch.normed;
+    grow(own, (int64_t)(padded_rows * d * sizeof(A)) + 64);
+    A* y = (A*)up((int64_t)own.data(), 64);
+    for (int64_t r = 0; r < rows && fresh; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, y + r * d, d);
+    return y;
+  }
+
+  bool replaces_mlp(int index, const LowRank* adapter) const { return adapter[index * PAIRS + MLP].down.weight; }
+
+  // The first rows, up to where all others have an adapter in place of the MLP.
+  int64_t mlp_rows(int index) const {
+    int64_t end = rows;
+    for (int64_t i = p.num_adapters; i-- && p.adapters[i].stop == end && replaces_mlp(index, p.adapters[i].adapter);)
+      end = p.adapters[i].start;
+    return end;
+  }
+
+  // Of all outputs of one Linear, what the adapters need: down(x). Every thread computes it for itself, in `low`: that
+  // is a block or two of outputs more, which costs less than a stage.
+  void lower(int index, Which which, const A* x, int64_t stride) {
+    if (pieces.all.empty()) return;
+    grow(scratch_of(which), padded_rows * low_width);
+    for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
+      for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
+        const Piece& piece = pieces.all[i];
+        const Linear& l = piece.adapter[index * PAIRS + which].down;
+        if (!l.weight || (piece.same && in_tiles)) continue;
+        if (in_tiles)
+          lower_rows(l, which, Input<A>{x + r0 * stride, stride}, r0, piece.begin, std::min(r0 + ROWS, rows));
+        else lower_rows(l, which, Input<A>{x + piece.begin * stride, stride}, piece.begin, piece.begin, piece.end);
+      }
+  }
+
+  // Rows r0 .. end - 1 of down(x), of which those from `begin` on are kept, with zeros up to a multiple of K_STEP.
+  void lower_rows(const Linear& l, Which which, Input<A> in, int64_t r0, int64_t begin, int64_t end) {
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    const int64_t total = up(l.n, LANES) / LANES, width = up(l.n, K_STEP);
+    for (int64_t b = 0; b < total; b += BLOCKS) {
+      const int blocks = (int)std::min<int64_t>(BLOCKS, total - b);
+      const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      product(l, block, blocks, in, (int)(end - r0), c);
+      for (int64_t r = begin; r < end; r++) {
+        const float* sum = c + (r - r0) * BLOCKS * LANES;
+        for (int64_t i = 0; i < blocks * LANES; i++) put(low(which, r) + b * LANES + i, sum[i]);
+      }
+    }
+    for (int64_t r = begin; r < end; r++)
+      for (int64_t i = total * LANES; i < width; i++) put(low(which, r) + i, 0.0f);
+  }
+
+  // A stage may need two of them: that in place of the MLP lies apart.
+  std::vector<float>& scratch_of(Which which) { return which == MLP ? t_scratch.own : t_scratch.low; }
+  A* low(Which which, int64_t row) { return (A*)scratch_of(which).data() + row * low_width; }
+
+  // c += up(down(x)) for the rows r0 .. r0 + n - 1 that have adapters; c as `product` left it.
+  void adapt(int index, Which which, const int64_t block[], int blocks, int64_t r0, int n, float* c) {
+    if (pieces.all.empty()) return;
+    alignas(64) float delta[ROWS * BLOCKS * LANES];
+    for (int64_t i = pieces.first[r0 / ROWS]; i < pieces.first[r0 / ROWS + 1]; i++) {
+      const Piece& piece = pieces.all[i];
+      const Linear& l = piece.adapter[index * PAIRS + which].up;
+      if (!l.weight) continue;
+      const int64_t first = piece.begin - r0, size = BLOCKS * LANES;
+      if (!in_tiles)
+        product(l, block, blocks, Input<A>{low(which, piece.begin), low_width}, (int)(piece.end - piece.begin),
+                delta + first * size);
+      else if (!piece.same) product(l, block, blocks, Input<A>{low(which, r0), low_width}, n, delta);
+      for (int64_t r = first; r < piece.end - r0; r++)
+        for (int64_t j = 0; j < blocks * LANES; j++) c[r * size + j] += delta[r * size + j];
+    }
+  }
+
+  // Queries, keys and values, a head at a time: product, head norm, rotation, and K and V to their slots.
+  void project(const Layer& l, int index, const A* x, const Claim& claim) {
+    const int64_t hd = m.head_dim, per_head = hd / LANES, limit = (first_head() + claim.limit) * per_head;
+    std::vector<float>& buffer = t_scratch.out;
+    grow(buffer, ROWS * hd);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    if (claim.fresh) lower(index, QKV, x, d);
+    const Input<A> in = input_of(l.qkv, x, d, rows, claim.fresh);
+    const Next then = after(PROJECT, index, claim);
+    for (int64_t h = first_head() + claim.begin; h < first_head() + claim.end; h++)
+      for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
+        const int n = (int)std::min<int64_t>(ROWS, rows - r0);
+        for (int64_t b = 0; b < per_head; b += BLOCKS) {
+          const int blocks = (int)std::min<int64_t>(BLOCKS, per_head - b);
+          const int64_t first = h * per_head + b, block[BLOCKS] = {first, first + 1, first + 2, first + 3};
+          const Next next = first + blocks < limit ? next_part(l.qkv, first + blocks, limit) : then;
+          product(l.qkv, block, blocks, in.from(r0), n, c, r0 == 0 ? next : Next{});
+          adapt(index, QKV, block, blocks, r0, n, c);
+          for (int r = 0; r < n; r++)
+            for (int i = 0; i < blocks * LANES; i++)
+              buffer[r * hd + b * LANES + i] = finished(l.qkv, first * LANES + i, c[r * BLOCKS * LANES + i]);
+        }
+        for (int r = 0; r < n; r++) place(l, index, h, r0 + r, buffer.data() + r * hd);
+      }
+  }
+
+  void place(const Layer& l, int index, int64_t h, int64_t row, float* x) {
+    const int64_t hd = m.head_dim;
+    const bool is_query = h < m.heads, is_value = h >= m.heads + m.kv_heads;
+    if (!is_value) {
+      const float* weight = is_query ? l.q_norm : l.k_norm;
+      if (weight) head_norm(x, weight, m.own_head_dim, m.eps);
+      const int64_t half = m.rotated / 2, at = p.positions[row];
+      if (half) rotate(x, p.cos + at * half, p.sin + at * half, m.rotated);
+    }
+    A* y;
+    if (is_query) {
+      y = query + (row * m.heads + h) * hd;
+    } else {
+      const int64_t where = slot(row);
+      if (where < 0) return;
+      void* const* caches = is_value ? p.v_cache : p.k_cache;
+      const int64_t head = h - m.heads - (is_value ? m.kv_heads : 0);
+      y = (A*)caches[index] + head * p.head_stride + where * hd;
+    }
+    for (int64_t i = 0; i < hd; i++) put(y + i, x[i]);
+  }
+
+  // Rows of a segment that one task has: those that share most of their keys.
+  int64_t task_rows(const Layer& l, const Segment& s) const {
+    return l.window > 0 && s.num_keys > l.window ? 1 : on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+  }
+  int64_t segment_tasks(const Layer& l, int64_t s) const {
+    if (p.num_limits && limited.segments[s]) return 0;
+    const int64_t wide_as = task_rows(l, p.segments[s]);
+    return (p.segments[s].stop - p.segments[s].start + wide_as - 1) / wide_as * m.heads;
+  }
+  int64_t attention_tasks(const Layer& l) const {
+    int64_t all = 0;
+    for (int64_t s = 0; s < p.num_segments; s++) all += segment_tasks(l, s);
+    return all;
+  }
+
+  void attention(const Layer& l, int index, const Claim& claim) {
+    int64_t task = claim.begin, first = 0;
+    for (int64_t s = 0; s < p.num_segments && task < claim.end; s++) {
+      const Segment& seg = p.segments[s];
+      const int64_t wide_as = task_rows(l, seg), last = first + segment_tasks(l, s);
+      for (; task < std::min(last, claim.end); task++) {
+        const int64_t h = (task - first) % m.heads, r0 = (task - first) / m.heads * wide_as;
+        if (task + 1 < claim.limit) fetch_first(task + 1 < last || s + 1 == p.num_segments ? seg : p.segments[s + 1],
+                                                task + 1 < last ? (task + 1 - first) % m.heads : 0, index);
+        attend_rows(seg, l.window, index, h, r0, (int)std::min<int64_t>(wide_as, seg.stop - seg.start - r0),
+                    p.num_limits > 0);
+      }
+      first = last;
+    }
+  }
+
+  // Asks for what a head's attention reads first.
+  void fetch_first(const Segment& s, int64_t h, int index) const {
+    const A* keys = (const A*)p.k_cache[index] + h / (m.heads / m.kv_heads) * p.head_stride;
+    fetch(s, 0, std::min(AHEAD, s.prefix), keys, m.head_dim);
+  }
+
+  // Which keys the streams of some main rows see, by these rows' weights: the mean over heads (appendix H.1).
+  void choose_keys(const Layer& l, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      float* sum = kept_of(i, 0).to;
+      for (int64_t h = 1; h < m.heads; h++) {
+        const float* more = kept_of(i, h).to;
+        for (int64_t j = 0; j < limited.all[i].limit->keys; j++) sum[j] += more[j];
+      }
+      limited.all[i].choose(sum, l.window, p.positions);
+    }
+  }
+
+  void few_attention(int index, int64_t begin, int64_t end) {
+    const int64_t wide_as = on_pairs<A>(m) ? TILE_ROWS : VECTORS;
+    for (int64_t task = begin; task < end; task++) {
+      const Few& few = limited.all[task / m.heads];
+      for (int64_t r0 = 0; r0 < few.rows(); r0 += wide_as)
+        attend_rows(few.segment, 0, index, task % m.heads, r0, (int)std::min(wide_as, few.rows() - r0), false);
+    }
+  }
+
+  Kept kept_of(int64_t limit, int64_t h) const {
+    return {limited.weights.data() + (limit * m.heads + h) * limited.room, limited.all[limit].limit->keys};
+  }
+
+  // Rows r0 .. r0 + count - 1 of a segment under query head h; `keep`: the weights of main rows whose streams see few
+  // keys.
+  void attend_rows(const Segment& s, int64_t window, int index, int64_t h, int64_t r0, int count, bool keep) {
+    const int64_t hd = m.head_dim, groups = m.heads / m.kv_heads, row = s.start + r0,
+                  cache = h / groups * p.head_stride;
+    Kept kept[TILE_ROWS];
+    for (int i = 0; keep && i < count; i++)
+      if (limited.of_row[row + i] >= 0) kept[i] = kept_of(limited.of_row[row + i], h);
+    attend_one(s, window, r0, count, query + (row * m.heads + h) * hd, (const A*)p.k_cache[index] + cache,
+               (const A*)p.v_cache[index] + cache, attended + row * attended_width + h * hd, keep ? kept : nullptr);
+  }
+
+  void attend_one(const Segment& s, int64_t window, int64_t r0, int count, const A* q, const A* k, const A* v, A* out,
+                  const Kept* kept) {
+    if constexpr (std::is_same_v<A, bf16>) {
+#if PL_AMX
+      if (on_tiles<A>(m))
+        return attend_tiles(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width,
+                            kept);
+#endif
+#if PL_DOT_BF16
+      if (on_pairs<A>(m))
+        return attend_pairs(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width,
+                            kept);
+#endif
+    }
+    attend<A>(m, s, window, p.positions, r0, count, q, m.heads * m.head_dim, k, v, out, attended_width, kept);
+  }
+
+  // out = residual + up(down(x)) for the rows that have an adapter in place of the MLP (Speculative Streaming, appendix
+  // H.2).
+  void replace_mlp(int index, const Layer& layer, const A* residual, A* out, int64_t begin, int64_t end, bool fresh) {
+    const int64_t outs = m.d_model;
+    bool any = false;
+    for (int64_t i = 0; i < p.num_adapters; i++) any = any || replaces_mlp(index, p.adapters[i].adapter);
+    if (!any) return;
+    const A* x = normed_rows(residual, layer.mlp_norm, fresh);
+    if (fresh) lower(index, MLP, x, d);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    for (int64_t b = begin; b < end; b += BLOCKS) {
+      const int blocks = (int)std::min<int64_t>(BLOCKS, end - b);
+      const int64_t first = b * LANES, outputs = std::min<int64_t>(blocks * LANES, outs - first),
+                    block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+      for (const Piece& piece : pieces.all) {
+        if (!replaces_mlp(index, piece.adapter)) continue;
+        const int64_t chunk = piece.begin / ROWS * ROWS;  // a tile takes rows of a whole one
+        const int64_t r0 = in_tiles ? chunk : piece.begin, stop = in_tiles ? std::min(chunk + ROWS, rows) : piece.end;
+        product(piece.adapter[index * PAIRS + MLP].up, block, blocks, Input<A>{low(MLP, r0), low_width},
+                (int)(stop - r0), c);
+        for (int64_t r = piece.begin; r < piece.end; r++)
+          for (int64_t i = 0; i < outputs; i++)
+            put(out + r * outs + first + i, wide(residual[r * outs + first + i]) + c[(r - r0) * BLOCKS * LANES + i]);
+      }
+    }
+  }
+
+  // out = residual + x W^T for the first `count` rows, rounded once.
+  void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out,
+           int64_t count, const Claim& claim, const Next& then) {
+    const int64_t outs = m.d_model;
+    if (count == 0) return;
+    if (claim.fresh) lower(index, which, x, stride);
+    sweep(l, claim, input_of(l, x, stride, count, claim.fresh), count, then,
+          [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
+            const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
+            adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
+            for (int r = 0; r < n; r++)
+              for (int64_t i = 0; i < outputs; i++) {
+                const int64_t at = (r0 + r) * outs + first + i;
+                put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
+              }
+          });
+  }
+
+  // silu(gate) * up of the first `count` rows, two blocks of each at a time.
+  void mlp(const Linear& l, int index, const A* x, int64_t count, const Claim& claim) {
+    const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
+    if (count == 0) return;
+    if (claim.fresh) lower(index, UP, x, d);
+    const Input<A> in = input_of(l, x, d, count, claim.fresh);
+    const Next then = after(GATE, index, claim);
+    alignas(64) float c[ROWS * BLOCKS * LANES];
+    if (claim.begin == 0 && ff != m.d_ff)
+      for (int64_t r = 0; r < count; r++)
+        for (int64_t i = m.d_ff; i < ff; i++) put(inner + r * ff + i, 0.0f);
+    for (int64_t b = claim.begin; b < claim.end; b += half) {
+      const int n = (int)std::min<int64_t>(half, claim.end - b);
+      const Next next = b + n < claim.limit ? next_part(l, b + n, claim.limit, total) : then;
+      int64_t block[BLOCKS] = {};
+      for (int i = 0; i < n; i++) block[i] = b + i, block[n + i] = total + b + i;
+      for (int64_t r0 = 0; r0 < count; r0 += ROWS) {
+        const int chunk = (int)std::min<int64_t>(ROWS, count - r0);
+        product(l, block, 2 * n, in.from(r0), chunk, c, r0 == 0 ? next : Next{});
+        adapt(index, UP, block, 2 * n, r0, chunk, c);
+        for (int r = 0; r < chunk; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
+      }
+    }
+  }
+
+  void silu(const Linear& l, int64_t b, int n, float* c, A* y) {
+    for (int i = 0; i < 2 * n * LANES; i++) {
+      const int64_t at = i < n * LANES ? b * LANES + i : m.d_ff + b * LANES + i - n * LANES;
+      c[i] = finished(l, at, c[i]);
+    }
+    for (int i = 0; i < n; i++) {
+      const v16 gate = load(c + i * LANES), value = load(c + (n + i) * LANES);
+      alignas(64) float z[16];
+      save(z, gate / (splat(1.0f) + exp16(splat(0.0f) - gate)) * value);
+      for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
+    }
+  }
+};
+
+template <class A> void run(const Model& m, const Pass& p, int start, int stop, Part part, int64_t apart) {
+  Runner<A> runner(m, p, start, stop, part, apart);
+  // The last row of attended beyond heads * head_dim, if any, must read as zero.
+  if (runner.attended_width != m.heads * m.head_dim)
+    std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
+  team().run(runner.width, runner);
+}
+
+// Layers start .. stop - 1 in the model's type of activations.
+void run_layers(const Model& m, const Pass& p, int start, int stop, Part part = WHOLE, int64_t apart = 0) {
+  if (m.wide_activations) run<float>(m, p, start, stop, part, apart);
+  else run<bf16>(m, p, start, stop, part, apart);
+}
+
+// One product for all rows.
+
+void head(const Model& m, const void* hidden, int64_t rows, float* logits, int threads) {
+  const int64_t k = m.d_model, stride = up(k, K_STEP);
+  if (m.wide_activations)
+    linear(m.head, prepared((const float*)hidden, rows, k, m.norm, m.eps), stride, rows, logits, threads);
+  else linear(m.head, prepared((const bf16*)hidden, rows, k, m.norm, m.eps), stride, rows, logits, threads);
+}
+
+thread_local std::vector<float> t_logits;
+
+}  // namespace
+
+extern "C" {
+
+// Layers start .. stop - 1. Returns a `Refusal`.
+int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
+  if (p->rows == 0 || start >= stop) return DONE;
+  const Refusal found = check_pass(*m, *p, start, stop);
+  if (found != DONE) return found;
+  run_layers(*m, *p, start, stop);
+  return DONE;
+}
+
+// logits [rows, vocab] float32 of hidden [rows, d_model]. Returns a `Refusal`.
+int pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, int threads) {
+  if (rows < 0 || threads < 1) return BAD_COUNT;
+  head(*m, hidden, rows, logits, threads);
+  return DONE;
+}
+
+}  // extern "C"

@@ -1,0 +1,57 @@
+// RMS norm and rotary positions.
+
+#pragma once
+
+namespace {
+
+// RMS norm (Zhang and Sennrich 2019) of one row, in float32, rounded once; what lies beyond d is zeroed. Without a
+// weight there is no norm, and the row is copied.
+template <class A> void rms(const A* x, const float* weight, int64_t d, float eps, A* y, int64_t padded) {
+  if (!weight) {
+    std::memcpy((void*)y, x, d * sizeof(A));
+    for (int64_t i = d; i < padded; i++) put(y + i, 0.0f);
+    return;
+  }
+  v16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= d; i += 16) { const v16 v = load_wide(x + i); squares = fma16(v, v, squares); }
+  float total = sum16(squares);
+  for (; i < d; i++) total += wide(x[i]) * wide(x[i]);
+  const float scale = 1.0f / std::sqrt(total / (float)d + eps);
+  for (i = 0; i < d; i++) put(y + i, wide(x[i]) * scale * weight[i]);
+  for (; i < padded; i++) put(y + i, 0.0f);
+}
+
+// In place on one head of float32.
+inline void head_norm(float* x, const float* weight, int64_t d, float eps) {
+  float total = 0;
+  for (int64_t i = 0; i < d; i++) total += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(total / (float)d + eps);
+  for (int64_t i = 0; i < d; i++) x[i] = x[i] * scale * weight[i];
+}
+
+// Rotary embedding (Su et al. 2021) of the first `rotated` dimensions, pairs (i, i + rotated / 2).
+inline void rotate(float* x, const float* cos, const float* sin, int64_t rotated) {
+  const int64_t half = rotated / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// The final norm of hidden [rows, d_model]. Returns a `Refusal`.
+int pl_norm(const Model* m, const void* hidden, int64_t rows, void* out) {
+  if (rows < 0) return BAD_COUNT;
+  const int64_t d = m->d_model;
+  for (int64_t r = 0; r < rows; r++)
+    if (m->wide_activations) rms((const float*)hidden + r * d, m->norm, d, m->eps, (float*)out + r * d, d);
+    else rms((const bf16*)hidden + r * d, m->norm, d, m->eps, (bf16*)out + r * d, d);
+  return DONE;
+}
+
+}  // extern "C"

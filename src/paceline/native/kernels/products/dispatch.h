@@ -1,0 +1,153 @@
+// Which product a weight takes, and one product for all rows.
+
+#pragma once
+
+namespace {
+
+// One product: up to ROWS rows of x against up to BLOCKS weight blocks (any of the matrix), into c [ROWS][64].
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<float> in, int rows, float* c,
+                    const Next& next = {}) {
+  const float* w[BLOCKS];
+  for (int b = 0; b < blocks; b++) w[b] = (const float*)l.weight + block[b] * LANES * l.k;
+  product_w(w, blocks, l.k, in, rows, c, next);
+}
+template <class W> void product_of(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows,
+                                   float* c, const Next& next) {
+  const int64_t k = padded_k(l.kind, l.k);
+  const W* w[BLOCKS];
+  for (int b = 0; b < blocks; b++) w[b] = (const W*)l.weight + block[b] * LANES * k;
+#if PL_AMX
+  // int8 weights must be made wide first, which pays for a full tile of rows. The two ways round differently: I8_EXACT
+  // always takes the other one.
+  if constexpr (std::is_same_v<W, bf16>)
+    if (g_isa == AMX_BF16 && l.kind == BF16_SHORT) {
+      if (blocks == 1) amx_short<1>(w, in, c);
+      else if (blocks == 2) amx_short<2>(w, in, c);
+      else if (blocks == 3) amx_short<3>(w, in, c);
+      else amx_short<4>(w, in, c);
+      return;
+    }
+  const bool wanted = l.kind == BF16 || (l.kind == I8 && rows == ROWS);
+  if (g_isa == AMX_BF16 && wanted) {
+    if (blocks == 1) amx_product<1>(w, k, in, c);
+    else if (blocks == 2) amx_product<2>(w, k, in, c);
+    else if (blocks == 3) amx_product<3>(w, k, in, c);
+    else amx_product<4>(w, k, in, c);
+    return;
+  }
+#endif
+#if PL_VNNI
+  if constexpr (std::is_same_v<W, int8_t>) return byte_products(w, blocks, k, *in.bytes, in.row, rows, c, next);
+#endif
+  product_w(w, blocks, k, in, rows, c, next);
+}
+inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c,
+                    const Next& next = {}) {
+  if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
+  else product_of<bf16>(l, block, blocks, in, rows, c, next);
+}
+
+inline float finished(const Linear& l, int64_t n, float sum) {
+  if (l.scale) sum *= l.scale[n];
+  return l.bias ? sum + l.bias[n] : sum;
+}
+
+// Tiles of the products, for as many rows as there are, at most a tile's 16. A thread sets them when it comes to a
+// stage, and lets go of them before it waits.
+inline void set_tiles(int64_t rows) {
+#if PL_AMX
+  if (g_isa == AMX_BF16) configure_tiles((int)std::min<int64_t>(rows, ROWS));
+#endif
+  (void)rows;
+}
+void free_tiles() {
+#if PL_AMX
+  if (g_isa == AMX_BF16) _tile_release();
+#endif
+}
+
+thread_local Bytes t_bytes;
+
+// Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
+template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
+#if PL_VNNI
+  if constexpr (std::is_same_v<A, bf16>)
+    if (is_i8(l.kind) && !(g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0)) {  // whole tiles take x as it is
+      if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
+      return {x, stride, &t_bytes, 0};
+    }
+#endif
+  (void)l, (void)rows, (void)fresh;
+  return {x, stride};
+}
+
+// The outputs of a claim's blocks for all rows: each(row0, rows, first output, outputs, c). It may change c. `then` is
+// what this thread will read when its part is done.
+template <class A, class F>
+void sweep(const Linear& l, const Claim& claim, Input<A> in, int64_t rows, const Next& then, F each) {
+  alignas(64) float c[ROWS * BLOCKS * LANES];
+  for (int64_t b = claim.begin; b < claim.end; b += BLOCKS) {
+    const int blocks = (int)std::min<int64_t>(BLOCKS, claim.end - b);
+    const int64_t block[BLOCKS] = {b, b + 1, b + 2, b + 3}, after = b + blocks;
+    const Next next = after < claim.limit ? next_part(l, after, claim.limit) : then;
+    for (int64_t r = 0; r < rows; r += ROWS) {
+      const int n = (int)std::min<int64_t>(ROWS, rows - r);
+      product(l, block, blocks, in.from(r), n, c, r == 0 ? next : Next{});
+      each(r, n, b * LANES, std::min<int64_t>(blocks * LANES, l.n - b * LANES), c);
+    }
+  }
+}
+
+constexpr int64_t WORTH = 1 << 17;  // weights of a layer, times rows / 4, that a further thread is worth
+
+template <class A> struct Product final : Job {
+  const Linear& l;
+  const A* x;
+  const int64_t stride, rows;
+  float* y;
+  Product(const Linear& linear, const A* in, int64_t step, int64_t count, float* out)
+      : l(linear), x(in), stride(step), rows(count), y(out) {}
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return up(l.n, LANES) / LANES; }
+  int64_t step(int64_t) const override { return BLOCKS; }
+  void work(int64_t, const Claim& claim) override {
+    if (claim.fresh) set_tiles(rows);
+    sweep(l, claim, input_of(l, x, stride, rows, claim.fresh), rows, {},
+          [&](int64_t r0, int n, int64_t first, int64_t outputs, const float* c) {
+            for (int r = 0; r < n; r++)
+              for (int64_t i = 0; i < outputs; i++)
+                y[(r0 + r) * l.n + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+          });
+  }
+};
+
+template <class A> void linear(const Linear& l, const A* x, int64_t stride, int64_t rows, float* y, int threads) {
+  if (rows == 0) return;  // nor is there a tile of no rows
+  Product<A> product(l, x, stride, rows, y);
+  team().run(std::clamp<int64_t>(l.n * l.k * std::max<int64_t>(1, rows / 4) / WORTH, 1, threads), product);
+}
+
+// Rows of x, normed where a weight is given, in a buffer whose rows are padded as `product` wants them.
+template <class A>
+const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, float eps) {
+  Buffers& b = t_buffers;
+  const int64_t stride = up(k, K_STEP);
+  b.open(Buffers::room<A>(up(rows, ROWS) * stride));
+  A* y = b.take<A>(up(rows, ROWS) * stride);
+  for (int64_t r = 0; r < rows; r++) rms(x + r * k, weight, k, eps, y + r * stride, stride);
+  return y;
+}
+
+}  // namespace
+
+extern "C" {
+
+// y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.
+int pl_linear(const Linear* l, const void* x, int64_t rows, float* y, int threads) {
+  if (rows < 0 || threads < 1) return BAD_COUNT;
+  if (l->kind == F32) linear(*l, (const float*)x, l->k, rows, y, threads);
+  else linear(*l, prepared((const bf16*)x, rows, l->k, nullptr, 0), up(l->k, K_STEP), rows, y, threads);
+  return DONE;
+}
+
+}  // extern "C"

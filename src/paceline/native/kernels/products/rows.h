@@ -1,0 +1,82 @@
+// Rows that go into products, and the weights that come next.
+
+#pragma once
+
+namespace {
+
+// Rows of x rounded to bytes, for products with int8 weights.
+struct Bytes {
+  std::vector<int32_t> x;      // [k / 4, rows] four bytes each
+  std::vector<float> scale;    // [k / I8_BLOCK, rows]
+  std::vector<int32_t> start;  // [k / I8_BLOCK, rows] -128 times the block's sum: stored weights are 128 too large
+  int64_t rows = 0;
+};
+
+template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
+  const A* x;
+  int64_t stride;
+  const Bytes* bytes = nullptr;  // the same rows, `row` first, where the weights ask for them
+  int64_t row = 0;
+  Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r}; }
+};
+
+inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
+inline int64_t padded_k(int64_t kind, int64_t k) {
+  if (kind == BF16_SHORT) return SHORT_K;
+  return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
+}
+
+// Weights that a thread will read after those that it reads now: the lines of 64 bytes of some blocks. A product asks
+// the memory for them while it computes; else the memory waits while many rows go through a block, and then they for
+// it.
+struct Next {
+  const char* at[BLOCKS];
+  int blocks = 0;
+  int64_t lines = 0;  // of a block
+  // Line `line` of blocks first, first + step, .. Never a call, which would put all sums of a product aside.
+  [[gnu::always_inline]] void ask(int64_t line, int first = 0, int step = 1) const {
+    if (line < lines)
+      for (int b = first; b < blocks; b += step) __builtin_prefetch(at[b] + line * 64, 0, 2);
+  }
+};
+
+inline Next next_of(const Linear& l, const int64_t block[], int blocks) {
+  Next next;
+  const int64_t bytes = LANES * padded_k(l.kind, l.k) * (is_i8(l.kind) ? 1 : l.kind == F32 ? 4 : 2);
+  next.blocks = blocks, next.lines = bytes / 64;
+  for (int b = 0; b < blocks; b++) next.at[b] = (const char*)l.weight + block[b] * bytes;
+  return next;
+}
+
+// The first blocks that a thread computes of a layer's outputs, `pair` blocks further on those of its second half.
+inline Next next_part(const Linear& l, int64_t begin, int64_t end, int64_t pair = 0) {
+  const int blocks = (int)std::min<int64_t>(pair ? BLOCKS / 2 : BLOCKS, end - begin);
+  int64_t block[BLOCKS] = {};
+  for (int i = 0; i < blocks; i++) {
+    block[i] = begin + i;
+    if (pair) block[blocks + i] = pair + begin + i;
+  }
+  return next_of(l, block, std::max(0, pair ? 2 * blocks : blocks));
+}
+
+struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to whole tiles
+  std::vector<char> memory;
+  char* at = nullptr;
+  // Bytes of `take`.
+  template <class A> static int64_t room(int64_t n) { return up(n * (int64_t)sizeof(A), 64) + FENCE; }
+  // So many bytes, of which parts are then taken; earlier parts are gone.
+  void open(int64_t bytes) {
+    unwatch(memory.data(), (int64_t)memory.size());
+    if ((int64_t)memory.size() < bytes + 64) memory.resize(bytes + 64);
+    at = (char*)up((int64_t)memory.data(), 64);
+  }
+  template <class A> A* take(int64_t n) {
+    A* p = (A*)at;
+    at += room<A>(n);
+    watch((char*)(p + n), at - (char*)(p + n));
+    return p;
+  }
+};
+thread_local Buffers t_buffers;
+
+}  // namespace

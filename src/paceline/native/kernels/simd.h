@@ -1,0 +1,217 @@
+// Sixteen floats at a time, and what numbers a network is made of.
+
+#pragma once
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define PL_AVX512 1
+#endif
+#if defined(PL_AVX512) && defined(__AVX512BF16__)
+#define PL_DOT_BF16 1
+#endif
+#if defined(PL_AVX512) && defined(__AVX512VNNI__)
+#define PL_VNNI 1
+#endif
+#if defined(PL_DOT_BF16) && defined(PL_VNNI) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define PL_AMX 1
+#endif
+
+namespace {
+
+using bf16 = uint16_t;
+
+// Sixteen floats, as vectors of the machine's width: a compiler passes wider ones through memory. A product
+// and a sum are contracted where fma16 says so and nowhere else (-ffp-contract=off), so that no two instances
+// of a template can round differently.
+#if PL_AVX512
+constexpr int PIECE = 16;
+#elif defined(__AVX__)
+constexpr int PIECE = 8;
+#else
+constexpr int PIECE = 4;
+#endif
+constexpr int PIECES = 16 / PIECE;
+constexpr int SUMS = PIECES == 1 ? 16 : 4;  // of sixteen floats, that fit into registers beside what makes them
+typedef float floats __attribute__((vector_size(PIECE * 4)));
+typedef int32_t ints __attribute__((vector_size(PIECE * 4)));
+
+struct v16 {
+  floats p[PIECES];
+#if PL_AVX512
+  v16(__m512 x) : p{(floats)x} {}
+  operator __m512() const { return (__m512)p[0]; }
+#endif
+  v16() : p{} {}
+  explicit v16(float x) { for (floats& f : p) f = floats{} + x; }
+};
+template <class F> inline v16 each(v16 a, v16 b, F f) {
+  v16 y;
+  for (int i = 0; i < PIECES; i++) y.p[i] = f(a.p[i], b.p[i]);
+  return y;
+}
+inline v16 operator+(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x + y; }); }
+inline v16 operator-(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x - y; }); }
+inline v16 operator*(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x * y; }); }
+inline v16 operator/(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x / y; }); }
+// b where either is NaN.
+inline v16 lesser(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x < y ? x : y; }); }
+inline v16 greater(v16 a, v16 b) { return each(a, b, [](floats x, floats y) { return x > y ? x : y; }); }
+inline v16 splat(float x) { return v16(x); }
+inline v16 load(const float* p) {
+  v16 v;
+  for (int i = 0; i < PIECES; i++) std::memcpy(&v.p[i], p + i * PIECE, sizeof(floats));
+  return v;
+}
+inline void save(float* p, v16 v) {
+  for (int i = 0; i < PIECES; i++) std::memcpy(p + i * PIECE, &v.p[i], sizeof(floats));
+}
+inline v16 fma16(v16 a, v16 b, v16 c) {
+#if PL_AVX512
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  for (int i = 0; i < PIECES; i++)
+#if defined(__AVX__) && defined(__FMA__)
+    c.p[i] = (floats)_mm256_fmadd_ps((__m256)a.p[i], (__m256)b.p[i], (__m256)c.p[i]);
+#elif defined(__aarch64__)
+    c.p[i] = (floats)vfmaq_f32((float32x4_t)c.p[i], (float32x4_t)a.p[i], (float32x4_t)b.p[i]);
+#else
+    c.p[i] = a.p[i] * b.p[i] + c.p[i];
+#endif
+  return c;
+#endif
+}
+
+constexpr int LANES = 16;    // outputs of a weight block
+constexpr int ROWS = 16;     // rows that a product handles at once
+constexpr int BLOCKS = 4;    // weight blocks that a product handles at once
+constexpr int VECTORS = 4;   // query vectors that attention handles at once
+constexpr int TILE_ROWS = 16;  // the same where it runs on tiles
+constexpr int TILE_KEYS = 32;  // keys of one tile of values
+constexpr int64_t MOST_DIMS = 512;  // of a head, on tiles
+constexpr int K_STEP = 32;   // bf16 weights are padded to a multiple of this along k
+constexpr int I8_BLOCK = 32;  // of k, that has one scale where x is rounded to bytes
+#if PL_VNNI
+constexpr int I8_STEP = 4;    // of k, that lie together in int8 weights
+#else
+constexpr int I8_STEP = 1;
+#endif
+constexpr int SHORT_K = 8;   // or to this, which saves most of what adapters of a small rank read
+
+enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
+enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
+int g_isa = -1;
+
+inline float wide(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; std::memcpy(&f, &u, 4); return f; }
+inline float wide(float x) { return x; }
+inline bf16 narrow(float f) {
+  uint32_t u; std::memcpy(&u, &f, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return (bf16)((u >> 16) | 0x40);  // NaN stays NaN
+  return (bf16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);                 // to nearest, ties to even
+}
+inline void put(bf16* p, float f) { *p = narrow(f); }
+inline void put(float* p, float f) { *p = f; }
+inline v16 load_wide(const float* p) { return load(p); }
+inline v16 load_wide(const bf16* p) {
+#if PL_AVX512
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+#else
+  v16 v;
+  for (int i = 0; i < PIECES; i++) {
+#if defined(__AVX2__)
+    v.p[i] = (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + i * PIECE))), 16);
+#else
+    typedef uint16_t halves __attribute__((vector_size(PIECE * 2)));
+    halves h;
+    std::memcpy(&h, p + i * PIECE, sizeof h);
+    v.p[i] = (floats)(__builtin_convertvector(h, ints) << 16);
+#endif
+  }
+  return v;
+#endif
+}
+// Sixteen pairs -> the first ones and the second ones.
+inline void load_pairs(const bf16* p, v16& first, v16& second) {
+  for (int i = 0; i < PIECES; i++) {
+    ints line;
+    std::memcpy(&line, p + i * PIECE * 2, sizeof line);
+    first.p[i] = (floats)(line << 16), second.p[i] = (floats)(line & (int32_t)0xffff0000);
+  }
+}
+inline float sum16(v16 v) {
+  float s[16];
+  save(s, v);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) s[i] += s[i + width];
+  return s[0];
+}
+
+inline float max16(v16 v) {
+#if PL_AVX512
+  return _mm512_reduce_max_ps(v);
+#endif
+  float s[16];
+  save(s, v);
+  return *std::max_element(s, s + 16);
+}
+
+// exp to about two units in the last place; arguments beyond +-87 are clamped.
+inline v16 exp16(v16 x) {
+  const v16 most = splat(87.0f), least = splat(-87.0f);
+  x = greater(least, lesser(most, x));  // in this order NaN stays NaN
+  const v16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  v16 n = fma16(x, splat(1.44269504088896341f), shift) - shift;
+  v16 r = fma16(n, splat(-0.693359375f), x);
+  r = fma16(n, splat(2.12194440e-4f), r);
+  v16 y = splat(1.9875691500e-4f);
+  y = fma16(y, r, splat(1.3981999507e-3f));
+  y = fma16(y, r, splat(8.3334519073e-3f));
+  y = fma16(y, r, splat(4.1665795894e-2f));
+  y = fma16(y, r, splat(1.6666665459e-1f));
+  y = fma16(y, r, splat(5.0000001201e-1f));
+  y = fma16(y, r * r, r) + splat(1.0f);
+  for (int i = 0; i < PIECES; i++) y.p[i] *= (floats)((__builtin_convertvector(n.p[i], ints) + 127) << 23);
+  return y;
+}
+
+int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Where an address sanitizer watches, memory that is grown has no room to spare, and the parts of a buffer lie apart
+// with poisoned bytes between: a step beyond an end is seen then.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int64_t SPARE = 1, FENCE = 64;
+inline void watch(const char* p, int64_t bytes) { __asan_poison_memory_region(p, bytes); }
+inline void unwatch(const char* p, int64_t bytes) { __asan_unpoison_memory_region(p, bytes); }
+#else
+constexpr int64_t SPARE = 2, FENCE = 0;
+inline void watch(const char*, int64_t) {}
+inline void unwatch(const char*, int64_t) {}
+#endif
+
+// At least n elements; what was there may be lost.
+template <class T> inline void grow(std::vector<T>& v, int64_t n) {
+  if ((int64_t)v.size() < n) v.resize(n * SPARE);
+}
+
+}  // namespace
+
+extern "C" {
+
+// The instructions in use; to be called once, before all else.
+int pl_init(int most) {
+  int isa = GENERIC;
+#if PL_DOT_BF16
+  isa = AVX512_BF16;
+#endif
+#if PL_AMX
+  // A process asks for the tile registers once (ARCH_REQ_XCOMP_PERM, XTILE_DATA).
+  if (syscall(SYS_arch_prctl, 0x1023, 18) == 0) isa = AMX_BF16;
+#endif
+  g_isa = std::min(isa, most);
+  return g_isa;
+}
+
+}  // extern "C"
