@@ -80,7 +80,8 @@ int pl_keys(const Model* m, const Pass* p, const char* const* states, int64_t mo
 
 // SPIRe's drafts: chains of several sequences at once whose rows see K and V in rings, a token a pass. With `mix`
 // [layers, layers + 1] they see memory of strictly earlier tokens, and a row's own is made of what its layers gave
-// and kept for the rows behind it; without it they see the layers' own K and V, theirs among them. All numbers come in one list:
+// and kept for the rows behind it; without it they see the layers' own K and V, theirs among them. All numbers come in
+// one list:
 //     sequences, sinks, window, slots of a ring beside the sinks
 //     for each: root, its position, steps, ring, first position beside the sinks that has K and V, address of the rules
 //         (0: none)

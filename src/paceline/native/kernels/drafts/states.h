@@ -70,9 +70,9 @@ extern "C" {
 //     sequences, branches, 1 where the rows of a text see the token behind them, 1 where drafts are drawn with the
 //         target's noise
 //     for each: address of the pending tokens, their number, position of the first, base (-1: keys are listed),
-//         address of the keys, steps (0: nothing new is drafted), root, position that the root's children will have in the text,
-//         address of the rules (0: none), nodes of the new tree that come out at most, the best; address of the logits
-//         left over [levels, vocab], levels (0: none), nodes of the second tree; address of the target's states in
+//         address of the keys, steps (0: nothing new is drafted), root, position that the root's children will have in
+//         the text, address of the rules (0: none), nodes of the new tree that come out at most, the best; address of the
+//         logits left over [levels, vocab], levels (0: none), nodes of the second tree; address of the target's states in
 //         front of the pending tokens [their number, d_model]
 // raw [steps of all, vocab] is filled.
 // What comes out, for each tree, the second ones of a sequence behind its first: nodes, then tokens and parents, as
