@@ -24,7 +24,7 @@ from paceline.network.streams import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Options):
+class AnswerFlags(Options):
     """What this study can be asked beside what all can."""
 
     tasks: str = asked("sql,e2e,gsm8k", "Of sql, e2e, gsm8k and dialogsum.", "NAME,..")
@@ -34,11 +34,13 @@ class Asked(Options):
     loss_tokens: int = asked(20_000, "Tokens of each such text, from its beginning.", "N")
 
 
-study = Study("How well a model answers.", Asked, quick={"tasks": "sql,gsm8k", "prompts": 4, "max_new_tokens": 16})
+study = Study(
+    "How well a model answers.", AnswerFlags, quick={"tasks": "sql,gsm8k", "prompts": 4, "max_new_tokens": 16}
+)
 
 
 @study.table(takes=("application", "loss", "loss_tokens"))
-def scores(ask: Asked) -> Iterator[Table | None]:
+def scores(ask: AnswerFlags) -> Iterator[Table | None]:
     """Exact match, ROUGE and accuracy of greedy answers, and losses, of the base model and of every application."""
     tasks, sets = known_tasks(ask.names), dict(ask.application)
     yield None

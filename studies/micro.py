@@ -29,7 +29,7 @@ MOST_PROMPT = 512  # tokens of what `parts` asks
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroOptions(Options):
+class MicroFlags(Options):
     """What this study can be asked beside what all can."""
 
     batch: str = asked("1", "Requests at once.", "N,N,..")
@@ -43,13 +43,11 @@ class MicroOptions(Options):
     sizes: str = asked("64,4096,65536", "Bytes of a frame.", "N,N,..")
 
 
-study = Study(
-    "Single operations, timed.", MicroOptions, quick={"prompts": 2, "max_new_tokens": 16, "prompt_tokens": 16}
-)
+study = Study("Single operations, timed.", MicroFlags, quick={"prompts": 2, "max_new_tokens": 16, "prompt_tokens": 16})
 
 
 @study.table(takes=("batch", "prompt_tokens", "transformers", "exact", "torch"), batch="1,16", repeats=5)
-def decode(ask: MicroOptions) -> Iterator[Table | None]:
+def decode(ask: MicroFlags) -> Iterator[Table | None]:
     """Plain decoding, one request and many at once; repeats in turns with transformers on the same weights."""
     batches, label = numbers("--batch", ask.batch), parse_model(ask.model).label
     new_tokens = ask.max_new_tokens or 128
@@ -93,7 +91,7 @@ def _decode_row(
 @study.table(
     takes=("batch", "drafter", "budget", "temperature", "exact"), tasks="wikisql,humaneval,gsm8k", max_new_tokens=64
 )
-def parts(ask: MicroOptions) -> Iterator[Table | None]:
+def parts(ask: MicroFlags) -> Iterator[Table | None]:
     """Where the time of a step goes: every part of it, host and compiled, by drafter; `--prompts` requests at least."""
     batches = numbers("--batch", ask.batch)
     yield None
@@ -143,7 +141,7 @@ def _parts_rows(drafter: str, found: Sequence[step_parts.StepParts]) -> list[lis
 
 
 @study.table(takes=("sizes",), repeats=2000, quick={"repeats": 200})
-def hops(ask: MicroOptions) -> Iterator[Table | None]:
+def hops(ask: MicroFlags) -> Iterator[Table | None]:
     """What two processes pass to each other: frames over channels, and a worker's answer to a message."""
     sizes = numbers("--sizes", ask.sizes)
     yield None
@@ -161,11 +159,11 @@ def hops(ask: MicroOptions) -> Iterator[Table | None]:
     )
 
 
-def _machine(ask: MicroOptions) -> str:
+def _machine(ask: MicroFlags) -> str:
     return machine.describe(ask.device).line()
 
 
-def _facts(ask: MicroOptions, label: str) -> dict[str, Any]:
+def _facts(ask: MicroFlags, label: str) -> dict[str, Any]:
     return {"model": label, "repeats": ask.repeats, **ask.llm, "machine": machine.describe(ask.device).as_dict()}
 
 

@@ -21,7 +21,7 @@ from paceline.core.model_spec import parse_model
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions(Options):
+class PeerFlags(Options):
     """What this study can be asked beside what all can."""
 
     tasks: str = asked("spec_bench,gsm8k,humaneval,humaneval_x,mmlu,wikisql,books", "Workloads' names.", "NAME,..")
@@ -34,11 +34,11 @@ class PeerOptions(Options):
     prompt_tokens: int = asked(64, "Length of a random model's prompts.", "N")
 
 
-study = Study("Paceline beside other engines.", PeerOptions, quick={"tasks": "wikisql", "prompts": 2, "repeats": 1})
+study = Study("Paceline beside other engines.", PeerFlags, quick={"tasks": "wikisql", "prompts": 2, "repeats": 1})
 
 
 @study.table(takes=("peer", "method", "batch", "prompt_tokens"))
-def compared(ask: PeerOptions) -> Grid:
+def compared(ask: PeerFlags) -> Grid:
     """Every drafter here and every mode of the peers."""
     own = read_methods(ask.method, ask.dtype) if ask.method else default_methods(ask.model, ask.dtype)
     cells: dict[str, Any] = {"batches": (ask.batch,)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from paceline.bench import figures
-from paceline.bench.config import Lines
+from paceline.bench.config import LogLines
 from paceline.bench.figures import Panel, Series
 from paceline.bench.journal import NAME as JOURNAL_NAME
 from paceline.bench.methods import with_plain
@@ -67,16 +67,14 @@ class Grid:
     cell: str = ""  # the field of a cell that is swept, where methods are not
     cells: Mapping[str, Any] = field(default_factory=dict)  # fields of `BenchConfig` in place of the options'
     prompts: int = 0  # at least so many are needed
-    choose: str = (
-        ""  # a field of `Line`: half of the prompts chooses settings by it, the other half reports; see `halves`
-    )
+    choose: str = ""  # a field of `GridLine` by which half of the prompts chooses settings; the other half reports
     over: str | None = None  # the method that speed-ups are over; None: each one's own plain decoding
-    plots: Sequence[str] = ("call_reduction", "speedup")  # fields of `Line`
+    plots: Sequence[str] = ("call_reduction", "speedup")  # fields of `GridLine`
     log_x: bool = False
     facts: Sequence[str] = ()  # lines on what was measured
     values: Mapping[str, Any] = field(default_factory=dict)  # the same for JSON
     # The last word on what it becomes, from the lines that are reported and those of the prompts that choose.
-    finish: Callable[[Table, list[Line], list[Line]], Table] = lambda table, lines, choosing: table
+    finish: Callable[[Table, list[GridLine], list[GridLine]], Table] = lambda table, lines, choosing: table
 
     def config(self, options: Options) -> BenchConfig:
         """The run of this grid. Methods that name no dtype get that of the options."""
@@ -103,7 +101,7 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
         KeyboardInterrupt: it was cut off; the report has what there is, and the journal lets it go on.
     """
     flags = {"overwrite": options.overwrite, "resume": options.resume and (folder / JOURNAL_NAME).is_file()}
-    watcher = Lines(Console(stderr=True), "dim")
+    watcher = LogLines(Console(stderr=True), "dim")
     config = grid.config(options)
     start = starter(config)
     run = Run(config, out=folder, command=options.command, watcher=watcher, start=start, **flags)
@@ -134,7 +132,7 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class GridLine:
     """One method on one task, or over all tasks."""
 
     task: str  # a workload, or `ALL`
@@ -170,7 +168,7 @@ class Line:
         return f"{self.speedup:.2f} [{interval}]"
 
 
-def lines_of(grid: Grid, report: Report) -> list[Line]:
+def lines_of(grid: Grid, report: Report) -> list[GridLine]:
     """Every method of the grid on every task and over all, at every value of the cells."""
     summary = summarise(report)
     entries = {entry.method.name: entry for entry in grid.entries}
@@ -180,7 +178,7 @@ def lines_of(grid: Grid, report: Report) -> list[Line]:
     return sorted(found, key=lambda line: line.x == EVERY)  # top-k of all tokens comes after the largest k
 
 
-def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
+def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> GridLine:
     same = [r for r in summary.of(row.section) if r.method.name == row.method.name]
     parts = [row] if row.workload is not None else same
     ratio = row.speedup
@@ -189,7 +187,7 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
         ratio = overall_ratio(summary, row.method.name, grid.over, cells) if row.method.name != grid.over else None
     names = ("call_reduction", "accepted_length", "drafted", "row_layers", "upper_row_layers")
     counts: dict[str, Any] = {name: _mean([getattr(part.figures, name) for part in parts]) for name in names}
-    return Line(
+    return GridLine(
         task=ALL if row.workload is None else row.workload,
         method=row.method.name,
         series=entry.series,
@@ -206,23 +204,23 @@ def _line(row: Row, summary: Summary, grid: Grid, entry: Entry) -> Line:
     )
 
 
-def with_choice(lines: Iterable[Line], choosing: Sequence[Line], metric: str) -> list[Line]:
+def with_choice(lines: Iterable[GridLine], choosing: Sequence[GridLine], metric: str) -> list[GridLine]:
     """Lines with a mark on those that are the best by a metric on other prompts, one of each task and series."""
     best = {id(line): best_by(_alike(line, choosing), metric) for line in lines}
     return [replace(line, chosen=_same(line, best[id(line)])) for line in lines]
 
 
-def best_by(lines: Iterable[Line], metric: str) -> Line | None:
+def best_by(lines: Iterable[GridLine], metric: str) -> GridLine | None:
     """The line that is highest in a metric, of equals the first; None where none has it."""
     known = [line for line in lines if getattr(line, metric) is not None]
     return max(known, key=lambda line: line.metric(metric), default=None)
 
 
-def _alike(line: Line, lines: Iterable[Line]) -> list[Line]:
+def _alike(line: GridLine, lines: Iterable[GridLine]) -> list[GridLine]:
     return [other for other in lines if (other.task, other.series) == (line.task, line.series)]
 
 
-def _same(line: Line, other: Line | None) -> bool:
+def _same(line: GridLine, other: GridLine | None) -> bool:
     return other is not None and (line.method, line.x) == (other.method, other.x)
 
 
@@ -236,7 +234,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return geometric_mean(known) if known and len(known) == len(values) else None
 
 
-def whole(lines: Iterable[Line]) -> list[Line]:
+def whole(lines: Iterable[GridLine]) -> list[GridLine]:
     """The lines over all tasks; of a single task its own."""
     found = list(lines)
     return [line for line in found if line.task == ALL] or found
@@ -291,7 +289,7 @@ class Table:
         return files + [plot(folder / f"{name}{suffix}") for suffix, plot in self.plots.items()]
 
 
-COLUMNS: Mapping[str, Callable[[Line], str]] = {
+COLUMNS: Mapping[str, Callable[[GridLine], str]] = {
     "chosen": lambda line: "yes" if line.chosen else "",
     "nodes a pass": lambda line: say.number(line.drafted),
     "call reduction": lambda line: say.length(line.call_reduction),
@@ -342,7 +340,7 @@ def table_of(grid: Grid, report: Report) -> Table:
     return grid.finish(made, lines, choosing)
 
 
-def split_lines(grid: Grid, report: Report) -> tuple[list[Line], list[Line], list[str]]:
+def split_lines(grid: Grid, report: Report) -> tuple[list[GridLine], list[GridLine], list[str]]:
     """Lines to report, with those that were chosen marked; those of the prompts that choose; and how, in a sentence."""
     if not grid.choose:
         return lines_of(grid, report), [], []
@@ -354,7 +352,7 @@ def split_lines(grid: Grid, report: Report) -> tuple[list[Line], list[Line], lis
     return with_choice(lines, choosing, grid.choose), choosing, [said]
 
 
-def _row(grid: Grid, line: Line, columns: Mapping[str, Callable[[Line], str]]) -> list[str]:
+def _row(grid: Grid, line: GridLine, columns: Mapping[str, Callable[[GridLine], str]]) -> list[str]:
     x = f"{line.x:g}" if isinstance(line.x, int | float) else str(line.x)
     return [*((line.series, x) if grid.x_label else (line.method,)), *(show(line) for show in columns.values())]
 
@@ -364,7 +362,7 @@ def how(report: Report, facts: Sequence[str] = ()) -> list[list[str]]:
     return [say.how_lines(report, facts), [f"{m.name}: {say.method_detail(m)}" for m in report.methods]]
 
 
-def panel_of(grid: Grid, lines: Sequence[Line], metric: str) -> Panel:
+def panel_of(grid: Grid, lines: Sequence[GridLine], metric: str) -> Panel:
     """A metric over what was swept, all tasks together: a line for each series."""
     shown = whole(lines)
     series = []
@@ -374,7 +372,7 @@ def panel_of(grid: Grid, lines: Sequence[Line], metric: str) -> Panel:
     return panel(metric, series, x_label=grid.x_label, y_label=METRIC_NAMES[metric], log_x=grid.log_x)
 
 
-def series_of(label: str, x: Sequence[Any], lines: Sequence[Line | None], metric: str) -> Series:
+def series_of(label: str, x: Sequence[Any], lines: Sequence[GridLine | None], metric: str) -> Series:
     """A metric of lines, NaN where there is none; speed-ups have their intervals."""
     ends = ("low", "high") if metric == "speedup" else ()
 

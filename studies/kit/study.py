@@ -21,9 +21,9 @@ from paceline.core.errors import CapabilityError, ConfigError, PacelineError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import alternatives, named_values
 
-from .grid import Entry, Grid, Line, Table, measure, table_of
+from .grid import Entry, Grid, GridLine, Table, measure, table_of
 
-__all__ = ["Entry", "Grid", "Line", "Options", "Study", "Table", "asked", "measure"]
+__all__ = ["Entry", "Grid", "GridLine", "Options", "Study", "Table", "asked", "measure"]
 
 DIFFERENT, WRONG, INTERRUPTED = 1, 2, 130  # exit status: ids differ from plain's; a mistake; 128 + SIGINT
 

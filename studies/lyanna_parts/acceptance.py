@@ -14,7 +14,7 @@ from kit.scores import workload_of
 from kit.study import Entry, Grid, Table, measure
 from numpy.typing import NDArray
 
-from lyanna_parts.common import DIALOGUE, FRESH_TREE, FULL_ROWS, STEPS, Asked, lyanna, shape_of, study
+from lyanna_parts.common import DIALOGUE, FRESH_TREE, FULL_ROWS, STEPS, LyannaFlags, lyanna, shape_of, study
 from lyanna_parts.trained import read_log
 from paceline.bench.records import Report, Trial
 from paceline.bench.summary import RESAMPLES, SEED, percentile_bounds
@@ -41,7 +41,7 @@ REMARKS = (
 )
 
 
-def arms(ask: Asked) -> dict[str, str]:
+def arms(ask: LyannaFlags) -> dict[str, str]:
     """The three folders of table 1.
 
     Raises:
@@ -183,7 +183,7 @@ def conditional(report: Report, names: Sequence[str], tasks: Mapping[str, str]) 
     return found
 
 
-def acceptance_table(ask: Asked, folders: Mapping[str, str], name: str) -> tuple[Table, Found]:
+def acceptance_table(ask: LyannaFlags, folders: Mapping[str, str], name: str) -> tuple[Table, Found]:
     """Measure some drafters; the table has no remarks of its own yet."""
     shape = {**FRESH_TREE, "nodes": FULL_ROWS}
     entries = [Entry(lyanna(arm, folder, FULL_ROWS, **shape), arm) for arm, folder in folders.items()]
@@ -214,7 +214,7 @@ def acceptance_table(ask: Asked, folders: Mapping[str, str], name: str) -> tuple
 
 
 @study.table(needs=("lyanna", "without_info", "without_first"), tasks=DIALOGUE, prompts=100, repeats=1)
-def table_1(ask: Asked) -> Iterator[Table | None]:
+def table_1(ask: LyannaFlags) -> Iterator[Table | None]:
     """Conditional acceptance by step of three trainings as long: full, without token-info, without first token."""
     folders = arms(ask)
     yield None
@@ -235,7 +235,7 @@ def better(found: Found) -> list[str]:
 
 
 @study.table(needs=("lyanna",), tasks=DIALOGUE, prompts=100, repeats=1)
-def table_1_shipped(ask: Asked) -> Iterator[Table | None]:
+def table_1_shipped(ask: LyannaFlags) -> Iterator[Table | None]:
     """Conditional acceptance of a trained drafter beside the paper's, and what it loses without each part at use."""
     shape = shape_of(ask.lyanna)
     if not (shape.rank and shape.first_token):
@@ -272,7 +272,7 @@ def losses(found: Found) -> list[str]:
 
 
 @study.figure(needs=("lyanna",), takes=("without_info",), prompts=8)
-def beam_against_algorithm_1(ask: Asked) -> Grid:
+def beam_against_algorithm_1(ask: LyannaFlags) -> Grid:
     """Naive beam sampling against Algorithm 1, by nodes (section 5.2); and a drafter that never had token-info."""
     shape_of(ask.lyanna)
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {

@@ -27,7 +27,7 @@ FRESH_TREE: Mapping[str, Any] = {"resample": "off", "depth": STEPS, "width": WID
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Options):
+class LyannaFlags(Options):
     """What this study can be asked beside what all can."""
 
     lyanna: str | None = asked(None, "Trained Lyanna drafter.", "FOLDER")
@@ -50,7 +50,7 @@ class Asked(Options):
 
 study = Study(
     "Lyanna, with EAGLE-2 and Medusa beside it: the paper's tables and figures, measured on this machine.",
-    Asked,
+    LyannaFlags,
     quick={"tasks": "sql", "max_new_tokens": 12, "prompts": 2, "repeats": 1},
 )
 

@@ -14,7 +14,18 @@ from kit.study import Table
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lyanna_parts.common import FRESH_TREE, ROWS, STEPS, WIDTH, Asked, drafting, fastest, lyanna, shape_of, study
+from lyanna_parts.common import (
+    FRESH_TREE,
+    ROWS,
+    STEPS,
+    WIDTH,
+    LyannaFlags,
+    drafting,
+    fastest,
+    lyanna,
+    shape_of,
+    study,
+)
 from lyanna_parts.laps import Read, timed_kernels
 from paceline import native
 from paceline.bench import figures, machine, workloads
@@ -40,7 +51,7 @@ DRAWN = 0  # seed of states
 
 
 @study.figure(repeats=TIMES, quick={"repeats": 3})
-def figure_13a(ask: Asked) -> Iterator[Table | None]:
+def figure_13a(ask: LyannaFlags) -> Iterator[Table | None]:
     """The head, and softmax with top-k, for the states of all steps at once and one after the other, by steps."""
     llm = LLM(ask.model, max_sequences=1, **ask.llm)
     yield None
@@ -61,7 +72,7 @@ def figure_13a(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.figure(needs=("lyanna",), takes=("eagle",), prompts=4, repeats=1)
-def figure_13b(ask: Asked) -> Iterator[Table | None]:
+def figure_13b(ask: LyannaFlags) -> Iterator[Table | None]:
     """The share of every part of a draft: the layer, the head, the choice of tokens; Lyanna and EAGLE-2."""
     shape_of(ask.lyanna)
     if native.library() is None:
@@ -136,7 +147,7 @@ def head_times(handle: TargetHandle, steps: int, repeats: int) -> dict[str, floa
 # -- a draft
 
 
-def drafts_of(ask: Asked, methods: Mapping[str, Method]) -> dict[str, list[Floats]]:
+def drafts_of(ask: LyannaFlags, methods: Mapping[str, Method]) -> dict[str, list[Floats]]:
     """Of each method and answer: [drafts, PARTS] ms."""
     found: dict[str, list[Floats]] = {name: [] for name in methods}
     with timed_kernels(ask.out / "figure_13b") as read:

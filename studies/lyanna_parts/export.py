@@ -9,7 +9,7 @@ from kit.peers import HEAD, available
 from kit.scores import workload_of
 from kit.study import Entry, Grid, Table, measure
 
-from lyanna_parts.common import DIALOGUE, STEPS, Asked, drafting, study, verdict
+from lyanna_parts.common import DIALOGUE, STEPS, LyannaFlags, drafting, study, verdict
 from paceline.bench.records import Method, Trial
 from paceline.core.errors import CapabilityError
 
@@ -23,7 +23,7 @@ def accepted_length(trials: Sequence[Trial]) -> float:
 
 
 @study.table(needs=("eagle",), tasks=DIALOGUE, prompts=16, repeats=1)
-def eagle_in_vllm(ask: Asked) -> Iterator[Table | None]:
+def eagle_in_vllm(ask: LyannaFlags) -> Iterator[Table | None]:
     """Accepted length of the EAGLE head here and in vLLM's build for CPUs: a chain of likeliest tokens, greedily."""
     reason = available(PEER)
     if reason:

@@ -11,7 +11,7 @@ from typing import Any
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Table
 
-from lyanna_parts.common import DIALOGUE, EXTRA, ROWS, STEPS, WIDTH, Asked, lyanna, shape_of, study
+from lyanna_parts.common import DIALOGUE, EXTRA, ROWS, STEPS, WIDTH, LyannaFlags, lyanna, shape_of, study
 from lyanna_parts.throughput import ALONE, TOP
 from paceline.bench import workloads
 from paceline.bench.records import Method
@@ -97,7 +97,7 @@ def watched(llm: LLM) -> tuple[Any, Tally]:
     return drafter, tally
 
 
-def tally_of(ask: Asked, llm: LLM, task: str) -> Tally:
+def tally_of(ask: LyannaFlags, llm: LLM, task: str) -> Tally:
     """Answers the prompts of a task."""
     drafter, found = watched(llm)
     before = drafter.states_drafted, drafter.states_reused
@@ -119,7 +119,7 @@ def ways(folder: str | None) -> dict[str, Method]:
 
 
 @study.table(needs=("lyanna",), tasks=DIALOGUE, prompts=20)
-def reuse(ask: Asked) -> Iterator[Table | None]:
+def reuse(ask: LyannaFlags) -> Iterator[Table | None]:
     """Share of drafted states that gave logits twice, and tokens won by re-sampled nodes, by depth."""
     shape_of(ask.lyanna)
     methods, tasks = ways(ask.lyanna), ask.names
@@ -144,7 +144,7 @@ def reuse(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def tallies(ask: Asked, method: Method, tasks: list[str]) -> dict[str, Tally]:
+def tallies(ask: LyannaFlags, method: Method, tasks: list[str]) -> dict[str, Tally]:
     """Of every task."""
     llm = LLM(ask.model, drafter=method.drafter, **method.settings, **ask.llm)
     return {task: tally_of(ask, llm, task) for task in tasks}

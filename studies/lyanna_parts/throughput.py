@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kit.grid import ALL, Line, how, lines_of, whole
+from kit.grid import ALL, GridLine, how, lines_of, whole
 from kit.halves import conversations, halves
 from kit.study import Entry, Grid, Table, measure
 
@@ -18,7 +18,7 @@ from lyanna_parts.common import (
     ROWS,
     STEPS,
     WIDTH,
-    Asked,
+    LyannaFlags,
     drafting,
     lyanna,
     shape_of,
@@ -42,7 +42,7 @@ OVER_EAGLE, OVER_BEFORE = 1.2, 1.15  # wanted
 # -- figures 8 and 9
 
 
-def contestants(ask: Asked) -> list[tuple[str, str, int, dict[str, Any], str]]:
+def contestants(ask: LyannaFlags) -> list[tuple[str, str, int, dict[str, Any], str]]:
     """Name, drafter, fixed budget, options and series of every method; each verifies `ROWS` drafted nodes, Lyanna the
     re-sampled ones on top of them, hybrids `HYBRID_NODES`."""
     ours = f"lyanna:{ask.lyanna}"
@@ -70,7 +70,7 @@ def contestants(ask: Asked) -> list[tuple[str, str, int, dict[str, Any], str]]:
     ]
 
 
-def both_budgets(ask: Asked) -> list[Entry]:
+def both_budgets(ask: LyannaFlags) -> list[Entry]:
     """Every method with its fixed budget and with the automatic one."""
     return [
         Entry(drafting(name + mark, drafter, budget, **options), series)
@@ -80,7 +80,7 @@ def both_budgets(ask: Asked) -> list[Entry]:
 
 
 @study.figure(needs=("lyanna", "eagle", "medusa"), takes=("streams", "draft"), prompts=32, repeats=2)
-def figure_8_9(ask: Asked) -> Iterator[Table | None]:
+def figure_8_9(ask: LyannaFlags) -> Iterator[Table | None]:
     """Throughput by batch size: Lyanna, EAGLE-2, Medusa, draft model, look-ups, streams, hybrids; budgets fixed and
     auto."""
     shape_of(ask.lyanna)
@@ -112,7 +112,7 @@ def figure_8_9(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def vars_of(line: Line) -> dict[str, Any]:
+def vars_of(line: GridLine) -> dict[str, Any]:
     """For JSON."""
     return {name: getattr(line, name) for name in line.__dataclass_fields__}
 
@@ -128,7 +128,7 @@ def step_times(report: Report) -> dict[tuple[str, int], tuple[float, float]]:
     return {key: (draft / max(1.0, n), target / max(1.0, n)) for key, (draft, target, n) in sums.items()}
 
 
-def _row(line: Line, times: Mapping[tuple[str, int], tuple[float, float]]) -> list[str]:
+def _row(line: GridLine, times: Mapping[tuple[str, int], tuple[float, float]]) -> list[str]:
     batch = int(line.x or 0)
     draft, target = times.get((line.method, batch), (None, None))
     name, budget = line.method.removesuffix(AUTO), "auto" if line.method.endswith(AUTO) else "fixed"
@@ -153,7 +153,7 @@ def beside_eagle(report: Report) -> list[str]:
     return said
 
 
-def hybrid_verdict(ask: Asked, report: Report) -> list[str]:
+def hybrid_verdict(ask: LyannaFlags, report: Report) -> list[str]:
     """The best new hybrid over the best method of before: one half of the prompts chooses both, the other reports."""
     entries, news = both_budgets(ask), ("Medusa", LYANNA, EAGLE)
     new = [e.method.name for e in entries if e.series == NEW]
@@ -177,7 +177,7 @@ def best_of(report: Report, names: Iterable[str]) -> str | None:
     return max((n for n, r in found.items() if r), key=lambda n: found[n].value, default=None)  # type: ignore[union-attr]
 
 
-def _draw(lines: Sequence[Line], series: Sequence[str], path: Path) -> Path:
+def _draw(lines: Sequence[GridLine], series: Sequence[str], path: Path) -> Path:
     """Tokens/s by batch size, fixed budgets and automatic ones beside each other."""
     names = [*dict.fromkeys(line.method.removesuffix(AUTO) for line in lines if line.series in series)]
     panels = []
@@ -215,7 +215,7 @@ class Arm:
     """One way of re-sampling on one target, over all tasks."""
 
     target: str
-    line: Line
+    line: GridLine
     tokens: float | None  # tokens a pass over those of `OFF`
 
     @property
@@ -238,7 +238,7 @@ def targets_of(model: str) -> list[str]:
 
 
 @study.figure(needs=("lyanna",), prompts=8, repeats=3)
-def figure_12(ask: Asked) -> Iterator[Table | None]:
+def figure_12(ask: LyannaFlags) -> Iterator[Table | None]:
     """Re-sampling off, in an extra pass, in place of a fresh tree, fused; and a fresh tree of as many rows; batch 2."""
     shape_of(ask.lyanna)
     entries = [Entry(method, method.name) for method in fusion_arms(ask.lyanna)]
@@ -272,7 +272,7 @@ def arms_of(target: str, grid: Grid, report: Report) -> list[Arm]:
     lines = lines_of(grid, report)
     base = {line.task: line.call_reduction for line in lines if line.method == OFF}
 
-    def ratio(line: Line) -> float | None:
+    def ratio(line: GridLine) -> float | None:
         of = base.get(line.task)
         return line.call_reduction / of if of and line.call_reduction else None
 

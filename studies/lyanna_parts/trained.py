@@ -13,7 +13,7 @@ import torch
 from kit.study import Table
 from torch import Tensor
 
-from lyanna_parts.common import STEPS, Asked, fastest, study, verdict
+from lyanna_parts.common import STEPS, LyannaFlags, fastest, study, verdict
 from paceline.bench import figures, machine
 from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
@@ -87,7 +87,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 @study.figure(needs=("runs",))
-def figure_5(ask: Asked) -> Iterator[Table | None]:
+def figure_5(ask: LyannaFlags) -> Iterator[Table | None]:
     """Training loss and held-out acceptance of each step, by training step, of several runs."""
     logs = {name: read_log(folder) for name, folder in ask.runs.items()}
     yield None
@@ -122,7 +122,7 @@ def _curves(logs: Mapping[str, Log], kind: str) -> list[Panel]:
 # -- data
 
 
-def data_of(ask: Asked) -> RecipeFile:
+def data_of(ask: LyannaFlags) -> RecipeFile:
     """The recipe with its files found.
 
     Raises:
@@ -132,14 +132,14 @@ def data_of(ask: Asked) -> RecipeFile:
     return locate(read_recipe(ask.recipe), ask.corpus)
 
 
-def encoder_for(ask: Asked, recipe: RecipeFile) -> tuple[Encoder, int]:
+def encoder_for(ask: LyannaFlags, recipe: RecipeFile) -> tuple[Encoder, int]:
     """As the recipe's training has it, and the longest row."""
     longest = max(phase.length for phase in recipe.phases)
     return Encoder(load_tokenizer(resolve_folder(ask.model)), longest), longest
 
 
 @study.figure(needs=("recipe", "corpus"))
-def figure_7(ask: Asked) -> Iterator[Table | None]:
+def figure_7(ask: LyannaFlags) -> Iterator[Table | None]:
     """Share of all tokens of the training data that the most frequent ones are: what the hot quarter covers."""
     recipe = data_of(ask)
     vocab = read_config(resolve_folder(ask.model)).vocab_size
@@ -181,7 +181,7 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.table(needs=("dense", "sparse", "recipe", "corpus"), repeats=TIMES, quick={"repeats": 3})
-def table_2(ask: Asked) -> Iterator[Table | None]:
+def table_2(ask: LyannaFlags) -> Iterator[Table | None]:
     """Token-info for all tokens, for hot ones, for hot ones at load alone: accuracy, bytes, time of a look-up."""
     logs = {name: read_log(folder) for name, folder in ((DENSE, str(ask.dense)), (SPARSE, str(ask.sparse)))}
     models = load_three(str(ask.dense), str(ask.sparse))
@@ -224,7 +224,7 @@ def table_2(ask: Asked) -> Iterator[Table | None]:
 LOOK_UPS = (("look-up by factors", "by_factors"), ("look-up, collapsed", "by_table"))
 
 
-def _machine(ask: Asked) -> dict[str, Any]:
+def _machine(ask: LyannaFlags) -> dict[str, Any]:
     return machine.describe(ask.device).as_dict()
 
 

@@ -44,7 +44,7 @@ class HopCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Ping:
     """What a rendezvous carries to the worker."""
 
     tokens: list[int]
@@ -52,14 +52,14 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Pong:
     """What it carries back."""
 
     tokens: list[int]
     log_q: list[float]
 
 
-KINDS: dict[str, type[Any]] = {"question": Question, "answer": Answer}
+KINDS: dict[str, type[Any]] = {"question": Ping, "answer": Pong}
 
 
 class Answering:
@@ -68,9 +68,9 @@ class Answering:
     kinds = KINDS
     facts = Facts()
 
-    def handle(self, message: Question) -> list[Answer]:
+    def handle(self, message: Ping) -> list[Pong]:
         """The question's own numbers."""
-        return [Answer(message.tokens, message.log_p)]
+        return [Pong(message.tokens, message.log_p)]
 
     def work(self) -> None:
         """There is none."""
@@ -164,7 +164,7 @@ def _meetings(placement: Placement, wait: str, repeats: int) -> list[float]:
     """Seconds of both ways."""
     spin = SPIN_US if wait == "spinning" else 0
     spec = WorkerSpec(name="answering", service=f"{__name__}:answering", kinds=KINDS, placement=placement, spin_us=spin)
-    question, times = Question([50_000] * CANDIDATES, [-1.25] * CANDIDATES), []
+    question, times = Ping([50_000] * CANDIDATES, [-1.25] * CANDIDATES), []
     own = str(Path(__file__).parents[1])  # where the worker finds this module
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
     worker = Worker(spec, Patience(silent_s=PATIENCE_S))

@@ -23,7 +23,7 @@ SIX = "humanities,math,roleplay,stem,coding,math_reasoning"  # of figure 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Options):
+class MirrorFlags(Options):
     """The options of this study."""
 
     draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
@@ -57,7 +57,7 @@ class Asked(Options):
 
 study = Study(
     "Mirror Speculative Decoding: tables and figures.",
-    Asked,
+    MirrorFlags,
     quick={
         "tasks": "sql",
         "max_new_tokens": 8,
@@ -70,20 +70,20 @@ study = Study(
 )
 
 
-def drafter_of(ask: Asked, gamma: int | None = None) -> str:
+def drafter_of(ask: MirrorFlags, gamma: int | None = None) -> str:
     """The draft model, as it is named."""
     streams = f",streams={written(ask.streams)}" if ask.streams else ""
     return f"draft_model:{written(ask.draft)},depth={gamma or ask.gamma}{streams}"
 
 
-def mirror_of(ask: Asked, kappa: int, exit_: str = "1/2", more: str = "") -> str:
+def mirror_of(ask: MirrorFlags, kappa: int, exit_: str = "1/2", more: str = "") -> str:
     """The mirror round, as it is named."""
     heads = f",heads={ask.heads}" if ask.heads else ""
     rows = f",rows={ask.rows}" if ask.rows else ""
     return f"mirror,kappa={kappa},exit={exit_}{heads}{rows}{more}"
 
 
-def prompts_of(ask: Asked, llm: LLM, task: str) -> list[dict[str, Any]]:
+def prompts_of(ask: MirrorFlags, llm: LLM, task: str) -> list[dict[str, Any]]:
     """Of a workload, or of a category of Spec-Bench."""
     if task in {prompt.category for prompt in workloads.load(CATEGORIES, folder=ask.data).prompts}:
         whole = workloads.load(CATEGORIES, folder=ask.data)
@@ -104,12 +104,14 @@ class Heard:
     walls: list[float] = field(default_factory=list)  # ms of each, by a clock around the engine's whole step
 
 
-def plain_llm(ask: Asked) -> LLM:
+def plain_llm(ask: MirrorFlags) -> LLM:
     """The target, which others share."""
     return LLM(ask.model, **ask.llm)
 
 
-def listen(llm: LLM, prompts: Sequence[dict[str, Any]], ask: Asked, temperature: float, alone: bool = False) -> Heard:
+def listen(
+    llm: LLM, prompts: Sequence[dict[str, Any]], ask: MirrorFlags, temperature: float, alone: bool = False
+) -> Heard:
     """Answer prompts in the mirror round, or another one, and write down what it tells.
 
     Each request has a seed of its own: noise goes by seed and position, and requests of one seed would err together.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from kit.study import Table
 
-from mirror_parts.common import Asked, drafter_of, listen, mirror_of, plain_llm, prompts_of, study
+from mirror_parts.common import MirrorFlags, drafter_of, listen, mirror_of, plain_llm, prompts_of, study
 from mirror_parts.modelled import HALF as BEHIND
 from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
@@ -66,7 +66,7 @@ class Fallbacks:
 
 
 @study.figure(takes=("draft", "gamma", "heads", "exits", "kappas"), tasks=OWN, **COUNTS)
-def figure_7(ask: Asked) -> Iterator[Table | None]:
+def figure_7(ask: MirrorFlags) -> Iterator[Table | None]:
     """Fallbacks at T=1 by candidates, for three exits: counted, and predicted as 1 - overlap mass where windows end."""
     widths = ask.widths
     yield None
@@ -131,7 +131,7 @@ def _counts(outputs: Sequence[Any]) -> list[tuple[int, int, tuple[int, ...], tup
 
 
 @study.table(takes=("draft", "gamma", "heads"), tasks=OWN, dtype="float32", **COUNTS)
-def traces(ask: Asked) -> Iterator[Table | None]:
+def traces(ask: MirrorFlags) -> Iterator[Table | None]:
     """Passes, drafted tokens and accepted lengths of the mirror round beside serial's, request by request."""
     yield None
     options = {**ask.llm, "exact": True}
@@ -174,7 +174,7 @@ BUDGETS = ((8, None), (8, 24), (2, None), (8, 12), (1, None))
 
 
 @study.table(takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
-def unequal_depth(ask: Asked) -> Iterator[Table | None]:
+def unequal_depth(ask: MirrorFlags) -> Iterator[Table | None]:
     """Branches of unequal depth under a budget of rows: drafted tokens, and levels left for after the verdict."""
     yield None
     base = plain_llm(ask)
@@ -228,7 +228,7 @@ def after_the_verdict(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 @study.figure(takes=("draft", "gamma"), tasks=OWN, **COUNTS)
-def figure_3b(ask: Asked) -> Iterator[Table | None]:
+def figure_3b(ask: MirrorFlags) -> Iterator[Table | None]:
     """Tokens accepted of a window, by task: mean and standard deviation over requests."""
     yield None
     base = plain_llm(ask)
@@ -285,7 +285,7 @@ class Costs:
 
 
 @study.table(needs=("measured",), takes=("draft", "gamma", "heads"), tasks=OWN, **COUNTS)
-def simulated(ask: Asked) -> Iterator[Table | None]:
+def simulated(ask: MirrorFlags) -> Iterator[Table | None]:
     """Mirror over vanilla on a virtual clock: fallbacks are counted, exit and rendezvous measured (by `law`)."""
     assert ask.measured is not None
     costs = Costs.read(ask.measured)
@@ -388,7 +388,7 @@ def _by_model(values: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]
 
 
 @study.figure(needs=("log",))
-def figure_9(ask: Asked) -> Iterator[Table | None]:
+def figure_9(ask: MirrorFlags) -> Iterator[Table | None]:
     """Loss and agreement of exits while they are trained, from the log of the run."""
     assert ask.log is not None
     try:

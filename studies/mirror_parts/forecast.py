@@ -17,7 +17,7 @@ from typing import Any
 
 from kit.grid import apart
 
-from mirror_parts.common import Asked, Heard, drafter_of, listen, mirror_of, prompts_of
+from mirror_parts.common import Heard, MirrorFlags, drafter_of, listen, mirror_of, prompts_of
 from mirror_parts.latency import MirrorStep
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
@@ -83,7 +83,7 @@ class Forecast:
         return own.reuse + self.share * own.fresh
 
 
-def forecast(ask: Asked) -> Forecast:
+def forecast(ask: MirrorFlags) -> Forecast:
     """Count and measure on other prompts than the study's, in processes of their own.
 
     Raises:
@@ -132,7 +132,7 @@ def whole(steps: Sequence[Step], gamma: int) -> list[Step]:
 # -- what is counted
 
 
-def others_of(ask: Asked, llm: LLM) -> list[dict[str, Any]]:
+def others_of(ask: MirrorFlags, llm: LLM) -> list[dict[str, Any]]:
     """As many prompts of each task as the study has, and none of those."""
     found = []
     for task in ask.names:
@@ -144,7 +144,7 @@ def others_of(ask: Asked, llm: LLM) -> list[dict[str, Any]]:
     return found
 
 
-def counts(ask: Asked) -> tuple[float, int, list[Shape]]:
+def counts(ask: MirrorFlags) -> tuple[float, int, list[Shape]]:
     """Of a run in one process: the share of fallbacks, among how many steps, and the shapes of its rollouts."""
     llm = LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates), **ask.llm)
     round_: Any = llm.engine.round
@@ -169,13 +169,13 @@ def shape_of(own: Ask, levels: Sequence[int]) -> Shape:
 # -- what is measured
 
 
-def target_parts(ask: Asked) -> list[Step]:
+def target_parts(ask: MirrorFlags) -> list[Step]:
     """The target's parts, on its core, with drafts that cost nothing and no drafter anywhere."""
     pin([core for core in cores() if core != ask.core][:1])
     return [*_target_steps(ask, _made_up(ask))]
 
 
-def _made_up(ask: Asked, base: LLM | None = None) -> LLM:
+def _made_up(ask: MirrorFlags, base: LLM | None = None) -> LLM:
     options = {**ask.llm, "threads": 1, "share": base}
     llm = LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates), **options)
     round_: Any = llm.engine.round
@@ -183,7 +183,7 @@ def _made_up(ask: Asked, base: LLM | None = None) -> LLM:
     return llm
 
 
-def _target_steps(ask: Asked, llm: LLM) -> Iterator[Step]:
+def _target_steps(ask: MirrorFlags, llm: LLM) -> Iterator[Step]:
     """Steps without a fresh window, of other prompts in turn."""
     prompts = others_of(ask, llm)
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
@@ -223,14 +223,14 @@ class MadeUp:
     open = reroot = commit = close = nothing
 
 
-def _drafter_llm(ask: Asked) -> LLM:
+def _drafter_llm(ask: MirrorFlags) -> LLM:
     """With a drafter's process, placed as in the mirror round."""
     place = f",rollout=process,cores=<{ask.core}>" + (f",level_ms={ask.level_ms}" if ask.level_ms else "")
     options = {**ask.llm, "threads": 1}
     return LLM(ask.model, drafter=drafter_of(ask), round=mirror_of(ask, ask.candidates, more=place), **options)
 
 
-def drafter_parts(ask: Asked, shapes: Sequence[Shape]) -> list[Step]:
+def drafter_parts(ask: MirrorFlags, shapes: Sequence[Shape]) -> list[Step]:
     """The drafter's parts, driven as the mirror round does it, for a target that stands still."""
     llm = _drafter_llm(ask)
     round_: Any = llm.engine.round
@@ -306,7 +306,7 @@ def _ms(work: Any) -> float:
     return (perf_counter() - began) * 1e3
 
 
-def parts_at_once(ask: Asked, shapes: Sequence[Shape]) -> list[Step]:
+def parts_at_once(ask: MirrorFlags, shapes: Sequence[Shape]) -> list[Step]:
     """The target's parts and rollouts, while the drafter has always another one to draft."""
     base = _drafter_llm(ask)
     llm = _made_up(ask, base)

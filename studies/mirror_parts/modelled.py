@@ -9,7 +9,7 @@ from typing import Any
 
 from kit.study import Table
 
-from mirror_parts.common import Asked, study
+from mirror_parts.common import MirrorFlags, study
 from mirror_parts.latency import MirrorStep
 from paceline.network.exit_heads import shares
 from paceline.network.loader import resolve_folder
@@ -45,7 +45,7 @@ def exception(found: Mapping[str, float]) -> str:
 
 
 @study.table()
-def table_1(ask: Asked) -> Iterator[Table | None]:
+def table_1(ask: MirrorFlags) -> Iterator[Table | None]:
     """Table 1 inverted: Mirror over vanilla is 1 + T_draft / T_target at equal acceptance, one constant a model."""
     yield None
     rows, values = [], {}
@@ -73,7 +73,7 @@ def table_1(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.table()
-def parameters(ask: Asked) -> Iterator[Table | None]:
+def parameters(ask: MirrorFlags) -> Iterator[Table | None]:
     """Parameters of exits: H^2 a head, beside the shares that appendix E.2 states."""
     shape = read_shape(resolve_folder(ask.model))
     yield None

@@ -14,7 +14,7 @@ from typing import Any
 from kit.grid import apart
 from kit.study import Entry, Grid, Table
 
-from mirror_parts.common import SIX, Asked, drafter_of, listen, mirror_of, prompts_of, study
+from mirror_parts.common import SIX, MirrorFlags, drafter_of, listen, mirror_of, prompts_of, study
 from mirror_parts.forecast import ALONE, Forecast, Parts, Step, after, forecast, steps_of, whole
 from paceline import LLM
 from paceline.bench import figures
@@ -59,7 +59,7 @@ WAYS = {  # name: round behind "mirror", threads, whether the drafter has a core
 }
 
 
-def ran(ask: Asked, way: str, gammas: Sequence[int]) -> list[Ran]:
+def ran(ask: MirrorFlags, way: str, gammas: Sequence[int]) -> list[Ran]:
     """Answer the prompts of all tasks, one after the other, with windows of each of these lengths; in a fresh process,
     which it keeps to some cores."""
     here, (_, threads, _) = cores(), WAYS[way]
@@ -72,7 +72,7 @@ def ran(ask: Asked, way: str, gammas: Sequence[int]) -> list[Ran]:
     return found
 
 
-def _answered(ask: Asked, way: str, gamma: int, base: LLM) -> Ran:
+def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> Ran:
     more, threads, alone = WAYS[way]
     if alone and not more:  # the cores that the mirror round's target has
         pin([core for core in cores() if core != ask.core][:1])
@@ -145,7 +145,7 @@ def _drafter(llm: LLM) -> Any:
     return round_.guard.drafter
 
 
-def _two_cores(ask: Asked) -> None:
+def _two_cores(ask: MirrorFlags) -> None:
     here = cores()
     if ask.core not in here or len(here) < 2:
         raise CapabilityError(f"--core {ask.core}", f"this process may use {here}", "give one of two cores or more")
@@ -159,7 +159,7 @@ def _two_cores(ask: Asked) -> None:
     prompts=8,
     max_new_tokens=64,
 )
-def law(ask: Asked) -> Iterator[Table | None]:
+def law(ask: MirrorFlags) -> Iterator[Table | None]:
     """The latency law on two cores: steps forecast from times in isolation on other prompts, and observed."""
     _two_cores(ask)
     if ask.level_ms is not None and ask.level_ms <= 0:
@@ -270,7 +270,7 @@ def _said(facts: dict[str, Any]) -> list[str]:
     max_new_tokens=32,
     repeats=1,
 )
-def figure_3a(ask: Asked) -> Iterator[Table | None]:
+def figure_3a(ask: MirrorFlags) -> Iterator[Table | None]:
     """Windows of 1 to 8 tokens: tokens accepted, and draft time on the critical path, serial and mirror."""
     _two_cores(ask)
     yield None
@@ -309,7 +309,7 @@ def figure_3a(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def _drafts(ask: Asked) -> dict[str, Asked]:
+def _drafts(ask: MirrorFlags) -> dict[str, MirrorFlags]:
     """The plain draft, and that with streams, where there are any: what is behind a label, and who is asked."""
     plain = {"": replace(ask, streams=None)}
     return plain | ({", streams": ask} if ask.streams else {})
@@ -324,7 +324,7 @@ def _drafts(ask: Asked) -> dict[str, Asked]:
     max_new_tokens=48,
     gamma=5,
 )
-def figure_6b(ask: Asked) -> Iterator[Table | None]:
+def figure_6b(ask: MirrorFlags) -> Iterator[Table | None]:
     """A draft with streams against a plain one, in series: its passes and its time for a window."""
     _two_cores(ask)
     if not ask.streams:
@@ -371,7 +371,7 @@ def figure_6b(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def _both(ask: Asked) -> list[Entry]:
+def _both(ask: MirrorFlags) -> list[Entry]:
     """Serial speculation, and the mirror round with a drafter's process; target and drafter have a thread each."""
     if len(cores()) < 2:
         raise CapabilityError("two processes", "this process may use one core", "give it two")
@@ -390,14 +390,14 @@ BOTH = ("draft", "streams", "candidates", "gamma", "heads", "rows")
 
 
 @study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql,gsm8k", prompts=4, max_new_tokens=48, threads=1)
-def figure_4(ask: Asked) -> Grid:
+def figure_4(ask: MirrorFlags) -> Grid:
     """Speed-up over the target alone: serial and mirror, a plain draft and one with streams, greedy and at T = 1."""
     cells = {"temperatures": (0.0, 1.0)}
     return Grid(title="Serial and mirror", entries=_both(ask), x_label="temperature", cell="temperature", cells=cells)
 
 
 @study.figure(takes=BOTH, model=STRETCHED, draft=DRAFT, tasks="sql", prompts=8, max_new_tokens=48, threads=1)
-def figure_5(ask: Asked) -> Grid:
+def figure_5(ask: MirrorFlags) -> Grid:
     """Speed-up by batch size, serial and mirror."""
     batches = BATCHES[:2] if ask.quick else BATCHES
     cells = {"batches": batches}

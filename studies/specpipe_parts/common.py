@@ -59,7 +59,7 @@ ASSUMED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Options):
+class PipeFlags(Options):
     """The options of this study."""
 
     draft: str = asked("paceline-small-draft", "Draft model.", "MODEL")
@@ -74,7 +74,7 @@ class Asked(Options):
 
 study = Study(
     "SpecPipe: the paper's tables and figures in virtual time.",
-    Asked,
+    PipeFlags,
     quick={"prompts": 1, "max_new_tokens": 10},
 )
 
@@ -85,12 +85,12 @@ def loaded(model: str, dtype: str, threads: int | None) -> LLM:
     return LLM(model, dtype=dtype, threads=threads, max_sequences=16)
 
 
-def target(ask: Asked) -> LLM:
+def target(ask: PipeFlags) -> LLM:
     """The target that is asked for, on the CPU."""
     return loaded(ask.model, ask.dtype, ask.threads)
 
 
-def prompts(ask: Asked, tokens: int) -> list[list[int]]:
+def prompts(ask: PipeFlags, tokens: int) -> list[list[int]]:
     """The first prompts of each task, with room for so many tokens."""
     found: list[list[int]] = []
     for task in ask.names:
@@ -104,13 +104,13 @@ def greedy(tokens: int, **options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True} | options)
 
 
-def plain(ask: Asked, jobs: Sequence[Job]) -> list[list[int]]:
+def plain(ask: PipeFlags, jobs: Sequence[Job]) -> list[list[int]]:
     """What plain decoding says."""
     outputs = target(ask).generate([{"prompt_token_ids": [*ids]} for ids, _ in jobs], [params for _, params in jobs])
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def draft_of(ask: Asked) -> Any:
+def draft_of(ask: PipeFlags) -> Any:
     """The draft model, afresh."""
     llm = target(ask)
     chosen = registry.parse(f"draft_model:{ask.draft}")
@@ -154,7 +154,7 @@ class Evenly:
 
 
 @dataclass(kw_only=True)
-class Run:
+class PipelineRun:
     """What came of some requests."""
 
     said: list[list[int]]
@@ -192,7 +192,7 @@ class Run:
         return sum(map(len, self.said)) / self.seconds
 
 
-def two_hosts(ask: Asked) -> dict[str, Any]:
+def two_hosts(ask: PipeFlags) -> dict[str, Any]:
     """The first half of the stages behind the coordinator's 10 GbE; rows take on it as long as the paper's."""
     decoder = target(ask).decoder
     row = decoder.config.d_model * decoder.dtype.itemsize
@@ -247,7 +247,7 @@ class Watched(Widths):
 
 
 def decode(
-    ask: Asked,
+    ask: PipeFlags,
     jobs: Sequence[Job],
     drafter: Any,
     config: PipelineConfig,
@@ -258,7 +258,7 @@ def decode(
     link: Link = FREE,
     far: Collection[int] = (),
     widths: Widths | None = None,
-) -> Run:
+) -> PipelineRun:
     """Requests through a pipeline in virtual time.
 
     Args:
@@ -298,10 +298,10 @@ def decode(
                 row += [clock.now()] * (len(state.token_ids) - len(row))
         assert round_.failure is None, round_.failure
         said = [[*state.token_ids] for state in live]
-        return Run(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=belt.timeline.spans)
+        return PipelineRun(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=belt.timeline.spans)
 
 
-def pool_of(ask: Asked, jobs: Sequence[Job], drafter: Any) -> KVPool:
+def pool_of(ask: PipeFlags, jobs: Sequence[Job], drafter: Any) -> KVPool:
     """Room for all requests, which the drafter has, too."""
     decoder = target(ask).decoder
     slots = sum(len(ids) + (params.max_tokens or 0) + 64 for ids, params in jobs) + 4096
@@ -310,7 +310,7 @@ def pool_of(ask: Asked, jobs: Sequence[Job], drafter: Any) -> KVPool:
     return KVPool(*decoder.cache_shape, slots, decoder.dtype, decoder.device)
 
 
-def engine_over(ask: Asked, round_: PipelineRound, pool: KVPool, together: int) -> Engine:
+def engine_over(ask: PipeFlags, round_: PipelineRound, pool: KVPool, together: int) -> Engine:
     """So many requests at once."""
     shape = target(ask).decoder.config
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
@@ -318,6 +318,6 @@ def engine_over(ask: Asked, round_: PipelineRound, pool: KVPool, together: int) 
     return Engine(round_, pool, limits, scheduler, FixedBudget(size=0, why="a pipeline"), None, {})
 
 
-def levels(ask: Asked, **options: Any) -> PipelineConfig:
+def levels(ask: PipeFlags, **options: Any) -> PipelineConfig:
     """SpecPipe's pipeline, as asked for."""
     return PipelineConfig(**{"stages": ask.stages, "width": ask.width, "children": ask.children} | options)

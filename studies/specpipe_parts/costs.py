@@ -18,7 +18,7 @@ from paceline.network.stages import Frame, StagesInTurn
 from specpipe_parts.common import (
     LEAP,
     OWN,
-    Asked,
+    PipeFlags,
     draft_of,
     engine_over,
     greedy,
@@ -103,7 +103,7 @@ class TimedStages(StagesInTurn):
         return replace(frame, hidden=decoder.words(tokens, positions))
 
 
-def costs_of(ask: Asked, batch: int, found: Sequence[Sequence[int]]) -> Costs:
+def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Costs:
     """Of so many requests at once; ticks with a prompt among them do not count."""
     tokens = ask.max_new_tokens or 0
     jobs = [(found[place % len(found)], greedy(tokens)) for place in range(batch)]
@@ -154,7 +154,7 @@ def fitted_ms(points: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> li
 
 
 @study.table(takes=OWN, tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=24)
-def costs(ask: Asked) -> Iterator[Table | None]:
+def costs(ask: PipeFlags) -> Iterator[Table | None]:
     """Real time, on an idle machine: verdicts, pruning, frames and plans, by requests at once."""
     found = prompts(ask, ask.max_new_tokens or 0)
     yield None

@@ -75,7 +75,7 @@ def hit_rate_of(stages: int, measured: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MeasuredTree:
     """A shape of the tree's levels, and what was measured with it."""
 
     width: int  # w
@@ -83,7 +83,7 @@ class Candidate:
     hit_rate: float  # P(w) with k candidates a node
 
 
-def choose_tree(candidates: Iterable[Candidate], step_time: Callable[[int], float], stages: int) -> Candidate:
+def choose_tree(candidates: Iterable[MeasuredTree], step_time: Callable[[int], float], stages: int) -> MeasuredTree:
     """w and k with the lowest `expected_tbt` (section 3.3.3); of equals the smallest tree.
 
     Args:
@@ -92,7 +92,7 @@ def choose_tree(candidates: Iterable[Candidate], step_time: Callable[[int], floa
         stages: m.
     """
 
-    def cost(one: Candidate) -> tuple[float, int, int]:
+    def cost(one: MeasuredTree) -> tuple[float, int, int]:
         return expected_tbt(step_time(one.width), stages, one.hit_rate), one.width, one.children
 
     return min(candidates, key=cost)

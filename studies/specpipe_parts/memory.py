@@ -10,7 +10,7 @@ from paceline.kv.pool import KVPool
 from paceline.network.stages import Stage
 from paceline.planning.models import named, shape_of
 from paceline.planning.throughput import Precision
-from specpipe_parts.common import Asked, levels, study, target
+from specpipe_parts.common import PipeFlags, levels, study, target
 from specpipe_parts.law import stage_bytes
 
 GIB, MIB = 2**30, 2**20
@@ -33,7 +33,7 @@ def held(stage: Stage) -> int:
 
 
 @study.table(takes=("stages",), stages=4)
-def table_1(ask: Asked) -> Iterator[Table | None]:
+def table_1(ask: PipeFlags) -> Iterator[Table | None]:
     """Memory a stage: Llama 70B with grouped queries counted right, and the target here, predicted and counted."""
     llm = target(ask)
     config = levels(ask)

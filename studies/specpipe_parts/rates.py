@@ -18,8 +18,8 @@ from specpipe_parts.common import (
     HOW,
     OWN,
     STAGE_MS,
-    Asked,
     Job,
+    PipeFlags,
     Watched,
     decode,
     draft_of,
@@ -31,12 +31,12 @@ from specpipe_parts.common import (
     study,
     target,
 )
-from specpipe_parts.law import Candidate, choose_tree, expected_tbt
+from specpipe_parts.law import MeasuredTree, choose_tree, expected_tbt
 
 WIDTHS = (1, 2, 4, 8)
 
 
-def ranks_below(ask: Asked, jobs: Sequence[Job], answers: Sequence[Sequence[int]], width: int) -> list[int]:
+def ranks_below(ask: PipeFlags, jobs: Sequence[Job], answers: Sequence[Sequence[int]], width: int) -> list[int]:
     """Of each token but an answer's first, its place among the draft's candidates below the text; -1: none of them.
 
     It is what a level hits whose parent is known: P(w, 1), the paper's own figure 7.
@@ -59,7 +59,7 @@ def ranks_below(ask: Asked, jobs: Sequence[Job], answers: Sequence[Sequence[int]
 
 
 @study.figure(takes=OWN, tasks="books", prompts=7, max_new_tokens=32)
-def figure_7(ask: Asked) -> Iterator[Table | None]:
+def figure_7(ask: PipeFlags) -> Iterator[Table | None]:
     """Hit rate P(w, m) on books, by width and by the levels that the source must be ahead.
 
     With one stage nothing is ahead, and P(w, 1) is the share of tokens among the draft's w best below the text.
@@ -109,7 +109,7 @@ def figure_7(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=1, max_new_tokens=32)
-def figure_10(ask: Asked) -> Iterator[Table | None]:
+def figure_10(ask: PipeFlags) -> Iterator[Table | None]:
     """Time between tokens and hit rate by width w and candidates k, and what the planner would choose."""
     tokens = ask.max_new_tokens or 0
     found = prompts(ask, tokens)
@@ -129,7 +129,7 @@ def figure_10(ask: Asked) -> Iterator[Table | None]:
             bound = expected_tbt(STAGE_MS, ask.stages, rate)
             rows.append([str(width), str(children), f"{rate:.3f}", f"{tbt:.1f}", f"{bound:.1f}"])
     rates = {key: rate for key, (rate, _) in tried.items()}
-    chosen = choose_tree([Candidate(*key, rate) for key, rate in rates.items()], stage_seconds, ask.stages)
+    chosen = choose_tree([MeasuredTree(*key, rate) for key, rate in rates.items()], stage_seconds, ask.stages)
     best = min(tried, key=lambda key: (tried[key][1], key))
     panel = Panel(
         title="",

@@ -29,7 +29,7 @@ from paceline.kv.pool import KVPool
 from paceline.network.stages import TEXT, Frame, Stage, StageRows
 from paceline.rounds.pipeline import PipelineConfig
 from paceline.stage_worker import service
-from specpipe_parts.common import Asked, prompts, study, target
+from specpipe_parts.common import PipeFlags, prompts, study, target
 
 STRETCHED = "stretch:paceline-small,times=16"
 RATE = 0.95
@@ -59,7 +59,7 @@ class Ran:
     bubble: float  # ticks without a token for each one with a token
 
 
-def ran(ask: Asked, way: str, found: Sequence[Sequence[int]], answers: str) -> Ran:
+def ran(ask: PipeFlags, way: str, found: Sequence[Sequence[int]], answers: str) -> Ran:
     """Answer prompts one after the other, in a fresh process."""
     options = dict(WAYS[way])
     if options.pop("pipeline", False):
@@ -92,7 +92,7 @@ def ran(ask: Asked, way: str, found: Sequence[Sequence[int]], answers: str) -> R
     return Ran(tbt=fmean(times), said=said, rate=hits / max(1, len(verdicts)), bubble=empty / max(1, len(verdicts)))
 
 
-def _stage(ask: Asked, index: int) -> tuple[Stage, Any]:
+def _stage(ask: PipeFlags, index: int) -> tuple[Stage, Any]:
     """A stage as a process has it, and the head that belongs to the last one."""
     config = LLMConfig(model=ask.model, dtype=ask.dtype, pipeline=2)
     if index:
@@ -106,7 +106,7 @@ def _stage(ask: Asked, index: int) -> tuple[Stage, Any]:
 
 
 @inference
-def _work(ask: Asked, index: int, line: Any) -> None:
+def _work(ask: PipeFlags, index: int, line: Any) -> None:
     """A stage on its core: passes of one row, for as long as it is told to; answers with the ms of a pass."""
     pin([cores()[index]])
     torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def _work(ask: Asked, index: int, line: Any) -> None:
         line.send(1e3 * (time.perf_counter() - began) / count)
 
 
-def alone_and_both(ask: Asked) -> tuple[list[float], list[float]]:
+def alone_and_both(ask: PipeFlags) -> tuple[list[float], list[float]]:
     """Ms of a pass of each stage, where the other one rests, and where both work."""
     context = multiprocessing.get_context("spawn")
     lines = []
@@ -151,7 +151,7 @@ def alone_and_both(ask: Asked) -> tuple[list[float], list[float]]:
 
 
 @inference
-def layers_ms(ask: Asked, rows: Sequence[int], context: int) -> dict[int, float]:
+def layers_ms(ask: PipeFlags, rows: Sequence[int], context: int) -> dict[int, float]:
     """Median ms of all layers without the head, by rows of a tree's level behind so many tokens."""
     decoder = target(ask).decoder
     pool = KVPool(*decoder.cache_shape, context + max(rows), decoder.dtype, decoder.device)
@@ -173,7 +173,7 @@ def layers_ms(ask: Asked, rows: Sequence[int], context: int) -> dict[int, float]
 
 
 @study.figure(tasks="sql", prompts=1)
-def figure_9(ask: Asked) -> Iterator[Table | None]:
+def figure_9(ask: PipeFlags) -> Iterator[Table | None]:
     """Real time, on an idle machine: what a layer takes by rows of a level."""
     target(ask)
     yield None
@@ -197,7 +197,7 @@ def figure_9(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.table(model=STRETCHED, tasks="sql", prompts=2, max_new_tokens=64)
-def real(ask: Asked) -> Iterator[Table | None]:
+def real(ask: PipeFlags) -> Iterator[Table | None]:
     """Real time, on an idle machine: two stages on two cores against the ceiling, the plain pipeline, two threads."""
     if len(cores()) < 2:
         raise CapabilityError("two stages on two cores", "this process may use one core", "give it two")

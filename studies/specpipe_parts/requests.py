@@ -20,7 +20,7 @@ from specpipe_parts.common import (
     OWN,
     STAGE_MS,
     VLLM_STAGE_MS,
-    Asked,
+    PipeFlags,
     decode,
     draft_of,
     greedy,
@@ -54,7 +54,7 @@ def tail(values: Sequence[float], share: float) -> float:
 
 
 @study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=12, max_new_tokens=24)
-def figure_16(ask: Asked) -> Iterator[Table | None]:
+def figure_16(ask: PipeFlags) -> Iterator[Table | None]:
     """Throughput and time between tokens by requests at once, with tails (figure 17)."""
     tokens = ask.max_new_tokens or 0
     tasks = [prompts(replace(ask, tasks=task), tokens) for task in ask.names]

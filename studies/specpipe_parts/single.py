@@ -22,8 +22,8 @@ from specpipe_parts.common import (
     OWN,
     STAGE_MS,
     TREE,
-    Asked,
     Evenly,
+    PipeFlags,
     decode,
     draft_of,
     greedy,
@@ -36,7 +36,7 @@ from specpipe_parts.common import (
 from specpipe_parts.law import equation_2, expected_tbt, hit_rate_of, tbt_with_bubbles
 
 
-def both_links(ask: Asked) -> dict[str, dict[str, Any]]:
+def both_links(ask: PipeFlags) -> dict[str, dict[str, Any]]:
     """One host, and two."""
     return {"no link": {}, "10 GbE": two_hosts(ask)}
 
@@ -45,7 +45,7 @@ MS = f"ms between tokens ({VIRTUAL})"
 
 
 @study.table(takes=("stages",), prompts=1, max_new_tokens=200)
-def figure_11(ask: Asked) -> Iterator[Table | None]:
+def figure_11(ask: PipeFlags) -> Iterator[Table | None]:
     """The formula, in the clock: hit rates inverted from the paper's speed-ups, a source that is right so often."""
     tokens = ask.max_new_tokens or 0
     (prompt,) = prompts(ask, tokens)[:1]
@@ -109,7 +109,7 @@ def figure_11(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.table(takes=OWN, tasks="sql,e2e,gsm8k,books", prompts=2, max_new_tokens=48)
-def figure_13(ask: Asked) -> Iterator[Table | None]:
+def figure_13(ask: PipeFlags) -> Iterator[Table | None]:
     """Our own drafts by task, in one host and over 10 GbE between two: times the plain pipeline."""
     tokens = ask.max_new_tokens or 0
     found = {task: prompts(replace(ask, tasks=task), tokens) for task in ask.names}
@@ -161,7 +161,7 @@ def figure_13(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.figure(takes=OWN, prompts=1, max_new_tokens=24)
-def figure_12(ask: Asked) -> Iterator[Table | None]:
+def figure_12(ask: PipeFlags) -> Iterator[Table | None]:
     """Who works when: source, stages, links; steps that stand below each other, and a flush."""
     tokens = ask.max_new_tokens or 0
     (prompt,) = prompts(ask, tokens)[:1]
@@ -204,13 +204,13 @@ def figure_12(ask: Asked) -> Iterator[Table | None]:
 WAYS = ("SpecPipe", "SpecInfer")
 
 
-def way(ask: Asked, name: str) -> PipelineConfig:
+def way(ask: PipeFlags, name: str) -> PipelineConfig:
     """A method in the same stages."""
     return levels(ask) if name == WAYS[0] else PipelineConfig(stages=ask.stages, tree=TREE)
 
 
 @study.figure(takes=OWN, tasks="sql,e2e,gsm8k", prompts=2, max_new_tokens=32)
-def figure_14(ask: Asked) -> Iterator[Table | None]:
+def figure_14(ask: PipeFlags) -> Iterator[Table | None]:
     """Hit rate against time between tokens: SpecPipe, and SpecInfer's tree in the same stages."""
     tokens = ask.max_new_tokens or 0
     found = prompts(ask, tokens)
@@ -252,7 +252,7 @@ PAPERS_SAMPLING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 80
 
 
 @study.table(takes=OWN, tasks="sql,e2e,gsm8k", prompts=3, max_new_tokens=48)
-def figure_15(ask: Asked) -> Iterator[Table | None]:
+def figure_15(ask: PipeFlags) -> Iterator[Table | None]:
     """Greedy and stochastic decoding (temperature 0.6, top-p 0.9, top-k 80; five seeds), and the two lossy rules.
 
     Answers end where they end: behind its end a greedy answer repeats itself, which a draft predicts too well.

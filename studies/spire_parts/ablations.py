@@ -23,7 +23,7 @@ from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.data import Encoder, SourceSpec, TokenBatch, load_source
 from paceline.training.job import held_out
 from paceline.training.network import Network
-from spire_parts.common import DEPTH, SPIRE, Asked, Floats, Mean, mean_of, path_of, ratio_of, study
+from spire_parts.common import DEPTH, SPIRE, Floats, Mean, SpireFlags, mean_of, path_of, ratio_of, study
 
 LENGTH, ROWS = 512, 4  # of a row; rows of a batch
 DEEPEST = 8
@@ -49,7 +49,7 @@ class Estimate:
         return mean_of(*ratio_of(np.stack([self.sums[:, -1] - other.sums[:, -1], self.starts], 1)))
 
 
-def text_of(ask: Asked) -> dict[str, list[TokenBatch]]:
+def text_of(ask: SpireFlags) -> dict[str, list[TokenBatch]]:
     """The drawn text by domain, as far as it is needed.
 
     Raises:
@@ -92,13 +92,13 @@ def estimate(folder: str, target: Network, batches: Sequence[TokenBatch], depth:
     return Estimate(np.concatenate(sums), np.concatenate(starts))
 
 
-def _judged(ask: Asked, folders: Mapping[str, str], depth: int | None = None) -> dict[str, Estimate]:
+def _judged(ask: SpireFlags, folders: Mapping[str, str], depth: int | None = None) -> dict[str, Estimate]:
     batches = [batch for own in text_of(ask).values() for batch in own]
     target = Network.load(resolve_folder(ask.model), frozen=True)
     return {name: estimate(folder, target, batches, depth) for name, folder in folders.items()}
 
 
-def _check(ask: Asked, folders: Mapping[str, str]) -> None:
+def _check(ask: SpireFlags, folders: Mapping[str, str]) -> None:
     """Refuse what cannot be judged before anything is loaded."""
     for file in ask.drawn.values():
         path_of(file)
@@ -109,7 +109,7 @@ def _check(ask: Asked, folders: Mapping[str, str]) -> None:
 
 
 @study.figure(needs=("spire", "variants", "drawn"), takes=("starts",))
-def figure_5(ask: Asked) -> Iterator[Table | None]:
+def figure_5(ask: SpireFlags) -> Iterator[Table | None]:
     """Ablations: tau of drafts that were trained with one technique off, and how far below SPIRe's, paired."""
     folders = {SPIRE: str(ask.spire), **ask.variants}
     _check(ask, folders)
@@ -142,7 +142,7 @@ def _bars(means: Mapping[str, Mean]) -> Panel:
 
 
 @study.figure(needs=("spire", "drawn"), takes=("starts", "variants"))
-def tau_by_depth(ask: Asked) -> Iterator[Table | None]:
+def tau_by_depth(ask: SpireFlags) -> Iterator[Table | None]:
     """Tau by depth, k = 1 to 8, by the teacher-forced estimator; of SPIRe and of all variants."""
     folders = {SPIRE: str(ask.spire), **ask.variants}
     _check(ask, folders)

@@ -22,8 +22,8 @@ from spire_parts.common import (
     MIDDLE,
     SPIRE,
     VANILLA,
-    Asked,
     Mean,
+    SpireFlags,
     contestants,
     mean_of,
     method_of,
@@ -73,7 +73,7 @@ def tau_of(report: Report, cells: Cells) -> Mean | None:
     return mean_of(float(np.mean(values)), np.mean(drawn, axis=0)) if values else None
 
 
-def texts_of(ask: Asked) -> dict[str, list[str]]:
+def texts_of(ask: SpireFlags) -> dict[str, list[str]]:
     """Tasks of the target's domains, and those of other text."""
     others = [name.strip() for name in ask.others.split(",") if name.strip()]
     return {OWN: ask.names, **({OTHER: others} if others else {})}
@@ -91,7 +91,7 @@ KINDS = {  # columns of table 1: verifier and temperature
 }
 
 
-def grids_of(ask: Asked, contexts: Sequence[int]) -> dict[str, Grid]:
+def grids_of(ask: SpireFlags, contexts: Sequence[int]) -> dict[str, Grid]:
     """By verifier the drafts under it, at the temperatures of `KINDS`."""
     found = {}
     for verifier in dict.fromkeys(verifier for verifier, _ in KINDS.values()):
@@ -123,7 +123,7 @@ def rows_of(reports: Mapping[str, Report], names: Sequence[str], tasks: Sequence
     repeats=1,
     max_new_tokens=TOKENS,
 )
-def table_1(ask: Asked) -> Iterator[Table | None]:
+def table_1(ask: SpireFlags) -> Iterator[Table | None]:
     """Tau at k = 4 by context, from the engine: sampled drafts, rejection, T=1; with the target's noise; greedy."""
     names, texts, contexts = contestants(ask), texts_of(ask), ask.few(CONTEXTS)
     grids = grids_of(ask, contexts)
@@ -172,7 +172,7 @@ def _verdicts(rows: Rows) -> list[str]:
 @study.figure(
     needs=("vanilla",), takes=("draft", "spire", "window"), tasks=DOMAINS, prompts=8, repeats=2, max_new_tokens=TOKENS
 )
-def depths(ask: Asked) -> Grid:
+def depths(ask: SpireFlags) -> Grid:
     """Tau and throughput by depth, k = 1 to 8: drafts with the target's noise, T=1, context 960."""
     entries = [
         Entry(replace(method_of(ask, name, k, "sample_and_match"), name=f"{name}, k={k}"), name, k)
@@ -186,7 +186,7 @@ def depths(ask: Asked) -> Grid:
 @study.table(
     needs=("vanilla",), takes=("draft", "spire", "window"), tasks=DOMAINS, prompts=32, repeats=1, max_new_tokens=TOKENS
 )
-def verification(ask: Asked) -> Iterator[Table | None]:
+def verification(ask: SpireFlags) -> Iterator[Table | None]:
     """Block verification beside token verification: tau at T=1, k = 4, context 960."""
     context, verifiers = MIDDLE, {"token": "rejection", "block": "block"}
     methods = {

@@ -28,7 +28,7 @@ INTERVALS = "intervals: 95%, bootstrap over prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Options):
+class SpireFlags(Options):
     """The options of this study."""
 
     hoi: float = asked(
@@ -67,7 +67,7 @@ class Asked(Options):
 
 study = Study(
     "SPIRe, with MagicDec and a vanilla draft beside it: the paper's tables and figures.",
-    Asked,
+    SpireFlags,
     quick={"tasks": "sql", "max_new_tokens": 12, "prompts": 2, "repeats": 1, "starts": 40},
 )
 
@@ -75,14 +75,14 @@ study = Study(
 # -- drafts
 
 
-def drafter_of(ask: Asked, name: str) -> str:
+def drafter_of(ask: SpireFlags, name: str) -> str:
     """What ``--method`` calls a draft."""
     if name == MAGICDEC:
         return f"magicdec,window={ask.window}"
     return f"{'spire' if name == SPIRE else 'draft_model'}:{folder_of(ask, name)}"
 
 
-def folder_of(ask: Asked, name: str) -> str:
+def folder_of(ask: SpireFlags, name: str) -> str:
     """The folder of a trained draft.
 
     Raises:
@@ -94,12 +94,12 @@ def folder_of(ask: Asked, name: str) -> str:
     return str(folder)
 
 
-def contestants(ask: Asked) -> list[str]:
+def contestants(ask: SpireFlags) -> list[str]:
     """The drafts that are there, in the order of the paper's table."""
     return [name for name in (VANILLA, DRAFT, MAGICDEC, SPIRE) if name == MAGICDEC or getattr(ask, FLAGS[name])]
 
 
-def method_of(ask: Asked, name: str, depth: int = DEPTH, verifier: str = "rejection", **options: Any) -> Method:
+def method_of(ask: SpireFlags, name: str, depth: int = DEPTH, verifier: str = "rejection", **options: Any) -> Method:
     """A draft of ``depth`` sampled tokens in every step; under sample_and_match, of tokens with the target's noise."""
     proposes = "coupled" if verifier == "sample_and_match" else "sampled"
     text = ",".join(

@@ -12,7 +12,17 @@ from paceline.attention.base import slot_indices
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.records import PLAIN, Method
 from paceline.core.sampling import SamplingParams
-from spire_parts.common import CONTEXTS, DEPTH, MAGICDEC, SPIRE, Asked, contestants, method_of, study, verdict
+from spire_parts.common import (
+    CONTEXTS,
+    DEPTH,
+    MAGICDEC,
+    SPIRE,
+    SpireFlags,
+    contestants,
+    method_of,
+    study,
+    verdict,
+)
 
 STEPS = 3  # behind the prompt: drafts are made and some of them kept
 
@@ -56,7 +66,7 @@ def counted(llm: Any, name: str, context: int) -> tuple[int, int, int]:
 
 
 @study.table(needs=("vanilla",), takes=("spire", "draft", "window"))
-def kv_bytes(ask: Asked) -> Iterator[Table | None]:
+def kv_bytes(ask: SpireFlags) -> Iterator[Table | None]:
     """K/V by context: bytes that a draft holds for a text, and bytes that one of its passes reads."""
     contexts = CONTEXTS
     yield None

@@ -15,7 +15,7 @@ from kit.study import Table
 
 from paceline.bench.records import PLAIN
 from spire_parts.accepted import OWN
-from spire_parts.common import Asked, path_of, study, verdict
+from spire_parts.common import SpireFlags, path_of, study, verdict
 
 WANTED_ERROR, WANTED_TIMES = 0.20, 1.5
 NOISE = "T=1, the target's noise"  # the column of table 1 whose drafts are these
@@ -27,7 +27,7 @@ FORESEEN = ("batch", "context", "method", "tau of other prompts", "times plain, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class JudgedCell:
     """One method at one batch and context."""
 
     method: str
@@ -59,32 +59,32 @@ def taus_of(files: str) -> Taus:
     return {(row["draft"], row["context"]): row[NOISE][0] for row in rows if row[NOISE]}
 
 
-def read_cells(file: str) -> list[Cell]:
+def read_cells(file: str) -> list[JudgedCell]:
     """What ``cells`` wrote (JSON).
 
     Raises:
         ConfigError: there is no such file.
     """
-    return [Cell(**one) for one in json.loads(path_of(file).read_text("utf-8"))["cells"]]
+    return [JudgedCell(**one) for one in json.loads(path_of(file).read_text("utf-8"))["cells"]]
 
 
 class Cells:
     """All methods at all batches and contexts."""
 
-    def __init__(self, found: Sequence[Cell]) -> None:
+    def __init__(self, found: Sequence[JudgedCell]) -> None:
         self.all = list(found)
         self.plain = {one.place: one for one in found if one.method == PLAIN}
         self.drafts = [one for one in found if one.method != PLAIN]
 
-    def cost(self, one: Cell) -> float:
+    def cost(self, one: JudgedCell) -> float:
         """A step in plain ones: the tau from which it pays."""
         return one.seconds / self.plain[one.place].seconds
 
-    def predicted_cost(self, one: Cell) -> float:
+    def predicted_cost(self, one: JudgedCell) -> float:
         """The same as the law says."""
         return one.predicted / self.plain[one.place].predicted
 
-    def times(self, one: Cell) -> float:
+    def times(self, one: JudgedCell) -> float:
         """Times plain decoding, as measured."""
         return one.tau / self.cost(one)
 
@@ -92,7 +92,7 @@ class Cells:
         """For a table with `HEAD`."""
         return [self._row(one) for one in self.all]
 
-    def _row(self, one: Cell) -> list[str]:
+    def _row(self, one: JudgedCell) -> list[str]:
         step = [f"{1e3 * one.seconds:.1f}", f"{1e3 * one.predicted:.1f}", f"{one.error:+.0%}"]
         costs = [f"{self.cost(one):.2f}", f"{self.predicted_cost(one):.2f}"]
         made = [f"{one.tau:.2f}", f"{one.batch * one.tau / one.seconds:,.0f}", f"{self.times(one):.2f}"]
@@ -127,11 +127,11 @@ class Foreseen:
         self.cells, self.taus = cells, taus
         self.drafts = [one for one in cells.drafts if (one.method, one.context) in taus]
 
-    def times(self, one: Cell) -> float:
+    def times(self, one: JudgedCell) -> float:
         """Times plain decoding, as predicted; 1 of plain decoding itself."""
         return self.taus.get((one.method, one.context), 1.0) / self.cells.predicted_cost(one)
 
-    def error(self, one: Cell) -> float:
+    def error(self, one: JudgedCell) -> float:
         """Predicted over measured, less 1."""
         return self.times(one) / self.cells.times(one) - 1
 
@@ -139,7 +139,7 @@ class Foreseen:
         """For a table with `FORESEEN`."""
         return [self._row(one) for one in self.drafts]
 
-    def _row(self, one: Cell) -> list[str]:
+    def _row(self, one: JudgedCell) -> list[str]:
         both = [f"{value:.2f}" for value in (self.times(one), self.cells.times(one))]
         tau = f"{self.taus[one.method, one.context]:.2f}"
         return [str(one.batch), f"{one.context:,}", one.method, tau, *both, f"{self.error(one):+.0%}"]
@@ -162,14 +162,14 @@ class Foreseen:
             *other,
         ]
 
-    def _order(self, place: Place, by: Callable[[Cell], float]) -> list[str]:
+    def _order(self, place: Place, by: Callable[[JudgedCell], float]) -> list[str]:
         """Methods from the fastest on, of those that have a prediction."""
         own = [self.cells.plain[place], *(one for one in self.drafts if one.place == place)]
         return [one.method for one in sorted(own, key=by, reverse=True)]
 
 
 @study.table(needs=("measured", "accepted"))
-def foreseen(ask: Asked) -> Iterator[Table | None]:
+def foreseen(ask: SpireFlags) -> Iterator[Table | None]:
     """Times plain decoding by this machine's law and table 1's tau, beside what was measured: cell by cell."""
     taus, cells = taus_of(ask.accepted), Cells(read_cells(ask.measured))
     yield None

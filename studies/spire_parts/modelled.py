@@ -19,7 +19,7 @@ from paceline.planning import models, throughput
 from paceline.planning.models import ModelShape
 from paceline.planning.throughput import PAPER, Network, Speculation
 from spire_parts import law
-from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, Asked, study
+from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 
 WINDOW = 65  # 64 keys and a sink
 SHARE = 8  # figure 6: a window is an eighth of the context, as it is at 512
@@ -47,7 +47,7 @@ def multiplier(target: ModelShape, draft: str, batch: int, context: int, window:
     return law.round_cost(spoken, batch, context, hoi, PAPER).multiplier(TAUS[draft])
 
 
-def checked(ask: Asked) -> float:
+def checked(ask: SpireFlags) -> float:
     """The intensity that is asked for.
 
     Raises:
@@ -110,7 +110,7 @@ LARGE_CONTEXTS = (1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072)  # as many 
 
 
 @study.figure(takes=("hoi",))
-def figure_1(ask: Asked) -> Iterator[Table | None]:
+def figure_1(ask: SpireFlags) -> Iterator[Table | None]:
     """Speed-up by context at batch 64: the paper's 8-layer target."""
     hoi = checked(ask)
     yield None
@@ -118,7 +118,7 @@ def figure_1(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.figure(takes=("hoi",))
-def figure_3(ask: Asked) -> Iterator[Table | None]:
+def figure_3(ask: SpireFlags) -> Iterator[Table | None]:
     """Operational intensity of verification by batch size, and where it becomes compute-bound."""
     hoi = checked(ask)
     yield None
@@ -154,7 +154,7 @@ def figure_3(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.figure(takes=("hoi",))
-def figure_4(ask: Asked) -> Iterator[Table | None]:
+def figure_4(ask: SpireFlags) -> Iterator[Table | None]:
     """Speed-up by batch and context: the paper's 8-layer target."""
     hoi = checked(ask)
     yield None
@@ -162,7 +162,7 @@ def figure_4(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.figure(takes=("hoi",))
-def figure_6(ask: Asked) -> Iterator[Table | None]:
+def figure_6(ask: SpireFlags) -> Iterator[Table | None]:
     """Speed-up by context at batch 64, and by batch and context in the appendix: Llama 3 70B."""
     hoi = checked(ask)
     yield None
@@ -182,7 +182,7 @@ def figure_6(ask: Asked) -> Iterator[Table | None]:
 
 
 @study.table(takes=("hoi",))
-def section_5(ask: Asked) -> Iterator[Table | None]:
+def section_5(ask: SpireFlags) -> Iterator[Table | None]:
     """Cost analysis: what a draft saves of ten units of decoding, less its training, and when that is paid for."""
     hoi = checked(ask)
     yield None

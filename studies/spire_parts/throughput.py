@@ -40,14 +40,14 @@ from spire_parts.common import (
     DOMAINS,
     MAGICDEC,
     SPIRE,
-    Asked,
+    SpireFlags,
     contestants,
     folder_of,
     method_of,
     study,
     verdict,
 )
-from spire_parts.judged import HEAD, Cell, Cells
+from spire_parts.judged import HEAD, Cells, JudgedCell
 
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
@@ -69,7 +69,7 @@ def network_of(llm: LLM) -> Network:
     return Network(shape=shape_of(decoder.config), precision=stored)
 
 
-def draft_of(ask: Asked, name: str, target: Network) -> Network:
+def draft_of(ask: SpireFlags, name: str, target: Network) -> Network:
     """What a draft's passes are of."""
     if name == MAGICDEC:
         return replace(target, keys=ask.window + 1)
@@ -115,7 +115,7 @@ class Computed:
             cache.release()
 
 
-def prompts_of(ask: Asked, llm: LLM, count: int, context: int, room: int) -> list[list[int]]:
+def prompts_of(ask: SpireFlags, llm: LLM, count: int, context: int, room: int) -> list[list[int]]:
     """Prompts of the tasks in turn, filled with book text to one context; random ids where text means nothing."""
     if ask.model.startswith("random:"):
         draw, vocab = random.Random(f"{ask.seed} {context}"), llm.decoder.config.vocab_size
@@ -185,7 +185,7 @@ def made_up(llm: LLM, prompts: list[list[int]]) -> Computed:
     return Computed(prompts, [(one, one)] * len(prompts))
 
 
-def prepare(ask: Asked, model: str, contexts: Sequence[int], steps: int) -> dict[int, Computed]:
+def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) -> dict[int, Computed]:
     """By context the prompts of the largest batch, computed once for all methods."""
     count, found = max(ask.numbers("batches")), dict[int, Computed]()
     for context in contexts:
@@ -197,7 +197,7 @@ def prepare(ask: Asked, model: str, contexts: Sequence[int], steps: int) -> dict
     return found
 
 
-def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps: int) -> list[Cell]:
+def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, Computed], steps: int) -> list[JudgedCell]:
     """Every method in every cell; a K/V pool that the largest cell fits into, so that nothing is preempted.
 
     A method goes through all cells once a repeat, so that a slow moment is in one turn of a cell. Small batches take
@@ -218,7 +218,7 @@ def measured_cells(ask: Asked, model: str, known: Mapping[int, Computed], steps:
                 taken[batch, context].append(decode_speed(llm, own.prompts, steps, seed, ask.temperature))
         for (batch, context), turns in taken.items():
             seconds, tau = median(one for steps_s, _ in turns for one in steps_s), mean(tokens for _, tokens in turns)
-            found.append(Cell(method=method.name, batch=batch, context=context, seconds=seconds, tau=tau))
+            found.append(JudgedCell(method=method.name, batch=batch, context=context, seconds=seconds, tau=tau))
     return sorted(found, key=lambda one: (one.batch, one.context))
 
 
@@ -232,7 +232,7 @@ def _at_once(method: Method, dtype: str) -> Method:
     return replace(method, dtype=dtype, settings={**method.settings, "max_batch_rows": MOST_ROWS})
 
 
-def predicted_cells(found: Sequence[Cell], law: LawFound, networks: Mapping[str, Network]) -> list[Cell]:
+def predicted_cells(found: Sequence[JudgedCell], law: LawFound, networks: Mapping[str, Network]) -> list[JudgedCell]:
     """With what the law says of a step: its passes, and the engine's own work, which two plain cells tell."""
     target, host, made = networks[PLAIN], host_work(found, law, networks[PLAIN]), []
     fitted = {one.place for one in ends_of(found)}
@@ -245,7 +245,7 @@ def predicted_cells(found: Sequence[Cell], law: LawFound, networks: Mapping[str,
     return made
 
 
-def ends_of(found: Sequence[Cell]) -> list[Cell]:
+def ends_of(found: Sequence[JudgedCell]) -> list[JudgedCell]:
     """Plain decoding at the shortest context, with the fewest and the most sequences."""
     plain = [one for one in found if one.method == PLAIN]
     shortest = min(one.context for one in plain)
@@ -253,7 +253,7 @@ def ends_of(found: Sequence[Cell]) -> list[Cell]:
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
 
 
-def host_work(found: Sequence[Cell], law: LawFound, target: Network) -> tuple[float, float]:
+def host_work(found: Sequence[JudgedCell], law: LawFound, target: Network) -> tuple[float, float]:
     """Seconds of a step beside its passes, and those that each sequence adds."""
     ends = ends_of(found)
     beside = [one.seconds - law.law.seconds(target, one.batch, one.context) for one in ends]
@@ -275,7 +275,7 @@ def contexts_of(llm: LLM, steps: int) -> list[int]:
     tasks=DOMAINS,
     repeats=3,
 )
-def cells(ask: Asked) -> Iterator[Table | None]:
+def cells(ask: SpireFlags) -> Iterator[Table | None]:
     """Throughput by batch and context of plain decoding and of every draft: measured, and by this machine's law."""
     steps = 2 if ask.quick else STEPS
     if not ask.numbers("batches"):
@@ -323,7 +323,7 @@ def _draw(found: Cells, path: Path) -> Path:
 
 
 @study.table(needs=("here",), repeats=9)
-def budgets(ask: Asked) -> Iterator[Table | None]:
+def budgets(ask: SpireFlags) -> Iterator[Table | None]:
     """Drafted nodes that pay: by a calibrated table of costs, and by the planner's, which a law of the passes gives."""
     yield None
     llm = LLM(ask.model, max_sequences=1, **ask.llm)

@@ -19,7 +19,7 @@ from paceline.training.losses import TargetHidden, mixed
 from paceline.training.network import Network
 from paceline.training.registry import BuildContext
 from paceline.training.trainer import StepContext
-from spire_parts.common import DEPTH, Asked, study, verdict
+from spire_parts.common import DEPTH, SpireFlags, study, verdict
 
 WANTED = 0.8  # of the plain network's tokens a second
 SIZES = ((12, 384), (4, 1024))  # rows and their length: the phases of zoo/recipes/spire.toml
@@ -51,7 +51,7 @@ def _timed(step: Callable[[], Tensor], module: torch.nn.Module) -> float:
 
 
 @study.table(needs=("here",), repeats=5, quick={"repeats": 1})
-def training_throughput(ask: Asked) -> Iterator[Table | None]:
+def training_throughput(ask: SpireFlags) -> Iterator[Table | None]:
     """Tokens a second of training by k passes, over those of a plain network of the same size with the same loss."""
     folder = resolve_folder(ask.model)
     yield None

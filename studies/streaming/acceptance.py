@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from kit.grid import ALL, Line, how, lines_of
+from kit.grid import ALL, GridLine, how, lines_of
 from kit.scores import encoded_prompts, workload_of
 from kit.study import Entry, Table, measure
 from torch import Tensor
@@ -20,7 +20,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted, lossy_stream_rejection, sample_and_match
 from paceline.drafters.base import SequenceView
 from paceline.llm import LLM
-from streaming.common import CUT, Asked, TrainedSet, grid_of, study
+from streaming.common import CUT, StreamingFlags, TrainedSet, grid_of, study
 
 LOSSY = "lossy_stream_rejection"
 DRAWS = 2048  # of the rule, on every tree
@@ -35,7 +35,7 @@ REMARKS = (
 
 
 @study.table(needs=("set",), prompts=6, repeats=1)
-def equation_9(ask: Asked) -> Iterator[Table | None]:
+def equation_9(ask: StreamingFlags) -> Iterator[Table | None]:
     """The lossy rule on likeliest tokens beside exact sampling, temperature 1: speed, tokens a pass, distance to p."""
     trained = TrainedSet.read(str(ask.set))
     tree: dict[str, Any] = {"k": 3, "nodes": CUT}
@@ -71,7 +71,7 @@ def equation_9(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def _cells(line: Line, found: Mapping[str, Mapping[str, Distance]]) -> list[str]:
+def _cells(line: GridLine, found: Mapping[str, Mapping[str, Distance]]) -> list[str]:
     distance = found.get(line.method, {}).get(line.task)
     told = [say.NOTHING] * 2 if distance is None else [f"{distance.lossy.value:.3f}", f"{distance.exact.value:.3f}"]
     if line.series == "exact":
@@ -167,7 +167,7 @@ def variation(
     return weight / len(verdicts), total / weight
 
 
-def distances_of(ask: Asked, trained: TrainedSet, method: Method) -> dict[str, Distance]:
+def distances_of(ask: StreamingFlags, trained: TrainedSet, method: Method) -> dict[str, Distance]:
     """What a lossy method does on the prompts of every task, and on `ALL`: its verdicts are watched as it answers."""
     found: dict[str, Distance] = {}
     applications = {trained.application: trained.folder} if trained.application else {}

@@ -18,7 +18,7 @@ from paceline.drafters.streams import StreamsConfig
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
 from paceline.network.streams import StreamSet, read_config
-from streaming.common import CHOOSE, CUT, Asked, study, written
+from streaming.common import CHOOSE, CUT, StreamingFlags, study, written
 
 BASE, ADAPTER, STREAMS = "base model", "adapter", "streams"  # who answers: the target, or a set of an application
 NOT_SHIPPED = ("e2e", "dialogsum")  # tasks whose prompts need --data
@@ -75,7 +75,7 @@ def application_grid(task: str, folders: Mapping[str, str], draft: str) -> Grid:
 
 
 @study.table(needs=("streams",), takes=("adapter", "scored", "draft"), prompts=10, repeats=3)
-def table_3(ask: Asked) -> Iterator[Table | None]:
+def table_3(ask: StreamingFlags) -> Iterator[Table | None]:
     """Shared streams beside plain fine-tuning with the same adapters, and the base: speed, score, parameters."""
     for alone in {*ask.adapter} - {*ask.streams}:
         raise ConfigError(f"application {alone}", "only one of its two sets is named", "add its --streams")
@@ -123,7 +123,7 @@ def table_3(ask: Asked) -> Iterator[Table | None]:
     )
 
 
-def scores_of(ask: Asked, task: str, applications: Mapping[str, str]) -> dict[str, dict[str, float]]:
+def scores_of(ask: StreamingFlags, task: str, applications: Mapping[str, str]) -> dict[str, dict[str, float]]:
     """Scores of the base model (`BASE`) and of every application on one task.
 
     Drafts change no answer, so each is asked once.
@@ -192,7 +192,7 @@ def overhead_of_set(trained: StreamSet, target: str) -> dict[str, Any]:
 
 
 @study.table(needs=("set",))
-def table_3_parameters(ask: Asked) -> Iterator[Table | None]:
+def table_3_parameters(ask: StreamingFlags) -> Iterator[Table | None]:
     """Parameters that a set adds, by formula and by count, beside Medusa heads for the same target."""
     trained = StreamSet.load(resolve_folder(str(ask.set)))
     found = [overhead_of_set(trained, trained.config.target or str(ask.set))]

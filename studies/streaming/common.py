@@ -28,7 +28,7 @@ CHOOSE = "speedup"  # by which half of the prompts chooses a setting; the other 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Options):
+class StreamingFlags(Options):
     """What this study can be asked beside what all can."""
 
     set: str | None = asked(None, "Trained set of streams.", "FOLDER")
@@ -51,7 +51,7 @@ class Asked(Options):
 
 study = Study(
     "Speculative Streaming: the paper's tables and figures, measured on this machine.",
-    Asked,
+    StreamingFlags,
     quick={"set": "paceline-small-streams", "streams": SHIPPED, "tasks": "sql", "max_new_tokens": 12, **ONCE},
 )
 

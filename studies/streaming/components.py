@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kit.grid import ALL, METRIC_NAMES, best_by, panel, series_of, whole
-from kit.study import Entry, Grid, Line, Table
+from kit.study import Entry, Grid, GridLine, Table
 
 from paceline.bench import figures
 from paceline.drafters.streams import StreamsConfig
-from streaming.common import CHOOSE, PRUNING, USUAL, Asked, TrainedSet, grid_of, study
+from streaming.common import CHOOSE, PRUNING, USUAL, StreamingFlags, TrainedSet, grid_of, study
 
 THRESHOLDS = (0.001, 0.003, 0.01, 0.03, 0.1)
 COUNTS = (8, 16, 32, 64)
@@ -22,7 +22,7 @@ SPENT = 0.40  # of its upper row-layers that pruning may take
 
 
 @study.figure(needs=("set",), takes=("k", "nodes"))
-def figure_13(ask: Asked) -> Grid:
+def figure_13(ask: StreamingFlags) -> Grid:
     """Components: chain, whole tree, tree pruned in mid-pass, tree cut by its own scores, wherever streams ride."""
     trained = TrainedSet.read(str(ask.set))
     tree: dict[str, Any] = dict(trained.tree(ask.k)) if ask.nodes is None else {"k": ask.k, "nodes": ask.nodes}
@@ -45,7 +45,7 @@ def figure_13(ask: Asked) -> Grid:
     return grid_of([trained], title, [*entries, auto], choose=CHOOSE, finish=_ablation)
 
 
-def pruning(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def pruning(lines: Sequence[GridLine]) -> list[dict[str, Any]]:
     """Every pruned tree beside the whole tree of the same task, streams on every node: the share of its call reduction
     that is kept, that of its upper row-layers that is spent, and whether both are as wanted (good)."""
     trees = {line.task: line for line in lines if line.method == "tree"}
@@ -59,7 +59,7 @@ def pruning(lines: Sequence[Line]) -> list[dict[str, Any]]:
     return found
 
 
-def verdicts(lines: Sequence[Line], choosing: Sequence[Line]) -> list[str]:
+def verdicts(lines: Sequence[GridLine], choosing: Sequence[GridLine]) -> list[str]:
     """The sentences that the ablation ends in: the best settings of the prompts that choose, on those that report."""
     found = []
     for task in sorted({line.task for line in choosing}, key=lambda task: (task != ALL, task)):
@@ -90,20 +90,20 @@ def _pruning_verdict(task: str, found: Sequence[Mapping[str, Any]], choosing: Se
     return [f"{task}: {said} {p['method']} keeps {p['kept']:.1%} with {p['spent']:.1%}"]
 
 
-def _ablation(table: Table, lines: list[Line], choosing: list[Line]) -> Table:
+def _ablation(table: Table, lines: list[GridLine], choosing: list[GridLine]) -> Table:
     plots = {".svg": lambda path: _bars(lines, path), "-pruning.svg": lambda path: _trade(lines, path)}
     values = {**table.values, "pruning": pruning(lines)}
     return replace(table, remarks=verdicts(lines, choosing), values=values, plots=plots)
 
 
-def _rides(line: Line, lines: Sequence[Line]) -> bool:
+def _rides(line: GridLine, lines: Sequence[GridLine]) -> bool:
     """Whether the streams of this method ride at the frontier; the automatic budget does where any method does."""
     if line.series != "auto":
         return line.method.endswith(FRONTIER)
     return any(other.method.endswith(FRONTIER) for other in lines)
 
 
-def _bars(lines: Sequence[Line], path: Path) -> Path:
+def _bars(lines: Sequence[GridLine], path: Path) -> Path:
     shown = whole(lines)
     order = list(dict.fromkeys(line.method.removesuffix(FRONTIER) for line in shown))
     panels = []
@@ -117,7 +117,7 @@ def _bars(lines: Sequence[Line], path: Path) -> Path:
     return figures.bars(panels, path)
 
 
-def _trade(lines: Sequence[Line], path: Path) -> Path:
+def _trade(lines: Sequence[GridLine], path: Path) -> Path:
     """Call reduction against upper row-layers, streams on every node."""
     shown = [line for line in whole(lines) if not _rides(line, lines) and line.upper_row_layers]
     points = [series_of(line.method, [line.upper_row_layers], [line], "call_reduction") for line in shown]

@@ -13,11 +13,11 @@ from paceline.core.errors import CapabilityError
 from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.network.native_calls import Asked as Pass
 from paceline.network.native_calls import RowSpan
+from paceline.network.native_calls import Asked as Pass
 from paceline.network.native_streams import CarrierRows, Riding
 from paceline.network.streams import StreamSet
-from streaming.common import Asked, TrainedSet, study
+from streaming.common import StreamingFlags, TrainedSet, study
 
 CONTEXTS = (256, 1024, 1900)
 STEPS = 40  # of each kind
@@ -27,7 +27,7 @@ DRAFTS = (8, 32)  # nodes
 
 
 @study.table(needs=("set",), repeats=STEPS, quick={"repeats": QUICK_STEPS})
-def appendix_h1(ask: Asked) -> Iterator[Table | None]:
+def appendix_h1(ask: StreamingFlags) -> Iterator[Table | None]:
     """Time of a fused step, streams on every node, that attend to all keys or to those with the highest weights."""
     trained = TrainedSet.read(str(ask.set))
     if trained.application:

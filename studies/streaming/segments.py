@@ -26,7 +26,7 @@ from paceline.network.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.network import Network
 from paceline.training.trainer import StepContext
-from streaming.common import Asked, study
+from streaming.common import StreamingFlags, study
 
 SEGMENT = {"gamma": 4, "layers": 4, "rank": 8, "rows": 4, "length": 512, "prompt": 128, "steps": 3, "limit": 0}
 QUICK_SEGMENT = {"rows": "1", "length": "128", "prompt": "32", "steps": "1", "segments": "naive+all+32"}
@@ -54,7 +54,7 @@ def segment_task(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 @study.table(takes=("segment",), model="random:12x384x1024x8192", quick={"segment": QUICK_SEGMENT})
-def appendix_i(ask: Asked) -> Iterator[Table | None]:
+def appendix_i(ask: StreamingFlags) -> Iterator[Table | None]:
     """Memory and speed of a training step: one dense attention, all carriers at once, segment by segment."""
     task = segment_task(ask.segment)
     yield None

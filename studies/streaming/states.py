@@ -19,10 +19,10 @@ from paceline.network.loader import resolve_folder
 from paceline.network.streams import StreamSet
 from paceline.training.data import Example, collate
 from paceline.training.network import Network
-from streaming.common import Asked, TrainedSet, study
+from streaming.common import StreamingFlags, TrainedSet, study
 
 
-def states(ask: Asked, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+def states(ask: StreamingFlags, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Mean cosine similarities with main row t + j, of stream j of row t and of main row t itself.
 
     The target answers prompts greedily; over prompts and answers, teacher-forced, states are compared in float32.
@@ -51,7 +51,7 @@ def states(ask: Asked, trained: TrainedSet) -> tuple[torch.Tensor, torch.Tensor,
 
 
 @study.figure(needs=("set",), tasks="sql,e2e,gsm8k", prompts=12, max_new_tokens=64)
-def figure_5(ask: Asked) -> Iterator[Table | None]:
+def figure_5(ask: StreamingFlags) -> Iterator[Table | None]:
     """Cosine similarity of stream states to the true later states, layer by layer."""
     trained = TrainedSet.read(str(ask.set))
     facts: dict[str, Any] = {"model": ask.model, "set": ask.set, "tasks": ask.names}

@@ -17,7 +17,7 @@ from streaming.common import (
     PRUNED_AT,
     PRUNING,
     USUAL,
-    Asked,
+    StreamingFlags,
     TrainedSet,
     grid_of,
     read_sets,
@@ -32,7 +32,7 @@ ANY_BATCH = 10**6  # sequences from which on a draft is the best path alone: nev
 
 
 @study.figure(needs=("set",))
-def figure_10(ask: Asked) -> Grid:
+def figure_10(ask: StreamingFlags) -> Grid:
     """Children a node (k): whole trees, which grow with k, pruned ones, and as many nodes of each as k=2 has."""
     trained = TrainedSet.read(str(ask.set))
     gamma = min(3, trained.config.gamma)
@@ -54,14 +54,14 @@ def figure_10(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("sets",))
-def figure_11(ask: Asked) -> Grid:
+def figure_11(ask: StreamingFlags) -> Grid:
     """Layers that streams go through (Ns): a set trained for each."""
     sets = read_sets(ask.sets)
     entries = [e for s in sets for e in s.chain_and_cut(f", {s.config.msa_layers} layers", s.config.msa_layers)]
     return grid_of(sets, "Layers that streams go through", entries, x_label="MSA layers (Ns)", choose=CHOOSE)
 
 
-def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> Grid:
+def beside(ask: StreamingFlags, other: str, label: str, title: str, **settings: Any) -> Grid:
     """Another set beside ``--set``, each as a chain and as a small tree; no other part of the two may differ.
 
     Args:
@@ -84,7 +84,7 @@ def beside(ask: Asked, other: str, label: str, title: str, **settings: Any) -> G
 
 
 @study.figure(needs=("set", "rotated"))
-def figure_12a(ask: Asked) -> Grid:
+def figure_12a(ask: StreamingFlags) -> Grid:
     """Value rotation in place of stream embeddings; on torch, since the compiled layers rotate no values."""
     config = TrainedSet.read(str(ask.rotated)).config
     if config.value_rotation is None:
@@ -93,7 +93,7 @@ def figure_12a(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set", "own_mlp"))
-def appendix_h2(ask: Asked) -> Grid:
+def appendix_h2(ask: StreamingFlags) -> Grid:
     """Streams that go through an adapter in place of the MLP."""
     adapter = TrainedSet.read(str(ask.own_mlp)).config.adapter
     if adapter is None or MLP not in adapter.linears:
@@ -102,7 +102,7 @@ def appendix_h2(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set",))
-def figure_12b(ask: Asked) -> Grid:
+def figure_12b(ask: StreamingFlags) -> Grid:
     """Sampling at temperature 1 from the likeliest tokens."""
     trained, cells = TrainedSet.read(str(ask.set)), {"temperatures": (1.0,), "top_ks": ask.few(SWEPT_TOP_KS)}
     label, entries = "likeliest tokens sampled from (top-k)", trained.chain_and_cut()
@@ -110,7 +110,7 @@ def figure_12b(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set",))
-def figure_18(ask: Asked) -> Grid:
+def figure_18(ask: StreamingFlags) -> Grid:
     """Requests at once: the paper's rule (appendix L), the best path, trees at any size, and the engine's budget."""
     trained = TrainedSet.read(str(ask.set))
     pruned = {"at": "nodes", "prune_threshold": PRUNED_AT, **trained.tree(3)} if trained.config.prune_rank else {}
@@ -131,7 +131,7 @@ def figure_18(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set",))
-def table_4(ask: Asked) -> Grid:
+def table_4(ask: StreamingFlags) -> Grid:
     """The target as it is stored and in int8, each over its own plain decoding."""
     trained = TrainedSet.read(str(ask.set))
     dtypes = {"as stored": "auto", "int8": "int8"}
@@ -141,7 +141,7 @@ def table_4(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set",))
-def appendix_e1(ask: Asked) -> Grid:
+def appendix_e1(ask: StreamingFlags) -> Grid:
     """Streams that draft (gamma), from one to all that were trained."""
     trained = TrainedSet.read(str(ask.set))
     counts = range(1, trained.config.gamma + 1)
@@ -150,7 +150,7 @@ def appendix_e1(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set",))
-def appendix_g1(ask: Asked) -> Grid:
+def appendix_g1(ask: StreamingFlags) -> Grid:
     """The threshold of the pruning in mid-pass, streams on every node and at the frontier."""
     trained = TrainedSet.read(str(ask.set))
     trained.require_pruning()
@@ -166,7 +166,7 @@ def appendix_g1(ask: Asked) -> Grid:
 
 
 @study.figure(needs=("set",))
-def section_2_3(ask: Asked) -> Grid:
+def section_2_3(ask: StreamingFlags) -> Grid:
     """The layer before which trees are pruned, at any depth: by exits that were trained, and by the head alone."""
     trained = TrainedSet.read(str(ask.set))
     tree, layers = trained.tree(3), trained.config.num_layers

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from kit.grid import Line, how, split_lines
+from kit.grid import GridLine, how, split_lines
 from kit.halves import halves
 from kit.scores import TASK_WORKLOADS
 from kit.study import Entry, Table, measure
@@ -19,7 +19,7 @@ from paceline.bench.records import PLAIN, Method, Report, Trial
 from paceline.bench.report import wording as say
 from paceline.bench.summary import overall_ratio, summarise
 from streaming.applications import BASE, scored, scores_of
-from streaming.common import CHOOSE, CUT, Asked, TrainedSet, grid_of, study, written
+from streaming.common import CHOOSE, CUT, StreamingFlags, TrainedSet, grid_of, study, written
 
 DEPTHS = (1, 2, 4, 6)  # tokens that the draft model drafts
 TWO_MODELS, ONE_MODEL, LOOK_UPS = "two models", "streams", "n-gram"
@@ -38,7 +38,7 @@ def two_models(draft: str, depth: int) -> Method:
 
 
 @study.table(needs=("set",), takes=("draft", "scored"), prompts=8, repeats=2)
-def table_5(ask: Asked) -> Iterator[Table | None]:
+def table_5(ask: StreamingFlags) -> Iterator[Table | None]:
     """Streams beside a draft model and look-ups: target calls, draft calls and latency of an answer, score."""
     trained = TrainedSet.read(str(ask.set))
     entries = [Entry(two_models(ask.draft, depth), TWO_MODELS) for depth in ask.few(DEPTHS)]
@@ -77,7 +77,7 @@ def table_5(ask: Asked) -> Iterator[Table | None]:
 ANSWER = {"target_calls": "target calls", "draft_calls": "draft calls", "latency_ms": "latency ms"}
 
 
-def _cells(line: Line | None) -> list[str]:
+def _cells(line: GridLine | None) -> list[str]:
     if line is None:
         return ["", "1", "1.00"]
     return ["yes" if line.chosen else "", line.bracketed, say.length(line.call_reduction)]
@@ -145,7 +145,7 @@ class Costs:
 
 
 @study.figure(needs=("set",), takes=("draft",), prompts=6, repeats=2)
-def figure_20(ask: Asked) -> Iterator[Table | None]:
+def figure_20(ask: StreamingFlags) -> Iterator[Table | None]:
     """Streams over two-model decoding by eq. 10, for several latency ratios; and what eq. 10 says of our own runs."""
     trained = TrainedSet.read(str(ask.set))
     pair = two_models(ask.draft, GAMMA), trained.method(f"streams, best {CUT}", k=3, nodes=CUT)

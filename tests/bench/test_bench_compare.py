@@ -8,16 +8,16 @@ import pytest
 from kits.reports import TRUTHS, World
 from rich.console import Console
 
-from paceline.bench.compare import ComparedRow, Comparison, Difference, compare, render_terminal, verdict
+from paceline.bench.compare import ComparedRow, Difference, ReportComparison, compare, render_terminal, verdict
 from paceline.bench.records import Report
 from paceline.bench.summary import Interval
 
 
-def total(comparison: Comparison, method: str) -> ComparedRow:
+def total(comparison: ReportComparison, method: str) -> ComparedRow:
     return next(row for row in comparison.rows if row.cell is None and row.method == method)
 
 
-def shown(comparison: Comparison, width: int = 80) -> str:
+def shown(comparison: ReportComparison, width: int = 80) -> str:
     console = Console(width=width, force_terminal=False)
     with console.capture() as capture:
         console.print(render_terminal(comparison))

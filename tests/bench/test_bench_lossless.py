@@ -13,7 +13,7 @@ from kits.tiny import EOS, VOCAB, assemble, draft_model, full_logits, run, tiny_
 
 from paceline.bench import lossless, near_ties
 from paceline.bench.lossless import compare_outputs, compare_sequence
-from paceline.bench.near_ties import Asked, Finding, Judge, Said, Tolerance
+from paceline.bench.near_ties import Finding, Judge, JudgedRequest, OutputIds, Tolerance
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
@@ -37,9 +37,9 @@ class TinyLLM:
     def generate(self, prompts: Sequence[dict[str, list[int]]], params: SamplingParams) -> list[Any]:
         return run(self.engine, [(prompt["prompt_token_ids"], params) for prompt in prompts])
 
-    def say(self, prompt: Sequence[int], params: SamplingParams) -> Said:
+    def say(self, prompt: Sequence[int], params: SamplingParams) -> OutputIds:
         completion = run(self.engine, [(prompt, params)])[0].outputs[0]
-        return Said(completion.token_ids, completion.finish_reason)
+        return OutputIds(completion.token_ids, completion.finish_reason)
 
 
 def tiny_llm(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
@@ -245,7 +245,7 @@ def test_who_must_be_identical(dtype: torch.dtype, exact: bool, open_to_doubt: b
 # -- near ties
 
 
-def gaps(llm: Any, asked: Asked, said: Said) -> list[tuple[float, int]]:
+def gaps(llm: Any, asked: JudgedRequest, said: OutputIds) -> list[tuple[float, int]]:
     """(gap between the two best scores, second best token) at every position of an output."""
     judge = Judge(llm, Tolerance(dtype=llm.decoder.dtype, ulps=0))
     scores = judge._scores(asked, near_ties.teacher_forced(llm.decoder, asked.prompt_ids, said.ids), said.ids)
@@ -253,14 +253,16 @@ def gaps(llm: Any, asked: Asked, said: Said) -> list[tuple[float, int]]:
     return [(float(v[0] - v[1]), int(i[1])) for v, i in zip(top.values, top.indices, strict=True)]
 
 
-def continued(llm: Any, prompt: Sequence[int], said: Said, at: int, token: int, params: SamplingParams) -> Said:
+def continued(
+    llm: Any, prompt: Sequence[int], said: OutputIds, at: int, token: int, params: SamplingParams
+) -> OutputIds:
     """What the target says once ``token`` stands at position ``at``."""
     head = [*said.ids[:at], token]
     room = LENGTH - len(head)
     if token == EOS or room == 0:
-        return Said(head, "stop" if token == EOS else "length")
+        return OutputIds(head, "stop" if token == EOS else "length")
     tail = llm.say([*prompt, *head], replace(params, max_tokens=room))
-    return Said([*head, *tail.ids], tail.finish)
+    return OutputIds([*head, *tail.ids], tail.finish)
 
 
 class Parting:
@@ -270,7 +272,7 @@ class Parting:
         candidates = []
         for prompt in prompts(12):
             said = llm.say(prompt, params)
-            asked = Asked(prompt_ids=prompt, params=params)
+            asked = JudgedRequest(prompt_ids=prompt, params=params)
             found = [(gap, at, token) for at, (gap, token) in enumerate(gaps(llm, asked, said)) if 2 < at < 16]
             candidates += [(*tie, asked, said) for tie in found if tie[0] > 0.02]  # exact ties are frequent in bf16
         for self.gap, self.at, token, self.asked, self.plain in sorted(candidates, key=lambda c: c[:3]):
@@ -279,7 +281,7 @@ class Parting:
                 break
         self.heat = params.temperature or 1.0
 
-    def judged(self, llm: Any, other: Said, factor: float = 1.01) -> Finding:
+    def judged(self, llm: Any, other: OutputIds, factor: float = 1.01) -> Finding:
         """With a tolerance of ``factor`` times the gap of the tie, in scores."""
         most = factor * self.gap * self.heat
         judge = Judge(llm, Tolerance(dtype=torch.bfloat16, ulps=1e9, most=most))
@@ -318,10 +320,10 @@ def test_a_wrong_token_with_a_large_gap_fails_in_bf16(llm: Any, loose: Any, part
     """At the very place of the tie, and at the widest tolerance that there is."""
     worst = (parting.plain.ids[parting.at] + 1) % VOCAB
     ids = [*parting.plain.ids[: parting.at], worst, *parting.plain.ids[parting.at + 1 :]]
-    finding = parting.judged(llm, Said(ids, parting.plain.finish))
+    finding = parting.judged(llm, OutputIds(ids, parting.plain.finish))
     assert (finding.explained, finding.what, finding.position) == (False, "wrong token", parting.at)
     judge = Judge(loose, Tolerance.foreign(torch.bfloat16))
-    again = judge.look(parting.asked, parting.plain, Said(ids, parting.plain.finish), parting.at)
+    again = judge.look(parting.asked, parting.plain, OutputIds(ids, parting.plain.finish), parting.at)
     assert not again.explained and again.gap is not None and again.tolerance is not None
     assert again.gap > again.tolerance > 0
 
@@ -330,7 +332,7 @@ def test_what_follows_an_explained_difference_is_checked(llm: Any, parting: Part
     at = parting.at + 3
     ids = list(parting.other.ids)
     ids[at] = (ids[at] + 1) % VOCAB
-    finding = parting.judged(llm, Said(ids, parting.other.finish))
+    finding = parting.judged(llm, OutputIds(ids, parting.other.finish))
     assert not finding.explained
     assert finding.what == f"wrong token behind a difference at {parting.at} that a near tie explains"
     assert (finding.position, finding.got) == (at, ids[at])
@@ -338,20 +340,20 @@ def test_what_follows_an_explained_difference_is_checked(llm: Any, parting: Part
 
 @pytest.mark.parametrize("cut", [1, 3])
 def test_an_explained_output_that_is_short_fails(llm: Any, parting: Parting, cut: int):
-    finding = parting.judged(llm, Said(parting.other.ids[:-cut], parting.other.finish))
+    finding = parting.judged(llm, OutputIds(parting.other.ids[:-cut], parting.other.finish))
     assert not finding.explained and finding.what == "short: no stop rule ends it here"
 
 
 def test_an_explained_output_that_is_long_fails(llm: Any, parting: Parting):
     more = llm.say([*parting.asked.prompt_ids, *parting.other.ids], replace(parting.asked.params, max_tokens=2))
-    finding = parting.judged(llm, Said([*parting.other.ids, *more.ids], parting.other.finish))
+    finding = parting.judged(llm, OutputIds([*parting.other.ids, *more.ids], parting.other.finish))
     assert not finding.explained
     assert finding.what == f"{len(more.ids)} tokens long: the stop rules end it before".replace("1 tokens", "one token")
 
 
 def test_an_explained_output_with_a_wrong_reason_fails(llm: Any, parting: Parting):
     wrong = "length" if parting.other.finish == "stop" else "stop"
-    finding = parting.judged(llm, Said(parting.other.ids, wrong))
+    finding = parting.judged(llm, OutputIds(parting.other.ids, wrong))
     assert not finding.explained
     assert finding.what == f"ended as {wrong!r}, and the stop rules say {parting.other.finish!r}"
 
@@ -360,9 +362,9 @@ def test_a_reference_that_the_target_would_not_say_is_told_apart(llm: Any):
     """The method is right and plain decoding wrong: the failure says whose token it is."""
     prompt = prompts(1)[0]
     said = llm.say(prompt, GREEDY)
-    broken = Said([*said.ids[:4], (said.ids[4] + 1) % VOCAB, *said.ids[5:]], said.finish)
+    broken = OutputIds([*said.ids[:4], (said.ids[4] + 1) % VOCAB, *said.ids[5:]], said.finish)
     judge = Judge(llm, Tolerance(dtype=torch.bfloat16, ulps=1))
-    finding = judge.look(Asked(prompt_ids=prompt, params=GREEDY), broken, said, 4)
+    finding = judge.look(JudgedRequest(prompt_ids=prompt, params=GREEDY), broken, said, 4)
     assert finding.what == "plain decoding's own token is not the target's choice"
 
 
@@ -373,11 +375,11 @@ def test_an_output_that_ends_early_by_its_own_right_is_explained(llm: Any):
     said = llm.say(prompt, params)
     end = next(i for i in range(5, LENGTH) if said.ids[i] not in said.ids[:i])
     stop = said.ids[end]
-    asked = Asked(prompt_ids=prompt, params=replace(params, stop_token_ids=[stop]))
-    reference = Said([*said.ids[:3], (said.ids[3] + 1) % VOCAB, *said.ids[4:]], "length")
+    asked = JudgedRequest(prompt_ids=prompt, params=replace(params, stop_token_ids=[stop]))
+    reference = OutputIds([*said.ids[:3], (said.ids[3] + 1) % VOCAB, *said.ids[4:]], "length")
     judge = Judge(llm, Tolerance(dtype=torch.bfloat16, ulps=1e9))
-    assert judge.look(asked, reference, Said(said.ids[: end + 1], "stop"), 3).explained
-    assert not judge.look(asked, reference, Said(said.ids[:end], "stop"), 3).explained
+    assert judge.look(asked, reference, OutputIds(said.ids[: end + 1], "stop"), 3).explained
+    assert not judge.look(asked, reference, OutputIds(said.ids[:end], "stop"), 3).explained
 
 
 def test_penalties_are_part_of_the_scores():
@@ -388,7 +390,7 @@ def test_penalties_are_part_of_the_scores():
     said = llm.say(prompt, params)
     judge = Judge(llm, Tolerance(dtype=torch.float64, ulps=0))
     logits = near_ties.teacher_forced(llm.decoder, prompt, said.ids)
-    chosen = judge._scores(Asked(prompt_ids=prompt, params=params), logits, said.ids).argmax(dim=-1).tolist()
+    chosen = judge._scores(JudgedRequest(prompt_ids=prompt, params=params), logits, said.ids).argmax(dim=-1).tolist()
     assert chosen == list(said.ids)
     assert logits.argmax(dim=-1).tolist() != chosen
 
@@ -397,16 +399,16 @@ def test_penalties_are_part_of_the_scores():
 def test_what_the_target_cannot_be_asked_is_a_failure_too(llm: Any, ids: list[int], what: str):
     """A peer may say anything; it must not stop the comparison."""
     judge = Judge(llm, Tolerance.foreign(torch.bfloat16), finish=False)
-    asked = Asked(prompt_ids=[5] * 7, params=replace(GREEDY, max_tokens=700))
-    finding = judge.look(asked, Said([1, 3], "length"), Said(ids, "length"), 1)
+    asked = JudgedRequest(prompt_ids=[5] * 7, params=replace(GREEDY, max_tokens=700))
+    finding = judge.look(asked, OutputIds([1, 3], "length"), OutputIds(ids, "length"), 1)
     assert not finding.explained and finding.what.startswith(what)
 
 
 def test_a_warm_output_needs_its_seed(llm: Any):
-    asked = Asked(prompt_ids=prompts(1)[0], params=SamplingParams(temperature=1))
+    asked = JudgedRequest(prompt_ids=prompts(1)[0], params=SamplingParams(temperature=1))
     judge = Judge(llm, Tolerance(dtype=torch.bfloat16, ulps=0))
     with pytest.raises(ConfigError, match="seed"):
-        judge.look(asked, Said([1, 2], "length"), Said([1, 3], "length"), 1)
+        judge.look(asked, OutputIds([1, 2], "length"), OutputIds([1, 3], "length"), 1)
 
 
 # -- a whole report
@@ -433,8 +435,8 @@ def answers(llm: Any, name: str, params: SamplingParams, repeat: int = 0, cell: 
     return trial(name, [s.ids for s in said], finish=[s.finish for s in said], repeat=repeat, cell=cell)
 
 
-def asked_of(params: SamplingParams) -> lossless.AskedOf:
-    return lambda trial, i: Asked(prompt_ids=prompts(4)[i], params=params)
+def asked_of(params: SamplingParams) -> lossless.RequestOf:
+    return lambda trial, i: JudgedRequest(prompt_ids=prompts(4)[i], params=params)
 
 
 OWN = [Method(name="plain"), Method(name="fast", drafter="draft_model:x")]

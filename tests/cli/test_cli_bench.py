@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import zoo
-from paceline.bench.config import LINE_EVERY_S, Lines, duration
+from paceline.bench.config import LINE_EVERY_S, LogLines, duration
 from paceline.bench.records import Cell, Method
 from paceline.bench.report import load_report
 from paceline.cli import app
@@ -139,7 +139,7 @@ def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str]
 
 def test_a_log_gets_lines_now_and_then_with_the_time_left() -> None:
     now, text = [0.0], io.StringIO()
-    lines = Lines(Console(file=text, width=200), clock=lambda: now[0])
+    lines = LogLines(Console(file=text, width=200), clock=lambda: now[0])
     group: Any = SimpleNamespace(cell=Cell(workload="books"))
     for done in range(30):
         lines.trial(done, 60, group, Method(name="ngram"))

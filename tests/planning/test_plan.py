@@ -14,17 +14,19 @@ from paceline import zoo
 from paceline.core.errors import ConfigError
 from paceline.planning import acceptance, machines, models, plan, throughput
 from paceline.planning.acceptance import Acceptance
-from paceline.planning.plan import Candidate, Question
+from paceline.planning.plan import PlanRequest, RankedDrafter
 from paceline.planning.throughput import PAPER, Counting, Network, Parallel, Precision
 
 
-def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> Question:
+def question(target: str = "llama-3-70b", machine: str = "h100", **more: Any) -> PlanRequest:
     shape = models.named(target)
     assert shape is not None
-    return Question(**{"target": shape, "machine": machines.machine(machine), "batch": 64, "context": 65_536, **more})
+    return PlanRequest(
+        **{"target": shape, "machine": machines.machine(machine), "batch": 64, "context": 65_536, **more}
+    )
 
 
-def ranked(**more: Any) -> dict[str, Candidate]:
+def ranked(**more: Any) -> dict[str, RankedDrafter]:
     return {made.drafter: made for made in plan.rank(question(**more))}
 
 
@@ -146,11 +148,11 @@ def test_every_drafter_has_an_assumption_with_a_source() -> None:
     assert not any(a.own or a.layers or a.window for a in found.values())
 
 
-def embedded(**more: Any) -> Question:
+def embedded(**more: Any) -> PlanRequest:
     """The embedded target, with the zoo's draft model, where SPIRe's page has its headline."""
     target, draft = (models.read_shape(zoo.find(name)) for name in ("paceline-small", "paceline-small-draft"))
     given = {"target": target, "draft": draft, "machine": machines.machine("cpu"), "batch": 64, "context": 1984}
-    return Question(**{**given, "depth": 4, "width": 1, **more})
+    return PlanRequest(**{**given, "depth": 4, "width": 1, **more})
 
 
 def test_a_measured_pair_takes_its_own_tau_draft_and_window() -> None:

@@ -19,7 +19,7 @@ from kit import peers
 from kit.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode, PeerResult, peer_methods, read_methods
 
 from paceline import LLM, SamplingParams
-from paceline.bench.config import BenchConfig, Watcher
+from paceline.bench.config import BenchConfig, RunWatcher
 from paceline.bench.measure import Group
 from paceline.bench.models import materialised
 from paceline.bench.records import Method, Report
@@ -470,7 +470,7 @@ def config(**changes: Any) -> BenchConfig:
     return BenchConfig(**{**values, "max_new_tokens": (8,), "threads": 1, **changes})
 
 
-class Seen(Watcher):
+class Seen(RunWatcher):
     """Takes down which methods run."""
 
     def __init__(self) -> None:
@@ -480,7 +480,7 @@ class Seen(Watcher):
         self.trials.append(method.name)
 
 
-def run(asked: BenchConfig, watcher: Watcher | None = None) -> Report:
+def run(asked: BenchConfig, watcher: RunWatcher | None = None) -> Report:
     return Run(asked, start=peers.starter(asked), watcher=watcher).execute().report
 
 

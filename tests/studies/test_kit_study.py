@@ -17,7 +17,7 @@ import pytest
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
 from kit import grid, study
 from kit.grid import ALL, apart, lines_of, table_of, whole
-from kit.study import Entry, Grid, Line, Options, Study, Table, asked
+from kit.study import Entry, Grid, GridLine, Options, Study, Table, asked
 from kits.reports import Truth, World, differ
 
 from paceline.bench import figures
@@ -282,7 +282,7 @@ def test_speed_ups_may_be_over_another_method() -> None:
 
 
 def test_a_grid_has_the_last_word_on_its_table() -> None:
-    def finish(table: Table, lines: Sequence[Line], choosing: Sequence[Line]) -> Table:
+    def finish(table: Table, lines: Sequence[GridLine], choosing: Sequence[GridLine]) -> Table:
         return replace(table, remarks=[f"{len(lines)} lines", *choosing])
 
     made = table_of(*chain_grid(finish=finish, facts=["a fact"]))

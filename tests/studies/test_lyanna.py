@@ -22,7 +22,7 @@ from kits.state import lyanna as lyanna_drafter
 from kits.stream_sets import MODEL, save_set
 from lyanna_parts import acceptance, draft_pass, extra_pass, laps, reuse, throughput, trained
 from lyanna_parts.acceptance import FIRST_TAKEN, FULL, INFO_TAKEN, MEAN, NO_FIRST, NO_INFO, TRAINED, Shares, conditional
-from lyanna_parts.common import STEPS, Asked, shape_of, study
+from lyanna_parts.common import STEPS, LyannaFlags, shape_of, study
 from lyanna_parts.throughput import ALONE, OFF, PASS, TOP
 from typer.testing import CliRunner
 
@@ -105,26 +105,26 @@ def test_folders_that_are_something_else(heads: dict[str, str]) -> None:
         shape_of(heads["shallow"])
     given = {"lyanna": heads["lyanna"], "without_info": heads["without-info"], "without_first": heads["lyanna"]}
     with pytest.raises(ConfigError, match="without first token: .* with token-info and with the first token"):
-        acceptance.arms(Asked(**given))
+        acceptance.arms(LyannaFlags(**given))
     with pytest.raises(ConfigError, match="trained without token-info or the first token"):
-        next(acceptance.table_1_shipped(Asked(lyanna=heads["without-info"])))  # type: ignore[arg-type]
+        next(acceptance.table_1_shipped(LyannaFlags(lyanna=heads["without-info"])))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="it has token-info"):
-        acceptance.beam_against_algorithm_1(Asked(lyanna=heads["lyanna"], without_info=heads["lyanna"]))
+        acceptance.beam_against_algorithm_1(LyannaFlags(lyanna=heads["lyanna"], without_info=heads["lyanna"]))
 
 
 def test_trainings_of_other_lengths_are_no_ablation(heads: dict[str, str], tmp_path: Path) -> None:
     given = {name.replace("-", "_"): heads[name] for name in ("lyanna", "without-info", "without-first")}
-    assert acceptance.arms(Asked(**given)) == {
+    assert acceptance.arms(LyannaFlags(**given)) == {
         **{FULL: heads["lyanna"], NO_INFO: heads["without-info"]},
         NO_FIRST: heads["without-first"],
     }
     longer = tmp_path / "run" / "result"
     shutil.copytree(heads["lyanna"], longer)
     with pytest.raises(ConfigError, match="no log beside it"):
-        acceptance.arms(Asked(**{**given, "lyanna": str(longer)}))
+        acceptance.arms(LyannaFlags(**{**given, "lyanna": str(longer)}))
     write_log(longer.parent, 3100)
     with pytest.raises(ConfigError, match="trained for 160 steps, .* for 3,100"):
-        acceptance.arms(Asked(**{**given, "lyanna": str(longer)}))
+        acceptance.arms(LyannaFlags(**{**given, "lyanna": str(longer)}))
 
 
 # -- table 1
@@ -324,7 +324,7 @@ def test_the_extra_pass_is_known_within_figure_12_alone() -> None:
 
 
 def test_every_contestant_stands_with_both_budgets(heads: dict[str, str]) -> None:
-    ask = Asked(lyanna=heads["lyanna"], eagle=heads["eagle"], medusa=heads["medusa"], streams=heads["streams"])
+    ask = LyannaFlags(lyanna=heads["lyanna"], eagle=heads["eagle"], medusa=heads["medusa"], streams=heads["streams"])
     entries = throughput.both_budgets(ask)
     budgets = {e.method.name: e.method.settings["budget"] for e in entries}
     assert all((value == "auto") == name.endswith(throughput.AUTO) for name, value in budgets.items())
@@ -357,7 +357,7 @@ def test_verdicts_compare_at_batch_2_and_choose_on_other_prompts() -> None:
     fixed, auto = throughput.beside_eagle(report)
     assert "batch 2, fixed budgets: 1.50 [1.50, 1.50], wanted 1.20: reached" in fixed
     assert auto.endswith("not measured (wanted 1.20)")
-    [said] = throughput.hybrid_verdict(Asked(lyanna="l", eagle="e", medusa="m"), report)
+    [said] = throughput.hybrid_verdict(LyannaFlags(lyanna="l", eagle="e", medusa="m"), report)
     assert "(suffix + Lyanna) over the best before (suffix)" in said and "2.00 [2.00, 2.00]" in said
 
 
@@ -372,9 +372,9 @@ EMPTY: dict[str, Any] = {
 
 def test_beam_sampling_stands_beside_algorithm_1(heads: dict[str, str]) -> None:
     given = {"lyanna": heads["lyanna"], "without_info": heads["without-info"]}
-    grid = acceptance.beam_against_algorithm_1(Asked(**given))
+    grid = acceptance.beam_against_algorithm_1(LyannaFlags(**given))
     assert isinstance(grid, Grid) and len({e.series for e in grid.entries}) == 3
-    grid.config(Asked(model=MODEL, tasks="sql"))
+    grid.config(LyannaFlags(model=MODEL, tasks="sql"))
     assert {e.x for e in grid.entries} == {*acceptance.SWEPT_NODES}
     assert all(e.method.settings["budget"] == e.x for e in grid.entries)
 

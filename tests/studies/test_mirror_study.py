@@ -11,7 +11,7 @@ import mirror
 import pytest
 import torch
 from kits.stream_sets import save_set
-from mirror_parts.common import Asked, plain_llm, prompts_of
+from mirror_parts.common import MirrorFlags, plain_llm, prompts_of
 from mirror_parts.counted import Costs, Fallbacks, after_the_verdict, clock
 from mirror_parts.forecast import Forecast, Parts, after, others_of, whole
 from mirror_parts.timed import law_of
@@ -144,7 +144,7 @@ def test_steps_by_what_went_before() -> None:
 
 @needs_two_cores
 def test_a_forecast_rests_on_other_prompts() -> None:
-    ask = Asked(draft="paceline-small-draft", tasks="sql", prompts=2, max_new_tokens=8, gamma=2)
+    ask = MirrorFlags(draft="paceline-small-draft", tasks="sql", prompts=2, max_new_tokens=8, gamma=2)
     llm = plain_llm(ask)
     own, others = prompts_of(ask, llm, "sql"), others_of(ask, llm)
     assert len(own) == len(others) == 2 and not any(prompt in own for prompt in others)

@@ -65,7 +65,9 @@ def test_speedups_that_no_hit_rate_gives(stages: int, measured: float) -> None:
 
 def test_the_width_stays_in_front_of_a_leap_once_hits_are_saturated() -> None:
     rates = {1: 0.6, 16: 0.85, 64: 0.93, 80: 0.935, 128: 0.936}
-    candidates = [law.Candidate(width, k, rate - 0.2 * (k == 2)) for width, rate in rates.items() for k in (2, 4, 16)]
+    candidates = [
+        law.MeasuredTree(width, k, rate - 0.2 * (k == 2)) for width, rate in rates.items() for k in (2, 4, 16)
+    ]
     leaping = law.choose_tree(candidates, lambda width: 1.0 + 0.3 * ((width - 1) // 64), stages=8)
     assert (leaping.width, leaping.children) == (64, 4)  # section 3.3.3; of equals the smaller k
     assert law.choose_tree(candidates, lambda width: 1.0, stages=8).width == 128

@@ -12,13 +12,13 @@ import speculative_streaming  # noqa: F401  (all its figures are known from then
 import torch
 import transformers  # noqa: F401  (first loaded in a run, its log would go to a stream that is closed afterwards)
 from kit.grid import ALL
-from kit.study import Grid, Line
+from kit.study import Grid, GridLine
 from kits.native import needs_kernels
 from kits.reports import World
 from kits.stream_sets import MODEL, save_all, save_set
 from streaming import acceptance, applications, components, few_keys, segments, states, sweeps, two_models
 from streaming.applications import STREAMS
-from streaming.common import CUT, Asked, TrainedSet, read_sets, study
+from streaming.common import CUT, StreamingFlags, TrainedSet, read_sets, study
 from streaming.components import FRONTIER
 
 from paceline.bench.models import materialised
@@ -39,13 +39,13 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def grid(name: str, **options: Any) -> Grid:
     """What a figure would run."""
-    found = study.items[name].make(Asked(**options))
+    found = study.items[name].make(StreamingFlags(**options))
     assert isinstance(found, Grid)
     return found
 
 
 def small(found: Grid) -> BenchConfig:
-    return found.config(Asked(model=MODEL, tasks="sql", prompts=1, repeats=1, max_new_tokens=6, threads=1))
+    return found.config(StreamingFlags(model=MODEL, tasks="sql", prompts=1, repeats=1, max_new_tokens=6, threads=1))
 
 
 # -- what is measured
@@ -111,7 +111,7 @@ def test_quick_sweeps_have_two_values(sets: dict[str, str]) -> None:
 
 def test_a_dtype_is_that_of_all_methods_but_those_that_name_one(sets: dict[str, str]) -> None:
     found = grid("table_4", set=sets["lossless"])
-    config = found.config(Asked(model=MODEL, tasks="sql", dtype="float32"))
+    config = found.config(StreamingFlags(model=MODEL, tasks="sql", dtype="float32"))
     assert {m.dtype for m in config.methods} == {"float32", "int8"}
 
 
@@ -180,8 +180,8 @@ def test_a_set_without_early_exit_has_no_thresholds(sets: dict[str, str]) -> Non
 # -- verdicts
 
 
-def line(method: str, series: str, calls: float, upper: float, speed: float) -> Line:
-    return Line(
+def line(method: str, series: str, calls: float, upper: float, speed: float) -> GridLine:
+    return GridLine(
         task=ALL,
         method=method,
         series=series,
@@ -246,7 +246,7 @@ def test_formulas_give_the_published_counts(sets: dict[str, str]) -> None:
 
 
 def parameters(folder: str) -> list[dict[str, Any]]:
-    steps = study.items["table_3_parameters"].make(Asked(set=folder))
+    steps = study.items["table_3_parameters"].make(StreamingFlags(set=folder))
     assert not isinstance(steps, Grid) and next(steps) is None
     table = next(steps)
     assert table is not None and table.same
@@ -269,7 +269,7 @@ def test_a_set_is_counted_by_its_own_tensors(sets: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ["lossless", "shared"])
 def test_similarity_has_a_row_a_layer_and_a_column_a_stream(sets: dict[str, str], name: str) -> None:
     trained = TrainedSet.read(sets[name])
-    ask = Asked(model=MODEL, tasks="sql", prompts=2, max_new_tokens=8, threads=1, dtype="float32")
+    ask = StreamingFlags(model=MODEL, tasks="sql", prompts=2, max_new_tokens=8, threads=1, dtype="float32")
     streams, main, counts = states.states(ask, trained)
     for found in (streams, main):
         assert found.shape == (1 + trained.config.msa_layers, trained.config.gamma) and found.abs().max() <= 1

@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("matplotlib")
 import spire
 from spire_parts.accepted import OWN
-from spire_parts.judged import NOISE, Cell, Cells, Foreseen, Taus
+from spire_parts.judged import NOISE, Cells, Foreseen, JudgedCell, Taus
 
 
-def cell(method: str, seconds: float, tau: float = 1.0, **more: Any) -> Cell:
-    return Cell(method=method, seconds=seconds, tau=tau, **{"batch": 4, "context": 256, "predicted": seconds, **more})
+def cell(method: str, seconds: float, tau: float = 1.0, **more: Any) -> JudgedCell:
+    return JudgedCell(
+        method=method, seconds=seconds, tau=tau, **{"batch": 4, "context": 256, "predicted": seconds, **more}
+    )
 
 
 def test_plain_is_never_the_best_draft() -> None:
@@ -41,12 +43,12 @@ def test_errors_are_those_of_steps_that_were_not_fitted() -> None:
     assert "the worst: SPIRe, batch 4, context 256 (-50%)" in said
 
 
-def turned() -> tuple[list[Cell], Taus]:
+def turned() -> tuple[list[JudgedCell], Taus]:
     """At context 256 SPIRe is the fastest, as predicted; at 512 its tau is lower than that of other prompts."""
     first = [cell("plain", 1.0), cell("SPIRe", 2.0, 3.0), cell("MagicDec", 2.0, 2.5)]
     second = [cell("plain", 1.0), cell("SPIRe", 2.0, 1.8), cell("MagicDec", 2.0, 2.2)]
     taus = {("SPIRe", 256): 3.0, ("MagicDec", 256): 2.5, ("SPIRe", 512): 3.0, ("MagicDec", 512): 2.2}
-    return [*first, *(Cell(**{**asdict(one), "context": 512}) for one in second)], taus
+    return [*first, *(JudgedCell(**{**asdict(one), "context": 512}) for one in second)], taus
 
 
 def test_orders_are_compared_cell_by_cell_with_the_tau_of_other_prompts() -> None:

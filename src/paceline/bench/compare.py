@@ -22,8 +22,7 @@ from rich.text import Text
 
 from .records import Cell, Report
 from .report import wording as say
-from .report.tables import NONE
-from .report.tables import Cell as Shown
+from .report.tables import NONE, TableCell
 from .report.terminal import add_block, figures_table, rich_table
 from .summary import SEED, Floats, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
@@ -58,7 +57,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ReportComparison:
     """Two reports side by side."""
 
     a: str  # titles
@@ -78,7 +77,7 @@ def verdict(ratio: Interval | None) -> Verdict:
     return "faster" if ratio.low > 1 else "slower"
 
 
-def compare(a: Report, b: Report) -> Comparison:
+def compare(a: Report, b: Report) -> ReportComparison:
     """How report ``b`` differs from report ``a``; every ratio is b over a."""
     left, right = Summary(a), Summary(b)
     mine, theirs = _usable(left), _usable(right)
@@ -86,7 +85,7 @@ def compare(a: Report, b: Report) -> Comparison:
     methods = list(dict.fromkeys(name for _, name in common))
     totals = [_row(left, right, name, [cell for cell, n in common if n == name], None) for name in methods]
     each = [_row(left, right, name, [cell], cell) for cell, name in common]
-    return Comparison(
+    return ReportComparison(
         a=a.title,
         b=b.title,
         differences=tuple(differences(a, b)),
@@ -195,7 +194,7 @@ def _difference(a: Logs, b: Logs, generator: np.random.Generator) -> Floats:
 # -- on the terminal
 
 
-def render_terminal(comparison: Comparison) -> RenderableType:
+def render_terminal(comparison: ReportComparison) -> RenderableType:
     """Differences of the runs first, then the figures, then what only one of them has."""
     parts: list[RenderableType] = [Text(f"A: {comparison.a}"), Text(f"B: {comparison.b}"), Text()]
     found = [(d.what, d.a, d.b) for d in comparison.differences]
@@ -212,7 +211,7 @@ def render_terminal(comparison: Comparison) -> RenderableType:
     return Group(*parts, Text(f"\n{note}", style="dim"))
 
 
-def _main_table(comparison: Comparison) -> Table:
+def _main_table(comparison: ReportComparison) -> Table:
     """The figures: over all common cells, then by cell."""
     table = rich_table("method", "A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A")
     for cell in dict.fromkeys(row.cell for row in comparison.rows):
@@ -221,11 +220,11 @@ def _main_table(comparison: Comparison) -> Table:
     return table
 
 
-def _cells(row: ComparedRow) -> list[Shown]:
-    speeds = (Shown(text=say.number(speed)) for speed in row.tokens_per_s)
-    return [Shown(text=row.method), *speeds, _judged(row.ratio), _judged(row.speedup_ratio)]
+def _cells(row: ComparedRow) -> list[TableCell]:
+    speeds = (TableCell(text=say.number(speed)) for speed in row.tokens_per_s)
+    return [TableCell(text=row.method), *speeds, _judged(row.ratio), _judged(row.speedup_ratio)]
 
 
-def _judged(ratio: Interval | None) -> Shown:
+def _judged(ratio: Interval | None) -> TableCell:
     mark, kind = MARKS[verdict(ratio)]
-    return Shown(text=f"{say.interval(ratio)} {mark}", kind=kind) if ratio else NONE
+    return TableCell(text=f"{say.interval(ratio)} {mark}", kind=kind) if ratio else NONE

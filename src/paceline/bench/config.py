@@ -112,7 +112,7 @@ class BenchConfig:
         return self.random or any(not m.own for m in self.methods) if chosen is None else chosen
 
 
-class Watcher:
+class RunWatcher:
     """Who is told how far a run is; this one does nothing with it."""
 
     def stage(self, text: str) -> None:
@@ -122,7 +122,7 @@ class Watcher:
         """A trial is about to begin; ``done`` of ``total`` are behind."""
 
 
-class Lines(Watcher):
+class LogLines(RunWatcher):
     """Progress in a log: a line for each stage, and one now and then."""
 
     def __init__(self, console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:

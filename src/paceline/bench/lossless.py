@@ -18,15 +18,15 @@ from typing import Any
 
 from ..llm import LLM
 from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
-from .near_ties import Asked, Finding, Judge, Said, Tolerance, count_tokens
+from .near_ties import Finding, Judge, JudgedRequest, OutputIds, Tolerance, count_tokens
 from .records import OWN, Cell, Exactness, Method, Report, Trial
 from .summary import Summary
 
-AskedOf = Callable[[Trial, int], Asked]  # (trial, index of the prompt in its group) -> what was asked
+RequestOf = Callable[[Trial, int], JudgedRequest]  # (trial, index of the prompt in its group) -> what was asked
 
 
 def compare_sequence(
-    reference: Said, other: Said, explain: Callable[[int], Finding] | None = None, finish: bool = True
+    reference: OutputIds, other: OutputIds, explain: Callable[[int], Finding] | None = None, finish: bool = True
 ) -> Finding | None:
     """One output against the reference's.
 
@@ -57,7 +57,7 @@ def compare_sequence(
 # -- all trials of one method in one cell
 
 
-Explain = Callable[[Trial, int, Said, Said, int], Finding]
+Explain = Callable[[Trial, int, OutputIds, OutputIds, int], Finding]
 """(trial, index of the prompt in its group, reference's output, trial's output, first difference) -> verdict"""
 
 
@@ -114,7 +114,7 @@ def _compare_group(
     if malformed is not None:
         yield from ((prompt, Finding(what=malformed)) for prompt in trial.prompts or base.prompts)
         return
-    said = {p: Said(ids, end) for p, ids, end in zip(base.prompts, base.outputs, base.finish, strict=True)}
+    said = {p: OutputIds(ids, end) for p, ids, end in zip(base.prompts, base.outputs, base.finish, strict=True)}
     for i, prompt in enumerate(trial.prompts):
         tokens, expected = trial.prompt_tokens[i], base.prompt_tokens[i]
         if prompt != base.prompts[i]:
@@ -122,7 +122,7 @@ def _compare_group(
         elif tokens != expected:
             yield prompt, Finding(what=f"another prompt: of {tokens} tokens, plain decoding's has {expected}")
         else:
-            other = Said(trial.outputs[i], trial.finish[i])
+            other = OutputIds(trial.outputs[i], trial.finish[i])
             look = partial(explain, trial, i, said[prompt], other) if explain else None
             yield prompt, _named(compare_sequence(said[prompt], other, look, finish), prompt, other, said)
 
@@ -140,7 +140,7 @@ def _malformed(base: Trial, trial: Trial) -> str | None:
     return None
 
 
-def _named(finding: Finding | None, prompt: str, other: Said, said: Mapping[str, Said]) -> Finding | None:
+def _named(finding: Finding | None, prompt: str, other: OutputIds, said: Mapping[str, OutputIds]) -> Finding | None:
     """A failure that another prompt's output explains, by that name."""
     if finding is None or finding.explained:
         return finding
@@ -183,7 +183,7 @@ def unchecked(report: Report) -> list[str]:
     return list(notes)
 
 
-def check(report: Report, llm_of: Callable[[Method], LLM], asked: AskedOf) -> list[Exactness]:
+def check(report: Report, llm_of: Callable[[Method], LLM], asked: RequestOf) -> list[Exactness]:
     """Every method's ids against this engine's plain decoding of the same dtype, cell by cell.
 
     Plain decoding itself is held against its own first repeat, and is listed only where it does not repeat.
@@ -222,7 +222,7 @@ def _explained(
     reference: Method,
     llm_of: Callable[[Method], LLM],
     base: Sequence[Trial],
-    asked: AskedOf,
+    asked: RequestOf,
     *where: Any,
 ) -> Finding:
     """What the judge of a method says; one serves all held against one reference with one kind of tolerance.

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """What a figure was measured on."""
 
     processor: str
@@ -36,10 +36,10 @@ class Machine:
         )
 
 
-def describe(device: str = "cpu") -> Machine:
+def describe(device: str = "cpu") -> MachineFacts:
     """This machine, as the current process uses it."""
     on_gpu = device != "cpu"
-    return Machine(
+    return MachineFacts(
         processor=torch.cuda.get_device_name(device) if on_gpu else _processor(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),

@@ -156,7 +156,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class JudgedRequest:
     """What one sequence was asked."""
 
     prompt_ids: Sequence[int]
@@ -183,7 +183,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class OutputIds:
     """What came out for one prompt."""
 
     ids: Sequence[int]
@@ -205,7 +205,7 @@ class Judge:
         self._finish = finish
         self._texts = texts_of(llm.tokenizer)
 
-    def look(self, asked: Asked, reference: Said, other: Said, at: int) -> Finding:
+    def look(self, asked: JudgedRequest, reference: OutputIds, other: OutputIds, at: int) -> Finding:
         """Judge an output that parts from the reference at position ``at``, where both have a token."""
         here = Finding(what="wrong token", position=at, expected=reference.ids[at], got=other.ids[at])
         impossible = self._impossible(asked, reference, other)
@@ -226,7 +226,7 @@ class Judge:
         tie = replace(here, what="near tie", explained=True)
         return self._rest(other, at, behind, allowed) or self._ending(asked, other) or tie
 
-    def _impossible(self, asked: Asked, reference: Said, other: Said) -> str | None:
+    def _impossible(self, asked: JudgedRequest, reference: OutputIds, other: OutputIds) -> str | None:
         """What the target could not even be asked about."""
         shape = self._llm.decoder.config
         strange = [i for i in (*reference.ids, *other.ids) if not 0 <= i < shape.vocab_size]
@@ -235,7 +235,7 @@ class Judge:
         too_long = len(asked.prompt_ids) + len(other.ids) - shape.max_position
         return count_tokens(too_long, "long: the model's context ends before") if too_long > 0 else None
 
-    def _rest(self, other: Said, at: int, behind: Sequence[float], allowed: Sequence[float]) -> Finding | None:
+    def _rest(self, other: OutputIds, at: int, behind: Sequence[float], allowed: Sequence[float]) -> Finding | None:
         """The first token behind position ``at`` that lies too far below the best."""
         wrong = next((i for i in range(at + 1, len(behind)) if behind[i] > allowed[i]), None)
         if wrong is None:
@@ -248,7 +248,7 @@ class Judge:
             tolerance=allowed[wrong],
         )
 
-    def _scores(self, asked: Asked, logits: Tensor, output: Sequence[int]) -> Tensor:
+    def _scores(self, asked: JudgedRequest, logits: Tensor, output: Sequence[int]) -> Tensor:
         """[T, V]: what the engine takes the argmax of, at every position of the output."""
         params = asked.params
         if params.seed is None and not params.greedy:
@@ -272,7 +272,7 @@ class Judge:
         before = torch.where(lower, torch.tensor(output)[None, :], before)
         return sampler.scores(logits, before.to(logits.device), positions).double()
 
-    def _ending(self, asked: Asked, said: Said) -> Finding | None:
+    def _ending(self, asked: JudgedRequest, said: OutputIds) -> Finding | None:
         """Where the output does not end as the stop rules say; those of this engine, so not for a peer."""
         if not self._finish:
             return None

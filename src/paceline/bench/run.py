@@ -21,7 +21,7 @@ from ..llm import LLM
 from ..network.applications import identity
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
-from .config import BenchConfig, Watcher
+from .config import BenchConfig, RunWatcher
 from .journal import NAME as JOURNAL_NAME
 from .journal import Journal, holds_trials
 from .measure import Builder, model_facts
@@ -36,7 +36,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # wh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """The result of a run."""
 
     report: Report
@@ -65,17 +65,17 @@ class Run:
         resume: bool = False,
         overwrite: bool = False,
         command: Sequence[str] = (),
-        watcher: Watcher | None = None,
+        watcher: RunWatcher | None = None,
         start: Start | None = None,
     ) -> None:
         self.config, self.out = config, out
         self.resume, self.overwrite = resume, overwrite
         self.command = list(command)
-        self.watcher = watcher or Watcher()
+        self.watcher = watcher or RunWatcher()
         self.start = start
         self.commit = commit()
 
-    def execute(self) -> Outcome:
+    def execute(self) -> RunOutcome:
         """Prepare, measure, check, report.
 
         An interrupt (Ctrl-C) during the measurement ends it early: the report has the trials so far.
@@ -117,7 +117,7 @@ class Run:
                 report.exactness = lossless.check(report, trials.llm, prepared.asked)
                 report.notes += lossless.unchecked(report)
         files = write_all(report, self.out) if self.out is not None else []
-        return Outcome(report=report, files=tuple(files), interrupted=interrupted)
+        return RunOutcome(report=report, files=tuple(files), interrupted=interrupted)
 
     def _settings(self, loaded: Sequence[Workload], cells: Sequence[Cell]) -> dict[str, Any]:
         """Everything on which trials depend."""

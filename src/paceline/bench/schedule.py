@@ -20,10 +20,10 @@ from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
 from . import workloads
-from .config import BenchConfig, Watcher
+from .config import BenchConfig, RunWatcher
 from .journal import Journal
 from .measure import Builder, Group, Limits
-from .near_ties import Asked
+from .near_ties import JudgedRequest
 from .records import Cell, Method, PromptIds, Trial
 from .workloads import Encoded, Workload
 
@@ -122,11 +122,11 @@ class Prepared:
     groups: dict[Cell, list[Group]]
     notes: list[str] = field(default_factory=list)
 
-    def asked(self, trial: Trial, index: int) -> Asked:
+    def asked(self, trial: Trial, index: int) -> JudgedRequest:
         """What one sequence of a trial was asked."""
         group = self.groups[trial.cell][trial.group]
         prompt = group.prompts[index]
-        return Asked(prompt_ids=prompt.ids, params=group.params(prompt))
+        return JudgedRequest(prompt_ids=prompt.ids, params=group.params(prompt))
 
     def limits(self) -> Limits:
         """Room for the largest of everything."""
@@ -140,7 +140,7 @@ class Prepared:
 
 
 def prepare(
-    config: BenchConfig, builder: Builder, loaded: Sequence[Workload], journal: Journal, watcher: Watcher
+    config: BenchConfig, builder: Builder, loaded: Sequence[Workload], journal: Journal, watcher: RunWatcher
 ) -> Prepared:
     """Ids of all prompts. Later turns of conversations follow on answers of plain, greedy decoding.
 
@@ -171,7 +171,7 @@ def prepare(
 class _Asker:
     """Makes prompts into ids; answers the earlier turns of conversations."""
 
-    def __init__(self, config: BenchConfig, builder: Builder, journal: Journal, watcher: Watcher) -> None:
+    def __init__(self, config: BenchConfig, builder: Builder, journal: Journal, watcher: RunWatcher) -> None:
         self._config, self._builder = config, builder
         self._journal, self._watcher = journal, watcher
         self._plain = next(m for m in config.methods if m.plain and m.own)

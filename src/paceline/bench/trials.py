@@ -17,7 +17,7 @@ from typing import Protocol
 
 from ..core.errors import ConfigError, PacelineError
 from ..llm import LLM
-from .config import BenchConfig, Watcher
+from .config import BenchConfig, RunWatcher
 from .journal import Journal
 from .measure import Builder, EngineRunner, Group, Limits
 from .methods import records_answers
@@ -84,7 +84,7 @@ class Trials:
         builder: Builder,
         prepared: Prepared,
         journal: Journal,
-        watcher: Watcher,
+        watcher: RunWatcher,
         folder: Path,
         start: Start | None,
         stack: ExitStack,

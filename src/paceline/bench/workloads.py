@@ -53,7 +53,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class WorkloadFacts:
     """A workload, apart from its prompts."""
 
     name: str
@@ -70,7 +70,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(Entry):
+class Workload(WorkloadFacts):
     """Prompts, and what a report must say about them."""
 
     origin: str  # "packaged sample", or the file or folder that was read
@@ -96,7 +96,7 @@ class Workload(Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadRow(Entry):
+class WorkloadRow(WorkloadFacts):
     """One line of the list of workloads."""
 
     found: bool  # it can be loaded: from the folder, or as the packaged sample
@@ -104,7 +104,7 @@ class WorkloadRow(Entry):
 
 
 _CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
-WORKLOADS = {name: Entry(name=name, **facts) for name, facts in _CATALOGUE.items()}
+WORKLOADS = {name: WorkloadFacts(name=name, **facts) for name, facts in _CATALOGUE.items()}
 
 
 # -- finding and loading
@@ -194,12 +194,12 @@ def _folder(folder: str | Path | None) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def _in_folder(entry: Entry, folder: Path | None) -> Path | None:
+def _in_folder(entry: WorkloadFacts, folder: Path | None) -> Path | None:
     candidates = [folder / entry.file, folder / f"{entry.file}.gz"] if folder else []
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _known_data(entry: Entry, folder: Path | None) -> tuple[bytes, str]:
+def _known_data(entry: WorkloadFacts, folder: Path | None) -> tuple[bytes, str]:
     path = _in_folder(entry, folder)
     if path is not None:
         return _bytes(path), str(path)
@@ -224,9 +224,9 @@ def _existing_path(name_or_path: str | Path) -> Path:
     raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
 
 
-def _unnamed(path: Path) -> Entry:
+def _unnamed(path: Path) -> WorkloadFacts:
     name, kind = _stem(path), "a folder" if path.is_dir() else "a file"
-    return Entry(
+    return WorkloadFacts(
         name=name,
         title=name,
         description=f"prompts from {kind}",

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..bench import methods as known
-from ..bench.config import NAMES, BenchConfig, Lines, Watcher
+from ..bench.config import NAMES, BenchConfig, LogLines, RunWatcher
 from ..bench.measure import Group
 from ..bench.methods import CELL_SETTINGS, Sweep
 from ..bench.records import Method
@@ -38,7 +38,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class RunSize:
     """How much is measured where the user does not say."""
 
     prompts: int
@@ -47,8 +47,8 @@ class Size:
     time_limit_s: float | None
 
 
-FULL = Size(prompts=20, repeats=3, max_new_tokens=None, time_limit_s=None)
-QUICK = Size(prompts=8, repeats=2, max_new_tokens=48, time_limit_s=110.0)
+FULL = RunSize(prompts=20, repeats=3, max_new_tokens=None, time_limit_s=None)
+QUICK = RunSize(prompts=8, repeats=2, max_new_tokens=48, time_limit_s=110.0)
 
 
 def _option(help: str, default: Any = None, **more: str) -> Any:
@@ -194,7 +194,7 @@ def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
 # -- progress
 
 
-class Bar(Watcher):
+class Bar(RunWatcher):
     """Progress on a terminal: a bar with the time left."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
@@ -211,11 +211,11 @@ class Bar(Watcher):
 
 
 @contextmanager
-def watching() -> Iterator[Bar | Lines]:
+def watching() -> Iterator[Bar | LogLines]:
     """A bar on stderr, or lines where stderr is no terminal."""
     console = stderr()
     if not console.is_terminal:
-        yield Lines(console)
+        yield LogLines(console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Drawn between trials alone: a thread that draws would take time from what is measured.

@@ -15,7 +15,7 @@ from ..core.model_spec import parse_model
 from ..core.options import named_values
 from ..planning import acceptance, machines, models
 from ..planning.models import ModelShape
-from ..planning.plan import DRAFTERS, Question, rank
+from ..planning.plan import DRAFTERS, PlanRequest, rank
 from ..planning.throughput import PAPER, Counting, Parallel, Precision
 from . import plan_measured, plan_view
 from .console import note
@@ -102,7 +102,7 @@ def plan(
         _refuse_beside_measured(given)
         kv = "float32" if weights == "float32" else "bfloat16"
     precision = Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv or "bfloat16"))
-    asked = Question(
+    asked = PlanRequest(
         target=shape,
         machine=machines.machine(machine or _no_machine(measured)),
         batch=batch,

@@ -17,7 +17,7 @@ from ..bench import figures
 from ..bench.figures import Panel, Series
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
-from ..planning.plan import PLAIN, SINK, Candidate, Question, compute_bound_from, devices_needed, rank
+from ..planning.plan import PLAIN, SINK, PlanRequest, RankedDrafter, compute_bound_from, devices_needed, rank
 from .console import note, stdout
 from .plan_measured import Here
 
@@ -35,7 +35,7 @@ class Names:
     draft: str | None
 
 
-def show(question: Question, ranked: Sequence[Candidate], names: Names, here: Here | None = None) -> None:
+def show(question: PlanRequest, ranked: Sequence[RankedDrafter], names: Names, here: Here | None = None) -> None:
     """The table, what was assumed, and how to run it; ``here``: what was measured first."""
     console = stdout()
     if here is not None:
@@ -55,7 +55,7 @@ def show(question: Question, ranked: Sequence[Candidate], names: Names, here: He
         note("predicted by this machine's law; the engine's work between passes is left out")
 
 
-def print_json(question: Question, ranked: Sequence[Candidate], names: Names, here: Here | None = None) -> None:
+def print_json(question: PlanRequest, ranked: Sequence[RankedDrafter], names: Names, here: Here | None = None) -> None:
     """The same as one JSON object."""
     rows = []
     for made in ranked:
@@ -69,7 +69,7 @@ def print_json(question: Question, ranked: Sequence[Candidate], names: Names, he
     typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **more}))
 
 
-def _show_acceptance(ranked: Sequence[Candidate]) -> None:
+def _show_acceptance(ranked: Sequence[RankedDrafter]) -> None:
     """A token's chance and where it is from: what is known of the very pair, and what is assumed of it."""
     console, known = stdout(), [(made.drafter, made.acceptance) for made in ranked if made.acceptance is not None]
     for own, title in (
@@ -82,13 +82,13 @@ def _show_acceptance(ranked: Sequence[Candidate]) -> None:
             console.print("\n".join(lines), markup=False)
 
 
-def _title(q: Question) -> str:
+def _title(q: PlanRequest) -> str:
     spread = f"{q.parallel.devices} x " if q.parallel.devices > 1 else ""
     about = f"{spread}{q.machine.about}, {q.machine.hoi:.0f} FLOPs a byte"
     return f"{q.target.name} on {about}; batch {q.batch:,}, context {q.context:,}"
 
 
-def _table(ranked: Sequence[Candidate]) -> Table:
+def _table(ranked: Sequence[RankedDrafter]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in HEAD:
         table.add_column(name, justify="left" if name in ("drafter", "why") else "right", overflow="fold")
@@ -99,7 +99,7 @@ def _table(ranked: Sequence[Candidate]) -> Table:
     return table
 
 
-def _remarks(q: Question, ranked: Sequence[Candidate]) -> list[str]:
+def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     """Memory, and from where on verification is compute-bound."""
     best = ranked[0]
     holds, have = best.holds, q.machine.memory * q.parallel.devices
@@ -113,7 +113,7 @@ def _remarks(q: Question, ranked: Sequence[Candidate]) -> list[str]:
     ]
 
 
-def how_to_run(question: Question, made: Candidate, names: Names) -> tuple[str | None, str | None]:
+def how_to_run(question: PlanRequest, made: RankedDrafter, names: Names) -> tuple[str | None, str | None]:
     """The command that would measure it, or what is missing for that."""
     missing = _missing(question, made, names)
     if missing:
@@ -125,7 +125,7 @@ def how_to_run(question: Question, made: Candidate, names: Names) -> tuple[str |
     return f'paceline bench {asked}{more} --method "{method}"', None
 
 
-def _missing(q: Question, made: Candidate, names: Names) -> str | None:
+def _missing(q: PlanRequest, made: RankedDrafter, names: Names) -> str | None:
     """Why this engine cannot run it as it is now; None: it can."""
     stored = q.precision
     kv = 4.0 if stored.weight_bytes == 4.0 else 2.0
@@ -144,7 +144,7 @@ def _missing(q: Question, made: Candidate, names: Names) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _drafter(q: Question, made: Candidate, names: Names) -> str:
+def _drafter(q: PlanRequest, made: RankedDrafter, names: Names) -> str:
     """As ``--method`` has it."""
     how = HOW.get(made.drafter)
     if how is None:
@@ -153,7 +153,7 @@ def _drafter(q: Question, made: Candidate, names: Names) -> str:
     return made.drafter + (f":{weights}" if weights else "") + "," + how.options(q, made)
 
 
-def _shape(q: Question, made: Candidate) -> str:
+def _shape(q: PlanRequest, made: RankedDrafter) -> str:
     """A chain, or the widest level first and one child each behind it."""
     if made.width == 1:
         return f"depth={made.depth}"
@@ -177,7 +177,7 @@ def _spire(names: Names) -> str | None:
 class How:
     """How a drafter of the plan is written on the command line: with which options, and with which weights."""
 
-    options: Callable[[Question, Candidate], str]
+    options: Callable[[PlanRequest, RankedDrafter], str]
     weights: Callable[[Names], str | None] = lambda names: ""  # None: there are none; "": it needs none
     advice: str = ""  # what to do where there are none
 
@@ -198,7 +198,7 @@ HOW = {
 }
 
 
-def draw(question: Question, file: Path) -> Path:
+def draw(question: PlanRequest, file: Path) -> Path:
     """Multipliers by batch at this context, and by context at this batch, each drafter at its best.
 
     Raises:
@@ -221,7 +221,7 @@ def _powers(last: int) -> list[int]:
     return [2**n for n in range(last.bit_length()) if 2**n <= last]
 
 
-def _panel(question: Question, name: str, values: Sequence[int], title: str) -> Panel:
+def _panel(question: PlanRequest, name: str, values: Sequence[int], title: str) -> Panel:
     changes: list[dict[str, Any]] = [{name: value} for value in values]
     found = [{made.drafter: made.multiplier for made in rank(replace(question, **change))} for change in changes]
     drafters = [drafter for drafter in found[0] if drafter != PLAIN]

@@ -38,7 +38,7 @@ DEAR = 1.05  # a verification that costs more plain passes than this is said to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafter:
+class DrafterKind:
     """A kind of drafter."""
 
     drafts: Literal["nothing", "small", "cut", "itself"]  # with which network; cut: out of the target
@@ -48,16 +48,16 @@ class Drafter:
 
 
 DRAFTERS = {
-    "ngram": Drafter(drafts="nothing"),
-    "streams": Drafter(drafts="nothing", streams=True),
-    "draft_model": Drafter(drafts="small", tree=True),
-    "magicdec": Drafter(drafts="itself", sparse=True),
-    "spire": Drafter(drafts="cut", sparse=True),
+    "ngram": DrafterKind(drafts="nothing"),
+    "streams": DrafterKind(drafts="nothing", streams=True),
+    "draft_model": DrafterKind(drafts="small", tree=True),
+    "magicdec": DrafterKind(drafts="itself", sparse=True),
+    "spire": DrafterKind(drafts="cut", sparse=True),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What is planned for.
 
     Raises:
@@ -139,7 +139,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class RankedDrafter:
     """One drafter with its depth and width, predicted. Plain decoding is one with a depth of 0."""
 
     drafter: str
@@ -155,13 +155,13 @@ class Candidate:
     acceptance: Acceptance | None = None
 
 
-def rank(question: Question) -> list[Candidate]:
+def rank(question: PlanRequest) -> list[RankedDrafter]:
     """The best form of each drafter and plain decoding, the fastest first."""
     best = [max(_forms(question, name), key=lambda made: made.multiplier) for name in DRAFTERS]
     return sorted([plain(question), *best], key=lambda made: -made.multiplier)
 
 
-def plain(question: Question) -> Candidate:
+def plain(question: PlanRequest) -> RankedDrafter:
     """Decoding without a draft."""
     q = question
     target = q.network(q.target)
@@ -171,7 +171,7 @@ def plain(question: Question) -> Candidate:
     return _candidate(q, PLAIN, (0, 1, 1), 1.0, made, held_bytes(target, q.batch, q.context), reason)
 
 
-def _forms(question: Question, name: str) -> Iterator[Candidate]:
+def _forms(question: PlanRequest, name: str) -> Iterator[RankedDrafter]:
     """Every depth and width that the question leaves open."""
     drafter, accepted = DRAFTERS[name], question.assumptions()[name]
     widths = (WIDTHS if question.width is None else (question.width,)) if drafter.tree else (1,)
@@ -180,7 +180,7 @@ def _forms(question: Question, name: str) -> Iterator[Candidate]:
             yield _form(question, name, depth, width, accepted)
 
 
-def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) -> Candidate:
+def _form(q: PlanRequest, name: str, depth: int, width: int, accepted: Acceptance) -> RankedDrafter:
     drafter = DRAFTERS[name]
     network = _network(q, name, accepted)
     extra = depth if drafter.streams else 0  # streams of one row, counted through all layers
@@ -197,11 +197,11 @@ def _form(q: Question, name: str, depth: int, width: int, accepted: Acceptance) 
 
 
 def _candidate(
-    q: Question, name: str, form: tuple[int, int, int], tau: float, made: RoundCost, holds: float, reason: str
-) -> Candidate:
+    q: PlanRequest, name: str, form: tuple[int, int, int], tau: float, made: RoundCost, holds: float, reason: str
+) -> RankedDrafter:
     """``form``: depth, width and rows."""
     depth, width, rows = form
-    return Candidate(
+    return RankedDrafter(
         drafter=name,
         depth=depth,
         width=width,
@@ -215,7 +215,7 @@ def _candidate(
     )
 
 
-def _network(q: Question, name: str, accepted: Acceptance) -> Network | None:
+def _network(q: PlanRequest, name: str, accepted: Acceptance) -> Network | None:
     drafter = DRAFTERS[name]
     if drafter.drafts == "nothing":
         return None
@@ -224,14 +224,14 @@ def _network(q: Question, name: str, accepted: Acceptance) -> Network | None:
     return q.network(shapes[drafter.drafts], q.keys(name) if drafter.sparse else None)
 
 
-def _bound(q: Question, rows: int) -> str:
+def _bound(q: PlanRequest, rows: int) -> str:
     """What limits a target pass, as words have it."""
     part = math.ceil(q.batch / q.parallel.stages)
     cost = pass_cost(q.network(q.target), part, q.context, rows, q.counting)
     return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
 
 
-def _reason(q: Question, name: str, made: Speculation, took: RoundCost) -> str:
+def _reason(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> str:
     """Why it is worth what it is, in words."""
     words = [f"{_bound(q, 1)}-bound: {_drafting(q, name, made, took)}"]
     verify = took.verify / took.plain
@@ -243,7 +243,7 @@ def _reason(q: Question, name: str, made: Speculation, took: RoundCost) -> str:
     return "; ".join(words)
 
 
-def _drafting(q: Question, name: str, made: Speculation, took: RoundCost) -> str:
+def _drafting(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> str:
     if DRAFTERS[name].streams:
         return "drafts are rows of the same pass"
     if made.draft is None:
@@ -254,12 +254,12 @@ def _drafting(q: Question, name: str, made: Speculation, took: RoundCost) -> str
     return f"{kind}, {share}"
 
 
-def compute_bound_from(question: Question, rows: int) -> int | None:
+def compute_bound_from(question: PlanRequest, rows: int) -> int | None:
     """The smallest batch from which a pass over so many rows a sequence is compute-bound (`critical_batch`)."""
     q = question
     return critical_batch(q.network(q.target), q.context, q.machine.hoi, rows, q.counting)
 
 
-def devices_needed(question: Question, holds: float) -> int:
+def devices_needed(question: PlanRequest, holds: float) -> int:
     """The fewest devices whose memory holds so many bytes."""
     return max(1, math.ceil(holds / question.machine.memory))

@@ -9,7 +9,7 @@ from ..records import Report
 from ..summary import Row, Section, Summary, summarise
 from . import tables
 from . import wording as say
-from .tables import Table
+from .tables import FigureTable
 
 SPEEDS = tables.columns("tokens/s | p10 to p90 | speed-up | accepted length | of the floor | exact")
 WORK = tables.columns("call reduction | row-layers a pass | upper ones | nodes pruned a pass | streams that rode")
@@ -42,7 +42,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _table(found: Table) -> str:
+def _table(found: FigureTable) -> str:
     """A table of the report; an interval's brackets need no backslash, as nothing follows them."""
     rows = [[_cell(cell) for cell in row] for row in found.words()]
     return table(list(map(text, found.head)), rows)
@@ -52,7 +52,7 @@ def _cell(words: str) -> str:
     return words if re.fullmatch(r"[0-9., \[\]pair]+", words) else text(words)
 
 
-def _titled(title: str, found: Table | None) -> list[str]:
+def _titled(title: str, found: FigureTable | None) -> list[str]:
     return [] if found is None else [title, _table(found)]
 
 

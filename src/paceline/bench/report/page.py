@@ -17,7 +17,7 @@ from ..records import Report
 from ..summary import Section, Summary, best, summarise
 from . import plots, tables
 from . import wording as say
-from .tables import Table
+from .tables import FigureTable
 
 COLUMNS = [
     column
@@ -95,7 +95,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str, str, bool]]:
     return tiles
 
 
-def _bests(summary: Summary) -> Table | None:
+def _bests(summary: Summary) -> FigureTable | None:
     """The best method of this engine on each workload, where there are several."""
     shown = [row for row in summary.rows if row.section == summary.main]
     found = [best(row for row in shown if row.workload == name) for name in dict.fromkeys(r.workload for r in shown)]
@@ -125,7 +125,7 @@ def _part(summary: Summary, section: Section, look: dict[str, Series]) -> dict[s
     }
 
 
-def _curve(label: str, plot: Markup, table: Table) -> dict[str, Any]:
+def _curve(label: str, plot: Markup, table: FigureTable) -> dict[str, Any]:
     head = ["method", *(f"batch {size}" for size in table.head[1:])]
     return {"label": label, "plot": plot, "table": replace(table, head=head)}
 

@@ -15,7 +15,7 @@ from . import wording as say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class TableCell:
     """One cell."""
 
     text: str
@@ -26,12 +26,12 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class FigureTable:
     """Rows under a head; the first columns are text, the others figures."""
 
     label: str
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[TableCell]]
     texts: int = 1
     named: int = 0  # the column of the methods' names
 
@@ -40,7 +40,7 @@ class Table:
         return [[cell.text + (f" ({cell.fine})" if cell.fine else "") for cell in row] for row in self.rows]
 
 
-NONE = Cell(text=say.NOTHING)
+NONE = TableCell(text=say.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,49 +49,49 @@ class Column:
 
     name: str
     short: str  # where there is little room
-    cell: Callable[[Row], Cell]
+    cell: Callable[[Row], TableCell]
 
 
 def _figure(name: str, short: str, path: str, show: Callable[[float | None], str] = say.number) -> Column:
     """A figure by its place in `Figures`, such as ``waits.p50_ms``."""
 
-    def cell(row: Row) -> Cell:
+    def cell(row: Row) -> TableCell:
         value: Any = row.figures
         for part in path.split("."):
             value = getattr(value, part) if value is not None else None
-        return Cell(text=show(value), value=value)
+        return TableCell(text=show(value), value=value)
 
     return Column(name, short, cell)
 
 
-def _speed(row: Row) -> Cell:
+def _speed(row: Row) -> TableCell:
     spread, failed = row.figures.speed, row.figures.failed
     if spread is None:
-        return Cell(text="failed" if failed else say.NOTHING, kind="bad" if failed else "")
+        return TableCell(text="failed" if failed else say.NOTHING, kind="bad" if failed else "")
     title = f"{say.number(spread.low)} to {say.number(spread.high)} in {say.count_of(spread.count, 'trial')}"
-    return Cell(text=say.number(spread.median), value=spread.median, title=title)
+    return TableCell(text=say.number(spread.median), value=spread.median, title=title)
 
 
-def _spread(row: Row) -> Cell:
+def _spread(row: Row) -> TableCell:
     spread = row.figures.speed
-    return Cell(text=f"{say.number(spread.p10)} to {say.number(spread.p90)}", value=spread.p10) if spread else NONE
+    return TableCell(text=f"{say.number(spread.p10)} to {say.number(spread.p90)}", value=spread.p10) if spread else NONE
 
 
-def _speedup(row: Row) -> Cell:
+def _speedup(row: Row) -> TableCell:
     ratio = row.speedup
     if ratio is None:
-        return Cell(text=say.speedup(row), value=1.0 if row.reference == row.method.name else None)
+        return TableCell(text=say.speedup(row), value=1.0 if row.reference == row.method.name else None)
     kind = "" if ratio.covers(1) else "good" if ratio.low > 1 else "bad"
     title = f"{say.count_of(ratio.pairs, 'pair')} in {say.count_of(ratio.groups, 'group')} of prompts"
-    return Cell(text=say.speedup(row), value=ratio.value, kind=kind, title=title)
+    return TableCell(text=say.speedup(row), value=ratio.value, kind=kind, title=title)
 
 
-def _exact(row: Row) -> Cell:
+def _exact(row: Row) -> TableCell:
     count, mark = row.exact, say.exact_mark(row.exact)
     if count is None:
         return NONE
     title = f"{count.identical} of {count.sequences} identical, {count.explained} explained, {count.failures} failed"
-    return Cell(text=mark, value=mark, kind="" if count.passed else "bad", title=title)
+    return TableCell(text=mark, value=mark, kind="" if count.passed else "bad", title=title)
 
 
 COLUMNS = {
@@ -132,32 +132,32 @@ def columns(names: str) -> list[Column]:
 # -- cells that several tables have
 
 
-def words(text: str, kind: str = "") -> Cell:
+def words(text: str, kind: str = "") -> TableCell:
     """Text that is sorted by itself."""
-    return Cell(text=text, value=text, kind=kind)
+    return TableCell(text=text, value=text, kind=kind)
 
 
-def name_of(row: Row) -> Cell:
+def name_of(row: Row) -> TableCell:
     """The method, and how many of its trials failed."""
     fine = f"{row.figures.failed} failed" if row.figures.failed else ""
     kind, title = "plain" if row.method.plain else "", say.method_detail(row.method)
-    return Cell(text=say.method_name(row.method), value=row.method.name, kind=kind, title=title, fine=fine)
+    return TableCell(text=say.method_name(row.method), value=row.method.name, kind=kind, title=title, fine=fine)
 
 
-def _ratio(found: Interval | None) -> Cell:
-    return Cell(text=say.interval(found), value=found.value if found else None)
+def _ratio(found: Interval | None) -> TableCell:
+    return TableCell(text=say.interval(found), value=found.value if found else None)
 
 
 # -- the tables
 
 
-def figures(rows: Iterable[Row], chosen: Sequence[Column], label: str = "") -> Table:
+def figures(rows: Iterable[Row], chosen: Sequence[Column], label: str = "") -> FigureTable:
     """A row a method."""
     head = ["method", *(column.name for column in chosen)]
-    return Table(label=label, head=head, rows=[[name_of(r), *(c.cell(r) for c in chosen)] for r in rows])
+    return FigureTable(label=label, head=head, rows=[[name_of(r), *(c.cell(r) for c in chosen)] for r in rows])
 
 
-def by_workload(report: Report, rows: Iterable[Row], chosen: Sequence[Column], label: str) -> Table:
+def by_workload(report: Report, rows: Iterable[Row], chosen: Sequence[Column], label: str) -> FigureTable:
     """The same with the workload in front."""
     rows = list(rows)
     table = figures(rows, chosen, label)
@@ -166,20 +166,20 @@ def by_workload(report: Report, rows: Iterable[Row], chosen: Sequence[Column], l
     return replace(table, head=["workload", *table.head], rows=made, texts=2, named=1)
 
 
-def acceptance(rows: Iterable[Row]) -> Table | None:
+def acceptance(rows: Iterable[Row]) -> FigureTable | None:
     """Share accepted at each depth."""
     found = [row for row in rows if row.figures.acceptance]
     depth = max((len(row.figures.acceptance) for row in found), default=0)
     made = []
     for row in found:
         pairs = zip(row.figures.acceptance, row.figures.offered, strict=True)
-        cells = [Cell(text=say.share(share), value=share, title=f"of {many:,} passes") for share, many in pairs]
+        cells = [TableCell(text=say.share(share), value=share, title=f"of {many:,} passes") for share, many in pairs]
         made.append([name_of(row), *cells, *[NONE] * (depth - len(cells))])
     head = ["method", *(str(d + 1) for d in range(depth))]
-    return Table(label="Acceptance by position", head=head, rows=made) if made else None
+    return FigureTable(label="Acceptance by position", head=head, rows=made) if made else None
 
 
-def matrix(summary: Summary, section: Section) -> Table | None:
+def matrix(summary: Summary, section: Section) -> FigureTable | None:
     """Speed-up of every speculative method on every workload."""
     rows = {(row.workload, row.method.name): row for row in summary.of(section)}
     methods = [row.method for row in summary.total(section) if row.speedup]
@@ -189,10 +189,10 @@ def matrix(summary: Summary, section: Section) -> Table | None:
         title = words(say.workload_title(summary.report, name))
         made.append([title, *(_ratio(row.speedup if row else None) for row in found)])
     head = ["workload", *map(say.method_name, methods)]
-    return Table(label="Speed-up by workload", head=head, rows=made) if methods else None
+    return FigureTable(label="Speed-up by workload", head=head, rows=made) if methods else None
 
 
-def peers(summary: Summary, section: Section) -> Table | None:
+def peers(summary: Summary, section: Section) -> FigureTable | None:
     """How many times as fast as the other engines' plain decoding every method is."""
     found = against(summary, section)
     names = [name for name in summary.methods if any(name in ratios for ratios in found.values())]
@@ -201,29 +201,29 @@ def peers(summary: Summary, section: Section) -> Table | None:
         for n in names
     ]
     head = ["method", *(f"over {peer}" for peer in found)]
-    return Table(label="Beside other engines", head=head, rows=rows) if found else None
+    return FigureTable(label="Beside other engines", head=head, rows=rows) if found else None
 
 
-def curves(summary: Summary) -> list[tuple[str, Sequence[Curve], Table]]:
+def curves(summary: Summary) -> list[tuple[str, Sequence[Curve], FigureTable]]:
     """Speed-up by batch size, where several were run: what else is the same, the curves, and their table."""
     found = batch_curve(summary)
-    made: list[tuple[str, Sequence[Curve], Table]] = []
+    made: list[tuple[str, Sequence[Curve], FigureTable]] = []
     for section in dict.fromkeys(curve.section for curve in found):
         here = [curve for curve in found if curve.section == section]
         batches = sorted({batch for curve in here for batch, _ in curve.points})
         rows = [[words(say.method_name(c.method)), *(_ratio(dict(c.points).get(b)) for b in batches)] for c in here]
-        table = Table(label="Speed-up by batch size", head=["method", *map(str, batches)], rows=rows)
+        table = FigureTable(label="Speed-up by batch size", head=["method", *map(str, batches)], rows=rows)
         made.append((section.label().removeprefix(f"batch {section.batch}, "), here, table))
     return made
 
 
-def methods(report: Report) -> Table:
+def methods(report: Report) -> FigureTable:
     """What each name stands for."""
     rows = [[words(say.method_name(m)), words(say.method_detail(m), "wrap")] for m in report.methods]
-    return Table(label="Methods", head=["method", "what it is"], rows=rows, texts=2)
+    return FigureTable(label="Methods", head=["method", "what it is"], rows=rows, texts=2)
 
 
-def workloads(report: Report) -> Table:
+def workloads(report: Report) -> FigureTable:
     """Where the prompts are from."""
     keys = {"source": "wrap", "licence": "", "prompts": ""}
     rows = [
@@ -233,4 +233,4 @@ def workloads(report: Report) -> Table:
         ]
         for name, facts in report.workloads.items()
     ]
-    return Table(label="Workloads", head=["workload", *keys], rows=rows, texts=3)
+    return FigureTable(label="Workloads", head=["workload", *keys], rows=rows, texts=3)

@@ -15,7 +15,7 @@ from ..records import Report
 from ..summary import Row, Section, Summary, summarise
 from . import tables
 from . import wording as say
-from .tables import Cell, Column, Table
+from .tables import Column, FigureTable, TableCell
 
 STYLES = {"bad": "bold red", "good": "green"}  # by a cell's kind
 BAD, FAINT = STYLES["bad"], "dim"
@@ -63,7 +63,7 @@ class _SectionTable:
         yield table
 
 
-def _cells(rows: Iterable[Row], chosen: Sequence[Column]) -> Sequence[Sequence[Cell]]:
+def _cells(rows: Iterable[Row], chosen: Sequence[Column]) -> Sequence[Sequence[TableCell]]:
     return tables.figures(rows, chosen).rows
 
 
@@ -89,14 +89,14 @@ def figures_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int
     return table
 
 
-def add_block(table: RichTable, title: str, rows: Iterable[Sequence[Cell]]) -> None:
+def add_block(table: RichTable, title: str, rows: Iterable[Sequence[TableCell]]) -> None:
     """A line with a title, and rows under it."""
     table.add_row(Text(title, style="bold"))
     for row in rows:
         table.add_row(*_row(row))
 
 
-def as_rich(table: Table) -> RichTable:
+def as_rich(table: FigureTable) -> RichTable:
     """A whole table."""
     made = rich_table(*table.head)
     for row in table.rows:
@@ -104,21 +104,21 @@ def as_rich(table: Table) -> RichTable:
     return made
 
 
-def _row(row: Sequence[Cell]) -> list[Text]:
+def _row(row: Sequence[TableCell]) -> list[Text]:
     name = Text("  " + row[0].text)
     if row[0].fine:
         name.append(f" ({row[0].fine})", style=BAD)
     return [name, *(Text(cell.text, style=STYLES.get(cell.kind, "")) for cell in row[1:])]
 
 
-def _peers(table: Table | None) -> list[RenderableType]:
+def _peers(table: FigureTable | None) -> list[RenderableType]:
     if table is None:
         return []
     head = ["beside other engines", *("÷" + name.removeprefix("over") for name in table.head[1:])]
     return [Text(), as_rich(replace(table, head=head))]
 
 
-def _short(cell: Cell) -> Cell:
+def _short(cell: TableCell) -> TableCell:
     """A ratio without its interval."""
     return replace(cell, text=f"{cell.value:.2f}") if isinstance(cell.value, float) else cell
 
