@@ -33,7 +33,7 @@ BENCH = $(BIN)/paceline bench --overwrite
 BENCH_TASKS = $(BENCH) $(if $(DATA),--data $(DATA)) $(TASKS:%=--workload %) --repeats 2 --max-new-tokens 64
 COMMA := ,
 SPACE := $(subst ,, )
-BESIDE = $(BIN)/python studies/peers.py --overwrite
+BESIDE = $(BIN)/python studies/peers.py compared --overwrite
 BESIDE_TASKS = $(if $(DATA),--data $(DATA)) --tasks $(subst $(SPACE),$(COMMA),$(strip $(TASKS))) --max-new-tokens 64
 
 # The engines of other people that the benchmark compares with, each installed apart from Paceline.

@@ -1,8 +1,8 @@
 """Paceline beside other people's engines: the same weights, the same prompts, in turns.
 
     make peers
-    python studies/peers.py --tasks gsm8k,humaneval --prompts 6 --out build/peers
-    python studies/peers.py --peer llama.cpp --model random:12x768x2048x8192 --dtype bfloat16 --out build/random
+    python studies/peers.py compared --tasks gsm8k,humaneval --prompts 6 --out build/peers
+    python studies/peers.py compared --peer llama.cpp --model random:12x768x2048x8192 --out build/random
 
 `make peers` builds them; one that is not there is named in the report. All answers go on to their full length, and
 peers decode greedily. The raw report and its page, with the tables beside other engines, are in the folder `compared`.
@@ -37,18 +37,29 @@ class PeerFlags(Options):
 study = Study("Paceline beside other engines.", PeerFlags, quick={"tasks": "wikisql", "prompts": 2, "repeats": 1})
 
 
+@study.table(takes=("method", "batch", "prompt_tokens"))
+def own(ask: PeerFlags) -> Grid:
+    """Every drafter here, without peers; where passes round by their width, near ties are judged."""
+    return beside(ask, [])
+
+
 @study.table(takes=("peer", "method", "batch", "prompt_tokens"))
 def compared(ask: PeerFlags) -> Grid:
     """Every drafter here and every mode of the peers."""
-    own = read_methods(ask.method, ask.dtype) if ask.method else default_methods(ask.model, ask.dtype)
+    return beside(ask, ask.peer or list(PEERS))
+
+
+def beside(ask: PeerFlags, engines: list[str]) -> Grid:
+    """Methods of this engine and of others."""
+    ours = read_methods(ask.method, ask.dtype) if ask.method else default_methods(ask.model, ask.dtype)
     cells: dict[str, Any] = {"batches": (ask.batch,)}
     if parse_model(ask.model).random:
         cells |= {"workloads": (), "prompt_tokens": ask.prompt_tokens}
-    known = {method.name for method in own}
-    theirs = [m for m in peer_methods(ask.peer or PEERS, ask.dtype) if m.name not in known]
-    methods = [*own, *theirs]
+    known = {method.name for method in ours}
+    theirs = [m for m in peer_methods(engines, ask.dtype) if m.name not in known]
+    methods = [*ours, *theirs]
     return Grid(
-        title=f"{parse_model(ask.model).label} beside other engines",
+        title=f"{parse_model(ask.model).label}, method by method",
         entries=[Entry(method, series=method.name) for method in methods],
         cells=cells,
         prompts=ask.batch,

@@ -34,6 +34,7 @@ from paceline.bench.summary import Row, Summary, overall_ratio, summarise
 from paceline.core.errors import ConfigError
 
 from .halves import SEED, conversations, halves
+from .near_ties import NearTies
 from .peers import starter
 from .scores import workload_of
 
@@ -103,8 +104,15 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
     flags = {"overwrite": options.overwrite, "resume": options.resume and (folder / JOURNAL_NAME).is_file()}
     watcher = LogLines(Console(stderr=True), "dim")
     config = grid.config(options)
-    start = starter(config)
-    run = Run(config, out=folder, command=options.command, watcher=watcher, start=start, **flags)
+    run = Run(
+        config,
+        out=folder,
+        command=options.command,
+        watcher=watcher,
+        start=starter(config),
+        judge=NearTies,
+        **flags,
+    )
     outcome = run.execute()
     if outcome.interrupted:
         raise KeyboardInterrupt

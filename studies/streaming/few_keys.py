@@ -13,8 +13,8 @@ from paceline.core.errors import CapabilityError
 from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.network.native_calls import RowSpan
 from paceline.network.native_calls import Asked as Pass
+from paceline.network.native_calls import RowSpan
 from paceline.network.native_streams import CarrierRows, Riding
 from paceline.network.streams import StreamSet
 from streaming.common import StreamingFlags, TrainedSet, study

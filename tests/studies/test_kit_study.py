@@ -199,7 +199,7 @@ def test_ctrl_c_keeps_the_journal_and_resume_goes_on(
 
     given = ("figure_1", *SMALL, "--out", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(grid.Lines, "trial", stop)
+        patch.setattr(grid.LogLines, "trial", stop)
         assert run(*given) == study.INTERRUPTED
     assert "--resume" in capsys.readouterr().err and not (tmp_path / "figure_1.json").exists()
     journal = tmp_path / "figure_1" / "journal.jsonl"

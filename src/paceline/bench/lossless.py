@@ -1,28 +1,52 @@
 """Whether every method said what plain decoding said: ids against ids, prompt by prompt.
 
-Token ids are compared one by one, and so are lengths, reasons for ending, and the order of the prompts. In
-float32 and wider, and with ``exact=True``, an output is identical or it is a failure. In bf16 and fp16 a first
-difference may be a near tie of the target's own (see `near_ties`); everything else is a failure.
-
-Peers have kernels of their own. Their difference is no failure of this engine: it is counted in the same way, at
-the tolerance of `ULPS`, and shown as agreement.
+Token ids are compared one by one, and so are lengths, reasons for ending, and the order of the prompts: an output is
+identical or it is a failure. Where passes round by their width (torch's kernels in 16 bits) two outputs may part at a
+near tie of the target's own scores: ids are compared there only if somebody judges the differences, as studies do.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..llm import LLM
 from ..rounds.verification import DEFAULT_VERIFIER, VERIFIERS
-from .near_ties import Finding, Judge, JudgedRequest, OutputIds, Tolerance, count_tokens
 from .records import OWN, Cell, Exactness, Method, Report, Trial
 from .summary import Summary
 
-RequestOf = Callable[[Trial, int], JudgedRequest]  # (trial, index of the prompt in its group) -> what was asked
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What is wrong with one sequence, or what explains it."""
+
+    what: str
+    explained: bool = False
+    position: int | None = None  # in the output
+    expected: int | None = None  # the reference's token
+    got: int | None = None  # the method's
+    gap: float | None = None  # how far the token in question lies below the best score; in logits over temperature
+    tolerance: float | None = None  # there
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is known, ready for JSON."""
+        names = ("what", "position", "expected", "got", "gap", "tolerance")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputIds:
+    """What came out for one prompt."""
+
+    ids: Sequence[int]
+    finish: str
+
+
+def count_tokens(tokens: int, what: str) -> str:
+    """``one token short``, ``2 tokens short``."""
+    return f"{'one token' if tokens == 1 else f'{tokens} tokens'} {what}"
 
 
 def compare_sequence(
@@ -153,8 +177,18 @@ def _named(finding: Finding | None, prompt: str, other: OutputIds, said: Mapping
 # -- a whole report
 
 
-def why_unchecked(method: Method, cell: Cell) -> str | None:
-    """Why a method's ids cannot be plain decoding's in a cell, by design; None where they must be."""
+Judgement = Callable[[Method, Method, Sequence[Trial], Trial, int, OutputIds, OutputIds, int], Finding]
+"""(method, its reference, the reference's trials, then as `Explain`) -> verdict"""
+
+
+def why_unchecked(summary: Summary, method: Method, cell: Cell, judged: bool = False) -> str | None:
+    """Why a method's ids need not be plain decoding's in a cell; None where they must be.
+
+    Args:
+        judged: whether somebody judges which differences rounding explains.
+    """
+    if not judged and _rounds(summary, method):
+        return "torch's kernels round by the rows of a pass in 16 bits; exact=true and float32 are compared"
     if cell.temperature == 0:
         return None
     if not method.own:
@@ -168,13 +202,21 @@ def why_unchecked(method: Method, cell: Cell) -> str | None:
     return None
 
 
-def unchecked(report: Report) -> list[str]:
+def _rounds(summary: Summary, method: Method) -> bool:
+    """Whether a row's bits depend on the rows beside it."""
+    asked = method.settings.get("kernels", "auto")
+    kernels = str(summary.report.model.get("kernels", "") if asked == "auto" else asked)
+    wide = summary.dtype(method) in ("float32", "float64")
+    return kernels.startswith("torch") and not wide and not method.settings.get("exact")
+
+
+def unchecked(report: Report, judged: bool = False) -> list[str]:
     """One sentence for everything in the report that `check` has nothing to hold against, for its notes."""
     summary = Summary(report)
     notes: dict[str, None] = {}
     for cell, name in summary.trials:
         method = summary.methods[name]
-        reason = why_unchecked(method, cell)
+        reason = why_unchecked(summary, method, cell, judged)
         if reason:
             notes[f"{name} at temperature {cell.temperature:g}: ids not compared; {reason}."] = None
         elif summary.reference(method, engine=OWN) is None:
@@ -183,63 +225,35 @@ def unchecked(report: Report) -> list[str]:
     return list(notes)
 
 
-def check(report: Report, llm_of: Callable[[Method], LLM], asked: RequestOf) -> list[Exactness]:
+def check(report: Report, judge: Judgement | None = None) -> list[Exactness]:
     """Every method's ids against this engine's plain decoding of the same dtype, cell by cell.
 
     Plain decoding itself is held against its own first repeat, and is listed only where it does not repeat.
 
     Args:
         report: the run; its ``exactness`` is not read.
-        llm_of: the target as a plain method of the report ran it; called when a difference is to be judged.
-        asked: the prompt's ids and the parameters behind each sequence of a trial.
+        judge: what is asked about each difference; without it methods whose passes round by their width are left out.
 
     Returns:
         One entry for each method that has something to be compared with, in the order of the report.
     """
     summary = Summary(report)
-    judges: dict[tuple[str, bool, bool], Judge] = {}
     found = []
     for (cell, name), trials in summary.trials.items():
         method = summary.methods[name]
         reference = summary.reference(method, engine=OWN)
-        if reference is None or why_unchecked(method, cell):
+        if reference is None or why_unchecked(summary, method, cell, judge is not None):
             continue
         base = summary.trials.get((cell, reference), [])
         if name == reference:
             found += _against_itself(trials)
         elif base:
-            explain = partial(_explained, judges, method, summary.methods[reference], llm_of, base, asked)
             # The judge runs the base model: it has no word on what an application says.
-            judged = explain if method.application is None else None
-            compared = compare_outputs(base, trials, judged, finish=method.own)
+            judged = judge is not None and method.application is None
+            explain = partial(judge, method, summary.methods[reference], base) if judge and judged else None
+            compared = compare_outputs(base, trials, explain, finish=method.own)
             found += [compared] if compared.sequences else []
     return found
-
-
-def _explained(
-    made: dict[tuple[str, bool, bool], Judge],
-    method: Method,
-    reference: Method,
-    llm_of: Callable[[Method], LLM],
-    base: Sequence[Trial],
-    asked: RequestOf,
-    *where: Any,
-) -> Finding:
-    """What the judge of a method says; one serves all held against one reference with one kind of tolerance.
-
-    It is made at the first difference: most runs have none.
-    """
-    exact = bool(method.settings.get("exact")) and bool(reference.settings.get("exact"))
-    key = (reference.name, method.own, exact)
-    if key not in made:
-        llm = llm_of(reference)
-        done = [(trial, i) for trial in base if trial.error is None for i in range(len(trial.prompts))]
-        texts = [(asked(trial, i).prompt_ids, trial.outputs[i]) for trial, i in done]
-        decoder = llm.decoder
-        tolerance = Tolerance.own(decoder, exact, texts) if method.own else Tolerance.foreign(decoder.dtype)
-        made[key] = Judge(llm, tolerance, method.own)
-    trial, i, said, other, at = where
-    return made[key].look(asked(trial, i), said, other, at)
 
 
 def _against_itself(trials: Sequence[Trial]) -> list[Exactness]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from typing import Any
 from .. import __version__
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
+from ..core.sampling import SamplingParams
 from ..llm import LLM
 from ..network.applications import identity
 from ..network.loader import resolve_folder
@@ -26,13 +27,17 @@ from .journal import NAME as JOURNAL_NAME
 from .journal import Journal, holds_trials
 from .measure import Builder, model_facts
 from .models import materialised
-from .records import Cell, Report
+from .records import Cell, Method, Report, Trial
 from .report import JSON_NAME, load_report, write_all
 from .schedule import cells_of, prepare, random_workload
 from .trials import WARM_UP_TOKENS, Start, Trials
 from .workloads import Workload
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
+
+
+RequestOf = Callable[[Trial, int], tuple[Sequence[int], SamplingParams]]  # of a trial's sequence, by its place
+Judges = Callable[[Callable[[Method], LLM], RequestOf], lossless.Judgement]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ class Run:
         command: the command line that repeats it.
         watcher: is told the progress.
         start: starts methods of other engines.
+        judge: makes the judge of differences in ids, from the engines and requests of the run.
     """
 
     def __init__(
@@ -67,12 +73,13 @@ class Run:
         command: Sequence[str] = (),
         watcher: RunWatcher | None = None,
         start: Start | None = None,
+        judge: Judges | None = None,
     ) -> None:
         self.config, self.out = config, out
         self.resume, self.overwrite = resume, overwrite
         self.command = list(command)
         self.watcher = watcher or RunWatcher()
-        self.start = start
+        self.start, self.judge = start, judge
         self.commit = commit()
 
     def execute(self) -> RunOutcome:
@@ -114,8 +121,9 @@ class Run:
                 report.settings["interrupted"] = True
             elif config.check:
                 self.watcher.stage("comparing token ids with plain decoding's")
-                report.exactness = lossless.check(report, trials.llm, prepared.asked)
-                report.notes += lossless.unchecked(report)
+                judge = self.judge and self.judge(trials.llm, prepared.request)
+                report.exactness = lossless.check(report, judge)
+                report.notes += lossless.unchecked(report, judge is not None)
         files = write_all(report, self.out) if self.out is not None else []
         return RunOutcome(report=report, files=tuple(files), interrupted=interrupted)
 

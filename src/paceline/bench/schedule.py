@@ -23,7 +23,6 @@ from . import workloads
 from .config import BenchConfig, RunWatcher
 from .journal import Journal
 from .measure import Builder, Group, Limits
-from .near_ties import JudgedRequest
 from .records import Cell, Method, PromptIds, Trial
 from .workloads import Encoded, Workload
 
@@ -122,11 +121,11 @@ class Prepared:
     groups: dict[Cell, list[Group]]
     notes: list[str] = field(default_factory=list)
 
-    def asked(self, trial: Trial, index: int) -> JudgedRequest:
-        """What one sequence of a trial was asked."""
+    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
+        """Ids and parameters of one sequence of a trial."""
         group = self.groups[trial.cell][trial.group]
         prompt = group.prompts[index]
-        return JudgedRequest(prompt_ids=prompt.ids, params=group.params(prompt))
+        return prompt.ids, group.params(prompt)
 
     def limits(self) -> Limits:
         """Room for the largest of everything."""

@@ -19,22 +19,23 @@ seed and position, so that two methods part at a near tie of scores alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
-from ..core.request import StopChecker
-from ..core.sampling import SamplingParams, SequenceSampler
-from ..engine.tokens import texts_of
-from ..kv.pool import KVPool
-from ..llm import LLM
-from ..network.decoder import Decoder
-from ..network.packing import RowPacker
+from paceline.bench.lossless import Finding, OutputIds, count_tokens
+from paceline.bench.records import Method, Trial
+from paceline.core.errors import ConfigError
+from paceline.core.request import StopChecker
+from paceline.core.sampling import SamplingParams, SequenceSampler
+from paceline.engine.tokens import texts_of
+from paceline.kv.pool import KVPool
+from paceline.llm import LLM
+from paceline.network.decoder import Decoder
+from paceline.network.packing import RowPacker
 
 # The largest change of a logit that was measured between passes of one row and of many, with torch's kernels on two
 # models: 4 units in the last place of bf16 and 30 of float32 (sums of a thousand products in another order). Twice
@@ -43,6 +44,7 @@ ULPS: Mapping[torch.dtype, float] = {torch.bfloat16: 8, torch.float16: 8, torch.
 ROUNDED = (torch.bfloat16, torch.float16)  # where a difference may be explained
 SPREAD_SAMPLES = 4  # sequences that the spread is measured on
 SPREAD_WIDTHS = (5, 512)  # rows of the passes that are held against passes of one row
+RequestOf = Callable[[Trial, int], tuple[Sequence[int], SamplingParams]]
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompt ids and output ids of sequences
 _PASS_ROWS = 512  # rows of a teacher-forced pass at most
 
@@ -164,32 +166,6 @@ class JudgedRequest:
     sample_index: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What is wrong with one sequence, or what explains it."""
-
-    what: str
-    explained: bool = False
-    position: int | None = None  # in the output
-    expected: int | None = None  # the reference's token
-    got: int | None = None  # the method's
-    gap: float | None = None  # how far the token in question lies below the best score; in logits over temperature
-    tolerance: float | None = None  # there
-
-    def as_dict(self) -> dict[str, Any]:
-        """What is known, ready for JSON."""
-        names = ("what", "position", "expected", "got", "gap", "tolerance")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class OutputIds:
-    """What came out for one prompt."""
-
-    ids: Sequence[int]
-    finish: str
-
-
 class Judge:
     """Decides whether the target could have said what a method said.
 
@@ -298,6 +274,40 @@ def _shown(gap: float) -> float | None:
     return gap if isfinite(gap) else None
 
 
-def count_tokens(tokens: int, what: str) -> str:
-    """``one token short``, ``2 tokens short``."""
-    return f"{'one token' if tokens == 1 else f'{tokens} tokens'} {what}"
+class NearTies:
+    """Judges the differences of a run: one `Judge` serves all methods held against one reference with one tolerance.
+
+    It is made at the first difference: most runs have none.
+
+    Args:
+        llm_of: the target as a plain method of the run ran it.
+        request_of: the prompt's ids and the parameters behind a sequence of a trial, by its place there.
+    """
+
+    def __init__(self, llm_of: Callable[[Method], LLM], request_of: RequestOf) -> None:
+        self._llm_of, self._request_of = llm_of, request_of
+        self._judges: dict[tuple[str, bool, bool], Judge] = {}
+
+    def __call__(
+        self,
+        method: Method,
+        reference: Method,
+        base: Sequence[Trial],
+        trial: Trial,
+        place: int,
+        said: OutputIds,
+        other: OutputIds,
+        at: int,
+    ) -> Finding:
+        """What the judge says of one sequence that parts from the reference's at position ``at``."""
+        exact = bool(method.settings.get("exact")) and bool(reference.settings.get("exact"))
+        key = (reference.name, method.own, exact)
+        if key not in self._judges:
+            llm = self._llm_of(reference)
+            done = [(trial, i) for trial in base if trial.error is None for i in range(len(trial.prompts))]
+            texts = [(self._request_of(trial, i)[0], trial.outputs[i]) for trial, i in done]
+            decoder = llm.decoder
+            tolerance = Tolerance.own(decoder, exact, texts) if method.own else Tolerance.foreign(decoder.dtype)
+            self._judges[key] = Judge(llm, tolerance, method.own)
+        prompt_ids, params = self._request_of(trial, place)
+        return self._judges[key].look(JudgedRequest(prompt_ids=prompt_ids, params=params), said, other, at)
