@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline import LLM, SamplingParams
-from paceline.core.tree import TokenTree
-from paceline.drafters import DrafterConfig, DrafterSpec, option, register
+from paceline.drafters import Drafter, DrafterConfig, DrafterSpec, Proposal, option, register
 
 
 @register
@@ -23,15 +22,12 @@ class FollowerConfig(DrafterConfig):
         return Follower(self)
 
 
-class Follower:
+class Follower(Drafter):
     def __init__(self, config):
         self.order, self.depth = config.order, config.depth
         self.spec = DrafterSpec(name=config.kind, default_budget=config.depth)
         self.table = {}  # the last `order` tokens -> the token that followed most recently
         self.learned = {}  # sequence key -> tokens of it that are in the table
-
-    def bind(self, target, max_sequences, max_len, device):
-        pass  # a drafter with weights loads them here
 
     def observe(self, step):
         for seq in step.sequences:
@@ -40,10 +36,9 @@ class Follower:
                 self.table[tuple(seq.tokens[i - self.order : i])] = seq.tokens[i]
             self.learned[seq.key] = len(seq.tokens)
 
-    def propose(self, want):
-        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        chains = [self.chain(seq.tokens, min(self.depth, budget, depth)) for seq, budget, depth in rows]
-        return TokenTree.from_paths(want.roots(), [[chain] for chain in chains])
+    def draft(self, want):
+        chains = [self.chain(seq.tokens, min(self.depth, budget, depth)) for seq, budget, depth in want.rows()]
+        return [Proposal.chain(chain, chance=0.5) for chain in chains]
 
     def chain(self, tokens, length):
         text = list(tokens[-self.order :])

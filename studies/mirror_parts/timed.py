@@ -86,7 +86,7 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> Ran:
     llm = LLM(ask.model, drafter=drafter_of(ask, gamma), **options)
     if not more and ask.level_ms:
         slow(llm, ask.level_ms)
-    chains: Any = None if more else _drafter(llm).chains
+    chains: Any = None if more else _drafter(llm).own_sessions
     windows = [] if chains is None else counted(_drafter(llm))
     prompts = [prompt for task in ask.names for prompt in prompts_of(ask, llm, task)]
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
@@ -107,14 +107,14 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> Ran:
 def slow(llm: LLM, level_ms: float) -> None:
     """Give each level of serial speculation's drafts a time: each pass of the draft."""
     drafter = _drafter(llm)
-    if drafter.chains is not None:
-        grow, one = drafter.chains.grow, Pace(RealClock(), lambda passes: passes * level_ms / 1e3)
+    if drafter.own_sessions is not None:
+        grow, one = drafter.own_sessions.grow, Pace(RealClock(), lambda passes: passes * level_ms / 1e3)
 
         def grown(asks: Any) -> Any:
             with one.work(1):
                 return grow(asks)
 
-        drafter.chains.grow = grown
+        drafter.own_sessions.grow = grown
         return
     propose, pace = drafter.propose, Pace(RealClock(), lambda levels: levels * level_ms / 1e3)
 

@@ -20,7 +20,7 @@ from paceline.distributed.stages import VirtualLevels, VirtualStages
 from paceline.distributed.timeline import Span
 from paceline.drafters import registry
 from paceline.drafters.base import DrafterSpec, SequenceView
-from paceline.drafters.text_sessions import TextSessions
+from paceline.drafters.text_sessions import LookUp
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
@@ -118,7 +118,7 @@ def draft_of(ask: PipeFlags) -> Any:
     return registry.build(chosen, drafter_context(llm.config, llm.config.model, llm.folder, llm.decoder.dtype))
 
 
-class Evenly:
+class Evenly(LookUp):
     """A synthetic source: knows the text, and is wrong about tokens at even distances. It guesses nothing.
 
     Args:
@@ -131,16 +131,8 @@ class Evenly:
     def __init__(self, text: Sequence[int], rate: float) -> None:
         self.text, self.rate, self.vocab = text, rate, max(text) + 2
 
-    def bind(self, info: Any, sequences: int, tokens: int, device: Any) -> None:
-        """Learn the vocabulary."""
-        self.vocab = info.vocab_size
-
-    def sessions(self, rows: int) -> TextSessions:
-        """See `AheadDrafter`."""
-        return TextSessions(self, self.vocab, ())
-
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
-        """See `Continuing`: one token."""
+        """One token."""
         place = len(sequence.tokens) + len(path)
         if place >= len(self.text):
             return []
@@ -148,9 +140,6 @@ class Evenly:
         misses = 1 - self.rate
         wrong = not right or int(place * misses) != int((place - 1) * misses)
         return [((self.text[place] + wrong) % self.vocab, -0.1)]
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing is kept."""
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters import parse
 from paceline.drafters.base import SequenceView, StepFeatures
-from paceline.drafters.hybrid import Hybrid, HybridConfig, _Draft
+from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.proposal import Proposal
 
 SUFFIX, DRAFT = 0, 1
@@ -198,17 +198,17 @@ def test_with_a_fixed_budget_a_sure_look_up_spares_the_network() -> None:
 @settings(max_examples=150, deadline=None)
 def test_merged_trees_keep_the_best_of_both_and_say_whose_it_is(first: Proposal, second: Proposal, budget: int) -> None:
     ours, theirs = paths(first), paths(second)
-    draft = _Draft(view([1], 1))
+    draft = Proposal()
     for source, found in enumerate((first, second)):
-        draft.add(source, found, want([draft.view]))
-    whole = paths(draft.nodes)
+        draft.graft(found, source)
+    whole = paths(draft)
     assert whole.keys() == ours.keys() | theirs.keys()
-    draft.cut(budget)
-    kept = paths(draft.nodes)
-    assert len(kept) == len(draft.marks) == min(budget, len(whole))
+    draft = draft.best(budget)
+    kept = paths(draft)
+    assert len(kept) == len(draft.sources) == min(budget, len(whole))
     if kept and len(kept) < len(whole):
         assert min(kept.values()) >= max(score for path, score in whole.items() if path not in kept)
-    for (path, score), mark in zip(kept.items(), draft.marks, strict=True):
+    for (path, score), mark in zip(kept.items(), draft.sources, strict=True):
         assert mark == (0 if path in ours else 1)
         above = kept[path[:-1]] if len(path) > 1 else 0.0
         own = ours if path in ours else theirs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.draft import requested
 from kits.native import needs_kernels
 
 from paceline import native
@@ -43,7 +44,7 @@ def periodic(tokens: list[int], follower: int, depth: int) -> list[int]:
 
 @given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(0, 9), st.integers(0, 9))
 def test_chain_is_the_latest_continuation_of_the_longest_match(tokens, low, more, budget, max_depth):
-    proposal = drafter(min_ngram=low, max_ngram=low + more, depth=6).propose_paths(view(tokens), budget, max_depth)
+    proposal = drafter(min_ngram=low, max_ngram=low + more, depth=6).draft_one(view(tokens), budget, max_depth)
 
     found = [at for n in range(low + more, low - 1, -1) for at in lookup(tokens, n)]
     wanted = periodic(tokens, found[0], min(6, budget, max_depth)) if found else []
@@ -53,7 +54,7 @@ def test_chain_is_the_latest_continuation_of_the_longest_match(tokens, low, more
 
 @given(texts, st.integers(2, 4), st.integers(0, 12), st.integers(0, 7))
 def test_branches_are_the_latest_distinct_continuations(tokens, branches, budget, max_depth):
-    proposal = drafter(branches=branches, depth=5).propose_paths(view(tokens), budget, max_depth)
+    proposal = drafter(branches=branches, depth=5).draft_one(view(tokens), budget, max_depth)
 
     depth = min(5, budget, max_depth)
     wanted: dict[int, list[int]] = {}
@@ -77,7 +78,7 @@ def test_growing_step_by_step_equals_starting_afresh(tokens, data):
     growing = drafter(branches=3)
     while len(live) < len(tokens):
         live += tokens[len(live) : len(live) + data.draw(st.integers(1, 5))]
-        assert growing.propose_paths(view(live), 12, 12) == drafter(branches=3).propose_paths(view(live, 7), 12, 12)
+        assert growing.draft_one(view(live), 12, 12) == drafter(branches=3).draft_one(view(live, 7), 12, 12)
 
 
 def test_a_step_indexes_new_tokens_only():
@@ -99,13 +100,13 @@ def test_a_step_indexes_new_tokens_only():
 
 
 def test_periodic_text_is_continued_past_its_end():
-    proposal = drafter(depth=8).propose_paths(view([5, 1, 2, 3, 1, 2, 3, 1]), 8, 8)
+    proposal = drafter(depth=8).draft_one(view([5, 1, 2, 3, 1, 2, 3, 1]), 8, 8)
     assert proposal.tokens == [2, 3, 1, 2, 3, 1, 2, 3]
 
 
 def test_a_longer_match_expects_more():
-    short = drafter().propose_paths(view([1, 2, 9, 2]), 8, 8)
-    long = drafter().propose_paths(view([1, 2, 3, 4, 9, 1, 2, 3, 4]), 8, 8)
+    short = drafter().draft_one(view([1, 2, 9, 2]), 8, 8)
+    long = drafter().draft_one(view([1, 2, 3, 4, 9, 1, 2, 3, 4]), 8, 8)
     assert 0 < short.expected_accepted < long.expected_accepted
 
 
@@ -124,11 +125,11 @@ def test_release_forgets():
     lookups.propose(DraftRequest([view([1, 1], 1), view([2, 2], 2)], [4, 4], [4, 4]))
     lookups.release([1, 99])
     assert list(lookups._indices) == [2]
-    assert lookups.propose_paths(view([5, 6, 5], 1), 4, 4).tokens == [6, 5, 6, 5]  # nothing of the old sequence 1
+    assert lookups.draft_one(view([5, 6, 5], 1), 4, 4).tokens == [6, 5, 6, 5]  # nothing of the old sequence 1
 
 
 def test_nothing_is_drafted_before_anything_repeats():
-    assert len(drafter().propose_paths(view([1, 2, 3]), 8, 8)) == 0
+    assert len(drafter().draft_one(view([1, 2, 3]), 8, 8)) == 0
 
 
 def test_default_budget_covers_every_branch():
@@ -165,7 +166,7 @@ def test_compiled_look_ups_are_those_of_the_long_way(more, shortest, wider, dept
     for key, tokens in more:
         views[key].tokens.extend(tokens)
         rows = [(v, 1 + (len(v.tokens) + key) % 5, depth - (len(tokens) + v.key) % 4) for v in views]
-        found, wanted = fast.propose_all(rows), slow.propose_all(rows)
+        found, wanted = fast.draft(requested(rows)), slow.draft(requested(rows))
         assert found == wanted
         met += sum(map(len, found))
         want = DraftRequest(*[[*column] for column in zip(*rows, strict=True)])
@@ -176,7 +177,7 @@ def test_compiled_look_ups_are_those_of_the_long_way(more, shortest, wider, dept
     fast.release([0, 7])
     views[0] = view([5, 6, 5], 0)  # nothing of the old text is left
     anew = drafter(min_ngram=shortest, max_ngram=shortest + wider, depth=depth)
-    assert fast.propose_all([(views[0], 4, 4)]) == anew.propose_all([(views[0], 4, 4)])
+    assert fast.draft(requested([(views[0], 4, 4)])) == anew.draft(requested([(views[0], 4, 4)]))
 
 
 @needs_kernels
@@ -185,7 +186,7 @@ def test_matches_are_measured_and_repeat_in_compiled_code():
     text = [*range(40)] * 3
     for tokens in (text, [*text, 7, 8, 9, 0], [5, 1, 2, 3, 1, 2, 3, 1]):
         row = [(view([*tokens], len(tokens)), 12, 12)]
-        assert fast.propose_all(row) == slow.propose_all(row) != [Proposal()]
+        assert fast.draft(requested(row)) == slow.draft(requested(row)) != [Proposal()]
 
 
 @needs_kernels

@@ -119,7 +119,8 @@ def test_what_is_left_over_is_used_next_or_never_and_as_far_as_there_is_room() -
 @given(fresh=proposals(), again=proposals())
 def test_both_trees_are_one_and_what_both_have_is_fresh(fresh: Proposal, again: Proposal) -> None:
     before, others = paths(fresh), paths(again)
-    merged, marks = merge(fresh, again)
+    merged = merge(fresh, again)
+    marks = merged.sources or [FRESH] * len(merged)
     found = paths(merged)
     assert paths(fresh) == before and found.keys() == before.keys() | others.keys()
     assert dict(zip(found, marks, strict=True)) == {path: FRESH if path in before else AGAIN for path in found}
@@ -129,7 +130,7 @@ def test_both_trees_are_one_and_what_both_have_is_fresh(fresh: Proposal, again: 
         else:
             given_parent = others[path] - others.get(path[:-1], 0.0)
             assert score == pytest.approx(found.get(path[:-1], 0.0) + given_parent)
-    assert merge(fresh, None) == merge(fresh, Proposal()) == (fresh, [FRESH] * len(fresh))
+    assert merge(fresh, None) is merge(fresh, Proposal()) is fresh and not fresh.sources
 
 
 def by_hand(seen: SequenceView, logits: Tensor, coupled: bool, k: int = K) -> Paths:

@@ -17,6 +17,7 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.drafters.hybrid_sessions import HybridSessions, LookUps
 from paceline.drafters.model_sessions import ModelSessions
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
+from paceline.drafters.text_sessions import opened
 
 TARGET = tiny_decoder()
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -74,7 +75,7 @@ class Twin:
             self.looked_up += 1
             return [found[0][0]], [found[0][1]]
         logits = full_logits(self.decoder, [*self.text, *path])[-1:]
-        sampler = self.opened.view(VOCAB, ()).sampler
+        sampler = opened(self.opened, VOCAB, ()).sampler
         sampler.commit(self.text[len(self.opened.tokens) :])
         below = torch.tensor([path]) if path else None
         places = [len(self.text) + len(path)]

@@ -152,8 +152,8 @@ def test_serial_drafts_are_those_without_streams() -> None:
                 sequence.sampler.commit(chain[:keep] + more)
     for drafter in views:
         drafter.release([3, 18])
-    assert streaming.chains is not None
-    streaming.chains.pool.check_idle()
+    assert streaming.own_sessions is not None
+    streaming.own_sessions.pool.check_idle()
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.draft import requested
 from kits.native import needs_kernels
 
 from paceline import native
@@ -90,7 +91,7 @@ def test_own_match_is_the_longest_suffix_seen_before(tokens, max_match):
     live: list[int] = []
     for token in tokens:
         live.append(token)
-        drafts.propose_paths(view(live), 1, 1)
+        drafts.draft_one(view(live), 1, 1)
         own = drafts._sequences[0].own
         assert own.matched == followers([live], live, max_match)[0]
 
@@ -108,7 +109,7 @@ def test_repetitive_text_is_free():
 def test_chain_follows_the_most_frequent_continuation(tokens, max_match, min_match, min_prob, depth):
     min_match = min(min_match, max_match)
     drafts = drafter(max_match=max_match, min_match=min_match, min_prob=min_prob, depth=6)
-    proposal = drafts.propose_paths(view(tokens), depth, 7)
+    proposal = drafts.draft_one(view(tokens), depth, 7)
 
     context, chance = list(tokens), 1.0
     for depth_, (token, score) in enumerate(zip(proposal.tokens, proposal.log_scores, strict=True), start=1):
@@ -129,7 +130,7 @@ def test_chain_follows_the_most_frequent_continuation(tokens, max_match, min_mat
 @given(text, st.integers(1, 4), st.integers(1, 12), st.integers(1, 4), st.sampled_from([0.01, 0.2]))
 def test_tree_holds_the_likeliest_paths(tokens, max_match, nodes, depth, min_prob):
     drafts = drafter(max_match=max_match, tree=nodes, depth=depth, min_prob=min_prob)
-    proposal = drafts.propose_paths(view(tokens), nodes, depth)
+    proposal = drafts.draft_one(view(tokens), nodes, depth)
 
     chances: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
@@ -159,7 +160,7 @@ def test_growing_step_by_step_equals_starting_afresh(earlier, tokens, data, tree
         if earlier and data.draw(st.booleans()):  # the shared memory changes in mid-sequence
             finish(drafts, earlier.pop())
         again = view(list(live), next(fresh))
-        assert drafts.propose_paths(view(live), 9, 9) == drafts.propose_paths(again, 9, 9)
+        assert drafts.draft_one(view(live), 9, 9) == drafts.draft_one(again, 9, 9)
 
 
 def finish(drafts: SuffixDrafter, output: list[int], prompt: tuple[int, ...] = (), key: int = -1) -> None:
@@ -171,22 +172,22 @@ def finish(drafts: SuffixDrafter, output: list[int], prompt: tuple[int, ...] = (
 def test_earlier_outputs_are_drafted_from_but_not_their_prompts():
     drafts = drafter()
     finish(drafts, [10, 11, 12, 13], prompt=(20, 21, 22))
-    assert drafts.propose_paths(view([9, 10, 11], 1), 8, 8).tokens == [12, 13]
-    assert drafts.propose_paths(view([9, 20, 21], 2), 8, 8).tokens == []
+    assert drafts.draft_one(view([9, 10, 11], 1), 8, 8).tokens == [12, 13]
+    assert drafts.draft_one(view([9, 20, 21], 2), 8, 8).tokens == []
 
 
 def test_the_better_scored_source_wins():
     drafts = drafter(reach=1.0)
     finish(drafts, [1, 2, 3, 4, 5, 6, 7, 8])
     # Own text matches one token (3 -> 9), the earlier output matches three: more tokens expected there.
-    assert drafts.propose_paths(view([3, 9, 1, 2, 3], 1), 8, 8).tokens == [4, 5, 6]
+    assert drafts.draft_one(view([3, 9, 1, 2, 3], 1), 8, 8).tokens == [4, 5, 6]
     # Own text matches as much: it is asked first and ties go to it.
-    assert drafts.propose_paths(view([1, 2, 3, 9, 8, 7, 1, 2, 3], 2), 8, 8).tokens == [9, 8, 7]
+    assert drafts.draft_one(view([1, 2, 3, 9, 8, 7, 1, 2, 3], 2), 8, 8).tokens == [9, 8, 7]
 
 
 def test_reach_limits_a_draft_by_its_match():
-    assert len(drafter(reach=0.5).propose_paths(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 2
-    assert len(drafter(reach=1.0).propose_paths(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 4
+    assert len(drafter(reach=0.5).draft_one(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 2
+    assert len(drafter(reach=1.0).draft_one(view([1, 2, 3, 4, 5, 6, 1, 2, 3, 4]), 16, 16)) == 4
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=40), max_size=12), st.integers(0, 50))
@@ -205,8 +206,8 @@ def test_old_outputs_go_by_halves():
     for start in range(0, 50, 5):
         finish(drafts, list(range(start, start + 5)))
     assert 10 <= drafts.shared.size <= 20
-    assert drafts.propose_paths(view([45, 46], 1), 8, 8).tokens == [47, 48, 49]
-    assert drafts.propose_paths(view([0, 1], 2), 8, 8).tokens == []
+    assert drafts.draft_one(view([45, 46], 1), 8, 8).tokens == [47, 48, 49]
+    assert drafts.draft_one(view([0, 1], 2), 8, 8).tokens == []
 
 
 def test_release_frees_the_sequence():
@@ -223,7 +224,7 @@ def test_no_memory_of_other_requests_where_none_is_wanted():
     drafts = drafter(max_tokens=0)
     finish(drafts, [1, 2, 3, 4])
     assert drafts.shared.size == 0
-    assert len(drafts.propose_paths(view([1, 2], 1), 8, 8)) == 0
+    assert len(drafts.draft_one(view([1, 2], 1), 8, 8)) == 0
 
 
 def test_a_batch_becomes_valid_trees_within_each_budget():
@@ -272,7 +273,7 @@ def test_compiled_look_ups_are_those_of_the_long_way(moves, numbers, min_prob):
         for each in (fast, slow):
             each.observe(StepFeatures(views[:2], [[], []], [0, 0], [[], []]))
         rows = [(v, 1 + (len(v.tokens) + key) % 9, depth - (len(tokens) + v.key) % 4) for v in views]
-        found, wanted = fast.propose_all(rows), slow.propose_all(rows)
+        found, wanted = fast.draft(requested(rows)), slow.draft(requested(rows))
         assert found == wanted
         if ends:
             fast.release([key, 77])
@@ -281,7 +282,7 @@ def test_compiled_look_ups_are_those_of_the_long_way(moves, numbers, min_prob):
             assert fast._texts is not None and fast._texts.size == slow.shared.size
     fast.forget()
     slow.forget()
-    assert fast.propose_all(rows) == slow.propose_all(rows)
+    assert fast.draft(requested(rows)) == slow.draft(requested(rows))
 
 
 @needs_kernels
@@ -294,8 +295,8 @@ def test_compiled_look_ups_of_a_long_text_of_many_tokens():
         for _ in range(30):
             grown.tokens.extend(draw.choice(PHRASES) if draw.random() < 0.7 else [draw.randrange(300)])
             row = [(grown, 12, 12)]
-            assert fast.propose_all(row) == slow.propose_all(row)
-        assert len(fast.propose_all([(grown, 12, 12)])) == 1
+            assert fast.draft(requested(row)) == slow.draft(requested(row))
+        assert len(fast.draft(requested([(grown, 12, 12)]))) == 1
         for each in (fast, slow):
             each.release([key])
 
@@ -308,7 +309,7 @@ def test_draft_sessions_take_the_long_way():
     fast, slow = bound()
     grown = view([1, 2, 3, 1, 2], 0)
     assert fast.continuations(grown, [3], 2) == slow.continuations(grown, [3], 2) != []
-    assert fast.propose_all([(grown, 4, 4)]) == slow.propose_all([(grown, 4, 4)])
+    assert fast.draft(requested([(grown, 4, 4)])) == slow.draft(requested([(grown, 4, 4)]))
 
 
 @needs_kernels

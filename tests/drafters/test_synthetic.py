@@ -164,7 +164,7 @@ def test_a_wrong_token_is_never_the_recorded_one(
     branches = min(branches, vocab_size - 1)
     path = tmp_path_factory.mktemp("toy") / "a.jsonl"
     drafter = bound(path, [([0], [output])], vocab_size, accept=0, branches=branches, seed=seed)
-    proposal = drafter.propose_paths(view([0], output[:said]), 64, 64)
+    proposal = drafter.draft_one(view([0], output[:said]), 64, 64)
     assert len(proposal) == branches * min(4, max(0, len(output) - said))
     assert all(0 <= token < vocab_size for token in proposal.tokens)
     for node, token in enumerate(proposal.tokens):
@@ -182,7 +182,7 @@ def test_draws_are_a_function_of_seed_prompt_position_and_depth_alone(tmp_path: 
 
     def drafts(order: Sequence[int], seed: int = 0, budget: int = 6) -> list[list[int]]:
         drafter = bound(tmp_path / "a.jsonl", answers, accept=0.5, depth=6, seed=seed)
-        found = {i: drafter.propose_paths(views[i], budget, 64).tokens for i in order}
+        found = {i: drafter.draft_one(views[i], budget, 64).tokens for i in order}
         return [found[i] for i in range(len(views))]
 
     forward = drafts(range(len(views)))
@@ -214,19 +214,19 @@ def test_budget_and_depth_are_respected(tmp_path: Path):
 
 def test_nothing_is_proposed_without_a_record(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     drafter = bound(tmp_path / "a.jsonl", [([1, 2], [[3, 4, 5]])], accept=1)
-    assert drafter.propose_paths(view([1, 2], []), 8, 8).tokens == [3, 4, 5]
+    assert drafter.draft_one(view([1, 2], []), 8, 8).tokens == [3, 4, 5]
     assert drafter.idle_reason is None
-    assert drafter.propose_paths(view([2, 1], [], key=1), 8, 8).tokens == []
+    assert drafter.draft_one(view([2, 1], [], key=1), 8, 8).tokens == []
     assert "1 for prompts that are not in the file" in str(drafter.idle_reason)
     assert len(caplog.records) == 1
-    assert drafter.propose_paths(view([1, 2], [3, 9], key=2), 8, 8).tokens == []
-    assert drafter.propose_paths(view([1, 2], [3, 9, 5], key=2), 8, 8).tokens == []
-    assert drafter.propose_paths(view([1, 2], [3, 4, 5], key=3), 8, 8).tokens == []
+    assert drafter.draft_one(view([1, 2], [3, 9], key=2), 8, 8).tokens == []
+    assert drafter.draft_one(view([1, 2], [3, 9, 5], key=2), 8, 8).tokens == []
+    assert drafter.draft_one(view([1, 2], [3, 4, 5], key=3), 8, 8).tokens == []
     assert drafter.misses == {"unknown": 1, "left": 2, "ended": 1}
     assert "had no recorded token 4 times" in str(drafter.idle_reason)
     assert len(caplog.records) == 1  # once is enough
     drafter.release([1, 2, 3])
-    assert drafter.propose_paths(view([1, 2], [3], key=2), 8, 8).tokens == [4, 5]  # a new sequence under an old key
+    assert drafter.draft_one(view([1, 2], [3], key=2), 8, 8).tokens == [4, 5]  # a new sequence under an old key
 
 
 def test_a_sequence_that_leaves_its_answer_still_says_what_plain_decoding_says(target: Decoder, tmp_path: Path):

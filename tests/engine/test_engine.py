@@ -244,7 +244,7 @@ def test_stop_strings_need_text(target: Decoder):
 # -- guests that misbehave
 
 
-class Guest:
+class Guest(Drafter):
     """A drafter that proposes ``propose_tree`` and otherwise keeps to the contract."""
 
     def __init__(self, **spec: Any) -> None:

@@ -14,7 +14,7 @@ from kits.state import eagle, lyanna
 from worlds import World, draft, lossless_streams
 
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, SequenceView
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.hybrid import HybridConfig
 from paceline.drafters.magicdec import MagicDec, MagicDecConfig
@@ -29,7 +29,7 @@ Rule = Callable[[list[int], int, int, int, random.Random], Nodes]
 Known = Callable[[SequenceView], Sequence[int] | None]  # the right answer to a sequence, where it is known
 
 
-class Adversary:
+class Adversary(Drafter):
     """Drafts by a rule, knowing the right answer where anybody does.
 
     Args:
@@ -45,12 +45,6 @@ class Adversary:
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Nothing to prepare but the size of the vocabulary."""
         self._vocab = target.vocab_size
-
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to learn."""
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing to forget."""
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, by the rule."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -53,6 +54,12 @@ def text(length: int, seed: int = 0) -> list[int]:
 def want(views: list[SequenceView], budget: int | list[int] = 64, depth: int | list[int] = 64) -> DraftRequest:
     budgets = [budget] * len(views) if isinstance(budget, int) else budget
     depths = [depth] * len(views) if isinstance(depth, int) else depth
+    return DraftRequest(views, budgets, depths)
+
+
+def requested(rows: Sequence[tuple[SequenceView, int, int]]) -> DraftRequest:
+    """Of (sequence, budget, depth) each."""
+    views, budgets, depths = zip(*rows, strict=True)
     return DraftRequest(views, budgets, depths)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from kits.medusa import medusa, taught_heads
 from kits.spire import spire
 from kits.state import eagle, lyanna
@@ -45,7 +44,7 @@ from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.core.verify import Accepted
-from paceline.drafters.base import DrafterSpec, DraftRequest, DraftRule, SequenceView, StepFeatures
+from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, DraftRule, SequenceView
 from paceline.drafters.hybrid import Hybrid, HybridConfig
 from paceline.drafters.magicdec import MagicDec, MagicDecConfig
 from paceline.drafters.ngram import NgramConfig
@@ -53,7 +52,6 @@ from paceline.drafters.proposal import Proposal
 from paceline.drafters.suffix import SuffixConfig
 from paceline.engine.engine import Engine
 from paceline.network.adapters import AdapterConfig
-from paceline.network.base import TargetInfo
 from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.rounds.base import RunningSequence, StepResult, Work
@@ -296,7 +294,7 @@ def case(option: str, prompt_index: int, config: DecoderConfig = CONFIG) -> Case
 # Drafters: the real ones, and some that are up to no good
 
 
-class Adversary:
+class Adversary(Drafter):
     """Drafts by one of the rules below, with the plain answers at hand.
 
     Args:
@@ -310,15 +308,6 @@ class Adversary:
         self._known = {
             (id(c.params), tuple(c.prompt), i): a.ids + a.beyond for c in cases for i, a in enumerate(c.answers)
         }
-
-    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Nothing to prepare."""
-
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to learn."""
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing to forget."""
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, by the rule."""
@@ -688,12 +677,12 @@ class Witness:
             kind = "EOS" if checker.stop_reason is None else "a stop " + type(checker.stop_reason).__name__
             self.marks.add(f"{kind} inside a path")
 
-    def graft(self, fresh: Proposal, other: Proposal) -> list[int]:
+    def graft(self, fresh: Proposal, other: Proposal, source: int) -> None:
         """`Proposal.graft`, seen."""
-        found = _graft(fresh, other)
-        if len(found) < len(other):
+        apart = len(fresh) + len(other)
+        _graft(fresh, other, source)
+        if len(fresh) < apart:
             self.marks.add("a duplicate merged")
-        return found
 
     def saw_output(self, output: RequestOutput) -> None:
         """Take in the statistics of an answer."""
@@ -748,7 +737,7 @@ def play(drafter: str, condition: str, cases: Sequence[Case], witness: Witness, 
         engine.round = OF_STUDIES[drafter](engine.round)
     witness.watch(engine)
     for batch in (cases, cases[:encore]):
-        with patch.object(Proposal, "graft", lambda fresh, other: witness.graft(fresh, other)):
+        with patch.object(Proposal, "graft", lambda *graft: witness.graft(*graft)):
             outputs = run(engine, [(c.prompt, c.params) for c in batch])
         for output, expected in zip(outputs, batch, strict=True):
             check(output, expected, f"{drafter}, {condition}, {expected.option}, {len(expected.prompt)} prompt tokens")

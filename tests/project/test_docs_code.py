@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 
-from paceline.core.tree import TokenTree
 from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
 
@@ -51,19 +50,23 @@ def test_the_drafter_learns_and_keeps_to_its_limits(example):
     drafter = registry.build(registry.parse("follower,depth=3"))
     served = view([1, 2, 3, 4, 5, 6], key=1)
     drafter.observe(StepFeatures([served], [[6]], [0], [[]]))
-    tree = drafter.propose(
-        DraftRequest([view([9, 1, 2]), view([1, 2]), view([7]), view([2, 3])], [8, 2, 8, 0], [3] * 4)
-    )
+    views = [view([9, 1, 2]), view([1, 2]), view([7]), view([2, 3])]
+    tree = drafter.propose(DraftRequest(views, [8, 2, 8, 0], [3] * 4))
     tree.check()
     assert [row[1:] for row in tree.tokens] == [[3, 4, 5], [3, 4], [], []] and tree.is_chain
     drafter.release([1])
     assert not drafter.learned
 
 
-def test_the_snippet_of_a_tree(example):
-    want = DraftRequest([view([5])], [8], [8])
-    tree = eval(blocks("python")[1], {"TokenTree": TokenTree, "want": want})
-    assert tree.counts == [6]
+def test_the_code_of_the_page_runs_as_it_stands(monkeypatch, capsys):
+    """All blocks in order, as a stranger would paste them into one file; the one with a network compares answers."""
+    monkeypatch.setattr(registry, "_registered", {})
+    page = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", page)  # dataclasses look their module up
+    for block in blocks("python"):
+        exec(compile(block, PAGE.name, "exec", dont_inherit=True), vars(page))
+    assert "tokens" in capsys.readouterr().out
+    assert page.alternatives.parents == [0, 1, 0]
 
 
 def test_the_entry_point_is_in_the_group_that_is_read():

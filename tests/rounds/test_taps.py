@@ -14,7 +14,7 @@ from kits.tiny import assemble, draft_model, run, tiny_config, tiny_decoder
 from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.drafters.base import DrafterSpec, DraftRequest, StepFeatures
+from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from paceline.engine.budget import StaticBudget
 from paceline.kv.pool import KVPool
 from paceline.network.base import Batch, Taps, TargetInfo
@@ -47,7 +47,7 @@ class Seen:
     ready: bool = False  # the last pass made a new token
 
 
-class Watching:
+class Watching(Drafter):
     """A draft model that writes down all states that it is shown, and checks what is promised of them."""
 
     def __init__(self, kind: str, past: int | None) -> None:

@@ -14,21 +14,23 @@ if TYPE_CHECKING:
     from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
     from .ngram import NgramConfig
     from .none import NoneConfig
-    from .proposal import PathDrafter, Proposal
+    from .proposal import Proposal
     from .registry import DrafterConfig, DrafterContext, build, describe, option, parse, register
     from .streams import StreamsConfig
     from .suffix import SuffixConfig
     from .synthetic import SyntheticConfig
+    from .text_sessions import LookUp
 
 _NAMES = {  # by the module that defines them
     "base": ["Drafter", "DrafterSpec", "DraftRequest", "SequenceView", "StepFeatures"],
     "ngram": ["NgramConfig"],
     "none": ["NoneConfig"],
-    "proposal": ["PathDrafter", "Proposal"],
+    "proposal": ["Proposal"],
     "registry": ["DrafterConfig", "DrafterContext", "build", "describe", "option", "parse", "register"],
     "streams": ["StreamsConfig"],
     "suffix": ["SuffixConfig"],
     "synthetic": ["SyntheticConfig"],
+    "text_sessions": ["LookUp"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -6,14 +6,16 @@ A drafter declares what it reads and can do (`DrafterSpec`, data checked at star
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.tree import TokenTree
+from .proposal import Proposal, to_tree
+from .sessions import DraftSessions, Opening, chains
 
 if TYPE_CHECKING:
     from ..core.sampling import SequenceSampler
@@ -79,13 +81,13 @@ class DrafterSpec:
     level_logits: bool = False  # its logits of a level do not depend on the tokens drafted in front of it
     proposes: Literal["point", "coupled", "sampled"] = "point"
     default_budget: int = 0  # drafted nodes a step where the user names no budget
-    ahead: bool = False  # drafts from tokens alone, below nodes that are not decided on: see `sessions.AheadDrafter`
+    ahead: bool = False  # drafts from tokens alone, below nodes that are not decided on: see `Drafter.sessions`
     ahead_levels: int = 0  # tokens of a chain that its sessions draft, if it drafts trees else; 0: the default budget
     observes: bool = True  # whether `observe` does anything: it is not called else
     tree: bool = False  # may propose several children of a node
     sources: tuple[str, ...] = ()  # names of the source marks 0, 1, .. in its trees; empty: one, its own name
     parts: tuple[DrafterSpec, ...] = ()  # of the drafters that it asks, by source mark: see `DraftRule.ask`
-    streams: StreamRules | None = None  # it drafts with streams: see `StreamingDrafter`
+    streams: StreamRules | None = None  # it drafts with streams: see `Drafter.stream_set`
     scratch: int = 0  # slots a sequence in the target's K/V pool, beside the text's, that its drafts need
     synthetic: bool = False  # reads recorded answers: measures the engine, and every figure must say so
 
@@ -152,6 +154,10 @@ class DraftRequest:
     # reserved slot; the reserved ones are free to write to, since verification writes them anew. All else is read only
     passes: int | None = None  # set by `propose`: passes of its network; None: as many as the deepest node's depth
 
+    def rows(self) -> Iterator[tuple[SequenceView, int, int]]:
+        """Sequence, budget and depth of each."""
+        return zip(self.sequences, self.budgets, self.max_depths, strict=True)
+
     def roots(self) -> list[int]:
         """[B] tokens of the roots."""
         return [s.tokens[-1] for s in self.sequences]
@@ -173,10 +179,17 @@ class StepFeatures:
     stream_levels: Sequence[Levels | None] = ()  # [B] the same in short, in place of logits: `StreamRules.k` of each
 
 
-class Drafter(Protocol):
-    """Proposes draft tokens."""
+class Drafter:
+    """Proposes draft tokens. A drafter has a `spec`, and one of three: `sessions`, `draft` or `propose`.
+
+    `propose` makes trees of what `draft` gives, and `draft` grows `sessions`. A drafter overrides the first of these
+    that it does better: where one compiled call grows a whole draft, say, or where drafts are no chains.
+    """
 
     spec: DrafterSpec
+    trusted: ClassVar[bool] = False  # whether what `draft` gives needs no check; see `TokenTree.from_parents`
+    own_sessions: DraftSessions | None = None  # that `draft` grows
+    _lengths: dict[int, int]  # sequence -> tokens that its own session knows
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Called once, before the first request: check the target, load weights, allocate caches.
@@ -187,41 +200,54 @@ class Drafter(Protocol):
             pool_tokens: tokens that the target's K/V pool holds, over all sequences.
             device: where the target runs.
         """
-        ...
 
     def observe(self, step: StepFeatures) -> None:
-        """Called after every target forward pass."""
-        ...
+        """Called after every target forward pass, where `DrafterSpec.observes`."""
+
+    def sessions(self, rows: int) -> DraftSessions:
+        """Sessions that draft from tokens alone, where `DrafterSpec.ahead`. Called once, after `bind`; rounds that use
+        them call neither `propose` nor `observe`.
+
+        Args:
+            rows: drafted nodes that a sequence may hold at once.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither sessions nor draft nor propose")
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """[B] drafted nodes, within each budget and max depth."""
+        sessions = self.own_sessions or self._begin()
+        for view, budget, max_depth in want.rows():
+            if min(budget, max_depth) > 0:
+                known = self._lengths.get(view.key)
+                if known is None:
+                    sessions.open(Opening.of(view))
+                else:
+                    sessions.commit(view.key, view.tokens[known:])
+                self._lengths[view.key] = len(view.tokens)
+        return chains(sessions, want, self.spec.window)
+
+    def _begin(self) -> DraftSessions:
+        self.own_sessions, self._lengths = self.sessions(self.spec.window), {}
+        return self.own_sessions
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """[B, N] trees; every root is the sequence's last token; within each budget and max depth."""
-        ...
+        return to_tree(want.roots(), self.draft(want), trusted=self.trusted)
 
     def release(self, keys: Sequence[int]) -> None:
         """Called when sequences end or are preempted: drop all state about them."""
-        ...
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """A drafter that keeps something of requests that have ended: outputs, K/V of prompts, statistics."""
+        if self.own_sessions is not None:
+            for key in keys:
+                if self._lengths.pop(key, None) is not None:
+                    self.own_sessions.close(key)
 
     def forget(self) -> None:
-        """Drop all of it; what belongs to running sequences stays. Called before a prompt is asked that may have been
-        asked before, so that what is timed does not depend on that: see `LLM.forget`."""
-        ...
-
-
-def forget(drafters: Iterable[object]) -> None:
-    """Let those that remember something forget it."""
-    for drafter in drafters:
-        if isinstance(drafter, Remembering):
-            drafter.forget()
-
-
-class StreamingDrafter(Drafter, Protocol):
-    """A drafter whose drafts are read from streams in the target's pass; `DrafterSpec.streams` is set."""
+        """Drop what is kept of requests that have ended: outputs, K/V of prompts, statistics; what belongs to running
+        sequences stays. Called before a prompt is asked that may have been asked before, so that what is timed does not
+        depend on that: see `LLM.forget`."""
+        if self.own_sessions is not None:
+            self.own_sessions.forget()
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
-        """The lossless set whose streams the sequence's rows carry; None: they carry none."""
-        ...
+        """The lossless set whose streams the sequence's rows carry; None: they carry none. See `StreamRules`."""
+        return None

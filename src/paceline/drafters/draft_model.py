@@ -36,13 +36,12 @@ from ..network.native import Stack
 from ..network.native_calls import Chain, Seed
 from ..network.packing import RowPacker
 from ..network.streams import StreamSet, read_config
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
 from .growth import Grower, Growth, compiles, drawn_from, pack_frontier
 from .model_sessions import ModelSessions
 from .proposal import Proposal, to_tree
 from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
-from .sessions import ROOT, Ask
 from .streaming_sessions import MAX_CARRIERS, StreamingSessions
 from .vocabulary import check_vocabulary
 
@@ -180,7 +179,7 @@ class _Growth(Growth):
         return None if sampler.plain else sampler.rules
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts with a decoder of its own and its own K/V pool.
 
     Args:
@@ -188,6 +187,8 @@ class DraftModel:
         loaded: the draft's decoder, tokenizer and name.
         streams: of the draft itself; None: it drafts a token a pass.
     """
+
+    trusted = True
 
     def __init__(self, config: DraftModelConfig, loaded: Any, streams: StreamSet | None = None) -> None:
         self.config, self.streams = config, streams
@@ -206,7 +207,6 @@ class DraftModel:
         )
         self._states: dict[int, _State] = {}
         self._pool: KVPool | None = None
-        self.chains: StreamingSessions | None = None  # where the draft has streams
         self._vocab, self._eos_ids = 0, tuple[int, ...]()
         self._size = 0, 0, self.decoder.device  # sequences, tokens of the target's pool, device
         self._grower = Grower(config.factors, config.topk, config.beam or config.topk, config.proposes)
@@ -221,8 +221,7 @@ class DraftModel:
         if self.streams is None:
             self._pool = self._make_pool(self.config.num_nodes)
         else:
-            self.chains = StreamingSessions(self.streams, *self._of_sessions(self.config.num_nodes))
-            self._pool = self.chains.pool
+            self._begin()
 
     def _make_pool(self, rows: int) -> KVPool:
         """A pool for texts as long as the target's, and so many drafted rows of each sequence."""
@@ -234,9 +233,9 @@ class DraftModel:
         return KVPool(*shape, tokens + sequences * room, self.decoder.dtype, device, scratch_slots=scratch)
 
     def sessions(self, rows: int) -> ModelSessions:
-        """See `AheadDrafter`; `propose` is not called any more."""
-        assert self._pool is not None and self.config.proposes != "sampled", "bind comes first; see `DrafterSpec.ahead`"
-        self._pool = self.chains = None
+        """See `Drafter`: over K/V of their own."""
+        assert self._vocab and self.config.proposes != "sampled", "bind comes first; see `DrafterSpec.ahead`"
+        self._pool = self.own_sessions = None
         given = self._of_sessions(rows)
         return ModelSessions(*given) if self.streams is None else StreamingSessions(self.streams, *given)
 
@@ -245,67 +244,38 @@ class DraftModel:
         floor = math.log(self.config.min_prob) if self.config.min_prob else -math.inf
         return self.decoder, self._make_pool(rows), self._vocab, self._eos_ids, self.config.proposes, floor
 
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to do: committed tokens are read from the sequence at the next `propose`."""
-
     def release(self, keys: Sequence[int]) -> None:
         """Free the K/V of ended or preempted sequences (their blocks remain in the prefix cache)."""
+        super().release(keys)
         for key in keys:
-            if self.chains is not None:
-                self.chains.close(key)
             state = self._states.pop(key, None)
             if state is not None:
                 state.cache.release()
-        pool = None if self.chains is not None else self._pool
-        if pool is not None and not self._states and not pool.idle:  # a draft or a release ended in its middle
-            pool.reset()
+        if self._pool is not None and not self._states and not self._pool.idle:
+            self._pool.reset()  # a draft or a release ended in its middle
 
     def forget(self) -> None:
         """Forget the K/V of ended sequences."""
+        super().forget()
         if self._pool is not None:
             self._pool.forget()
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence, level by level, all sequences together."""
-        if self.chains is not None:
-            return self._stream(want, self.chains)
+        if self.streams is not None:  # several tokens a pass
+            depths = [self._depth(sequence, max_depth) for sequence, _, max_depth in want.rows()]
+            return super().propose(replace(want, max_depths=depths))
         growths = self._grow(want)
         tree = to_tree(want.roots(), [self._proposal(g) for g in growths], trusted=True)
         if self.config.proposes == "sampled":
             tree.q = drawn_from(growths, self._vocab)
         return tree
 
-    def _stream(self, want: DraftRequest, chains: StreamingSessions) -> TokenTree:
-        """One chain a sequence, several tokens a pass."""
-        floor = math.log(want.floor) if 0 < want.floor < 1 else -math.inf if want.floor <= 0 else 0.0
-        drafts = [Proposal() for _ in want.sequences]
-        left: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
-        rows = zip(want.sequences, want.budgets, want.max_depths, strict=True)
-        for place, (sequence, budget, max_depth) in enumerate(rows):
-            wanted = min(budget, self._depth(sequence, max_depth))
-            if wanted > 0:
-                chains.go_on(sequence)
-                left[sequence.key] = place, ROOT, wanted
-        while left:
-            asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
-            for ask, grown in zip(asks, chains.grow(asks), strict=True):
-                place, _, wanted = left.pop(ask.key)
-                draft, score = drafts[place], 0.0
-                for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
-                    score = log_q + (draft.log_scores[-1] if draft.log_scores else 0.0)
-                    draft.add(len(draft), token, score)
-                    if score < floor:
-                        break
-                more = wanted - len(grown.tokens)
-                if grown.nodes and more > 0 and score >= floor:
-                    left[ask.key] = place, grown.nodes[-1], more
-        return to_tree(want.roots(), drafts, trusted=True)
-
     @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:
         least = max(self.config.min_prob, 0.0 if self.config.proposes == "sampled" else min(want.floor, 1.0))
         self._grower = replace(self._grower, floor=math.log(least) if least > 0 else -math.inf)
-        growths = [self._start(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        growths = [self._start(*row) for row in want.rows()]
         able = [g for g in growths if g.budget > 0]
         stack = self.decoder.stack
         if able and stack is not None and compiles(able, self.config.proposes):

@@ -17,27 +17,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ..core.errors import CapabilityError, ConfigError
-from ..core.tree import TokenTree, depths_below
-from .base import (
-    Drafter,
-    DrafterSpec,
-    DraftRequest,
-    SequenceView,
-    StepFeatures,
-    StreamingDrafter,
-    forget,
-)
+from .base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .draft_model import DraftModel
 from .hybrid_sessions import HybridSessions, LookUps
-from .proposal import PathDrafter, Proposal, to_tree
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, build, config_class, names, option, parse
 from .sessions import DraftSessions
-from .text_sessions import TextSessions
+from .text_sessions import LookUp, TextSessions
 
 if TYPE_CHECKING:
     from ..network.base import TargetInfo
@@ -114,7 +105,7 @@ def _name(text: str) -> str:
     return text.partition(",")[0].partition(":")[0].strip()
 
 
-class Hybrid:
+class Hybrid(Drafter):
     """Asks several drafters and merges what they propose.
 
     Args:
@@ -124,6 +115,8 @@ class Hybrid:
     Raises:
         CapabilityError: one of them cannot be merged.
     """
+
+    trusted = True
 
     def __init__(self, config: HybridConfig, parts: Sequence[Drafter]) -> None:
         for part in parts:
@@ -165,16 +158,15 @@ class Hybrid:
     def _levels(self) -> int:
         """Tokens of a chain that its sessions draft; 0: it has none, for want of drafters that look up or have them."""
         others = [part for part in self.parts if part not in self._models]
-        looks = all(part.spec.ahead and hasattr(part, "continuations") for part in others)
+        looks = all(isinstance(part, LookUp) for part in others)
         if not looks or len(self._models) > 1 or not all(model.spec.ahead for model in self._models):
             return 0
         return max([len(m.config.factors) for m in self._models] or [part.spec.default_budget for part in others])
 
     def sessions(self, rows: int) -> DraftSessions:
-        """See `AheadDrafter`: look-ups are asked first, and the draft model where none is nearly sure."""
+        """See `Drafter`: look-ups are asked first, and the draft model where none is nearly sure."""
         assert self._target is not None and self.spec.ahead, "bind comes first; see `DrafterSpec.ahead`"
-        others: Any = [part for part in self.parts if part not in self._models]  # they have continuations
-        look_ups = LookUps(others, log(SURE))
+        look_ups = LookUps([part for part in self.parts if isinstance(part, LookUp)], log(SURE))
         if self._models:
             return HybridSessions(self._models[0].sessions(rows), look_ups)
         return TextSessions(look_ups, self._target.vocab_size, self._target.eos_ids)
@@ -193,96 +185,64 @@ class Hybrid:
 
     def forget(self) -> None:
         """Forget what is kept from one request to the next."""
-        forget(self.parts)
+        for part in self.parts:
+            part.forget()
 
     def stream_set(self, sequence: SequenceView) -> StreamSet | None:
         """The set of the part with streams, for sequences that it is asked for; and at the end of a prompt, where none
         was asked yet."""
         if not self._carries.get(sequence.key, True):
             return None
-        part: StreamingDrafter = self.parts[self._streaming]  # type: ignore[assignment]  # its spec says so
-        return part.stream_set(sequence)
+        return self.parts[self._streaming].stream_set(sequence)
 
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """One tree a sequence; nodes are marked by the drafter that proposed them first."""
-        drafts = [_Draft(view) for view in want.sequences]
-        for source, part in enumerate(self.parts):
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence; a node's source is the drafter that proposed it first."""
+        drafts = [Proposal() for _ in want.sequences]
+        first = [0.0 for _ in drafts]  # chance that each draft begins right
+        for source in range(len(self.parts)):
             began = perf_counter()
-            asked = self._asked(source, want, drafts)
+            asked = self._asked(source, want, first)
             if source == self._streaming:
                 ahead = {*asked}
                 self._carries.update((view.key, i in ahead) for i, view in enumerate(want.sequences))
             if not asked:
                 continue
-            passes = self._add(source, part, want, [(i, drafts[i]) for i in asked])
+            passes = self._add(source, want, asked, drafts, first)
             if want.rule is not None:
                 want.rule.told(source, passes, (perf_counter() - began) * 1e3)
-        for draft, budget in zip(drafts, want.budgets, strict=True):
-            draft.cut(min(budget, self.config.nodes))
-        return to_tree(want.roots(), [draft.nodes for draft in drafts], [draft.marks for draft in drafts], trusted=True)
+        return [draft.best(min(budget, self.config.nodes)) for draft, budget in zip(drafts, want.budgets, strict=True)]
 
-    def _asked(self, source: int, want: DraftRequest, drafts: Sequence[_Draft]) -> list[int]:
+    def _asked(self, source: int, want: DraftRequest, first: Sequence[float]) -> list[int]:
+        """The sequences to ask a drafter for."""
         if want.rule is not None:
-            return want.rule.ask(source, want.sequences, [draft.first for draft in drafts])
+            return want.rule.ask(source, want.sequences, first)
         if source == self._streaming:  # of the next step nothing is known
-            return [*range(len(drafts))]
-        return [i for i, draft in enumerate(drafts) if draft.first < SURE]
+            return [*range(len(first))]
+        return [i for i, chance in enumerate(first) if chance < SURE]
 
-    def _add(self, source: int, part: Drafter, want: DraftRequest, asked: Sequence[tuple[int, _Draft]]) -> int:
+    def _add(
+        self, source: int, want: DraftRequest, asked: Sequence[int], drafts: Sequence[Proposal], first: list[float]
+    ) -> int:
         """Ask one drafter, and merge what it proposes. Returns the passes that it took."""
-        most = part.spec.default_budget
+        part, rule = self.parts[source], want.rule
         request = DraftRequest(
-            sequences=[draft.view for _, draft in asked],
-            budgets=[min(want.budgets[i], most) for i, _ in asked],
-            max_depths=[want.max_depths[i] for i, _ in asked],
-            floor=UNSURE if want.rule is None else want.rule.level_chance(source, len(asked)),
-            caches=[want.caches[i] for i, _ in asked] if want.caches else (),
+            sequences=[want.sequences[i] for i in asked],
+            budgets=[min(want.budgets[i], part.spec.default_budget) for i in asked],
+            max_depths=[want.max_depths[i] for i in asked],
+            floor=UNSURE if rule is None else rule.level_chance(source, len(asked)),
+            caches=[want.caches[i] for i in asked] if want.caches else (),
         )
-        levels = 0
-        for (_, draft), found in zip(asked, _proposals(part, request), strict=True):
-            draft.add(source, found, want)
-            levels = max(levels, len(found) if found.is_chain else max(depths_below(found.parents)))
-        return levels if request.passes is None else request.passes
-
-
-def _proposals(part: Drafter, request: DraftRequest) -> list[Proposal]:
-    """What a drafter proposes for each sequence."""
-    if isinstance(part, PathDrafter):
-        return part.propose_all([*zip(request.sequences, request.budgets, request.max_depths, strict=True)])
-    tree = part.propose(request)
-    scores = tree.scores or [[EVEN * depth for depth in depths] for depths in tree.depths()]
-    return [
-        Proposal(tokens[1:], parents[1:], row[1:])
-        for tokens, parents, row in zip(tree.tokens, tree.parents, scores, strict=True)
-    ]
-
-
-class _Draft:
-    """The merged draft of one sequence."""
-
-    __slots__ = ("first", "marks", "nodes", "view")
-
-    def __init__(self, view: SequenceView) -> None:
-        self.view = view
-        self.nodes = Proposal()
-        self.marks: list[int] = []  # who proposed each node
-        self.first = 0.0  # chance that it begins right
-
-    def add(self, source: int, found: Proposal, want: DraftRequest) -> None:
-        """Merge one drafter's proposal."""
-        if not found.tokens:
-            return
-        begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if not parent]
-        chance = sum(map(exp, begins)) if want.rule is None else want.rule.first(source, self.view, begins)
-        self.first = max(self.first, chance)
-        self.marks += [source] * len(self.nodes.graft(found))
-
-    def cut(self, budget: int) -> None:
-        """Keep the best ``budget`` nodes."""
-        if len(self.nodes) > budget:
-            best = self.nodes.ranked(budget)
-            self.marks = [self.marks[i] for i in best]
-            self.nodes = self.nodes.kept(best)
+        tree = part.propose(request)
+        for b, i in enumerate(asked):
+            if tree.counts[b] == 1:
+                continue
+            scores = [EVEN * depth for depth in tree.depths()[b]] if tree.scores is None else tree.scores[b]
+            found = Proposal(tree.tokens[b][1:], tree.parents[b][1:], scores[1:])
+            begins = [score for score, parent in zip(found.log_scores, found.parents, strict=True) if not parent]
+            chance = sum(map(exp, begins)) if rule is None else rule.first(source, want.sequences[i], begins)
+            first[i] = max(first[i], chance)
+            drafts[i].graft(found, source)
+        return max(map(max, tree.depths())) if request.passes is None else request.passes
 
 
 def _check(config: HybridConfig, spec: DrafterSpec) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .base import SequenceView, forget
+from .base import SequenceView
 from .model_sessions import ModelSessions
 from .sessions import Ask, Grown, Opening
-from .text_sessions import Continuing
+from .text_sessions import LookUp
 
 Found = list[tuple[int, float]]  # tokens and the log of each one's chance, best first
 
 
-class LookUps:
+class LookUps(LookUp):
     """Look-ups as one, in the order in which they are asked.
 
     Args:
@@ -24,7 +24,7 @@ class LookUps:
         sure: log of the chance from which on none of the others is asked.
     """
 
-    def __init__(self, parts: Sequence[Continuing], sure: float) -> None:
+    def __init__(self, parts: Sequence[LookUp], sure: float) -> None:
         self._parts, self._sure = parts, sure
 
     def knows(self, found: Found) -> bool:
@@ -32,7 +32,7 @@ class LookUps:
         return bool(found) and found[0][1] >= self._sure
 
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> Found:
-        """See `Continuing`: what the first says that is sure, else what the surest says."""
+        """What the first says that is sure, else what the surest says."""
         best: Found = []
         for part in self._parts:
             found = part.continuations(sequence, path, width)
@@ -48,8 +48,9 @@ class LookUps:
             part.release(keys)
 
     def forget(self) -> None:
-        """See `Remembering`."""
-        forget(self._parts)
+        """See `Drafter`."""
+        for part in self._parts:
+            part.forget()
 
 
 class HybridSessions:

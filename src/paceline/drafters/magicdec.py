@@ -28,7 +28,7 @@ from ..network.applications import adapter_ranges
 from ..network.native import Stack
 from ..network.native_calls import Chain, NativeView
 from ..network.packing import RowPacker
-from .base import DrafterSpec, DraftRequest, StepFeatures
+from .base import Drafter, DrafterSpec, DraftRequest
 from .growth import Grower, Growth, compiles, drawn_from
 from .proposal import to_tree
 from .registry import DrafterConfig, DrafterContext, option
@@ -71,7 +71,7 @@ class _Growth(Growth):
         return None if sampler.plain else sampler.rules
 
 
-class MagicDec:
+class MagicDec(Drafter):
     """Drafts chains with the target over a sparse view of its own K/V.
 
     Args:
@@ -116,12 +116,6 @@ class MagicDec:
         self._decoder = target.decoder
         self._view = PoolView(self.shape, shape.rope, target.max_position, target.dtype, device)
 
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to do: all that drafts need is in the target's K/V."""
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing is held."""
-
     def propose(self, want: DraftRequest) -> TokenTree:
         """One chain a sequence, a token a pass, all sequences together."""
         growths = self._grow(want)
@@ -146,7 +140,7 @@ class MagicDec:
 
     @inference
     def _grow(self, want: DraftRequest) -> list[_Growth]:
-        growths = [_Growth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        growths = [_Growth(*row) for row in want.rows()]
         for growth, cache in zip(growths, want.caches, strict=True):
             growth.cache = cache
             # A drafted token's K/V lies where verification will put it.

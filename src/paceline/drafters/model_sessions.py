@@ -24,6 +24,7 @@ from ..network.decoder import Decoder
 from ..network.packing import RowPacker
 from .base import SequenceView
 from .sessions import ROOT, Ask, Grown, Opening
+from .text_sessions import opened
 
 PREFILL_ROWS = 512  # rows of one pass over a long text
 
@@ -148,16 +149,8 @@ class ModelSessions:
     def open(self, opening: Opening) -> None:
         """See `DraftSessions`."""
         self.close(opening.key)
-        view = opening.view(self._vocab, self._eos_ids)
+        view = opened(opening, self._vocab, self._eos_ids)
         self._open[opening.key] = Session(view, self.pool.open(view.tokens, expected=opening.max_len))
-
-    def go_on(self, view: SequenceView) -> None:
-        """Open a sequence of this process, or commit what it has said since; its tree is empty afterwards."""
-        session = self._open.get(view.key)
-        if session is None:
-            self.open(Opening.of(view))
-        else:
-            self.commit(view.key, view.tokens[len(session.view.tokens) :])
 
     def close(self, key: int) -> None:
         """See `DraftSessions`."""

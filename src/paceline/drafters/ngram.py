@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .. import native
 from ..native.lookup import NgramTexts
-from .base import DrafterSpec, SequenceView
-from .proposal import PathDrafter, Proposal
+from .base import DrafterSpec, DraftRequest, SequenceView
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
-from .text_sessions import TextSessions
+from .text_sessions import LookUp
 
 if TYPE_CHECKING:
     import torch
@@ -87,10 +87,8 @@ class NgramIndex:
                 follower = self._earlier[n][follower]
 
 
-class NgramDrafter(PathDrafter):
+class NgramDrafter(LookUp):
     """Drafts the continuation of the most recent occurrence of the longest n-gram that ends the context."""
-
-    trusted = True
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
@@ -101,28 +99,28 @@ class NgramDrafter(PathDrafter):
             observes=False,
             ahead=True,
         )
-        self._target: TargetInfo | None = None
         self._indices: dict[int, NgramIndex] = {}
         self._texts: NgramTexts | None = None  # in their place, where chains are looked up by compiled code
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Look up in compiled code, where the target runs on it."""
         config = self.config
-        self._target = target
+        super().bind(target, max_sequences, pool_tokens, device)
         if native.in_use() is not None and config.branches == 1:
             self._texts = NgramTexts(config.min_ngram, config.max_ngram, LONGEST)
 
-    def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
-        """`propose_paths` for all rows; chains in one compiled call, where there is one."""
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """`draft_one` for all; chains in one compiled call, where there is one."""
         texts, most = self._texts, self.config.depth
         if texts is None:
-            return super().propose_all(rows)
-        depths = [min(most, max_depth, budget) for _, budget, max_depth in rows]
-        asked = [(seq.key, seq.tokens, depth) for (seq, _, _), depth in zip(rows, depths, strict=True) if depth > 0]
+            return super().draft(want)
+        depths = [min(most, max_depth, budget) for _, budget, max_depth in want.rows()]
+        rows = zip(want.sequences, depths, strict=True)
+        asked = [(seq.key, seq.tokens, depth) for seq, depth in rows if depth > 0]
         found = iter(texts.draft(asked) if asked else ())
         return [_proposal(*next(found), depth) if depth > 0 else Proposal() for depth in depths]
 
-    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """A chain, or up to ``branches`` chains that part at the root, best guess first."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
@@ -132,13 +130,8 @@ class NgramDrafter(PathDrafter):
             return next((_chain(seq.tokens, n, at, depth) for n, at in index.matches(seq.tokens)), Proposal())
         return _best_of(seq.tokens, self._continuations(seq.tokens, index), depth, budget)
 
-    def sessions(self, rows: int) -> TextSessions:
-        """See `AheadDrafter`."""
-        assert self._target is not None, "bind comes before sessions"
-        return TextSessions(self, self._target.vocab_size, self._target.eos_ids)
-
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
-        """See `Continuing`: what followed the longest n-grams of the text that end text and path."""
+        """What followed the longest n-grams of the text that end text and path."""
         index, tokens = self._index(sequence), [*sequence.tokens, *path]
         found: dict[int, float] = {}
         left = 0.0  # log of the chance that none of those before is right

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest
-from .proposal import PathDrafter
+from .base import Drafter, DrafterSpec, DraftRequest
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext
 
 
@@ -21,11 +20,11 @@ class NoneConfig(DrafterConfig):
         return NoDrafter()
 
 
-class NoDrafter(PathDrafter):
+class NoDrafter(Drafter):
     """Proposes the roots alone. Its default budget is 0, so the engine does not call it."""
 
     spec = DrafterSpec(name="none")
 
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, 1] trees of one root each."""
-        return TokenTree.roots(want.roots())
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """Nothing."""
+        return [Proposal() for _ in want.sequences]

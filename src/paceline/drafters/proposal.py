@@ -11,15 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, log
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
 
 from ..core.tree import TokenTree
-from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-
-if TYPE_CHECKING:
-    from ..network.base import TargetInfo
 
 
 @dataclass(slots=True)
@@ -30,6 +23,12 @@ class Proposal:
     parents: list[int] = field(default_factory=list)  # tree index of each parent: 0 the root, i + 1 for tokens[i]
     log_scores: list[float] = field(default_factory=list)  # log of the estimated chance that the path is accepted
     matched: int = 0  # tokens of context that the proposal rests on, where that is counted
+    sources: list[int] = field(default_factory=list)  # who proposed each node; empty: source 0 all of them
+
+    @staticmethod
+    def chain(tokens: list[int], chance: float) -> Proposal:
+        """Tokens one behind the other, each of them as likely, given the one before it."""
+        return Proposal(tokens, [*range(len(tokens))], [(i + 1) * log(chance) for i in range(len(tokens))])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,22 +56,21 @@ class Proposal:
             [moved[self.parents[i]] for i in indices],
             [self.log_scores[i] for i in indices],
             self.matched,
+            [self.sources[i] for i in indices] if self.sources else [],
         )
 
-    def graft(self, other: Proposal) -> list[int]:
-        """Add the nodes of another proposal below the same root; equal paths become one node.
+    def graft(self, other: Proposal, source: int) -> None:
+        """Add the nodes of another proposal below the same root; equal paths become one node, which keeps its score.
 
-        A new node's chance given its parent is the other proposal's; nodes that both have keep their score.
-
-        Returns:
-            The indices in ``tokens`` of the nodes that are new.
+        A new node's chance given its parent is the other proposal's, and its source is ``source``.
         """
+        self.sources += [0] * (len(self) - len(self.sources))
         if not self.tokens:
             self.tokens, self.parents, self.log_scores = other.tokens[:], other.parents[:], other.log_scores[:]
-            return [*range(len(self.tokens))]
+            self.sources = [source] * len(self)
+            return
         children = {(p, t): i + 1 for i, (p, t) in reversed([*enumerate(zip(self.parents, self.tokens, strict=True))])}
         moved = {0: 0}
-        fresh = []
         for i, (parent, token, score) in enumerate(zip(other.parents, other.tokens, other.log_scores, strict=True)):
             place = moved[parent]
             node = children.get((place, token))
@@ -80,9 +78,8 @@ class Proposal:
                 given = score - (other.log_scores[parent - 1] if parent else 0.0)
                 above = self.log_scores[place - 1] if place else 0.0
                 node = children[place, token] = self.add(place, token, above + given)
-                fresh.append(node - 1)
+                self.sources.append(source)
             moved[i + 1] = node
-        return fresh
 
     @property
     def is_chain(self) -> bool:
@@ -98,22 +95,17 @@ class Proposal:
         return sum(map(math.exp, self.log_scores))
 
 
-def to_tree(
-    root_tokens: Sequence[int],
-    proposals: Sequence[Proposal],
-    source: int | Sequence[Sequence[int]] = 0,
-    *,
-    trusted: bool = False,
-) -> TokenTree:
+def to_tree(root_tokens: Sequence[int], proposals: Sequence[Proposal], *, trusted: bool = False) -> TokenTree:
     """One tree a sequence.
 
     Args:
         root_tokens: [B] the last committed token of each sequence.
         proposals: [B] drafted nodes of each.
-        source, trusted: see `TokenTree.from_parents`.
+        trusted: see `TokenTree.from_parents`.
     """
     columns = [p.parents for p in proposals], [p.tokens for p in proposals]
-    return TokenTree.from_parents(root_tokens, *columns, source, [p.log_scores for p in proposals], trusted=trusted)
+    sources = [p.sources or [0] * len(p.tokens) for p in proposals]
+    return TokenTree.from_parents(root_tokens, *columns, sources, [p.log_scores for p in proposals], trusted=trusted)
 
 
 def best_nodes(
@@ -147,38 +139,3 @@ def best_nodes(
             heappush(heap, (cost - log_q[level + 1][0], order, node, level + 1, 0))
             order += 1
     return made
-
-
-class PathDrafter:
-    """Base of drafters that propose sequence by sequence, in plain Python: they add `spec` and `propose_paths`."""
-
-    spec: DrafterSpec
-    trusted: ClassVar[bool] = False  # whether its proposals need no check; see `to_tree`
-
-    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
-        """Nothing to prepare: works on token ids."""
-
-    def observe(self, step: StepFeatures) -> None:
-        """Nothing to do: `propose_paths` reads the tokens themselves."""
-
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """[B, N] trees on the CPU; see `propose_paths`."""
-        found = self.propose_all([*zip(want.sequences, want.budgets, want.max_depths, strict=True)])
-        return to_tree(want.roots(), found, trusted=self.trusted)
-
-    def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
-        """`propose_paths` for every row of its arguments. What comes out is read only."""
-        return [self.propose_paths(*row) for row in rows]
-
-    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
-        """Draft for one sequence, without a tensor.
-
-        Args:
-            seq: the sequence; tokens that are new since the last call are taken in now.
-            budget: drafted nodes allowed.
-            max_depth: deepest node allowed.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.propose_paths")
-
-    def release(self, keys: Sequence[int]) -> None:
-        """Nothing to drop."""

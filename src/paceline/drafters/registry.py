@@ -217,18 +217,13 @@ def build(config: DrafterConfig, context: DrafterContext | None = None) -> Draft
     Raises:
         CapabilityError: the object that ``build`` returned is not a drafter, or it is to re-sample and cannot.
     """
-    from .base import DrafterSpec  # here, since base needs torch
+    from .base import Drafter, DrafterSpec  # here, since base needs torch
 
     drafter = config.build(context or DrafterContext())
-    lacks = [name for name in ("bind", "observe", "propose", "release") if not callable(getattr(drafter, name, None))]
-    if not isinstance(getattr(drafter, "spec", None), DrafterSpec):
-        lacks.append("spec (a DrafterSpec)")
-    if lacks:
-        raise CapabilityError(
-            f"drafter {config.kind!r}",
-            f"{type(config).__name__}.build returned a {type(drafter).__name__} without {', '.join(lacks)}",
-            "see paceline.drafters.base.Drafter",
-        )
+    if not isinstance(drafter, Drafter) or not isinstance(getattr(drafter, "spec", None), DrafterSpec):
+        wrong = f"{type(config).__name__}.build returned a {type(drafter).__name__}, which is no Drafter with a spec"
+        remedy = "derive it from paceline.drafters.Drafter, and set spec to a DrafterSpec"
+        raise CapabilityError(f"drafter {config.kind!r}", wrong, remedy)
     form = getattr(config, "resample", "off")
     if form in ("top", "equal", "alone") and not drafter.spec.level_logits:
         why = "its spec has no level_logits: what it says of a level depends on the tokens drafted in front of it"

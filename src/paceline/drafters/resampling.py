@@ -192,16 +192,15 @@ class Resampling:
             self._drafted.pop(key, None)
 
 
-def merge(fresh: Proposal, again: Proposal | None) -> tuple[Proposal, list[int]]:
-    """Verification fusion: both trees below one root, and each node's mark. A path that both have is a fresh node.
+def merge(fresh: Proposal, again: Proposal | None) -> Proposal:
+    """Verification fusion: both trees below one root. A path that both have is a fresh node.
 
     Args:
         fresh: left as it is.
         again: of the levels left over; None or empty: there is none.
     """
-    marks = [FRESH] * len(fresh)
     if not again:
-        return fresh, marks
+        return fresh
     merged = Proposal(fresh.tokens[:], fresh.parents[:], fresh.log_scores[:])
-    merged.graft(again)
-    return merged, marks + [AGAIN] * (len(merged) - len(marks))
+    merged.graft(again, AGAIN)
+    return merged

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from math import inf, log
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ..core.sampling import SamplingParams, SequenceSampler
-from .base import Drafter, SequenceView
+from ..core.sampling import SamplingParams
+from .proposal import Proposal
+
+if TYPE_CHECKING:
+    from .base import DraftRequest, SequenceView
 
 ROOT = 0
 
@@ -43,20 +47,6 @@ class Opening:
         sampler = view.sampler
         given = sampler.params, sampler.seed, sampler.sample_index
         return Opening(view.key, [*view.tokens], view.prompt_len, *given, view.max_len)
-
-    def view(self, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
-        """The sequence with a sampler of its own, for a target of so many tokens."""
-        tokens, prompt = [*self.tokens], [*self.tokens[: self.prompt_len]]
-        sampler = SequenceSampler(
-            self.params,
-            prompt,
-            seed=self.seed,
-            sample_index=self.sample_index,
-            vocab_size=vocab_size,
-            eos_ids=eos_ids,
-        )
-        sampler.commit(tokens[self.prompt_len :])
-        return SequenceView(self.key, tokens, self.prompt_len, sampler, self.max_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +107,7 @@ class DraftSessions(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what was kept of sequences that are closed; see `Remembering`."""
+        """Drop what was kept of sequences that are closed."""
         ...
 
 
@@ -163,13 +153,31 @@ class GoingSessions(DraftSessions, Protocol):
         ...
 
 
-class AheadDrafter(Drafter, Protocol):
-    """A drafter that drafts from tokens alone, so that it can run ahead of the target; `DrafterSpec.ahead` is set."""
+def chains(sessions: DraftSessions, want: DraftRequest, levels: int) -> list[Proposal]:
+    """One chain a sequence, all sequences together, as deep as it is wanted and `DraftRequest.floor` allows.
 
-    def sessions(self, rows: int) -> DraftSessions:
-        """Its sessions. Called once, after `bind`, by rounds that use them in place of `propose`.
-
-        Args:
-            rows: drafted nodes that a sequence may hold at once.
-        """
-        ...
+    Args:
+        sessions: opened for these sequences, and without drafted nodes.
+        want: what is wanted.
+        levels: of a chain, at most.
+    """
+    drafts = [Proposal() for _ in want.sequences]
+    left: dict[int, tuple[int, int, int]] = {}  # sequence -> its place in the request, its last node, tokens wanted
+    for place, (view, budget, max_depth) in enumerate(want.rows()):
+        if (wanted := min(budget, max_depth, levels)) > 0:
+            left[view.key] = place, ROOT, wanted
+    floor = log(min(want.floor, 1.0)) if want.floor > 0 else -inf
+    while left:
+        asks = [Ask(key, expand=[tip], most=[wanted]) for key, (_, tip, wanted) in left.items()]
+        for ask, grown in zip(asks, sessions.grow(asks), strict=True):
+            place, _, wanted = left.pop(ask.key)
+            draft, score = drafts[place], 0.0
+            for token, log_q in zip(grown.tokens, grown.log_q, strict=True):
+                score = log_q + (draft.log_scores[-1] if draft.log_scores else 0.0)
+                draft.add(len(draft), token, score)
+                if score < floor:
+                    break
+            more = wanted - len(grown.tokens)
+            if grown.nodes and more > 0 and score >= floor:
+                left[ask.key] = place, grown.nodes[-1], more
+    return drafts

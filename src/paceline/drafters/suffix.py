@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, ClassVar
 from .. import native
 from ..core.tree import depths_below
 from ..native.lookup import SuffixTexts
-from .base import DrafterSpec, SequenceView, StepFeatures
+from .base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from .ngram import log_trust
-from .proposal import PathDrafter, Proposal
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
-from .text_sessions import TextSessions
+from .text_sessions import LookUp
 
 if TYPE_CHECKING:
     import torch
@@ -261,16 +261,13 @@ def _chained(matched: int, tokens: list[int], log_scores: list[float]) -> Propos
     return Proposal(tokens, [*range(len(tokens))], log_scores, matched)
 
 
-class SuffixDrafter(PathDrafter):
+class SuffixDrafter(LookUp):
     """Drafts the most frequent continuations of the longest suffix seen before."""
-
-    trusted = True
 
     def __init__(self, config: SuffixConfig) -> None:
         self.config = config
         budget = config.tree or config.depth
         self.spec = DrafterSpec(name=config.kind, default_budget=budget, tree=config.tree > 0, ahead=True)
-        self._target: TargetInfo | None = None
         self.shared = SharedOutputs(config.max_tokens, config.max_match)
         self._sequences: dict[int, _Sequence] = {}
         self._texts: SuffixTexts | None = None  # in their place, where chains are looked up by compiled code
@@ -279,18 +276,13 @@ class SuffixDrafter(PathDrafter):
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
         """Look up in compiled code, where the target runs on it."""
         config = self.config
-        self._target = target
+        super().bind(target, max_sequences, pool_tokens, device)
         if native.in_use() is not None and not config.tree:
             lengths = config.min_match, config.max_match
             self._texts = SuffixTexts(*lengths, config.reach, config.min_prob, config.max_tokens)
 
-    def sessions(self, rows: int) -> TextSessions:
-        """See `AheadDrafter`."""
-        assert self._target is not None, "bind comes before sessions"
-        return TextSessions(self, self._target.vocab_size, self._target.eos_ids)
-
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
-        """See `Continuing`: what follows the longest suffix of text and path, of the own text or the shared outputs."""
+        """What follows the longest suffix of text and path, of the own text or the shared outputs."""
         self._texts = None  # a drafter is used in one of the two ways
         state = self._sequence(sequence)
         state.catch_up(sequence.tokens)
@@ -314,19 +306,20 @@ class SuffixDrafter(PathDrafter):
             else:
                 self._outputs[seq.key] = seq.tokens, seq.prompt_len
 
-    def propose_all(self, rows: Sequence[tuple[SequenceView, int, int]]) -> list[Proposal]:
-        """`propose_paths` for all rows; chains in one compiled call, where there is one."""
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """`draft_one` for all; chains in one compiled call, where there is one."""
         if self._texts is None:
-            return super().propose_all(rows)
+            return super().draft(want)
         most, asked = self.config.depth, []
-        for seq, budget, max_depth in rows:
+        for seq, budget, max_depth in want.rows():
             if budget > 0 and max_depth > 0:
                 self._outputs[seq.key] = seq.tokens, seq.prompt_len
                 asked.append((seq.key, seq.tokens, min(most, budget), min(most, max_depth)))
         found = iter(self._texts.draft(asked) if asked else ())
+        rows = want.rows()
         return [_chained(*next(found)) if budget > 0 and max_depth > 0 else Proposal() for _, budget, max_depth in rows]
 
-    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """The best scored draft of the own text and the shared outputs; empty where nothing matches."""
         config = self.config
         nodes, depth = min(config.tree or config.depth, budget), min(config.depth, max_depth)

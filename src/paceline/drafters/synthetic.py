@@ -25,9 +25,9 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.sampling import SamplingParams
 from ..core.tree import TokenTree
 from .base import DrafterSpec, DraftRequest, SequenceView
-from .proposal import PathDrafter, Proposal
+from .proposal import Proposal
 from .registry import DrafterConfig, DrafterContext, option
-from .text_sessions import TextSessions
+from .text_sessions import LookUp
 
 if TYPE_CHECKING:
     from ..network.base import TargetInfo
@@ -168,7 +168,7 @@ MISSES = {  # why a proposal stayed empty for want of a recorded token
 }
 
 
-class SyntheticDrafter(PathDrafter):
+class SyntheticDrafter(LookUp):
     """Proposes the recorded next tokens, each replaced by a wrong one with a stated chance.
 
     Whether the token at a depth is right, and which wrong one stands in its place, is a function of (seed,
@@ -191,7 +191,6 @@ class SyntheticDrafter(PathDrafter):
             self._answers.setdefault(answer.prompt, []).append(answer)
         self._readings: dict[int, _Reading] = {}
         self._vocab_size = 0
-        self._target: TargetInfo | None = None
         self.misses: Counter[str] = Counter()  # by `MISSES`
 
     def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
@@ -201,7 +200,8 @@ class SyntheticDrafter(PathDrafter):
             ConfigError: an id that the target does not have.
             CapabilityError: more branches than wrong tokens.
         """
-        self._vocab_size, self._target = target.vocab_size, target
+        super().bind(target, max_sequences, pool_tokens, device)
+        self._vocab_size = target.vocab_size
         for answer in (answer for same in self._answers.values() for answer in same):
             largest = max((*answer.prompt, *answer.output))
             if largest >= target.vocab_size:
@@ -226,7 +226,7 @@ class SyntheticDrafter(PathDrafter):
                 pass
         return tree
 
-    def propose_paths(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
         """Level by level, on each level the branch that may be right first."""
         depth = min(self.config.depth, max_depth, budget)
         if depth <= 0:
@@ -239,13 +239,8 @@ class SyntheticDrafter(PathDrafter):
             return Proposal()
         return self._drafted(reading, len(seq.tokens), following, budget)
 
-    def sessions(self, rows: int) -> TextSessions:
-        """See `AheadDrafter`."""
-        assert self._target is not None, "bind comes before sessions"
-        return TextSessions(self, self._target.vocab_size, self._target.eos_ids)
-
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
-        """See `Continuing`: the recorded token, or a wrong one in its place, then other wrong ones.
+        """The recorded token, or a wrong one in its place, then other wrong ones.
 
         Whether it is right is a function of its position in the text, not of where drafting began: the first of
         ``accept`` is the rate.

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from .base import SequenceView, forget
+from ..core.sampling import SequenceSampler
+from .base import Drafter, DraftRequest, SequenceView
+from .proposal import Proposal
 from .sessions import ROOT, Ask, Grown, Opening
 
+if TYPE_CHECKING:
+    import torch
 
-class Continuing(Protocol):
-    """A drafter that says how a text may go on below tokens that are not decided on."""
+    from ..network.base import TargetInfo
+
+
+class LookUp(Drafter):
+    """Base of drafters that look texts up: they add `spec`, `draft_one` and `continuations`."""
+
+    trusted = True
+    target: TargetInfo | None = None
+
+    def bind(self, target: TargetInfo, max_sequences: int, pool_tokens: int, device: torch.device) -> None:
+        """Note the target, for sessions."""
+        self.target = target
+
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """`draft_one` for every sequence. What comes out is read only."""
+        return [self.draft_one(*row) for row in want.rows()]
+
+    def draft_one(self, seq: SequenceView, budget: int, max_depth: int) -> Proposal:
+        """Draft for one sequence, without a tensor; tokens that are new since the last call are taken in now."""
+        raise NotImplementedError(f"{type(self).__name__}.draft_one")
 
     def continuations(self, sequence: SequenceView, path: Sequence[int], width: int) -> list[tuple[int, float]]:
-        """Tokens that may follow the text and the drafted ``path`` behind it.
+        """Tokens that may follow the text and the drafted ``path`` behind it, which is not decided on.
 
         Args:
             sequence: the text is taken in as far as it is new; ``path`` is not.
@@ -24,11 +46,27 @@ class Continuing(Protocol):
         Returns:
             Different tokens and the log of each one's estimated chance, best first.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__}.continuations")
 
-    def release(self, keys: Sequence[int]) -> None:
+    def sessions(self, rows: int) -> TextSessions:
         """See `Drafter`."""
-        ...
+        assert self.target is not None, "bind comes before sessions"
+        return TextSessions(self, self.target.vocab_size, self.target.eos_ids)
+
+
+def opened(opening: Opening, vocab_size: int, eos_ids: tuple[int, ...]) -> SequenceView:
+    """A sequence with a sampler of its own, for a target of so many tokens."""
+    tokens, prompt = [*opening.tokens], [*opening.tokens[: opening.prompt_len]]
+    sampler = SequenceSampler(
+        opening.params,
+        prompt,
+        seed=opening.seed,
+        sample_index=opening.sample_index,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+    )
+    sampler.commit(tokens[opening.prompt_len :])
+    return SequenceView(opening.key, tokens, opening.prompt_len, sampler, opening.max_len)
 
 
 @dataclass(slots=True)
@@ -76,14 +114,14 @@ class TextSessions:
         vocab_size, eos_ids: of the target.
     """
 
-    def __init__(self, drafter: Continuing, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(self, drafter: LookUp, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._drafter, self._target = drafter, (vocab_size, eos_ids)
         self._open: dict[int, _Tree] = {}
 
     def open(self, opening: Opening) -> None:
         """See `DraftSessions`."""
         self.close(opening.key)
-        self._open[opening.key] = _Tree(opening.view(*self._target))
+        self._open[opening.key] = _Tree(opened(opening, *self._target))
 
     def grow(self, asks: Sequence[Ask]) -> list[Grown]:
         """See `DraftSessions`."""
@@ -125,4 +163,4 @@ class TextSessions:
 
     def forget(self) -> None:
         """See `DraftSessions`."""
-        forget([self._drafter])
+        self._drafter.forget()

@@ -157,7 +157,7 @@ class Round(Protocol):
         ...
 
     def forget(self) -> None:
-        """Let the drafter forget sequences that ended; see `Remembering`."""
+        """Let the drafter forget sequences that ended."""
         ...
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.tree import TokenTree
-from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures, forget
+from ..drafters.base import Drafter, DraftRequest, DraftRule, Levels, StepFeatures
 from .base import RunningSequence, Work
 from .passes import Pass
 from .taps import Shown, Tapped, rows_to_tap
@@ -125,8 +125,10 @@ class GuardedDrafter:
 
     def forget(self) -> None:
         """Let the drafter forget sequences that ended."""
+        if self.drafter is None:
+            return
         try:
-            forget([self.drafter])
+            self.drafter.forget()
         except Exception as error:
             self._put_aside(error)
 

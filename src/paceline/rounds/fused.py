@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from ..core.errors import CapabilityError
 from ..core.inference import inference
-from ..drafters.base import Drafter, DrafterSpec, DraftRule, StreamingDrafter
+from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
@@ -83,7 +83,7 @@ class FusedRound:
                 "leave out prune_threshold and prune_count, or the part that reads these states",
             )
         self.target, self.pool, self.rules = target, pool, drafter.spec.streams
-        self.drafter: StreamingDrafter = drafter  # type: ignore[assignment]  # its spec says so
+        self.drafter = drafter
         self.emitter = Emitter(target.num_layers, drafter.spec)
         if target.stack is not None and self.rules.rotates:
             raise _needs_torch("streams that rotate values", "they rotate no values")

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from ...core.errors import CapabilityError
 from ...core.inference import inference
-from ...core.tree import TokenTree
 from ...network.files import fingerprint
 from ...network.loader import read_config
 from ...network.native_calls import Seed
-from ..base import DrafterSpec, DraftRequest, StepFeatures
+from ..base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ..growth import Grower, Growth, compiles, pack_frontier
-from ..proposal import Proposal, to_tree
+from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import REFUSED
 from ..states.body import Size, StateBody, StateNetwork
@@ -89,7 +88,7 @@ class _Growth(Growth):
     states: dict[int, Tensor] | None = None  # node -> [d]; of the root and of nodes with K/V
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Drafts with an EAGLE head.
 
     Args:
@@ -100,6 +99,8 @@ class EagleDrafter:
     Raises:
         CapabilityError: an EAGLE-3 head, and a target that is not known or lacks the layers that it reads.
     """
+
+    trusted = True
 
     def __init__(self, config: EagleConfig, model: EagleModel | Eagle3Model, num_layers: int | None = None) -> None:
         self.config, self.model = config, model
@@ -164,13 +165,12 @@ class EagleDrafter:
         return self._body
 
     @inference
-    def propose(self, want: DraftRequest) -> TokenTree:
+    def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence, level by level, all sequences together."""
-        growths = [_Growth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        growths = [_Growth(*row) for row in want.rows()]
         able = [g for g in growths if min(g.budget, g.max_depth) > 0 and self.body.ready(g.sequence)]
         want.passes = self._grow(able, want.floor) if able else 0
-        roots = [growth.sequence.tokens[-1] for growth in growths]
-        return to_tree(roots, [growth.draft.best(growth.budget) for growth in growths], trusted=True)
+        return [growth.draft.best(growth.budget) for growth in growths]
 
     # -- its parts
 

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from ...core.inference import inference
-from ...core.tree import TokenTree
 from ...network.files import fingerprint
 from ...network.native_linear import NativeLinear
 from ...network.native_states import NativeTokenInfo, Sprout, sample
-from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
-from ..proposal import Proposal, to_tree
+from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import (
     Resample,
@@ -96,7 +95,7 @@ class LyannaConfig(DrafterConfig):
         return LyannaDrafter(self, LyannaModel.load(folder))
 
 
-class LyannaDrafter:
+class LyannaDrafter(Drafter):
     """Drafts with a trained `LyannaModel`.
 
     Args:
@@ -106,6 +105,8 @@ class LyannaDrafter:
     Raises:
         ConfigError: a threshold deeper than the draft, no fresh node left.
     """
+
+    trusted = True
 
     def __init__(self, config: LyannaConfig, model: LyannaModel) -> None:
         self.config, self.model = config, model
@@ -164,9 +165,9 @@ class LyannaDrafter:
         return self._body
 
     @inference
-    def propose(self, want: DraftRequest) -> TokenTree:
+    def draft(self, want: DraftRequest) -> list[Proposal]:
         """One tree a sequence; nodes that come from states of the draft before are marked."""
-        drafts = [_Draft(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        drafts = [_Draft(*row) for row in want.rows()]
         for draft in drafts:
             self._plan(draft)
         fresh = [draft for draft in drafts if draft.steps]
@@ -175,9 +176,7 @@ class LyannaDrafter:
             self._sample(drafts)
         else:
             self._grow(drafts, fresh)
-        merged = [self._merge(draft) for draft in drafts]
-        roots = [draft.view.tokens[-1] for draft in drafts]
-        return to_tree(roots, [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
+        return [self._merge(draft) for draft in drafts]
 
     # -- its parts
 
@@ -279,7 +278,7 @@ class LyannaDrafter:
         for draft, own in zip(drafts, logits.split([*map(len, chains)]), strict=True):
             self._keep(draft, own)
 
-    def _merge(self, draft: _Draft) -> tuple[Proposal, list[int]]:
+    def _merge(self, draft: _Draft) -> Proposal:
         """Verification fusion: both trees below one root, each within its share of the budget (section 6.2)."""
         own, room = self._resampling.share(draft.budget, draft.again is not None)
         fresh = Proposal() if draft.fresh is None else draft.fresh.tree.best(own)

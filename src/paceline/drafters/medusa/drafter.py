@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from ...core.inference import inference
-from ...core.tree import TokenTree
 from ...network.files import check_target, fingerprint
 from ...network.linear import LinearOp, make_linear
 from ...network.native_calls import join
 from ...network.native_heads import NativeHeads
-from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..levels import Said, best_levels, product_trees
-from ..proposal import Proposal, best_nodes, to_tree
+from ..proposal import Proposal, best_nodes
 from ..registry import DrafterConfig, DrafterContext, option
 from ..resampling import (
     Resample,
@@ -81,7 +80,7 @@ class MedusaConfig(DrafterConfig):
         return MedusaDrafter(self, load(folder, context.dtype, context.device or "cpu"))
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Proposes a static tree over the heads' likeliest tokens.
 
     Args:
@@ -91,6 +90,8 @@ class MedusaDrafter:
     Raises:
         ConfigError: more heads are asked for than there are, or re-sampling that cannot be.
     """
+
+    trusted = True
 
     def __init__(self, config: MedusaConfig, heads: Heads) -> None:
         self.config, self.heads = config, heads
@@ -141,10 +142,10 @@ class MedusaDrafter:
             self._last.pop(key, None)
 
     @inference
-    def propose(self, want: DraftRequest) -> TokenTree:
-        """One tree a sequence; the root alone where no state of the token in front of it was seen, and nothing was left
+    def draft(self, want: DraftRequest) -> list[Proposal]:
+        """One tree a sequence; nothing where no state of the token in front of it was seen, and nothing was left
         over of the last draft."""
-        rows = [*zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        rows = [*want.rows()]
         left = [self._resampling.take(*row) for row in rows]
         fresh, again = self._fresh(want, left), [Proposal() for _ in rows]
         if self._resampling.on:
@@ -153,8 +154,7 @@ class MedusaDrafter:
                 for (_, budget, _), rest in zip(rows, left, strict=True)
             ]
             again = product_trees([*zip(want.sequences, left, rooms, strict=True)], self._k, self._coupled)
-        merged = [*map(merge, fresh, again)]
-        return to_tree(want.roots(), [tree for tree, _ in merged], [marks for _, marks in merged], trusted=True)
+        return [*map(merge, fresh, again)]
 
     def _fresh(self, want: DraftRequest, left: Sequence[Said | None]) -> list[Proposal]:
         """What the heads say now, as far as they are asked."""

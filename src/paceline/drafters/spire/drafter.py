@@ -33,7 +33,7 @@ from ...network.loader import load_weights, read_config
 from ...network.native import unsupported
 from ...network.native_memory import Recall
 from ...network.packing import RowPacker
-from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures
+from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..growth import Grower, Growth, compiles, drawn_from
 from ..proposal import to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -91,7 +91,7 @@ class _Text:
     sunk: int = 0
 
 
-class SpireDrafter:
+class SpireDrafter(Drafter):
     """Drafts chains with a trained draft.
 
     Args:
@@ -207,7 +207,7 @@ class SpireDrafter:
     @inference
     def propose(self, want: DraftRequest) -> TokenTree:
         """One chain a sequence, a token a pass, all sequences together."""
-        growths = [Growth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        growths = [Growth(*row) for row in want.rows()]
         last = self.network.decoder.config.max_position
         for growth in growths:
             room = last - len(growth.sequence.tokens)

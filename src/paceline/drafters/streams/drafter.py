@@ -23,7 +23,7 @@ from ...core.errors import ConfigError
 from ...core.tree import TokenTree
 from ...network.files import check_target, fingerprint
 from ...network.streams import MAX_STREAMS, StreamConfig, StreamSet, check_exit, read_config
-from ..base import DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
+from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures, StreamRules
 from ..levels import Said, count, cut, product_trees
 from ..proposal import Proposal, to_tree
 from ..registry import DrafterConfig, DrafterContext, option
@@ -143,7 +143,7 @@ class StreamsConfig(DrafterConfig):
         return StreamsDrafter(self, StreamSet.load(folder, dtype=context.dtype, device=context.device or "cpu"))
 
 
-class StreamsDrafter:
+class StreamsDrafter(Drafter):
     """Proposes trees from the streams of the last accepted node.
 
     Args:
@@ -222,15 +222,15 @@ class StreamsDrafter:
 
     def propose(self, want: DraftRequest) -> TokenTree:
         """One tree a sequence; the root alone where its last node carried no streams."""
-        depths = [self._depth(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        depths = [self._depth(*row) for row in want.rows()]
         if self.config.proposes == "sampled":
             return self._drawn(want, depths)
         batch = sum(depth > 0 for depth in depths) >= self.config.best_path_batch
-        left = [self._resampling.take(*row) for row in zip(want.sequences, want.budgets, want.max_depths, strict=True)]
+        left = [self._resampling.take(*row) for row in want.rows()]
         if batch:  # the best path alone
             left = [None] * len(left)
         merged = self._merged(want, depths, left, 1 if batch or self.config.is_chain else self.config.k)
-        return to_tree(want.roots(), [tree for tree, _ in merged], [marks for _, marks in merged])
+        return to_tree(want.roots(), merged)
 
     # -- the tree
 
@@ -246,7 +246,7 @@ class StreamsDrafter:
 
     def _merged(
         self, want: DraftRequest, depths: Sequence[int], left: Sequence[Said | None], children: int
-    ) -> list[tuple[Proposal, list[int]]]:
+    ) -> list[Proposal]:
         """For each sequence the tree of what its streams say now, and that of what was left over below it."""
         fresh: list[tuple[SequenceView, Said | None, int]] = []
         again: list[tuple[SequenceView, Said | None, int]] = []

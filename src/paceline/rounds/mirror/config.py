@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 from ...core.errors import ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import AheadDrafter, DraftSessions
+from ...drafters.sessions import DraftSessions
 from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.exit_heads import exit_of
@@ -109,11 +109,9 @@ class MirrorConfig(RoundConfig):
     ) -> Round:
         assert drafter is not None
         exit_head = self.exit_head(target, origin)  # before anything is allocated
-        ahead = cast(AheadDrafter, drafter)  # its spec says so
         runner = Beside() if self.rollout == "beside" else Between()
-        return self.over(
-            target, pool, drafter, verifier, exit_head, ahead.sessions(self.capacity(drafter.spec)), runner
-        )
+        sessions = drafter.sessions(self.capacity(drafter.spec))
+        return self.over(target, pool, drafter, verifier, exit_head, sessions, runner)
 
     def build_apart(
         self,

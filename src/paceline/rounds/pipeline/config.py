@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, cast
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import AheadDrafter, DraftSessions, GoingSessions
+from ...drafters.sessions import DraftSessions, GoingSessions
 from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.stages import Stage, StagesInTurn, even_cuts
@@ -213,7 +213,7 @@ class PipelineConfig(RoundConfig):
         self._fit(verifier, drafter)
         source = None
         if drafter is not None:
-            sessions = cast(AheadDrafter, drafter).sessions(self.nodes)
+            sessions = drafter.sessions(self.nodes)
             source = self._source(target, sessions, levels(sessions))
         return self._round(target, pool, belt, source, drafter)
 
