@@ -5,18 +5,23 @@
     python studies/peers.py compared --peer llama.cpp --model random:12x768x2048x8192 --out build/random
 
 `make peers` builds them; one that is not there is named in the report. All answers go on to their full length, and
-peers decode greedily. The raw report and its page, with the tables beside other engines, are in the folder `compared`.
+peers decode greedily. The raw report and its page are in the folder `compared`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kit.peers import PEERS, peer_methods, read_methods
-from kit.study import Entry, Grid, Options, Study, asked
+from kit.grid import table_of
+from kit.peer_runs import against, agreement_line, peer_headline, peer_methods, read_methods
+from kit.peers import PEERS
+from kit.study import Entry, Grid, Options, Study, Table, asked, measure
 
 from paceline.bench.methods import default_methods
+from paceline.bench.report import wording as say
+from paceline.bench.summary import Summary
 from paceline.core.model_spec import parse_model
 
 
@@ -44,9 +49,22 @@ def own(ask: PeerFlags) -> Grid:
 
 
 @study.table(takes=("peer", "method", "batch", "prompt_tokens"))
-def compared(ask: PeerFlags) -> Grid:
-    """Every drafter here and every mode of the peers."""
-    return beside(ask, ask.peer or list(PEERS))
+def compared(ask: PeerFlags) -> Iterator[Table | None]:
+    """Every drafter here and every mode of the peers, over each peer's plain decoding."""
+    grid = beside(ask, ask.peer or list(PEERS))
+    grid.config(ask)
+    yield None
+    report = measure(grid, ask, ask.out / "compared")
+    summary, made = Summary(report), table_of(grid, report)
+    ratios = against(summary, summary.main) if summary.main else {}
+    # Over all workloads: the first part is that of all of them.
+    first, *others = made.parts
+    more = [[say.interval(of.get(row[0])) for of in ratios.values()] for row in made.parts[first]]
+    parts = {first: [[*row, *cells] for row, cells in zip(made.parts[first], more, strict=True)]}
+    parts |= {name: [[*row, *[""] * len(ratios)] for row in made.parts[name]] for name in others}
+    remarks = [line for line in (peer_headline(summary), agreement_line(report)) if line]
+    head = [*made.head, *(f"over {peer}" for peer in ratios)]
+    yield replace(made, head=head, parts=parts, remarks=[*made.remarks, *remarks])
 
 
 def beside(ask: PeerFlags, engines: list[str]) -> Grid:

@@ -35,7 +35,7 @@ from paceline.core.errors import ConfigError
 
 from .halves import SEED, conversations, halves
 from .near_ties import NearTies
-from .peers import starter
+from .peer_runs import starter
 from .scores import workload_of
 
 if TYPE_CHECKING:

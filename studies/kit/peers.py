@@ -14,32 +14,23 @@ import contextlib
 import json
 import os
 import queue
-import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline import zoo
-from paceline.bench.config import BenchConfig
-from paceline.bench.measure import Group, Limits
-from paceline.bench.methods import drafter_config, parse_method
-from paceline.bench.records import PLAIN, Cell, Method, Trial
-from paceline.bench.trials import Start, Unavailable
+from paceline.bench.records import PLAIN, Method
+from paceline.bench.trials import Unavailable
 from paceline.core.errors import ConfigError
-from paceline.core.model_spec import parse_model
-from paceline.core.options import named_values, read, suggest
+from paceline.core.options import suggest
 from paceline.network.loader import resolve_folder
 
 WORKERS = Path(__file__).resolve().parent / "peer_workers"
 LOG_LINES = 12  # of a worker's log, quoted when it fails
 KILL_AFTER_S = 5.0
-PEER_TEXT = re.compile(r"([^=,:;/]+=)?[^=,:;/]+/")  # a name, then ENGINE/
 
 
 class PeerError(Unavailable):
@@ -404,120 +395,6 @@ class Peer:
         tail = "\n".join(line[:300] for line in lines[-LOG_LINES:])
         text = f"{self.kind.name} {what}"
         return PeerError(f"{text}\nlast lines of {self.log}:\n{tail}" if tail else text)
-
-
-class PeerRunner:
-    """A mode of a peer in a run, paused while others run.
-
-    Raises:
-        PeerError: it does not start, or failed; then it will not run again.
-        ConfigError: it has no place in any of the cells.
-    """
-
-    def __init__(
-        self, method: Method, folder: Path, cells: Sequence[Cell], limits: Limits, draft: Path | None = None
-    ) -> None:
-        self.method = method
-        reason = available(method.engine)
-        if reason:
-            raise PeerError(reason)
-        refused = [self.refuses(cell) for cell in cells]
-        batches = [cell.batch for cell, why in zip(cells, refused, strict=True) if why is None]
-        if not batches:
-            raise PeerError(str(refused[0]))
-        self.peer = Peer(
-            method,
-            folder,
-            draft,
-            threads=torch.get_num_threads(),
-            max_model_len=limits.max_model_len,
-            max_batch=max(batches),
-        )
-        self.version = self.peer.version
-        self.peer.pause()
-
-    def refuses(self, cell: Cell) -> str | None:
-        """Why it has no place in a cell; None where it has."""
-        if cell.temperature > 0:
-            return "peers run greedily: their sampling has other noise"
-        most = PEERS[self.method.engine].modes[PLAIN if self.method.plain else self.method.drafter].max_batch
-        return f"this mode takes {most} prompt at a time" if most is not None and cell.batch > most else None
-
-    def warm_up(self, group: Group, max_new_tokens: int) -> None:
-        """Run a group without counting it."""
-        self._ask(group, max_new_tokens)
-
-    def run(self, group: Group, repeat: int) -> Trial:
-        """One trial."""
-        most = group.cell.max_new_tokens
-        result = self._ask(group, most)
-        finish = ["length" if len(ids) >= most else "stop" for ids in result.outputs]
-        facts = vars(result) | {"ttft_ms": result.ttft_ms or [], "finish": finish, "passes": result.passes}
-        return replace(group.blank(self.method.name, repeat), **facts)
-
-    def close(self) -> None:
-        """End its process."""
-        self.peer.close()
-
-    def _ask(self, group: Group, max_new_tokens: int) -> PeerResult:
-        try:
-            return self.peer.run([p.ids for p in group.prompts], max_new_tokens, group.cell.ignore_eos)
-        finally:
-            self.peer.pause()
-
-
-def starter(config: BenchConfig) -> Start:
-    """Starts the peers among the methods of a run.
-
-    Their draft model is the embedded target's own, or the one that a method of ours names.
-    """
-    entry = next((e for e in zoo.available() if e.name == parse_model(config.model).name), None)
-    names = [entry.draft if entry is not None else None]
-    names += [getattr(drafter_config(method), "model", None) for method in config.methods if method.own]
-    name = next(filter(None, names), None)
-
-    def start(method: Method, folder: Path, cells: Sequence[Cell], limits: Limits) -> PeerRunner:
-        return PeerRunner(method, folder, cells, limits, Path(resolve_folder(name)) if name else None)
-
-    return start
-
-
-def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:
-    """Every mode of these peers that needs no trained head.
-
-    Raises:
-        ConfigError: no such peer.
-    """
-    return [
-        Method(name=f"{engine}/{mode}", engine=engine, drafter=mode, dtype=dtype)
-        for engine in engines
-        for mode, facts in kind_of(engine).modes.items()
-        if not facts.head
-    ]
-
-
-def read_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
-    """Methods as `bench.methods` reads them, and modes of peers: ``[NAME=]ENGINE/MODE[;OPTION=VALUE]...``.
-
-    Raises:
-        ConfigError: no such drafter, peer, mode or option.
-    """
-    return [_mode(text, dtype) if PEER_TEXT.match(text) else parse_method(text, dtype) for text in texts]
-
-
-def _mode(text: str, dtype: str) -> Method:
-    head, *rest = (part.strip() for part in text.split(";"))
-    name, _, body = head.rpartition("=")
-    engine, _, mode = body.partition("/")
-    modes = kind_of(engine).modes
-    if mode not in modes:
-        raise ConfigError(f"--method {text!r}", f"{engine} has no mode {mode!r}", suggest(mode, modes, "mode"))
-    settings = named_values("--method", rest)
-    dtype = settings.pop("dtype", dtype)
-    values: dict[str, Any] = {key: read(value, int | float | str) for key, value in settings.items()}
-    method = Method(name=name or text, engine=engine, drafter=mode, settings=values, dtype=dtype)
-    check(method)
-    return method
 
 
 def stored_dtype(folder: Path) -> str:

@@ -260,7 +260,6 @@ def test_the_headline_names_the_best_method_with_its_interval() -> None:
     assert f"{row.speedup.low:.2f} to {row.speedup.high:.2f}" in line
     for text in (page.render(report), " ".join(on_terminal(report).split()), markdown.render(report)):
         assert line in text
-        assert "hybrid is" in text and "llama.cpp/draft-simple (95%" in text
 
 
 def test_the_headline_admits_that_the_best_method_is_not_exact() -> None:
@@ -308,7 +307,6 @@ def test_peers_differences_are_no_failures_of_this_engine() -> None:
     summary = summarise(report)
     assert say.failures(report) == []
     assert summary.exact is not None and summary.exact.passed
-    assert say.agreement_line(report) == "peers' ids equal our plain decoding: 2 of 5 sequences"
 
 
 def test_the_command_is_ready_for_a_shell() -> None:

@@ -12,7 +12,6 @@ from kits.reports import BANDWIDTH, TRUTHS, World, fail
 from paceline.bench.records import Cell, Method, Report, Trial
 from paceline.bench.summary import (
     Row,
-    against,
     batch_curve,
     best,
     bootstrap,
@@ -195,16 +194,6 @@ def test_the_reference_is_plain_decoding_of_the_same_engine_and_dtype() -> None:
         "llama.cpp/ngram": "llama.cpp/plain",
         "vllm/ngram": None,
     }
-
-
-def test_against_holds_every_method_against_every_peer() -> None:
-    report = World().report()
-    summary = summarise(report)
-    found = against(report, summary.sections[0])
-    assert list(found) == ["llama.cpp", "transformers"]
-    assert found["llama.cpp"]["transformers"].value == pytest.approx(1 / found["transformers"]["llama.cpp"].value)
-    assert found["transformers"]["plain"].value > 2  # 5.8 ms a pass against 2.1
-    assert "llama.cpp" not in found["llama.cpp"]
 
 
 def test_best_leaves_synthetic_plain_and_peers_aside() -> None:

@@ -74,7 +74,7 @@ def test_commands_are_what_the_benchmark_reads(run: Any) -> None:
     assert {PLAIN, *DRAFTERS} <= {*registry.names()}
     found = ranked(run(*SMALL, "--weights", "int8", "--width", "2", "--depth", "3", "--json"))
     for name, row in found.items():
-        trained = name != "spire" or plan_view._spire(plan_view.Names(target="paceline-small", draft=None))
+        trained = name != "spire" or plan_view._spire(plan_view.ModelNames(target="paceline-small", draft=None))
         assert (row["command"] is None) == (not trained) == (row["missing"] is not None)
         if row["command"]:
             words = shlex.split(row["command"])
@@ -163,7 +163,9 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
         for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))
     ]
     found = LawFound(law=law, fitted=passes[:1], held_out=passes)
-    here = plan_measured.Here(machine=law.machine("a test", 8e9, "cpu"), found=found, file=Path("costs.json"))
+    here = plan_measured.MeasuredMachine(
+        machine=law.machine("a test", 8e9, "cpu"), found=found, file=Path("costs.json")
+    )
     here.show()
     told = capsys.readouterr()
     assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out

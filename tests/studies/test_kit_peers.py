@@ -11,12 +11,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import peers
-from kit.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode, PeerResult, peer_methods, read_methods
+from kit import peer_runs, peers
+from kit.peer_runs import peer_methods, read_methods
+from kit.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode, PeerResult
+from kits.reports import World
 
 from paceline import LLM, SamplingParams
 from paceline.bench.config import BenchConfig, RunWatcher
@@ -24,6 +27,7 @@ from paceline.bench.measure import Group
 from paceline.bench.models import materialised
 from paceline.bench.records import Method, Report
 from paceline.bench.run import Run
+from paceline.bench.summary import summarise
 from paceline.core.errors import ConfigError
 from paceline.zoo import find
 
@@ -481,7 +485,7 @@ class Seen(RunWatcher):
 
 
 def run(asked: BenchConfig, watcher: RunWatcher | None = None) -> Report:
-    return Run(asked, start=peers.starter(asked), watcher=watcher).execute().report
+    return Run(asked, start=peer_runs.starter(asked), watcher=watcher).execute().report
 
 
 class FakePeer:
@@ -517,14 +521,14 @@ class TestPeers:
     @pytest.fixture(autouse=True)
     def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakePeer.made, FakePeer.fail_after = [], None
-        monkeypatch.setattr(peers, "Peer", FakePeer)
+        monkeypatch.setattr(peer_runs, "Peer", FakePeer)
         built = {"transformers": "it is not built", "llama.cpp": None, "vllm": None}
-        monkeypatch.setattr(peers, "available", lambda name: built[name])
+        monkeypatch.setattr(peer_runs, "available", lambda name: built[name])
 
     def test_peers_run_in_turns_and_one_that_cannot_says_why(self) -> None:
         texts = ["plain", "llama.cpp/plain", "llama.cpp/ngram-mod", "transformers/plain"]
         seen = Seen()
-        report = run(config(methods=tuple(peers.read_methods(texts))), seen)
+        report = run(config(methods=tuple(peer_runs.read_methods(texts))), seen)
         assert report.unavailable == {
             "llama.cpp/ngram-mod": "it does not start: no such flag",
             "transformers/plain": "it is not built",
@@ -538,13 +542,13 @@ class TestPeers:
 
     def test_a_peer_that_fails_on_the_way_stops_nothing(self) -> None:
         FakePeer.fail_after = 3
-        report = run(config(methods=tuple(peers.read_methods(["plain", "vllm/plain"]))))
+        report = run(config(methods=tuple(peer_runs.read_methods(["plain", "vllm/plain"]))))
         assert report.unavailable == {"vllm/plain": "it ended"}
         counts = Counter(t.method for t in report.trials)
         assert counts == {"plain": 4, "vllm/plain": 1}  # one warm-up, one trial, then the end
 
     def test_peers_are_left_out_where_they_cannot_be_compared(self) -> None:
-        methods = tuple(peers.read_methods(["plain", "llama.cpp/plain"]))
+        methods = tuple(peer_runs.read_methods(["plain", "llama.cpp/plain"]))
         report = run(config(methods=methods, temperatures=(0.0, 0.8), repeats=1))
         assert {t.cell.temperature for t in report.trials if t.method == "llama.cpp/plain"} == {0.0}
 
@@ -591,3 +595,24 @@ def test_other_engines_stretch_no_model() -> None:
     methods = tuple(read_methods(["plain", "transformers/plain"]))
     with pytest.raises(ConfigError, match="cannot stretch a model"):
         config(model="stretch:paceline-small,times=2", methods=methods)
+
+
+# -- beside ours
+
+
+def test_against_holds_every_method_against_every_peer() -> None:
+    report = World().report()
+    summary = summarise(report)
+    found = peer_runs.against(summary, summary.sections[0])
+    assert list(found) == ["llama.cpp", "transformers"]
+    assert found["llama.cpp"]["transformers"].value == pytest.approx(1 / found["transformers"]["llama.cpp"].value)
+    assert found["transformers"]["plain"].value > 2  # 5.8 ms a pass against 2.1
+    assert "llama.cpp" not in found["llama.cpp"]
+
+
+def test_agreement_is_counted_and_the_fastest_peer_named() -> None:
+    report = World().report()
+    found = replace(report.exactness[0], method="llama.cpp", identical=2, failures=[{"prompt": "x", "what": "y"}])
+    report.exactness.append(found)
+    assert peer_runs.agreement_line(report) == "peers' ids equal our plain decoding: 2 of 5 sequences"
+    assert str(peer_runs.peer_headline(summarise(report))).startswith("Against the fastest peer: hybrid is ")

@@ -523,14 +523,3 @@ def batch_curve(report: Report | Summary) -> list[Curve]:
         for rows in points.values()
         if len(rows) > 1
     ]
-
-
-def against(report: Report | Summary, section: Section) -> dict[str, dict[str, Interval]]:
-    """Other engines' plain decoding -> method -> how many times as fast it is, over the section's workloads."""
-    index = summarise(report)
-    entries = index.in_section(section)
-    cells = list(dict.fromkeys(cell for cell, _, _ in entries))
-    names = list(dict.fromkeys(method.name for _, method, _ in entries))
-    peers = [n for n in names if not index.methods[n].own and index.methods[n].plain]
-    ratios = {p: {n: overall_ratio(index, n, p, cells) for n in names if n != p} for p in peers}
-    return {peer: {name: ratio for name, ratio in of.items() if ratio is not None} for peer, of in ratios.items()}

@@ -53,7 +53,8 @@ def plan(
     ] = None,
     weights: Annotated[str, typer.Option(metavar="DTYPE", help=f"How weights are stored: {STORED}.")] = "bfloat16",
     kv: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. Default: bfloat16.")
+        str | None,
+        typer.Option(metavar="DTYPE", help=f"How keys and values are stored: {STORED}. Default: bfloat16."),
     ] = None,
     devices: Annotated[int, typer.Option(metavar="N", help="Devices that share every layer (tensor parallel).")] = 1,
     stages: Annotated[int, typer.Option(metavar="N", help="Groups of them in a pipeline.")] = 1,
@@ -117,7 +118,7 @@ def plan(
         acceptance=acceptance.given(named_values("--tau", tau or ()), DRAFTERS),
     )
     drafting = _draft_name(target, draft)
-    names = plan_view.Names(target=_runnable(target), draft=drafting and _runnable(drafting))
+    names = plan_view.ModelNames(target=_runnable(target), draft=drafting and _runnable(drafting))
     here = None
     if measured:
         other = (drafting, asked.network(asked.drafting)) if drafting else None

@@ -25,7 +25,7 @@ ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class MeasuredMachine:
     """The present machine."""
 
     machine: Machine
@@ -76,7 +76,7 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 def look_here(
     name: str | None, network: Network, weights: str, draft: tuple[str, Network] | None, config: LawConfig | None = None
-) -> Here:
+) -> MeasuredMachine:
     """Time passes of the target on this machine, and write down what the draft budget reads.
 
     Args:
@@ -102,7 +102,7 @@ def look_here(
     with counting("timing passes", law_rounds(config)) as progress:
         found = measure_law(llm, network, config, progress)
     file = calibrate_law(llm, network, found, draft)
-    return Here(machine=found.law.machine(processor("cpu"), _memory(), "cpu"), found=found, file=file)
+    return MeasuredMachine(machine=found.law.machine(processor("cpu"), _memory(), "cpu"), found=found, file=file)
 
 
 def _memory() -> float:

@@ -19,7 +19,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..planning.plan import PLAIN, SINK, PlanRequest, RankedDrafter, compute_bound_from, devices_needed, rank
 from .console import note, stdout
-from .plan_measured import Here
+from .plan_measured import MeasuredMachine
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
@@ -28,14 +28,16 @@ HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
+class ModelNames:
     """What the models are called on the command line."""
 
     target: str | None  # None: there are no weights of it
     draft: str | None
 
 
-def show(question: PlanRequest, ranked: Sequence[RankedDrafter], names: Names, here: Here | None = None) -> None:
+def show(
+    question: PlanRequest, ranked: Sequence[RankedDrafter], names: ModelNames, here: MeasuredMachine | None = None
+) -> None:
     """The table, what was assumed, and how to run it; ``here``: what was measured first."""
     console = stdout()
     if here is not None:
@@ -55,7 +57,9 @@ def show(question: PlanRequest, ranked: Sequence[RankedDrafter], names: Names, h
         note("predicted by this machine's law; the engine's work between passes is left out")
 
 
-def print_json(question: PlanRequest, ranked: Sequence[RankedDrafter], names: Names, here: Here | None = None) -> None:
+def print_json(
+    question: PlanRequest, ranked: Sequence[RankedDrafter], names: ModelNames, here: MeasuredMachine | None = None
+) -> None:
     """The same as one JSON object."""
     rows = []
     for made in ranked:
@@ -113,7 +117,7 @@ def _remarks(q: PlanRequest, ranked: Sequence[RankedDrafter]) -> list[str]:
     ]
 
 
-def how_to_run(question: PlanRequest, made: RankedDrafter, names: Names) -> tuple[str | None, str | None]:
+def how_to_run(question: PlanRequest, made: RankedDrafter, names: ModelNames) -> tuple[str | None, str | None]:
     """The command that would measure it, or what is missing for that."""
     missing = _missing(question, made, names)
     if missing:
@@ -125,7 +129,7 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, names: Names) -> tupl
     return f'paceline bench {asked}{more} --method "{method}"', None
 
 
-def _missing(q: PlanRequest, made: RankedDrafter, names: Names) -> str | None:
+def _missing(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str | None:
     """Why this engine cannot run it as it is now; None: it can."""
     stored = q.precision
     kv = 4.0 if stored.weight_bytes == 4.0 else 2.0
@@ -144,7 +148,7 @@ def _missing(q: PlanRequest, made: RankedDrafter, names: Names) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _drafter(q: PlanRequest, made: RankedDrafter, names: Names) -> str:
+def _drafter(q: PlanRequest, made: RankedDrafter, names: ModelNames) -> str:
     """As ``--method`` has it."""
     how = HOW.get(made.drafter)
     if how is None:
@@ -160,13 +164,13 @@ def _shape(q: PlanRequest, made: RankedDrafter) -> str:
     return "branching=" + "x".join([str(made.width), *["1"] * (made.depth - 1)])
 
 
-def _streams(names: Names) -> str | None:
+def _streams(names: ModelNames) -> str | None:
     """The zoo's set of streams for the target."""
     own = parse_model(names.target or "").name
     return next((entry.name for entry in zoo.available() if entry.role == "streams" and entry.target == own), None)
 
 
-def _spire(names: Names) -> str | None:
+def _spire(names: ModelNames) -> str | None:
     """The zoo's SPIRe draft for the target."""
     own = parse_model(names.target or "").name
     heads = (entry for entry in zoo.available() if entry.role == "head" and entry.target == own)
@@ -174,27 +178,31 @@ def _spire(names: Names) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class DrafterCommand:
     """How a drafter of the plan is written on the command line: with which options, and with which weights."""
 
     options: Callable[[PlanRequest, RankedDrafter], str]
-    weights: Callable[[Names], str | None] = lambda names: ""  # None: there are none; "": it needs none
+    weights: Callable[[ModelNames], str | None] = lambda names: ""  # None: there are none; "": it needs none
     advice: str = ""  # what to do where there are none
 
 
 HOW = {
-    "magicdec": How(options=lambda q, made: f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}"),
-    "streams": How(
+    "magicdec": DrafterCommand(
+        options=lambda q, made: f"window={q.last_keys(made.drafter)},sinks={SINK},depth={made.depth}"
+    ),
+    "streams": DrafterCommand(
         options=lambda q, made: "chain=true",
         weights=_streams,
         advice="train a set of streams first (paceline train streams)",
     ),
-    "spire": How(
+    "spire": DrafterCommand(
         options=lambda q, made: f"depth={made.depth}",
         weights=_spire,
         advice="train a draft first (paceline train spire)",
     ),
-    "draft_model": How(options=_shape, weights=lambda names: names.draft, advice="name a draft model with --draft"),
+    "draft_model": DrafterCommand(
+        options=_shape, weights=lambda names: names.draft, advice="name a draft model with --draft"
+    ),
 }
 
 

@@ -73,7 +73,7 @@ def _section(summary: Summary, section: Section) -> list[str]:
         title, body = text(say.workload_title(summary.report, name)), "\n\n".join(_tables(rows))
         blocks.append(f"<details><summary>{title}</summary>\n\n{body}\n\n</details>" if len(names) > 1 else body)
         blocks += _titled("Acceptance by position:", tables.acceptance(rows)) if len(names) == 1 else []
-    return blocks + _titled("Beside other engines' plain decoding:", tables.peers(summary, section))
+    return blocks
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:

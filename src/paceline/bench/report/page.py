@@ -80,10 +80,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str, str, bool]]:
             (f"{name}, tokens/s", say.number(ours.speed), speeds, False),
             ("accepted length", say.length(ours.figures.accepted_length), "1 + accepted / passes", False),
         ]
-    rival, count = say.rival(summary), summary.exact
-    if rival is not None:
-        _, name, ratio = rival
-        tiles.append((f"over {name}", say.times(ratio.value), "the fastest peer here", False))
+    count = summary.exact
     if count is not None and summary.main is not None:
         note = f"of {say.count_of(count.sequences, 'sequence')}"
         note += f", {count.explained:,} explained" if count.explained else ""
@@ -115,7 +112,6 @@ def _part(summary: Summary, section: Section, look: dict[str, Series]) -> dict[s
         "label": say.upper(section.label()),
         "total": tables.figures(total, COLUMNS, label),
         "speedups": plots.speedups(summary, section, look),
-        "peers": tables.peers(summary, section),
         "acceptance_table": accepted,
         "acceptance": plots.acceptance(total, look) if accepted else "",
         "shares": plots.time_shares(total) if any(row.figures.shares for row in total) else "",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..records import Report
-from ..summary import Curve, Interval, Row, Section, Summary, against, batch_curve
+from ..summary import Curve, Interval, Row, Section, Summary, batch_curve
 from . import wording as say
 
 
@@ -190,18 +190,6 @@ def matrix(summary: Summary, section: Section) -> FigureTable | None:
         made.append([title, *(_ratio(row.speedup if row else None) for row in found)])
     head = ["workload", *map(say.method_name, methods)]
     return FigureTable(label="Speed-up by workload", head=head, rows=made) if methods else None
-
-
-def peers(summary: Summary, section: Section) -> FigureTable | None:
-    """How many times as fast as the other engines' plain decoding every method is."""
-    found = against(summary, section)
-    names = [name for name in summary.methods if any(name in ratios for ratios in found.values())]
-    rows = [
-        [words(say.method_name(summary.methods[n])), *(_ratio(ratios.get(n)) for ratios in found.values())]
-        for n in names
-    ]
-    head = ["method", *(f"over {peer}" for peer in found)]
-    return FigureTable(label="Beside other engines", head=head, rows=rows) if found else None
 
 
 def curves(summary: Summary) -> list[tuple[str, Sequence[Curve], FigureTable]]:

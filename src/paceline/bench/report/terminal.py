@@ -33,7 +33,6 @@ def render(report: Report | Summary) -> RenderableType:
     parts: list[RenderableType] = [_head(summary)]
     for section in summary.sections:
         parts += [heading(section.label()), _SectionTable(summary, section, each=section == summary.main)]
-        parts += _peers(tables.peers(summary, section))
     if len(summary.sections) > 1:
         parts.append(Text("\nThe other tables by workload are in the report.", style=FAINT))
     for label, _, table in tables.curves(summary):
@@ -111,13 +110,6 @@ def _row(row: Sequence[TableCell]) -> list[Text]:
     return [name, *(Text(cell.text, style=STYLES.get(cell.kind, "")) for cell in row[1:])]
 
 
-def _peers(table: FigureTable | None) -> list[RenderableType]:
-    if table is None:
-        return []
-    head = ["beside other engines", *("÷" + name.removeprefix("over") for name in table.head[1:])]
-    return [Text(), as_rich(replace(table, head=head))]
-
-
 def _short(cell: TableCell) -> TableCell:
     """A ratio without its interval."""
     return replace(cell, text=f"{cell.value:.2f}") if isinstance(cell.value, float) else cell
@@ -129,7 +121,6 @@ def _short(cell: TableCell) -> TableCell:
 def _head(summary: Summary) -> RenderableType:
     report = summary.report
     lines = [Text(report.title, style="bold"), Text(say.headline(summary))]
-    lines += [Text(line) for line in (say.peer_headline(summary),) if line]
     return Group(*lines, Text(say.model_line(report), style=FAINT), Text(say.machine_line(report), style=FAINT))
 
 
@@ -138,7 +129,6 @@ def _checks(summary: Summary) -> list[RenderableType]:
     troubles = say.troubles(summary)
     lines = [Text(say.exactness_line(summary), style=BAD if troubles["differing"] else "")]
     lines += _listed(troubles["differing"], BAD)
-    lines += [Text(line) for line in (say.agreement_line(report),) if line]
     lines += [Text(say.slower_line(summary)), *_listed(troubles["slower"]), *_listed(troubles["failed"], BAD)]
     lines += [Text(line, style="yellow") for line in troubles["unavailable"]]
     return [*lines, *(Text(line) for line in report.notes)]

@@ -19,7 +19,6 @@ from ..summary import (
     Row,
     Summary,
     best,
-    overall_ratio,
     slower_cells,
 )
 
@@ -201,15 +200,6 @@ def exactness_line(summary: Summary) -> str:
     return line + (f"; {count.failures:,} FAILED" if count.failures else "")
 
 
-def agreement_line(report: Report) -> str | None:
-    """How often the peers' ids are ours. Their kernels are their own: a difference is no failure."""
-    found = [e for e in report.exactness if not report.is_own(e.method)]
-    if not found:
-        return None
-    same, total = sum(e.identical for e in found), sum(e.sequences for e in found)
-    return f"peers' ids equal our plain decoding: {same:,} of {count_of(total, 'sequence')}"
-
-
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     """How a run was measured: model, machine, versions, what else is known of it, settings, notes."""
     lines = [model_line(report), machine_line(report), run_line(report), *facts]
@@ -288,26 +278,6 @@ def headline(summary: Summary) -> str:
     return f"{first} ({bracket(row.speedup)}; {row.section.label()}).{broken}"
 
 
-def peer_headline(summary: Summary) -> str | None:
-    """The best method beside the fastest peer."""
-    found = rival(summary)
-    if found is None:
-        return None
-    ours, name, ratio = found
-    return f"Against the fastest peer: {ours} is {times(ratio.value)} {name} ({bracket(ratio)})."
-
-
-def rival(summary: Summary) -> tuple[str, str, Interval] | None:
-    """The best method here, the fastest peer, speculative or plain, and how many times as fast it the first is."""
-    total = summary.total(summary.main)
-    ours, theirs = best(total), max((r for r in total if not r.method.own), key=lambda r: r.speed or 0.0, default=None)
-    if ours is None or theirs is None or not theirs.speed:
-        return None
-    cells = [r.cell for r in summary.of(ours.section) if r.method.name == theirs.method.name and r.cell]
-    ratio = overall_ratio(summary, ours.method.name, theirs.method.name, cells)
-    return None if ratio is None else (method_name(ours.method), method_name(theirs.method), ratio)
-
-
 def bracket(ratio: Interval) -> str:
     """The interval in words."""
     if ratio.pairs < 2:
@@ -317,8 +287,8 @@ def bracket(ratio: Interval) -> str:
 
 def findings(summary: Summary) -> list[str]:
     """The remarks under the headline."""
-    lines = [peer_headline(summary), exactness_line(summary), agreement_line(summary.report)]
-    return [upper(line) for line in (*lines, slower_line(summary), pairs_line(summary)) if line]
+    lines = [exactness_line(summary), slower_line(summary), pairs_line(summary)]
+    return [upper(line) for line in lines]
 
 
 def has_synthetic(methods: Iterable[Method]) -> bool:
