@@ -16,7 +16,7 @@ from micro_parts import decode as decoding
 from micro_parts import hops as hopping
 from micro_parts import step_parts
 
-from paceline.bench import machine, workloads
+from paceline.bench import encoding, machine, workloads
 from paceline.bench.config import numbers
 from paceline.bench.models import materialised
 from paceline.core.errors import ConfigError
@@ -124,7 +124,7 @@ def parts(ask: MicroFlags) -> Iterator[Table | None]:
 def _prompts(name: str, llm: LLM, count: int, new_tokens: int) -> list[tuple[int, ...]]:
     """Token ids of the first turns of a workload."""
     workload = workloads.load(name, limit=count)
-    encoded = workloads.Encoded(workload, llm.tokenizer, max_model_len=MOST_PROMPT, max_new_tokens=new_tokens)
+    encoded = encoding.Encoded(workload, llm.tokenizer, max_model_len=MOST_PROMPT, max_new_tokens=new_tokens)
     return [prompt.ids for prompt in encoded.prompts]
 
 

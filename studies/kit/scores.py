@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import workloads
+from paceline.bench import encoding, workloads
 from paceline.bench.measure import ask
 from paceline.bench.workloads import Workload
 from paceline.core.errors import CapabilityError, ConfigError
@@ -133,7 +133,7 @@ def encoded_prompts(
     """
     most = workload.max_new_tokens if max_new_tokens is None else max_new_tokens
     longest = llm.engine.limits.max_model_len
-    encoded = workloads.Encoded(workload, llm.tokenizer, max_model_len=longest, max_new_tokens=most)
+    encoded = encoding.Encoded(workload, llm.tokenizer, max_model_len=longest, max_new_tokens=most)
     return [list(prompt.ids) for prompt in encoded.prompts], most, encoded.notes()
 
 

@@ -16,7 +16,7 @@ from kit.scores import workload_of
 from kit.study import Table
 from torch import Tensor
 
-from paceline.bench import figures, machine, workloads
+from paceline.bench import encoding, figures, machine, workloads
 from paceline.bench.calibrate import BATCHES, ROWS
 from paceline.bench.figures import Panel, Series
 from paceline.bench.law import LawConfig, LawFound, measure_law, nodes_that_pay
@@ -125,7 +125,7 @@ def prompts_of(ask: SpireFlags, llm: LLM, count: int, context: int, room: int) -
         each = -(-count // len(ask.names))
         workload = workloads.load(workload_of(task), folder=ask.data, limit=each, seed=ask.seed)
         longest = {"max_model_len": llm.decoder.config.max_position, "max_new_tokens": room}
-        made = workloads.Encoded(workload, llm.tokenizer, context=context, **longest)
+        made = encoding.Encoded(workload, llm.tokenizer, context=context, **longest)
         found.append([list(prompt.ids) for prompt in made.prompts])
     mixed = [ids for turn in zip_longest(*found) for ids in turn if ids is not None]
     if len(mixed) < count:

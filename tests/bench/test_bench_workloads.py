@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from paceline import zoo
-from paceline.bench.workloads import WORKLOADS, Encoded, Prompt, Workload, available, choose, load, random_prompts
+from paceline.bench.encoding import Encoded, random_prompts
+from paceline.bench.workloads import WORKLOADS, Prompt, Workload, available, choose, load
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM

@@ -19,12 +19,13 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from . import workloads
+from . import encoding, workloads
 from .config import BenchConfig, RunWatcher
+from .encoding import Encoded
 from .journal import Journal
 from .measure import Builder, Group, Limits
 from .records import Cell, Method, PromptIds, Trial
-from .workloads import Encoded, Workload
+from .workloads import Workload
 
 RANDOM = "random"  # the workload of a model without a tokenizer
 SPARE_TOKENS = 64  # slots a sequence beside prompt and answer: drafts, rounding to blocks, a block of headroom
@@ -181,7 +182,7 @@ class _Asker:
         shape, config = self._target.decoder.config, self._config
         if config.random:
             length = context or config.prompt_tokens
-            return workloads.random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
+            return encoding.random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
         encoded = Encoded(
             workload,
             self._target.tokenizer,
