@@ -28,17 +28,19 @@ struct Lap {
 };
 """
 GROW, SAMPLE = "int pl_grow(const Model* m, ", "int pl_sample(const Model* m, "
-RANK = "    rank(*m, m->head, m->norm, hidden.data(), limit, k, true, asked, best.data(), log_q.data(), p->threads);\n"
+RANK = (
+    "    rank(*m, m->head, m->norm, rows.hidden.data(), limit, k, true, wanted, best.data(), log_q.data(), p->threads)"
+)
 GROWN = "      at += size * k;\n    }\n"
 HEAD = "  if (total) head(*m, drafted.data(), total, raw, (int)threads);\n"
 COUNTS = (
-    "  constexpr int64_t NUMBERS = 12, ROOM = 10;\n",
-    "  constexpr int64_t NUMBERS = 14;\n  const int64_t count = list[0], branches = list[1], threads = p->threads;\n",
+    "  if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;\n",
+    "  if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;\n",
 )
 PUT = {  # a piece of the source, and what it becomes
     GROW: CLOCK + GROW,
     **{count: "  Lap lap;\n" + count for count in COUNTS},
-    RANK: f"    lap.to(0);\n{RANK}    lap.to(1);\n",
+    f"{RANK};\n": f"    lap.to(0);\n{RANK};\n    lap.to(1);\n",
     GROWN: f"{GROWN}    lap.to(2);\n",
     HEAD: f"  lap.to(0);\n{HEAD}  lap.to(1);\n",
 }

@@ -13,9 +13,9 @@ from paceline.core.errors import CapabilityError
 from paceline.kv.pool import SequenceCache
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.network.native_calls import Asked as Pass
 from paceline.network.native_calls import RowSpan
-from paceline.network.native_streams import CarrierRows, Riding
+from paceline.network.native_calls import TokenPass as Pass
+from paceline.network.native_streams import CarrierRows, StreamRun
 from paceline.network.streams import StreamSet
 from streaming.common import StreamingFlags, TrainedSet, study
 
@@ -71,7 +71,7 @@ def few_keys_cost(llm: LLM, streams: StreamSet, context: int, drafted: int, repe
     cache = pool.open()
     cache.reserve(context + drafted + 1)
     carriers = [CarrierRows(0, 0, streams.config.gamma, drafted, (), range(drafted + 1))]
-    ways = {most: Riding(streams, carriers, 3, pool.scratch(rows), most=most) for most in (None, FEW)}
+    ways = {most: StreamRun(streams, carriers, 3, pool.scratch(rows), most=most) for most in (None, FEW)}
     times: dict[int | None, list[float]] = {most: [] for most in ways}
     for _ in range(repeats):
         for most, riding in ways.items():
@@ -84,7 +84,7 @@ def few_keys_cost(llm: LLM, streams: StreamSet, context: int, drafted: int, repe
     return {"context": context, "nodes": drafted, "rows": rows, **saved}
 
 
-def fused_pass(llm: LLM, cache: SequenceCache, context: int, drafted: int, riding: Riding) -> None:
+def fused_pass(llm: LLM, cache: SequenceCache, context: int, drafted: int, riding: StreamRun) -> None:
     """One compiled call that verifies a tree behind ``context`` keys and reads its streams."""
     rows, stack = drafted + 1, llm.decoder.stack
     assert stack is not None

@@ -32,7 +32,7 @@ from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import Seed
+from paceline.network.native_calls import TreeStart
 from paceline.network.rope import RopeConfig, RopeTable
 from paceline.training.network import rotate
 
@@ -522,7 +522,7 @@ def test_compiled_layers_draft_what_torchs_do() -> None:
 @needs_kernels
 def test_compiled_growth_wants_a_state_for_every_pending_token() -> None:
     body = Stage(eagle(), tiny_decoder(dtype=torch.float32, compiled=True)).drafter.body
-    fine = Seed([5, 6], 0, 0, slice(0, 2), 3, 1, 3, None, 1, torch.ones(2, 32))
+    fine = TreeStart([5, 6], 0, 0, slice(0, 2), 3, 1, 3, None, 1, torch.ones(2, 32))
 
     def grown(states: torch.Tensor | None) -> int:
         (tree,) = body.stack.grow([fine._replace(states=states)], (1,), 4, 4, -math.inf, body.pool, VOCAB, body.fuse)

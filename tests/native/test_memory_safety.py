@@ -29,9 +29,9 @@ from paceline.network.adapters import AdapterConfig, AdapterRange, LowRank, line
 from paceline.network.base import ForwardState
 from paceline.network.decoder import Decoder
 from paceline.network.native import unsupported
-from paceline.network.native_calls import Chain, NativeView
+from paceline.network.native_calls import ChainStart, NativeView
 from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_memory import Recall, recall, write_keys
+from paceline.network.native_memory import RingChain, recall, write_keys
 from paceline.network.rope import Rotation
 
 CPU = torch.device("cpu")
@@ -243,7 +243,7 @@ def test_layers_that_are_not_there_and_what_is_fine() -> None:
 @needs_kernels
 def test_adapters_out_of_order_are_refused_below_python_too() -> None:
     """`Stack` looks at ranges itself; the library does so for whoever calls it otherwise."""
-    decoder, wanted = decoder_of("base", "float32"), native.AdapterRange
+    decoder, wanted = decoder_of("base", "float32"), native.abi.CAdapterRange
     adapter = LowRank(AdapterConfig(layers=(0, 1)), linear_shapes(decoder.config)).start()
     stack: Any = decoder.stack
     table = ctypes.addressof(stack.adapters(adapter).table)
@@ -314,7 +314,7 @@ def test_chains_that_cannot_be(what: str, kind: str) -> None:
     decoder, (changes, message) = decoder_of("base", kind), CHAINS[what]
     assert decoder.stack is not None
     pool = small_pool(decoder)
-    fine = Chain(pending=[3, 4], position=0, steps=5, keys=slice(0, 6), floor=-torch.inf)
+    fine = ChainStart(pending=[3, 4], position=0, steps=5, keys=slice(0, 6), floor=-torch.inf)
     with pytest.raises(ValueError, match=message):
         decoder.stack.roll([fine, replace(fine, **changes)], pool, 203)
     assert not any(part.any() for part in (*pool.k, *pool.v)), "the other chain was begun"
@@ -343,7 +343,7 @@ def test_chains_over_rings_that_cannot_be(what: str) -> None:
     c, mix = decoder.config, torch.full((2, 3), 1 / 3)
     sinks = 0 if what == "no memory at all" else 2
     ring = RingCache((2, c.num_kv_heads, c.head_dim), SinkWindow(sinks, 8), 4, 2, decoder.dtype, CPU)
-    fine = Recall(root=3, position=20, steps=5, ring=0, start=15, rules=None)
+    fine = RingChain(root=3, position=20, steps=5, ring=0, start=15, rules=None)
     with pytest.raises(ValueError, match=message):
         recall(decoder.stack, ring, [fine, fine._replace(**changes)], mix, -math.inf, 203)  # type: ignore[arg-type]
     assert not any(part.any() for part in (*ring.k, *ring.v)), "the other chain was begun"
@@ -378,7 +378,7 @@ def test_k_and_v_that_cannot_be_written() -> None:
 def test_limits_and_counts_that_cannot_be() -> None:
     decoder = decoder_of("base", "float32")
     stack: Any = decoder.stack
-    fine = Chain(pending=[3], position=0, steps=2, keys=slice(0, 6), floor=-torch.inf)
+    fine = ChainStart(pending=[3], position=0, steps=2, keys=slice(0, 6), floor=-torch.inf)
     for limit in (0, -1):
         with pytest.raises(ValueError, match="a count, limit"):
             stack.roll([fine], small_pool(decoder), limit)

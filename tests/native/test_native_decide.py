@@ -17,7 +17,7 @@ from paceline.core.tree import depths_below
 from paceline.kv.pool import KVPool
 from paceline.network.base import Taps
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import Asked, NativeTaps, RowSpan
+from paceline.network.native_calls import NativeTaps, RowSpan, TokenPass
 from paceline.network.native_linear import NativeLinear
 from paceline.network.packing import RowPacker
 
@@ -93,7 +93,7 @@ def at_once(
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
     assert decoder.stack is not None
-    return decoder.stack.decide(Asked(tokens, positions, slots, spans, wanted), pool, taps)
+    return decoder.stack.decide(TokenPass(tokens, positions, slots, spans, wanted), pool, taps)
 
 
 def batch(decoder: Decoder, seed: int) -> tuple[KVPool, list[Drafted], list[int]]:
@@ -164,7 +164,7 @@ def drawn_at_once(
     rules = b"".join(sampler.rules for sampler in samplers)
     tokens = [t for d in drafted for t in d.tokens]
     positions = [p for d in drafted for p in d.positions]
-    found = decoder.stack.decide(Asked(tokens, positions, slots, spans, wanted, (), rules, logits), pool)
+    found = decoder.stack.decide(TokenPass(tokens, positions, slots, spans, wanted, (), rules, logits), pool)
     oracle, parts, begin = [], [], 0
     for d, sampler in zip(drafted, samplers, strict=True):
         parts.append(logits[begin : begin + len(d.nodes)])
@@ -304,7 +304,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written() -> None:
             "wanted": [0, 1, 2, 3],
         } | changes
         assert decoder.stack is not None
-        return decoder.stack.decide(Asked(**given), pool)
+        return decoder.stack.decide(TokenPass(**given), pool)
 
     vocab = decoder.config.vocab_size
     wrong: list[dict[str, Any]] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
 import os
 import re
@@ -19,11 +18,13 @@ from paceline import native
 pytestmark = pytest.mark.skipif(
     native._output(["sh", "-c", "command -v c++"], 60)[0] != 0, reason="there is no C++ compiler"
 )
-SYMBOLS = sorted(set(re.findall(r"found\.(pl_\w+)", inspect.getsource(native))))
+SYMBOLS = sorted(native.FUNCTIONS)
+STRUCTS = (native.SOURCE.with_suffix("") / "abi.h").read_text("utf-8")
 # Compiled in a moment, and long enough that a half of it lacks pages that the loader reads.
 STAND_IN = "\n".join(
     [
         "#include <cstdint>",
+        STRUCTS,
         *(f'extern "C" int64_t {name}() {{ return 0; }}' for name in SYMBOLS),
         'extern "C" char padding[1 << 20] = {1};',
     ]
@@ -80,6 +81,32 @@ def _other(path: Path) -> None:
 
 def test_the_symbols_are_known():
     assert {"pl_init", "pl_run_layers", "pl_logits"} <= set(SYMBOLS)
+
+
+@pytest.mark.parametrize(
+    ("field", "other", "words"),
+    [
+        ("int64_t n, k;", "int64_t k, n;", r"struct Linear of the kernels has k \(c_\w+\) as field 3 .*has n "),
+        ("const float* bias;", "int64_t bias;", r"struct Linear of the kernels has bias \(c_\w+\) as field 2 "),
+        (
+            "  double ms; ",
+            "  double ms; int64_t more; ",
+            r"Taps of the kernels has more .* field 6 and 56 .*has nothing",
+        ),
+        (
+            "  double ms; ",
+            "  ",
+            r"struct Taps of the kernels has nothing as field 5 and 40 bytes, .*has ms \(c_double\)",
+        ),
+    ],
+    ids=["swapped", "of another kind", "one more", "one less"],
+)
+def test_a_struct_that_differs_is_refused(cache: Path, field: str, other: str, words: str):
+    text = native.SOURCE.read_text()
+    assert load()[0] is not None and field in text
+    native.SOURCE.write_text(text.replace(field, other, 1))
+    found, why = load()
+    assert found is None and re.search(words, str(why)) and "write the field in both" in str(why)
 
 
 def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch):

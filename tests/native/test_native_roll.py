@@ -17,7 +17,7 @@ from paceline.drafters.proposal import Proposal
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.llm import LLM
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import Chain, Seed
+from paceline.network.native_calls import ChainStart, TreeStart
 from paceline.network.packing import RowPacker
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -95,7 +95,7 @@ def rolled(
             assert isinstance(keys, slice)
             keys = torch.arange(keys.start, keys.stop)
         rules = None if samplers is None else samplers[index].rules
-        chains.append(Chain(pending, index, count, keys, floor, rules))
+        chains.append(ChainStart(pending, index, count, keys, floor, rules))
     return decoder.stack.roll(chains, pool, limit)
 
 
@@ -186,7 +186,7 @@ def test_trees_that_cannot_grow_are_refused(decoder: Decoder) -> None:
     pool = make_pool(decoder)
     cache = pool.open(expected=100)
     cache.reserve(30)
-    fine = Seed([5, 6], 0, 6, cache.slots(0, 8), 9, 3, 40, None)
+    fine = TreeStart([5, 6], 0, 6, cache.slots(0, 8), 9, 3, 40, None)
     (tree,) = decoder.stack.grow([fine], (1, 1, 1), 3, 2, -math.inf, pool, 8192)
     assert len(tree.tokens) == 3 + 6 + 6 and tree.forwarded == 4 and tree.passes == 3
     wrong = (

@@ -15,8 +15,8 @@ from paceline.engine.engine import Engine
 from paceline.network.adapters import AdapterConfig
 from paceline.network.base import KVCache
 from paceline.network.decoder import Decoder
-from paceline.network.native_calls import Asked
-from paceline.network.native_streams import Riding
+from paceline.network.native_calls import TokenPass
+from paceline.network.native_streams import StreamRun
 from paceline.network.streams import StreamSet
 from paceline.rounds import riders
 
@@ -128,7 +128,7 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
     counts = Counter[str]()
     with_streams, without = decoder.stack.decide_streams, decoder.stack.decide
 
-    def watched(asked: Asked, riding: Riding, cache: KVCache, taps: None) -> Any:
+    def watched(asked: TokenPass, riding: StreamRun, cache: KVCache, taps: None) -> Any:
         wanted, done = asked.wanted, with_streams(asked, riding, cache, taps)
         late = sum(
             carrier.streams for carrier, told in zip(riding.carriers, done[1], strict=True) if told and not told.rode
@@ -138,7 +138,7 @@ def test_row_layers_of_compiled_passes(at: Any, ride: tuple[float, float], monke
         counts["upper"] += LAYERS * (len(wanted) + rows) * bool(rows)
         return done
 
-    def plain(asked: Asked, cache: KVCache, taps: None) -> Any:
+    def plain(asked: TokenPass, cache: KVCache, taps: None) -> Any:
         counts["row_layers"] += 5 * len(asked.wanted)
         return without(asked, cache, taps)
 

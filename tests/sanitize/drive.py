@@ -38,12 +38,12 @@ from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange,
 from paceline.network.base import ForwardState
 from paceline.network.decoder import Decoder
 from paceline.network.memory import Arena
-from paceline.network.native_calls import Asked, Chain, NativeTaps, NativeView, RowSpan, Seed
+from paceline.network.native_calls import ChainStart, NativeTaps, NativeView, RowSpan, TokenPass, TreeStart
 from paceline.network.native_heads import NativeHeads
 from paceline.network.native_linear import NativeLinear, top
-from paceline.network.native_memory import Recall, recall, write_keys
-from paceline.network.native_states import NativeFuse, NativeTokenInfo, Sprout, sample
-from paceline.network.native_streams import CarrierRows, Riding
+from paceline.network.native_memory import RingChain, recall, write_keys
+from paceline.network.native_states import NativeFuse, NativeTokenInfo, SampleStart, sample
+from paceline.network.native_streams import CarrierRows, StreamRun
 from paceline.network.rope import RopeConfig, RopeTable
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")
@@ -231,7 +231,7 @@ def one_roll(decoder: Decoder, draw: random.Random) -> None:
         pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
         rules = draw.choice([None, some_rules(draw, vocab)])
         view, scratch = some_view(draw, decoder, count, sum(totals))
-        chains.append(Chain(pending, position, steps, keys, draw.choice([-torch.inf, -0.5]), rules, view, scratch))
+        chains.append(ChainStart(pending, position, steps, keys, draw.choice([-torch.inf, -0.5]), rules, view, scratch))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     for chain, found in zip(chains, stack.roll(chains, cache, limit), strict=True):
         assert 1 <= len(found) <= chain.steps and all(0 <= token < limit for token, _ in found)
@@ -274,7 +274,7 @@ def one_growth(decoder: Decoder, draw: random.Random) -> None:
         cache.put(key_slots(Segment(0, 0, keys, total, 0, None, None))[:position])
         pending = [draw.choice([0, vocab - 1, draw.randrange(vocab)]) for _ in range(count)]
         levels, rules = draw.randint(1, len(factors)), draw.choice([None, some_rules(draw, vocab)])
-        seeds.append(Seed(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
+        seeds.append(TreeStart(pending, position, room, keys, draw.randint(1, 30), levels, 4 + vocab * 20, rules))
     limit = draw.choice([1, vocab, max(1, vocab - 1)])
     floor = draw.choice([-math.inf, -3.0])
     for seed, tree in zip(seeds, stack.grow(seeds, factors, topk, beam, floor, cache, limit), strict=True):
@@ -308,10 +308,10 @@ def one_state_draft(decoder: Decoder, draw: random.Random) -> None:
         left = draw.choice([None, torch.randn(draw.randint(1, 3), vocab)])
         states, most = torch.randn(len(pending), d).to(dtype), (draw.choice([1, 7, 999]), draw.choice([1, 7, 999]))
         root = draw.randrange(vocab)
-        sprouts.append(Sprout(pending, position, keys, steps, root, place, rules, left, states, most))
+        sprouts.append(SampleStart(pending, position, keys, steps, root, place, rules, left, states, most))
         if steps:
             room, budget = max(0, steps - 1), draw.randint(1, 9)
-            seeds.append(Seed(pending, position, room, keys, budget, levels, 4 + vocab * 20, rules, 9, states))
+            seeds.append(TreeStart(pending, position, room, keys, budget, levels, 4 + vocab * 20, rules, 9, states))
     for branches in (1, topk, 2 * vocab):
         raw, found = sample(stack, sprouts, branches, True, fused, draw.choice([None, info]), cache)
         assert not raw.isnan().any()
@@ -348,7 +348,7 @@ def one_recall(decoder: Decoder, draw: random.Random) -> None:
         rows = [draw.randrange(len(known) + 2) for _ in known]
         write_keys(stack, ring, [*states], rows, known, ring.slots(index, known))
         rules = draw.choice([None, some_rules(draw, vocab)])
-        chains.append(Recall(draw.randrange(vocab), position, steps, index, start, rules))
+        chains.append(RingChain(draw.randrange(vocab), position, steps, index, start, rules))
     mix = torch.rand(layers, layers + 1) if feedback else None
     for chain, found in zip(chains, recall(stack, ring, chains, mix, -math.inf, vocab), strict=True):
         assert len(found) == chain.steps and all(0 <= token < vocab for token, _ in found)
@@ -393,13 +393,13 @@ def one_decision(decoder: Decoder, draw: random.Random) -> None:
         else:
             wanted += [start + r for r in range(rows) if draw.random() < 0.6]
         start += rows
-    asked = Asked(tokens, positions, slots, spans, wanted, adapters(decoder, draw, start))
+    asked = TokenPass(tokens, positions, slots, spans, wanted, adapters(decoder, draw, start))
     rules, drawn = b"".join(some_rules(draw, vocab) for _ in spans), draw.random() < 0.5
     if not riding:
         asked = asked._replace(rules=rules, logits=torch.empty(len(wanted), vocab)) if drawn else asked
         found = stack.decide(asked, cache, some_taps(decoder, draw, start))
     else:
-        rides = Riding(
+        rides = StreamRun(
             tiny_streams(
                 decoder.config,
                 gamma=GAMMA,
@@ -460,9 +460,9 @@ def refusals(decoder: Decoder) -> None:
     stack: Any = decoder.stack
     vocab = decoder.config.vocab_size
     cache = Cache(decoder, 8)
-    bad = [Chain([vocab], 0, 2, slice(0, 8), 0.0), Chain([-1], 0, 2, slice(0, 8), 0.0)]
-    bad += [Chain([0], 0, 2, slice(7, 15), 0.0), Chain([0], 0, 9, slice(0, 8), 0.0)]
-    bad += [Chain([0], 0, 2, torch.tensor([0, 8]), 0.0), Chain([0], 7, 3, slice(0, 8), 0.0)]
+    bad = [ChainStart([vocab], 0, 2, slice(0, 8), 0.0), ChainStart([-1], 0, 2, slice(0, 8), 0.0)]
+    bad += [ChainStart([0], 0, 2, slice(7, 15), 0.0), ChainStart([0], 0, 9, slice(0, 8), 0.0)]
+    bad += [ChainStart([0], 0, 2, torch.tensor([0, 8]), 0.0), ChainStart([0], 7, 3, slice(0, 8), 0.0)]
     for chain in bad:
         try:
             stack.roll([chain], cache, vocab)

@@ -33,7 +33,7 @@ from ..kv.pool import KVPool, SequenceCache
 from ..network.base import ForwardState
 from ..network.files import check_target, fingerprint
 from ..network.native import Stack
-from ..network.native_calls import Chain, Seed
+from ..network.native_calls import ChainStart, TreeStart
 from ..network.packing import RowPacker
 from ..network.streams import StreamSet, read_config
 from .base import Drafter, DrafterSpec, DraftRequest, SequenceView
@@ -304,7 +304,7 @@ class DraftModel(Drafter):
             steps = min(growth.max_depth, growth.budget)
             keys = cache.slots(0, len(tokens) + steps - 1)
             chains.append(
-                Chain(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
+                ChainStart(tokens[cache.committed :], cache.committed, steps, keys, self._grower.floor, growth.rules)
             )
         found = stack.roll(chains, self._pool, self._vocab)
         self._settled(growths, [len(chain.pending) for chain in chains])
@@ -325,7 +325,7 @@ class DraftModel(Drafter):
             most = config.topk * (1 + beam * (levels - 1)) if config.topk > 1 else config.nodes_of(levels)
             room, first = self._room(growth), cache.committed
             keys = cache.slots(0, len(tokens) + room)
-            seeds.append(Seed(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
+            seeds.append(TreeStart(tokens[first:], first, room, keys, growth.budget, levels, most, growth.rules))
         grown = stack.grow(seeds, config.factors, config.topk, beam, self._grower.floor, self._pool, self._vocab)
         self._settled(growths, [len(seed.pending) for seed in seeds])
         for growth, tree in zip(growths, grown, strict=True):

@@ -26,7 +26,7 @@ from ..kv.pool import KVPool, SequenceCache
 from ..kv.views import PoolView, SinkWindow
 from ..network.applications import adapter_ranges
 from ..network.native import Stack
-from ..network.native_calls import Chain, NativeView
+from ..network.native_calls import ChainStart, NativeView
 from ..network.packing import RowPacker
 from .base import Drafter, DrafterSpec, DraftRequest
 from .growth import Grower, Growth, compiles, drawn_from
@@ -166,7 +166,7 @@ class MagicDec(Drafter):
             assert cache is not None
             scratch = self.view.scratch(cache.pool, index).start
             start = tokens[-1:], len(tokens) - 1, growth.max_depth, cache.slots(0, end)
-            chains.append(Chain(*start, floor, growth.rules, view, scratch))
+            chains.append(ChainStart(*start, floor, growth.rules, view, scratch))
         pool, vocab = _pool(growths[0].cache), self.decoder.config.vocab_size
         for growth, drafted in zip(growths, stack.roll(chains, pool, vocab), strict=True):
             for node, (token, log_q) in enumerate(drafted):

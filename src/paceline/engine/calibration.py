@@ -24,7 +24,7 @@ from ..core.errors import ConfigError
 from ..core.folders import user_cache
 from ..kv.pool import KVPool, SequenceCache
 from ..network.decoder import Decoder
-from ..network.native_calls import Asked, RowSpan
+from ..network.native_calls import RowSpan, TokenPass
 from ..network.packing import RowPacker
 from .costs import CostTable
 
@@ -263,7 +263,7 @@ class PassTimer:
             cache.rollback()
         return elapsed * 1e3
 
-    def _asked(self, caches: Sequence[SequenceCache], rows: int) -> Asked:
+    def _asked(self, caches: Sequence[SequenceCache], rows: int) -> TokenPass:
         """A chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
         count, vocab = len(caches) * rows, self._decoder.config.vocab_size
         slots: list[int] = []
@@ -274,7 +274,7 @@ class PassTimer:
             slots += range(found.start, found.stop) if isinstance(found, slice) else found.tolist()
             spans.append(RowSpan(i * rows, (i + 1) * rows, first, cache.slots(0, first + rows), None))
         positions = [cache.committed + i for cache in caches for i in range(rows)]
-        return Asked([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
+        return TokenPass([(7 + i % rows) % vocab for i in range(count)], positions, slots, spans, range(count))
 
     def _run(self, caches: Sequence[SequenceCache], rows: int, layers: int) -> None:
         packer = RowPacker(self._decoder, self._decoder.device)

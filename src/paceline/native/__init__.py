@@ -36,6 +36,8 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
+from .abi import CRules, require_same
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
@@ -43,136 +45,42 @@ SWITCH = "PACELINE_NATIVE"  # "0": torch's kernels only; "generic": without inst
 COMPILE_SECONDS = 300
 # Contraction is off: two instances of one template must not round differently; where it pays, the source asks for it.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
-CHAIN_NUMBERS, CHAIN_MADE = 13, 9  # fields of ``struct Chain``, which take 8 bytes each, and the place of `made`
-RULES_BYTES = 40  # of ``struct Rules``, which `SequenceSampler.rules` packs
+RULES_BYTES = ctypes.sizeof(CRules)  # which `SequenceSampler.rules` packs
 ISA_NAMES = ("portable", "avx512-bf16", "amx-bf16")
 ANY_ISA = AMX = len(ISA_NAMES) - 1
 TILE_ROWS, VECTOR_ROWS = 16, 4  # rows that a product takes at little more than the price of one, with AMX and without
-
-
-class Linear(ctypes.Structure):
-    """See ``struct Linear`` in the source; the same holds for the structures below."""
-
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-    ]
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, Linear) for name in ("qkv", "out", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
-        ("window", ctypes.c_int64),
-    ]
-
-
-class Model(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in ("d_model", "heads", "kv_heads", "head_dim", "own_head_dim", "d_ff", "rotated", "vocab")
-        ),
-        ("wide_activations", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("layers", ctypes.POINTER(Layer)),
-        ("norm", ctypes.c_void_p),
-        ("head", Linear),
-    ]
-
-
-class Segment(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("start", "stop", "prefix", "num_keys", "base")),
-        *((name, ctypes.c_void_p) for name in ("keys", "visible", "block_positions")),
-    ]
-
-
-class LowRank(ctypes.Structure):
-    _fields_ = [("down", Linear), ("up", Linear)]
-
-
-class AdapterRange(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("start", "stop", "rank")),
-        ("adapter", ctypes.c_void_p),
-    ]
-
-
-class StreamSet(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("gamma", "insertion")),
-        *((name, ctypes.c_void_p) for name in ("embeddings", "adapter")),
-        ("rank", ctypes.c_int64),
-    ]
-
-
-class Limit(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("row", "start", "stop", "keys", "most")]
-
-
-class Pass(ctypes.Structure):
-    _fields_ = [
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden_in", "hidden_out", "positions", "slots")),
-        ("slot_base", ctypes.c_int64),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("num_positions", ctypes.c_int64),
-        ("k_cache", ctypes.c_void_p),
-        ("v_cache", ctypes.c_void_p),
-        ("head_stride", ctypes.c_int64),
-        ("segments", ctypes.c_void_p),
-        ("num_segments", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("layers", ctypes.c_int64),
-        ("adapters", ctypes.c_void_p),
-        ("num_adapters", ctypes.c_int64),
-        ("limits", ctypes.c_void_p),
-        ("num_limits", ctypes.c_int64),
-    ]
-
-
-class Heads(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_int64), ("blocks", Linear), ("own", ctypes.POINTER(Linear))]
-
-
-class Taps(ctypes.Structure):
-    _fields_ = [
-        ("layers", ctypes.c_int64),
-        ("after", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("which", "out")),
-        ("ms", ctypes.c_double),
-    ]
-
-
-class Fuse(ctypes.Structure):
-    _fields_ = [
-        *((name, Linear) for name in ("both", "state")),
-        ("constant", ctypes.c_void_p),
-        ("sum", ctypes.c_int64),
-        ("norm", ctypes.c_void_p),
-        ("eps", ctypes.c_double),
-    ]
-
-
-class SparseView(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("sinks", "window")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
-        ("num_gaps", ctypes.c_int64),
-    ]
-
-
-class TokenInfo(ctypes.Structure):
-    _fields_ = [("table", Linear), ("factors", ctypes.c_void_p)]
-
+FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, where that is no int; see `_declared`
+    "pl_init": "i",
+    "pl_packed_size": "nni>n",
+    "pl_pack": "pnnip>-",
+    "pl_linear": "ppnpi",
+    "pl_run_layers": "ppii",
+    "pl_norm": "ppnp",
+    "pl_logits": "ppnpi",
+    "pl_choose": "ppppp",
+    "pl_choose_streams": "pppppp",
+    "pl_roll": "pppnpn",
+    "pl_grow": "pppnpnpp",
+    "pl_sample": "pppnpppnniip",
+    "pl_keys": "pppnp",
+    "pl_recall": "pppnppnpd",
+    "pl_heads": "pppnnppippi",
+    "pl_draw": "pnnppp",
+    "pl_top": "pnnnpp",
+    "pl_pick_rows": "pnnpnp",
+    "pl_copy_rows": "pnnnpn",
+    "pl_ngrams_new": "nn>p",
+    "pl_ngrams_free": "p>-",
+    "pl_ngrams": "pp",
+    "pl_suffixes_new": "n>p",
+    "pl_suffixes_free": "p>-",
+    "pl_suffixes_add": "ppn",
+    "pl_suffix_text_new": "n>p",
+    "pl_suffix_text_free": "p>-",
+    "pl_suffixes": "pppp",
+    "pl_weigh": "ppppppp>n",
+    "pl_judge": "pp",
+}
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
@@ -231,93 +139,14 @@ def _open(path: Path) -> Any:
 
 
 def _declared(found: Any) -> Any:
-    found.pl_packed_size.restype = ctypes.c_int64
-    found.pl_packed_size.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
-    found.pl_pack.restype = None
-    found.pl_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
-    found.pl_linear.argtypes = [
-        ctypes.POINTER(Linear),
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int,
-    ]
-    found.pl_run_layers.argtypes = [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_int, ctypes.c_int]
-    found.pl_roll.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *(ctypes.c_void_p, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_int64),
-    ]
-    found.pl_grow.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double),
-        *[ctypes.c_void_p] * 2,
-        ctypes.POINTER(Fuse),
-    ]
-    found.pl_sample.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Fuse), ctypes.POINTER(TokenInfo)),
-        *[ctypes.c_void_p] * 4,
-    ]
-    found.pl_keys.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    ]
-    found.pl_recall.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *(ctypes.c_void_p, ctypes.c_int64),
-        *[ctypes.c_void_p] * 2,
-        ctypes.c_double,
-        *[ctypes.c_void_p] * 2,
-    ]
-    found.pl_choose.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass)),
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
-        *[ctypes.c_void_p] * 2,
-        ctypes.POINTER(Taps),
-    ]
-    found.pl_choose_streams.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.c_void_p),
-        *(ctypes.POINTER(StreamSet), ctypes.c_void_p, ctypes.c_char_p),
-        *[ctypes.c_void_p] * 3,
-        ctypes.POINTER(Taps),
-    ]
-    found.pl_draw.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_char_p, *[ctypes.c_void_p] * 2]
-    found.pl_top.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
-    found.pl_heads.argtypes = [
-        *(ctypes.POINTER(Model), ctypes.POINTER(Heads), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-    ]
-    found.pl_pick_rows.argtypes = [
-        ctypes.c_void_p,
-        *[ctypes.c_int64] * 2,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-    ]
-    found.pl_copy_rows.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64]
-    found.pl_ngrams_new.restype = ctypes.c_void_p
-    found.pl_ngrams_new.argtypes = [ctypes.c_int64] * 2
-    found.pl_ngrams_free.restype = None
-    found.pl_ngrams_free.argtypes = [ctypes.c_void_p]
-    found.pl_ngrams.argtypes = [ctypes.c_void_p] * 2
-    found.pl_suffixes_new.restype = found.pl_suffix_text_new.restype = ctypes.c_void_p
-    found.pl_suffixes_new.argtypes = found.pl_suffix_text_new.argtypes = [ctypes.c_int64]
-    found.pl_suffixes_free.restype = found.pl_suffix_text_free.restype = None
-    found.pl_suffixes_free.argtypes = found.pl_suffix_text_free.argtypes = [ctypes.c_void_p]
-    found.pl_suffixes_add.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64]
-    found.pl_suffixes.argtypes = [ctypes.c_void_p] * 4
-    found.pl_weigh.restype = ctypes.c_int64
-    found.pl_weigh.argtypes = [ctypes.c_void_p] * 7
-    found.pl_judge.argtypes = [ctypes.c_void_p] * 2
-    found.pl_norm.argtypes = [ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    found.pl_logits.argtypes = [
-        ctypes.POINTER(Model),
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int,
-    ]
+    """The library with its functions' arguments: p an address (a structure by reference), n int64, i int, d double."""
+    require_same(found)
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
+    for name, arguments in FUNCTIONS.items():
+        function = getattr(found, name)
+        taken, _, returned = arguments.partition(">")
+        function.argtypes = [kinds[kind] for kind in taken]
+        function.restype = kinds.get(returned or "i")
     return found
 
 

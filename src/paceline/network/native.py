@@ -24,14 +24,28 @@ from torch import Tensor
 from .. import native
 from ..attention.base import Segment
 from ..core.errors import CapabilityError
+from ..native import abi
 from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
 from .linear import LinearOp
 from .memory import Arena
-from .native_calls import Asked, Chain, Chains, Grown, NativeTaps, Seed, Seeds, hold
+from .native_calls import (
+    ChainRoom,
+    ChainStart,
+    GrownTree,
+    NativeTaps,
+    TokenPass,
+    TreeRoom,
+    TreeStart,
+    hold,
+    keys_of,
+    numbers,
+    rules_at,
+    states_at,
+)
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
-from .native_streams import NativeStreams, Riding, Told, limits_of, told
+from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
 from .padding import groups_of, padded
 from .rope import RopeTable, Rotation
 
@@ -59,7 +73,7 @@ class NativePlan:
     """Segments as the compiled layers read them, and what must stay alive meanwhile."""
 
     segments: Sequence[Segment]
-    table: Any  # ctypes array of native.Segment
+    table: Any  # ctypes array of abi.CSegment
     held: list[Tensor]
 
 
@@ -80,11 +94,12 @@ class Stack:
         self._half = c.rope.dim // 2
         self._arena = Arena()  # in the order in which a pass reads
         self.stretch = c.stretch
-        layers = (native.Layer * c.depth)()
+        layers = (abi.CLayer * c.depth)()
+        self._held.append(layers)
         for made, layer in zip(layers, decoder.in_order(), strict=True):
             self._fill(made, layer, quant, groups_of(c))
         self.head, norm = self._ends(decoder, quant)
-        self._model = native.Model(
+        self._model = abi.CModel(
             d_model=c.d_model,
             heads=c.num_heads,
             kv_heads=c.num_kv_heads,
@@ -96,14 +111,14 @@ class Stack:
             wide_activations=decoder.dtype == torch.float32,
             eps=c.norm_eps,
             scale=c.head_dim**-0.5,
-            layers=layers,
+            layers=ctypes.addressof(layers),
             norm=norm,
             head=self.head.struct,
         )
         self.reference = ctypes.byref(self._model)
         # By engine, and an engine runs in one thread at a time: two threads never look for the same one.
         self._caches: WeakKeyDictionary[Any, tuple[Any, Any, int]] = WeakKeyDictionary()
-        self._last: tuple[Callable[[], Any], native.Pass] | None = None  # the cache of the last pass, and see `_pass`
+        self._last: tuple[Callable[[], Any], abi.CPass] | None = None  # the cache of the last pass, and see `_pass`
         self._adapters: WeakKeyDictionary[LowRank, NativeAdapters] = WeakKeyDictionary()
         self._streams: WeakKeyDictionary[StreamSet, NativeStreams] = WeakKeyDictionary()
         self._packing = threading.Lock()
@@ -116,7 +131,7 @@ class Stack:
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self.embedding_at = self._embedding.data_ptr()
 
-    def _fill(self, made: native.Layer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
+    def _fill(self, made: abi.CLayer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
         for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
@@ -180,12 +195,12 @@ class Stack:
         Raises:
             ValueError: keys, masks or positions of another shape or dtype than the segment says.
         """
-        table = (native.Segment * len(segments))()
+        table = (abi.CSegment * len(segments))()
         held: list[Tensor] = []
         for row, s in zip(table, segments, strict=True):
             row.start, row.stop, row.prefix, row.num_keys = s.start, s.stop, s.prefix, s.num_keys
             block = s.num_keys - s.prefix
-            _set_keys(row, s.keys, s.num_keys, held)
+            row.base, row.keys = keys_of(s.keys, s.num_keys, held)
             if s.visible is not None:
                 row.visible = hold(s.visible, (s.stop - s.start, block), held, torch.bool)
             if s.positions is not None:
@@ -208,7 +223,7 @@ class Stack:
         out = torch.empty_like(hidden)
         k, v, stride = self._addresses(cache)
         held: list[Tensor] = []
-        run = native.Pass(
+        run = abi.CPass(
             rows=hidden.shape[0],
             hidden_in=hidden.data_ptr(),
             hidden_out=out.data_ptr(),
@@ -233,23 +248,23 @@ class Stack:
             limits = limits_of(state.special.limits)
             run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
         self._rotate(run, self._rope.now)
-        refused = self._run_layers(self.reference, run, start, stop)
+        refused = self._run_layers(self.reference, ctypes.byref(run), start, stop)
         if refused == BAD_POSITION:
             lowest, highest = state.positions.aminmax()
             if lowest < 0:
                 raise ValueError(f"negative position {int(lowest)}")
             self._rotate(run, self._rope.reach(int(highest)))
-            refused = self._run_layers(self.reference, run, start, stop)
+            refused = self._run_layers(self.reference, ctypes.byref(run), start, stop)
         require(refused)
         return out
 
-    def decide(self, asked: Asked, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
+    def decide(self, whole: TokenPass, cache: KVCache, taps: NativeTaps | None = None) -> list[int]:
         """The choice after each of the wanted rows: a whole pass, from token ids on, in one call.
 
         The same numbers as `run` and `logits` give, without a tensor in between.
 
         Args:
-            asked: the pass.
+            whole: the pass.
             cache: K and V.
             taps: states that are wanted beside the choices.
 
@@ -260,62 +275,58 @@ class Stack:
         Raises:
             ConfigError, ValueError: as `run`.
         """
-        held: list[Tensor] = []
-        made = array("q", asked.numbers(held))
-        chosen = array("q", bytes(8 * len(asked.wanted)))
-        given = made.buffer_info()[0], *asked.drawing(self._model.vocab), chosen.buffer_info()[0]
-        self._ask(self._choose, asked, cache, max(asked.positions), *given, taps=taps)
+        held, chosen = list[Any](), array("q", bytes(8 * len(whole.wanted)))
+        given = whole.struct(chosen, self._model.vocab, held)
+        self._decide(self._choose, whole, cache, max(whole.positions), ctypes.byref(given), taps=taps)
         return chosen.tolist()
 
     def decide_streams(
-        self, asked: Asked, riding: Riding, cache: KVCache, taps: NativeTaps | None = None
-    ) -> tuple[list[int], list[Told | None], float]:
+        self, whole: TokenPass, streams: StreamRun, cache: KVCache, taps: NativeTaps | None = None
+    ) -> tuple[list[int], list[StreamTokens | None], float]:
         """`decide`, and for every carrier what the streams of its last accepted node say, in the same call.
 
         Streams that do not ride in the pass go through their layers behind it.
 
         Args:
-            asked: its wanted rows hold the root of every carrier and all rows behind it; streams are read by its rules,
-                too, and its logits have room for those of ``riding.rows``.
-            riding: who carries streams.
+            whole: its wanted rows hold the root of every carrier and all rows behind it; streams are read by its rules,
+                too, and its logits have room for those of ``streams.rows``.
+            streams: who carries streams.
             cache: K and V.
             taps: states of main rows that are wanted, too.
 
         Returns:
-            The token after each of the wanted rows, as by `decide`; for each carrier the ``riding.k`` best tokens of
+            The token after each of the wanted rows, as by `decide`; for each carrier the ``streams.k`` best tokens of
             its streams, None where no draft behind its last accepted node is of use, or where that node is not known
             here; ms that streams took behind the pass.
 
         Raises:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
-        held: list[Tensor] = []
-        numbers, streams = [*asked.numbers(held), *riding.numbers()], self.streams(riding.streams)
-        wanted, carriers = len(asked.wanted), len(riding.carriers)
-        block = streams.gamma * riding.k  # numbers of one carrier
-        made, out = array("q", numbers), array("q", bytes(8 * (wanted + carriers * (2 + block) + 1)))
-        log_q = array("f", bytes(4 * carriers * block))
-        drawing = asked.drawing(self._model.vocab, riding.rows)
-        given = made.buffer_info()[0], *drawing, out.buffer_info()[0], log_q.buffer_info()[0]
-        highest = max(asked.positions) + streams.gamma
-        self._ask(self._choose_streams, asked, cache, highest, streams.reference, *given, taps=taps)
-        found = out.tolist()
-        said = told(found[wanted:], log_q.tolist(), carriers, block, riding.k)
-        return found[:wanted], said, found[-1] / 1e3
+        held, chosen = list[Any](), array("q", bytes(8 * len(whole.wanted)))
+        made = self.streams(streams.streams)
+        run = streams.begin(made, held)
+        given = whole.struct(chosen, self._model.vocab, held, streams.rows)
+        highest = max(whole.positions) + made.gamma
+        both = ctypes.byref(given), ctypes.byref(run.struct)
+        self._decide(self._choose_streams, whole, cache, highest, *both, taps=taps)
+        return chosen.tolist(), run.read(), run.struct.late_us / 1e3
 
-    def _ask(self, call: Any, asked: Asked, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None) -> None:
+    def _decide(
+        self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None
+    ) -> None:
         """A pass from token ids on, and once more with a longer rotation table where positions lie beyond it."""
         run, held = self._pass(cache), list[Any]()
         table = None if taps is None else taps.struct(self.stretch, self._model.d_model, self.dtype, held)
+        at = None if table is None else ctypes.byref(table)
         run.num_adapters = 0
-        if asked.adapters:
-            ranges = self._ranges(asked.adapters, len(asked.tokens))
+        if whole.adapters:
+            ranges = self._ranges(whole.adapters, len(whole.tokens))
             run.adapters, run.num_adapters = ctypes.addressof(ranges), len(ranges)
-        refused = call(self.reference, run, self.embedding_at, *given, table)
+        refused = call(self.reference, ctypes.byref(run), self.embedding_at, *given, at)
         if refused == BAD_POSITION:
             run.rotation = None
             self._rotate(run, self._rope.reach(highest))
-            refused = call(self.reference, run, self.embedding_at, *given, table)
+            refused = call(self.reference, ctypes.byref(run), self.embedding_at, *given, at)
         require(refused)
         if taps is not None and table is not None:
             taps.ms = table.ms
@@ -327,7 +338,7 @@ class Stack:
             found = self._streams[streams] = NativeStreams(streams, self)
         return found
 
-    def _pass(self, cache: KVCache) -> native.Pass:
+    def _pass(self, cache: KVCache) -> abi.CPass:
         """What passes over a cache have in common, kept from pass to pass; with the rotation and the threads of now."""
         last = self._last
         if last is None or last[0]() is not cache:
@@ -341,9 +352,9 @@ class Stack:
         found.threads = torch.get_num_threads()
         return found
 
-    def _new_pass(self, cache: KVCache) -> native.Pass:
+    def _new_pass(self, cache: KVCache) -> abi.CPass:
         k, v, stride = self._addresses(cache)
-        made = native.Pass(
+        made = abi.CPass(
             k_cache=ctypes.addressof(k), v_cache=ctypes.addressof(v), head_stride=stride, layers=self._num_layers
         )
         made.rotation = None
@@ -368,7 +379,7 @@ class Stack:
 
     def _ranges(self, ranges: Sequence[AdapterRange], rows: int) -> Any:
         """The ranges that hold a row, as the compiled layers read them."""
-        table = (native.AdapterRange * len(ranges))()
+        table = (abi.CAdapterRange * len(ranges))()
         end = 0
         for made, r in zip(table, ranges, strict=True):
             if not end <= r.start < r.stop <= rows:
@@ -393,7 +404,7 @@ class Stack:
         require(self._logits(self.reference, hidden.data_ptr(), rows, out.data_ptr(), threads))
         return out
 
-    def roll(self, chains: Sequence[Chain], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
+    def roll(self, chains: Sequence[ChainStart], cache: KVCache, limit: int) -> list[list[tuple[int, float]]]:
         """Catch up with every chain's pending tokens and continue it, a token a pass, all in each pass.
 
         Args:
@@ -408,14 +419,23 @@ class Stack:
             ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
                 below 1; nothing was computed.
         """
-        table = Chains(chains)
-        run, limit = self.reaching(cache, table.last), min(limit, self._model.vocab)
-        require(self._roll(self.reference, run, self.embedding_at, limit, table.address, len(chains)))
-        return table.read()
+        held, table, last = list[Any](), (abi.CChain * len(chains))(), 0
+        rooms = []
+        for row, c in zip(table, chains, strict=True):
+            row.pending, row.num_pending = numbers(c.pending, held), len(c.pending)
+            row.position, row.steps, row.floor = c.position, c.steps, c.floor
+            row.base, row.keys = keys_of(c.keys, c.position + len(c.pending) + c.steps - 1, held)
+            row.rules, row.scratch = rules_at(c.rules, held), c.scratch
+            row.view = None if c.view is None else c.view.address
+            rooms.append(ChainRoom(row, c.steps))
+            last = max(last, c.position + len(c.pending) + c.steps)
+        run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
+        require(self._roll(self.reference, ctypes.byref(run), self.embedding_at, limit, table, len(chains)))
+        return [room.read() for room in rooms]
 
     def grow(
         self,
-        seeds: Sequence[Seed],
+        starts: Sequence[TreeStart],
         factors: Sequence[int],
         topk: int,
         beam: int,
@@ -423,18 +443,18 @@ class Stack:
         cache: KVCache,
         limit: int,
         fused: NativeFuse | None = None,
-    ) -> list[Grown]:
-        """Catch up with every seed's pending tokens and grow its draft tree, a level a pass, all in each pass.
+    ) -> list[GrownTree]:
+        """Catch up with every start's pending tokens and grow its draft tree, a level a pass, all in each pass.
 
         Args:
-            seeds: where each starts.
+            starts: where each starts.
             factors: children a level of static trees, and how many levels there may be.
             topk: children of an expanded node of dynamic trees; 1: static ones.
             beam: nodes of dynamic trees that are expanded a level.
             floor: nodes with a score below it are not expanded.
             cache: K and V; every expanded node gets its own.
             limit: tokens at and above this are never chosen.
-            fused: how rows are made of the seeds' states and of tokens; None: they are the tokens' embeddings.
+            fused: how rows are made of the starts' states and of tokens; None: they are the tokens' embeddings.
 
         Returns:
             The trees as `DraftModel` grows them level by level, nodes in its order; with ``fused`` the best nodes of
@@ -443,13 +463,27 @@ class Stack:
         Raises:
             ValueError: as `roll`; nothing was computed.
         """
-        table = Seeds(seeds, factors, topk, beam, None if fused is None else (self._model.d_model, self.dtype))
-        run, limit = self.reaching(cache, table.last), min(limit, self._model.vocab)
-        given = limit, table.address, floor, *table.results, None if fused is None else fused.reference
-        require(self._grow(self.reference, run, self.embedding_at, *given))
-        return table.read()
+        held, table, last = list[Any](), (abi.CTreeStart * len(starts))(), 0
+        rooms = []
+        for row, s in zip(table, starts, strict=True):
+            row.pending, row.num_pending = numbers(s.pending, held), len(s.pending)
+            row.position, row.room, row.shift = s.position, s.room, s.shift
+            row.base, row.keys = keys_of(s.keys, s.position + len(s.pending) + s.room, held)
+            row.budget, row.max_depth, row.most, row.rules = s.budget, s.max_depth, s.most, rules_at(s.rules, held)
+            if fused is not None:
+                row.states = states_at(s.states, len(s.pending), self._model.d_model, self.dtype, held)
+            rooms.append(TreeRoom(s.most))
+            rooms[-1].give(row)
+            last = max(last, s.position + len(s.pending) + s.room + 1)
+        rules = abi.CTreeRules(topk, beam, len(factors), numbers(factors, held), floor)
+        run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
+        given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
+        require(self._grow(self.reference, ctypes.byref(run), self.embedding_at, *given))
+        return [
+            GrownTree(*room.read(row.nodes), row.forwarded, row.passes) for room, row in zip(rooms, table, strict=True)
+        ]
 
-    def reaching(self, cache: KVCache, last: int) -> native.Pass:
+    def reaching(self, cache: KVCache, last: int) -> abi.CPass:
         """A pass without adapters, whose rotation table reaches beyond position ``last``."""
         run = self._pass(cache)
         run.num_adapters = 0
@@ -459,7 +493,7 @@ class Stack:
         return run
 
     @staticmethod
-    def _rotate(run: native.Pass, rotation: Rotation) -> None:
+    def _rotate(run: abi.CPass, rotation: Rotation) -> None:
         cos, sin = run.held = rotation.halves  # held: another thread may grow the table and drop this one
         run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
 
@@ -483,11 +517,3 @@ class Stack:
             if layer.dtype != self.dtype or layer.shape != shape or layer.stride() != strides:
                 found = f"{layer.dtype} {list(layer.shape)} in strides of {layer.stride()}"
                 raise ValueError(f"a cache of {found} under a model of {self.dtype} {list(shape)}")
-
-
-def _set_keys(row: Any, keys: slice | Tensor, count: int, held: list[Any]) -> None:
-    """Where ``count`` keys lie: from a first slot on, or in slots that are listed."""
-    if isinstance(keys, slice):
-        row.base = keys.start
-    else:
-        row.base, row.keys = -1, hold(keys, (count,), held)

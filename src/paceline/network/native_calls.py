@@ -1,4 +1,4 @@
-"""Passes and drafts as compiled code reads and writes them: lists of numbers, and what must stay alive meanwhile."""
+"""Passes and drafts as compiled code reads and writes them, and what must stay alive meanwhile."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import native
+from ..native import abi
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
     from .rope import Rotation
 
-_FLOAT, _NUMBER = Struct("=f4x"), Struct("=q")  # a float, and the number that has its bytes
-
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ChainStart:
     """Where a continuation starts and when it ends; see `Stack.roll`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more
@@ -48,12 +46,12 @@ class NativeView:
         cos, sin = self._held = rotation.halves
         if cos.dtype != torch.float32:
             raise ValueError(f"angles in {cos.dtype}, where float32 is read")
-        self.struct = native.SparseView(sinks, window, cos.data_ptr(), sin.data_ptr(), len(cos))
+        self.struct = abi.CSparseView(sinks, window, cos.data_ptr(), sin.data_ptr(), len(cos))
         self.address = ctypes.addressof(self.struct)
 
 
 class RowSpan(NamedTuple):
-    """Rows of one sequence in an `Asked` pass; they are the last of its keys."""
+    """Rows of one sequence in a `TokenPass`; they are the last of its keys."""
 
     start: int
     stop: int
@@ -62,8 +60,8 @@ class RowSpan(NamedTuple):
     parents: Sequence[int] | None  # of the drafted nodes, which are the last rows; the root is 0. None: a chain
 
 
-class Asked(NamedTuple):
-    """A pass from token ids on, for `Stack.decide` and `Stack.decide_streams`: ``struct Asked`` in the source."""
+class TokenPass(NamedTuple):
+    """A pass from token ids on, for `Stack.decide` and `Stack.decide_streams`."""
 
     tokens: Sequence[int]  # [rows]
     positions: Sequence[int]  # [rows]
@@ -74,39 +72,43 @@ class Asked(NamedTuple):
     rules: bytes | None = None  # `SequenceSampler.rules` of every span in a row; None: all take the likeliest
     logits: Tensor | None = None  # [wanted and riders, vocab] float32, to be filled; goes with ``rules``
 
-    def numbers(self, held: list[Any]) -> list[int]:
-        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
-        slots = self.slots
-        first = slots.start if isinstance(slots, slice) else -1
-        numbers = [len(self.tokens), len(self.spans), len(self.wanted), first]
-        parents: list[int] = []
-        for start, stop, prefix, keys, above in self.spans:
-            numbers += (start, stop, prefix)
-            numbers += (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys, (prefix + stop - start,), held))
-            numbers.append(-1 if above is None else len(above))
-            parents += above or ()
-        numbers += self.tokens
-        numbers += self.positions
-        if not isinstance(slots, slice):
-            numbers += slots
-        numbers += self.wanted
-        numbers += parents
-        return numbers
-
-    def drawing(self, vocab: int, riders: int = 0) -> tuple[bytes | None, int | None]:
-        """Rules and the address of logits, as a pass is given them; neither where all choices are the likeliest.
+    def struct(self, chosen: array[int], vocab: int, held: list[Any], riders: int = 0) -> abi.CTokenPass:
+        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``.
 
         Raises:
             ValueError: rules or logits of another size.
         """
+        spans = (abi.CSpan * len(self.spans))()
+        for row, (start, stop, prefix, keys, parents) in zip(spans, self.spans, strict=True):
+            row.start, row.stop, row.prefix = start, stop, prefix
+            row.base, row.keys = keys_of(keys, prefix + stop - start, held)
+            row.drafted = -1
+            if parents is not None:
+                row.drafted, row.parents = len(parents), numbers(parents, held)
+        held.append(spans)
+        found = abi.CTokenPass(
+            rows=len(self.tokens),
+            tokens=numbers(self.tokens, held),
+            positions=numbers(self.positions, held),
+            spans=ctypes.addressof(spans),
+            num_spans=len(spans),
+            wanted=numbers(self.wanted, held),
+            num_wanted=len(self.wanted),
+            chosen=chosen.buffer_info()[0],
+        )
+        if isinstance(self.slots, slice):
+            found.slot_base = self.slots.start
+        else:
+            found.slots = numbers(self.slots, held)
         rules, logits = self.rules, self.logits
-        if rules is None or logits is None:
-            return None, None
-        if len(rules) != native.RULES_BYTES * len(self.spans):
-            raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
-        if not logits.is_contiguous():
-            raise ValueError("logits that do not lie in one piece")
-        return rules, hold(logits, (len(self.wanted) + riders, vocab), [], torch.float32)
+        if rules is not None and logits is not None:
+            if len(rules) != native.RULES_BYTES * len(self.spans):
+                raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
+            if not logits.is_contiguous():
+                raise ValueError("logits that do not lie in one piece")
+            found.rules = rules_at(rules, held)
+            found.logits = hold(logits, (len(self.wanted) + riders, vocab), held, torch.float32)
+        return found
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class NativeTaps:
     out: Tensor  # [layers, rows, d_model], or of one layer [rows, d_model], in the dtype of the states, to be filled
     ms: float = 0.0  # that copying took; set by the call
 
-    def struct(self, stretch: int, width: int, dtype: torch.dtype, held: list[Any]) -> native.Taps:
+    def struct(self, stretch: int, width: int, dtype: torch.dtype, held: list[Any]) -> abi.CTaps:
         """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
         out, shape, count = self.out, self.out.shape, len(self.layers)
         rows = shape[-2] if self.rows is None else len(self.rows)
@@ -128,10 +130,8 @@ class NativeTaps:
             raise ValueError(f"room for taps of {out.dtype}, or in pieces: {dtype} in one piece")
         after, which = _after(self.layers, stretch), None
         if self.rows is not None:
-            named = array("q", self.rows)
-            held.append(named)
-            which = named.buffer_info()[0]
-        return native.Taps(count, after.buffer_info()[0], rows, which, out.data_ptr())
+            which = numbers(self.rows, held)
+        return abi.CTaps(count, after.buffer_info()[0], rows, which, out.data_ptr())
 
 
 @cache
@@ -140,7 +140,7 @@ def _after(layers: tuple[int, ...], stretch: int) -> array[int]:
     return array("q", [(layer + 1) * stretch for layer in layers])
 
 
-class Seed(NamedTuple):
+class TreeStart(NamedTuple):
     """Where a draft tree starts and how far it may grow; see `Stack.grow`."""
 
     pending: Sequence[int]  # tokens whose K and V are still to be computed, one or more; the last one is the root
@@ -150,113 +150,69 @@ class Seed(NamedTuple):
     budget: int  # drafted nodes of a static tree
     max_depth: int  # levels
     most: int  # nodes that the tree may have before the best ones are taken
-    rules: bytes | None  # as of a `Chain`
+    rules: bytes | None  # as of a `ChainStart`
     shift: int = 0  # what a token's position in its text is beyond that of its row
     states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
 
 
-class Grown(NamedTuple):
+class GrownTree(NamedTuple):
     """A draft tree, parents before children; node 0 is the root, node n is entry n - 1."""
 
     tokens: list[int]
     parents: list[int]
     scores: list[float]  # cumulative log-probability
-    forwarded: int  # the first so many nodes have K and V
-    passes: int
+    forwarded: int = 0  # the first so many nodes have K and V
+    passes: int = 0
 
 
-class Chains:
-    """Chains as `struct Chain` in the source. Keeps alive what their addresses mean."""
+class TreeRoom:
+    """Room for a tree that compiled code makes, of so many nodes at most."""
 
-    def __init__(self, chains: Sequence[Chain]) -> None:
-        self.last = max(chain.position + len(chain.pending) + chain.steps for chain in chains)
-        self._chains = chains
-        self._held: list[Any] = []
-        pending = array("q", [token for chain in chains for token in chain.pending])
-        rules = array("B", b"".join(chain.rules or b"" for chain in chains))
-        steps = sum(chain.steps for chain in chains)
+    def __init__(self, most: int) -> None:
+        self._tokens, self._parents = array("q", bytes(8 * most)), array("q", bytes(8 * most))
+        self._scores = array("d", bytes(8 * most))
+
+    def give(self, struct: Any) -> None:
+        """Have compiled code write here: into the ``tokens``, ``parents`` and ``scores`` of a struct."""
+        parts = (self._tokens, self._parents, self._scores)
+        struct.tokens, struct.parents, struct.scores = (part.buffer_info()[0] for part in parts)
+
+    def read(self, nodes: int) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and scores of the first nodes."""
+        return self._tokens[:nodes].tolist(), self._parents[:nodes].tolist(), self._scores[:nodes].tolist()
+
+
+class ChainRoom:
+    """Room for a chain that compiled code makes, of so many tokens at most; its struct says how many were made."""
+
+    def __init__(self, struct: Any, steps: int) -> None:
+        self._struct = struct
         self._tokens, self._log_q = array("q", bytes(8 * steps)), array("f", bytes(4 * steps))
-        parts = (pending, self._tokens, self._log_q, rules)
-        places = [part.buffer_info()[0] for part in parts]
-        numbers: list[int] = []
-        for chain in chains:
-            numbers += self._numbers(chain, places)
-            sizes = (8 * len(chain.pending), 8 * chain.steps, 4 * chain.steps, len(chain.rules or b""))
-            places = [place + size for place, size in zip(places, sizes, strict=True)]
-        self._table = array("q", numbers)
-        self._held += (pending, rules)
-        self.address = self._table.buffer_info()[0]
+        struct.tokens, struct.log_q = self._tokens.buffer_info()[0], self._log_q.buffer_info()[0]
 
-    def _numbers(self, chain: Chain, places: Sequence[int]) -> tuple[int, ...]:
-        pending, tokens, log_q, rules = places
-        count = len(chain.pending)
-        keys = keys_of(chain.keys, chain.position + count + chain.steps - 1, self._held)
-        (floor,) = _NUMBER.unpack(_FLOAT.pack(chain.floor))
-        start = (pending, count, chain.position, chain.steps, *keys, floor)
-        view = 0 if chain.view is None else chain.view.address
-        return (*start, tokens, log_q, 0, rules if chain.rules else 0, view, chain.scratch)
-
-    def read(self) -> list[list[tuple[int, float]]]:
-        """Tokens and log-probabilities of each, after the call."""
-        found, begin = [], 0
-        made = self._table[native.CHAIN_MADE :: native.CHAIN_NUMBERS]
-        for chain, count in zip(self._chains, made, strict=True):
-            end = begin + count
-            found.append([*zip(self._tokens[begin:end], self._log_q[begin:end], strict=True)])
-            begin += chain.steps
-        return found
+    def read(self) -> list[tuple[int, float]]:
+        """The tokens that were made and their log-probabilities."""
+        made = self._struct.made
+        return [*zip(self._tokens[:made], self._log_q[:made], strict=True)]
 
 
-class Seeds:
-    """Seeds as `pl_grow` lists them in the source. Keeps alive what their addresses mean.
-
-    Args:
-        seeds, factors, topk, beam: as for `Stack.grow`.
-        fed: width and dtype of the states that rows are made of; None: they are made of tokens alone.
-    """
-
-    def __init__(
-        self,
-        seeds: Sequence[Seed],
-        factors: Sequence[int],
-        topk: int,
-        beam: int,
-        fed: tuple[int, torch.dtype] | None = None,
-    ) -> None:
-        self.last = max(seed.position + len(seed.pending) + seed.room for seed in seeds) + 1
-        self._room = [seed.most for seed in seeds]
-        pending = array("q", [token for seed in seeds for token in seed.pending])
-        rules = array("B", b"".join(seed.rules or b"" for seed in seeds))
-        self._held: list[Any] = [pending, rules]
-        at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
-        numbers = [len(seeds), topk, beam, len(factors), *factors]
-        for tokens, position, room, keys, budget, max_depth, most, own, shift, states in seeds:
-            places = keys_of(keys, position + len(tokens) + room, self._held)
-            given = 0 if fed is None else states_at(states, len(tokens), *fed, self._held)
-            numbers += (at_pending, len(tokens), position, room, *places)
-            numbers += (budget, max_depth, at_rules if own else 0, shift, most, given)
-            at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
-        total = sum(self._room)
-        self._made, self._scores = array("q", bytes(8 * (3 * len(seeds) + 2 * total))), array("d", bytes(8 * total))
-        self._table = array("q", numbers)
-        self.address = self._table.buffer_info()[0]
-        self.results = self._made.buffer_info()[0], self._scores.buffer_info()[0]
-
-    def read(self) -> list[Grown]:
-        """The trees, after the call."""
-        found, at, score = [], 0, 0
-        for most in self._room:
-            count, forwarded, passes = self._made[at : at + 3]
-            tokens, parents = at + 3, at + 3 + most
-            nodes = self._made[tokens : tokens + count].tolist(), self._made[parents : parents + count].tolist()
-            found.append(Grown(*nodes, self._scores[score : score + count].tolist(), forwarded, passes))
-            at, score = parents + most, score + most
-        return found
+def numbers(values: Sequence[int], held: list[Any]) -> int:
+    """The address of these numbers as int64, which are kept in ``held``."""
+    held.append(array("q", values))
+    return int(held[-1].buffer_info()[0])
 
 
-def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int]:
-    """(first slot, 0) of keys in a row, (-1, address of ``count`` slots) of others."""
-    return (keys.start, 0) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
+def rules_at(rules: bytes | None, held: list[Any]) -> int | None:
+    """The address of a sampler's rules, which are kept in ``held``."""
+    if not rules:
+        return None
+    held.append(ctypes.create_string_buffer(rules, len(rules)))
+    return ctypes.addressof(held[-1])
+
+
+def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int | None]:
+    """(first slot, None) of keys in a row, (-1, address of ``count`` slots) of others."""
+    return (keys.start, None) if isinstance(keys, slice) else (-1, hold(keys[:count], (count,), held))
 
 
 def states_at(states: Tensor | None, rows: int, width: int, dtype: torch.dtype, held: list[Any]) -> int:

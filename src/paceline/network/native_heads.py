@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..native import abi
 from .native import Stack
 from .native_linear import NativeLinear, require
 
@@ -36,8 +37,9 @@ class NativeHeads:
         self.own = (
             [NativeLinear(part.to("cpu", stack.dtype), None, quant=False) for part in own] if own is not None else []
         )
-        table = (native.Linear * self.count)(*[linear.struct for linear in self.own]) if self.own else None
-        self._struct = native.Heads(self.count, self.blocks.struct, table)
+        self._table = (abi.CLinear * len(self.own))(*[linear.struct for linear in self.own])
+        own_at = ctypes.addressof(self._table) if self.own else None
+        self._struct = abi.CHeads(self.count, self.blocks.struct, own_at)
         self._reference = ctypes.byref(self._struct)
         library = native.library()
         assert library is not None, "the stack has it, too"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import native
 from ..core.errors import ConfigError
+from ..native import abi
 from .adapters import LINEARS, MLP, LowRank, not_loaded
 from .linear import quantised
 from .memory import Arena
@@ -68,7 +69,7 @@ class NativeLinear:
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self.scale = None if scale is None else scale.float()
         self.bias = None if bias is None else bias.float()
-        self.struct = native.Linear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
+        self.struct = abi.CLinear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
 
     def widened_inputs(self, weight: Tensor) -> Tensor:
         """[.., in] as the packed weight has them."""
@@ -90,7 +91,11 @@ class NativeLinear:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
         y = torch.empty(rows.shape[0], self.struct.n)
-        require(library.pl_linear(self.struct, rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()))
+        require(
+            library.pl_linear(
+                ctypes.byref(self.struct), rows.data_ptr(), len(rows), y.data_ptr(), torch.get_num_threads()
+            )
+        )
         return y
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -117,7 +122,7 @@ class NativeAdapters:
     def __init__(self, adapter: LowRank, bases: Sequence[NativeLinear], stretch: int = 1) -> None:
         self.rank = adapter.config.rank
         layers = len(bases) // len(LINEARS)
-        self.table = (native.LowRank * (layers * stretch * len(_PAIRS)))()
+        self.table = (abi.CLowRank * (layers * stretch * len(_PAIRS)))()
         self._arena = Arena()
         self._held: list[NativeLinear] = []
         for layer, linear in adapter.names():

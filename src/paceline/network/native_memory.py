@@ -5,15 +5,16 @@ Source: SPIRe, section 3.3.
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import native
-from .native_calls import hold
+from ..native import abi
+from .native_calls import ChainRoom, hold, numbers, rules_at
 from .native_linear import require
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .native import Stack
 
 
-class Recall(NamedTuple):
+class RingChain(NamedTuple):
     """Where one sequence's chain starts; see `recall`."""
 
     root: int
@@ -29,7 +30,7 @@ class Recall(NamedTuple):
     steps: int  # tokens wanted, one or more
     ring: int
     start: int  # beside the sinks K and V are there from this position on
-    rules: bytes | None  # as of a `Chain`
+    rules: bytes | None  # as of a `ChainStart`
 
 
 def write_keys(
@@ -56,18 +57,17 @@ def write_keys(
     if len(states) != len(ring.k) or not len(rows) == len(positions) == len(slots):
         counts = f"{len(rows)} rows, {len(positions)} positions and {len(slots)} slots"
         raise ValueError(f"states of {len(states)} layers for {len(ring.k)}, {counts}")
-    held: list[Tensor] = []
+    held: list[Any] = []
     run, most = stack.reaching(ring, max(positions)), len(states[0])
-    places, where, which = (array("q", numbers) for numbers in (positions, slots, rows))
-    tables = array("q", [hold(own, (most, width), held, stack.dtype) for own in states])
-    run.rows, run.positions, run.slots = len(rows), places.buffer_info()[0], where.buffer_info()[0]
+    run.rows, run.positions, run.slots = len(rows), numbers(positions, held), numbers(slots, held)
+    tables = numbers([hold(own, (most, width), held, stack.dtype) for own in states], held)
     library = native.library()
     assert library is not None, "the stack has it, too"
-    require(library.pl_keys(stack.reference, run, tables.buffer_info()[0], most, which.buffer_info()[0]))
+    require(library.pl_keys(stack.reference, ctypes.byref(run), tables, most, numbers(rows, held)))
 
 
 def recall(
-    stack: Stack, ring: RingCache, chains: Sequence[Recall], mix: Tensor | None, floor: float, limit: int
+    stack: Stack, ring: RingCache, chains: Sequence[RingChain], mix: Tensor | None, floor: float, limit: int
 ) -> list[list[tuple[int, float]]]:
     """Draft chains, a token a pass, all in each pass.
 
@@ -87,27 +87,18 @@ def recall(
             room for; nothing was computed.
     """
     vocab, _ = stack.shape
-    layers, held = len(ring.k), list[Tensor]()
-    rules = array("B", b"".join(chain.rules or b"" for chain in chains))
-    numbers, at = [len(chains), ring.view.sinks, ring.view.window, ring.span], rules.buffer_info()[0]
-    for chain in chains:
-        numbers += (*chain[:5], at if chain.rules else 0)
-        at += len(chain.rules or b"")
-    table, steps = array("q", numbers), sum(chain.steps for chain in chains)
-    out, log_q = array("q", bytes(8 * (len(chains) + steps))), array("f", bytes(4 * steps))
+    layers, held = len(ring.k), list[Any]()
+    table = (abi.CRingChain * len(chains))()
+    rooms = []
+    for row, chain in zip(table, chains, strict=True):
+        row.root, row.position, row.steps, row.ring, row.start = chain[:5]
+        row.rules = rules_at(chain.rules, held)
+        rooms.append(ChainRoom(row, chain.steps))
+    shape = abi.CRingShape(ring.view.sinks, ring.view.window, ring.span)
     known = None if mix is None else hold(mix, (layers, layers + 1), held, torch.float32)
     run = stack.reaching(ring, max(chain.position + chain.steps for chain in chains))
-    given = min(limit, vocab), table.buffer_info()[0], known, floor, out.buffer_info()[0], log_q.buffer_info()[0]
+    given = min(limit, vocab), ctypes.byref(shape), table, len(chains), known, floor
     library = native.library()
     assert library is not None, "the stack has it, too"
-    require(library.pl_recall(stack.reference, run, stack.embedding_at, *given))
-    return _read(chains, out, log_q)
-
-
-def _read(chains: Sequence[Recall], out: array[int], log_q: array[float]) -> list[list[tuple[int, float]]]:
-    found, at, score = [], 0, 0
-    for chain in chains:
-        made = out[at]
-        found.append([*zip(out[at + 1 : at + 1 + made], log_q[score : score + made], strict=True)])
-        at, score = at + 1 + chain.steps, score + chain.steps
-    return found
+    require(library.pl_recall(stack.reference, ctypes.byref(run), stack.embedding_at, *given))
+    return [room.read() for room in rooms]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import native
-from .native_calls import hold, keys_of, states_at
+from ..native import abi
+from .native_calls import GrownTree, TreeRoom, hold, keys_of, numbers, rules_at, states_at
 from .native_linear import require
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NativeFuse:
-    """How a row is made of a state and a token: ``struct Fuse`` in the source.
+    """How a row is made of a state and a token: ``struct Fuse`` of the kernels.
 
     Args:
         both: [2d -> d] of [token, state], or [d -> d] of their sum.
@@ -43,14 +43,14 @@ class NativeFuse:
     ) -> None:
         self._held = both, state, constant.contiguous(), target
         self.reads_tokens = reads_tokens
-        known = native.Linear() if state is None else state.struct
+        known = abi.CLinear() if state is None else state.struct
         norm, eps = (None, 0.0) if target is None else target.norm_at
-        self._struct = native.Fuse(both.struct, known, self._held[2].data_ptr(), int(summed), norm, eps)
+        self._struct = abi.CFuse(both.struct, known, self._held[2].data_ptr(), int(summed), norm, eps)
         self.reference = ctypes.byref(self._struct)
 
 
 class NativeTokenInfo:
-    """What tokens say about their children: ``struct TokenInfo`` in the source.
+    """What tokens say about their children: ``struct TokenInfo`` of the kernels.
 
     Args:
         factors: [V, r] of every token, in the dtype of states.
@@ -60,14 +60,14 @@ class NativeTokenInfo:
     def __init__(self, factors: Tensor, table: NativeLinear) -> None:
         vocab, rank = table.shape
         self._held: list[Any] = [table]
-        self._struct = native.TokenInfo(table.struct, hold(factors, (vocab, rank), self._held, table.dtype))
+        self._struct = abi.CTokenInfo(table.struct, hold(factors, (vocab, rank), self._held, table.dtype))
         self.reference = ctypes.byref(self._struct)
 
 
 MANY = 1 << 30  # nodes: all that are made
 
 
-class Sprout(NamedTuple):
+class SampleStart(NamedTuple):
     """One sequence's drafts: a new one, one of logits that the last one left over, or both; see `sample`."""
 
     pending: Sequence[int]  # tokens behind the states that have no K and V yet, the root last; none where steps is 0
@@ -76,86 +76,26 @@ class Sprout(NamedTuple):
     steps: int  # of the new draft; 0: there is none
     root: int
     place: int  # position that the root's children will have in the text
-    rules: bytes | None  # as of a `Chain`
+    rules: bytes | None  # as of a `ChainStart`
     left: Tensor | None = None  # [levels, vocab] float32, contiguous; None: nothing is re-sampled
     states: Tensor | None = None  # [pending, d_model] in front of the pending tokens, as the target leaves them
     most: tuple[int, int] = (MANY, MANY)  # nodes wanted of the new tree, and of the other: the best
 
 
-class Drawn(NamedTuple):
-    """A tree, parents before children; node 0 is the root, node n is entry n - 1."""
-
-    tokens: list[int]
-    parents: list[int]
-    scores: list[float]  # cumulative log q
-
-
-class Sprouts:
-    """Sprouts as `pl_sample` lists them in the source. Keeps alive what their addresses mean.
-
-    Args:
-        sprouts, branches, noisy: as for `sample`.
-        reads_tokens: see `NativeFuse`.
-        stack: the drafter's layer.
-    """
-
-    def __init__(self, sprouts: Sequence[Sprout], branches: int, noisy: bool, reads_tokens: bool, stack: Stack) -> None:
-        vocab, width = stack.shape
-        pending = array("q", [token for sprout in sprouts for token in sprout.pending])
-        rules = array("B", b"".join(sprout.rules or b"" for sprout in sprouts))
-        self._held: list[Any] = [pending, rules]
-        self._rooms: list[tuple[int, int]] = []
-        self.last = 0
-        at_pending, at_rules = pending.buffer_info()[0], rules.buffer_info()[0]
-        numbers = [len(sprouts), branches, int(reads_tokens), int(noisy)]
-        for tokens, position, keys, steps, root, place, own, left, states, most in sprouts:
-            rows = position + len(tokens) + steps - 1 if steps else 0
-            where = keys_of(keys, rows, self._held) if steps else (0, 0)
-            rest = 0 if left is None else len(left)
-            at_left = 0 if left is None else hold(left, (rest, vocab), self._held, torch.float32)
-            given = states_at(states, len(tokens), width, stack.dtype, self._held) if steps else 0
-            room = min(_most(branches, steps), most[0]), min(_most(branches, rest), most[1])
-            numbers += (at_pending, len(tokens), position, *where, steps, root, place, at_rules if own else 0, room[0])
-            numbers += (at_left, rest, room[1], given)
-            at_pending, at_rules = at_pending + 8 * len(tokens), at_rules + len(own or b"")
-            self._rooms.append(room)
-            self.last = max(self.last, rows)
-        sizes = [room for both in self._rooms for room in both if room]
-        self._made = array("q", bytes(8 * sum(1 + 2 * size for size in sizes)))
-        self._scores = array("d", bytes(8 * sum(sizes)))
-        self._table = array("q", numbers)
-        self.address = self._table.buffer_info()[0]
-        self.results = self._made.buffer_info()[0], self._scores.buffer_info()[0]
-
-    def read(self) -> list[tuple[Drawn | None, Drawn | None]]:
-        """The trees of each, after the call."""
-        places = [0, 0]
-        return [(self._read(first, places), self._read(second, places)) for first, second in self._rooms]
-
-    def _read(self, room: int, places: list[int]) -> Drawn | None:
-        if not room:
-            return None
-        at, score = places
-        count = self._made[at]
-        tokens, parents = (self._made[i : i + count].tolist() for i in (at + 1, at + 1 + room))
-        places[:] = at + 1 + 2 * room, score + room
-        return Drawn(tokens, parents, self._scores[score : score + count].tolist())
-
-
 def sample(
     stack: Stack,
-    sprouts: Sequence[Sprout],
+    starts: Sequence[SampleStart],
     branches: int,
     noisy: bool,
     fused: NativeFuse,
     info: NativeTokenInfo | None,
     cache: KVCache,
-) -> tuple[Tensor, list[tuple[Drawn | None, Drawn | None]]]:
+) -> tuple[Tensor, list[tuple[GrownTree | None, GrownTree | None]]]:
     """Lyanna's drafts: k passes, one product with the head, Algorithm 1; and Algorithm 2 on logits left over.
 
     Args:
         stack: the drafter's layer.
-        sprouts: where each starts.
+        starts: where each starts.
         branches: k of Algorithm 1.
         noisy: whether tokens are ranked with the noise of the target's own choices.
         fused, info: how rows are made, and what tokens say; None: nothing.
@@ -167,15 +107,36 @@ def sample(
     Raises:
         ValueError: as `Stack.grow`; nothing was computed.
     """
-    vocab, _ = stack.shape
-    table = Sprouts(sprouts, branches, noisy, fused.reads_tokens, stack)
-    library, run = native.library(), stack.reaching(cache, table.last)
+    vocab, width = stack.shape
+    held, table, last = list[Any](), (abi.CSampleStart * len(starts))(), 0
+    rooms = []
+    for row, s in zip(table, starts, strict=True):
+        row.root, row.place, row.rules = s.root, s.place, rules_at(s.rules, held)
+        row.fresh.levels, row.left.levels = s.steps, 0 if s.left is None else len(s.left)
+        if s.steps:
+            end = s.position + len(s.pending) + s.steps - 1
+            row.pending, row.num_pending, row.position = numbers(s.pending, held), len(s.pending), s.position
+            row.base, row.keys = keys_of(s.keys, end, held)
+            row.states = states_at(s.states, len(s.pending), width, stack.dtype, held)
+            last = max(last, end)
+        if s.left is not None:
+            row.left.logits = hold(s.left, (len(s.left), vocab), held, torch.float32)
+        for tree, most in zip((row.fresh, row.left), s.most, strict=True):
+            tree.most = min(_most(branches, tree.levels), most)
+            rooms.append(TreeRoom(tree.most))
+            rooms[-1].give(tree)
+    library, run = native.library(), stack.reaching(cache, last)
     assert library is not None, "the stack has it, too"
-    raw = torch.empty(sum(sprout.steps for sprout in sprouts), vocab)
+    raw = torch.empty(sum(s.steps for s in starts), vocab)
     known = None if info is None else info.reference
-    given = vocab, fused.reference, known, table.address, raw.data_ptr(), *table.results
-    require(library.pl_sample(stack.reference, run, stack.embedding_at, *given))
-    return raw, table.read()
+    given = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
+    called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, known
+    require(library.pl_sample(*called, *given))
+    trees = [
+        GrownTree(*room.read(tree.nodes)) if tree.levels else None
+        for room, tree in zip(rooms, (tree for row in table for tree in (row.fresh, row.left)), strict=True)
+    ]
+    return raw, [*zip(trees[::2], trees[1::2], strict=True)]
 
 
 def _most(branches: int, levels: int) -> int:

@@ -1,12 +1,14 @@
-"""Streams of a compiled pass: what `native.Stack.decide_streams` is given and gives back."""
+"""Streams of a compiled pass: what `Stack.decide_streams` is given and gives back."""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import native
+from ..native import abi
+from .native_calls import numbers
 
 if TYPE_CHECKING:
     from .native import Stack
@@ -25,7 +27,7 @@ class CarrierRows(NamedTuple):
     riders: Sequence[int]  # nodes whose streams go with the main rows, ascending
 
 
-class Riding(NamedTuple):
+class StreamRun(NamedTuple):
     """The streams of a pass, for `Stack.decide_streams`."""
 
     streams: StreamSet
@@ -40,28 +42,53 @@ class Riding(NamedTuple):
         """Stream rows of the pass itself."""
         return sum(c.streams * len(c.riders) for c in self.carriers)
 
-    def numbers(self) -> list[int]:
-        """What compiled code reads behind the numbers of `Asked`."""
+    def begin(self, made: NativeStreams, held: list[Any]) -> StreamCall:
+        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``."""
+        table = (abi.CCarrier * len(self.carriers))()
+        for row, (span, root, streams, most, ends, riders) in zip(table, self.carriers, strict=True):
+            row.segment, row.root, row.streams, row.most = span, root, streams, most
+            row.ends, row.num_ends = numbers([*ends], held), len(ends)
+            row.riders, row.num_riders = numbers(riders, held), len(riders)
         scratch = self.scratch
-        found = [
-            len(self.carriers),
-            self.k,
-            scratch.start,
-            scratch.stop - scratch.start,
-            int(self.noisy),
-            self.most or 0,
-        ]
-        for span, root, streams, most, ends, riders in self.carriers:
-            found += (span, root, streams, most, len(ends), len(riders), *ends, *riders)
-        return found
+        whole = abi.CStreamPass(
+            set=ctypes.addressof(made.struct),
+            carriers=ctypes.addressof(table),
+            count=len(table),
+            k=self.k,
+            scratch=scratch.start,
+            room=scratch.stop - scratch.start,
+            noisy=self.noisy,
+            most=self.most or 0,
+        )
+        return StreamCall(whole, table, made.gamma, self.k)
 
 
-class Told(NamedTuple):
+class StreamTokens(NamedTuple):
     """What the streams of one sequence's last accepted node say."""
 
     tokens: list[list[int]]  # [streams][k], likeliest first
     log_q: list[list[float]]
     rode: bool  # with the main rows; else they ran afterwards
+
+
+class StreamCall:
+    """A `StreamRun` in compiled code, and room for what its streams say."""
+
+    def __init__(self, struct: abi.CStreamPass, carriers: Any, gamma: int, k: int) -> None:
+        self.struct, self._carriers, self._k = struct, carriers, k
+        self._rooms = [(array("q", bytes(8 * gamma * k)), array("f", bytes(4 * gamma * k))) for _ in carriers]
+        for row, (tokens, log_q) in zip(carriers, self._rooms, strict=True):
+            row.tokens, row.log_q = tokens.buffer_info()[0], log_q.buffer_info()[0]
+
+    def read(self) -> list[StreamTokens | None]:
+        """Of each carrier, after the call."""
+        found: list[StreamTokens | None] = []
+        for row, (tokens, log_q) in zip(self._carriers, self._rooms, strict=True):
+            starts = range(0, row.told * self._k, self._k)
+            ids = [tokens[i : i + self._k].tolist() for i in starts]
+            logs = [log_q[i : i + self._k].tolist() for i in starts]
+            found.append(StreamTokens(ids, logs, bool(row.rode)) if row.told else None)
+        return found
 
 
 class NativeStreams:
@@ -78,33 +105,19 @@ class NativeStreams:
             raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
         self.gamma = config.gamma
         self._embeddings = streams.embeddings.detach().to("cpu", stack.dtype).contiguous()
-        self.struct = native.StreamSet(config.gamma, config.insertion * stack.stretch, self._embeddings.data_ptr())
+        self.struct = abi.CStreamSet(config.gamma, config.insertion * stack.stretch, self._embeddings.data_ptr())
         if streams.adapters is not None:
             self._adapters = stack.adapters(streams.adapters)
             self.struct.adapter, self.struct.rank = ctypes.addressof(self._adapters.table), self._adapters.rank
-        self.reference = ctypes.byref(self.struct)
 
 
 def limits_of(parts: Sequence[StreamLimit]) -> Any:
-    """Limits of attention as the compiled layers read them, a main row each: an array of `native.Limit`."""
+    """Limits of attention as the compiled layers read them, a main row each: an array of `abi.CLimit`."""
     table = []
     for part in parts:
         rows = part.rows.tolist()
         gamma = (part.streams.stop - part.streams.start) // len(rows)
         for i, row in enumerate(rows):
             start = part.streams.start + i * gamma
-            table.append(native.Limit(row, start, start + gamma, len(part.keys), part.most))
-    return (native.Limit * len(table))(*table)
-
-
-def told(out: list[int], log_q: list[float], carriers: int, block: int, k: int) -> list[Told | None]:
-    """What `pl_choose_streams` wrote for each carrier."""
-    found: list[Told | None] = []
-    for i in range(carriers):
-        at = i * (2 + block)
-        streams, rode = out[at], out[at + 1]
-        rows = range(0, streams * k, k)
-        tokens, scores = out[at + 2 : at + 2 + block], log_q[i * block : (i + 1) * block]
-        said = Told([tokens[j : j + k] for j in rows], [scores[j : j + k] for j in rows], bool(rode))
-        found.append(said if streams else None)
-    return found
+            table.append(abi.CLimit(row, start, start + gamma, len(part.keys), part.most))
+    return (abi.CLimit * len(table))(*table)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.verify import walk
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
-from ..network.native_calls import Asked, NativeTaps, RowSpan
+from ..network.native_calls import NativeTaps, RowSpan, TokenPass
 from .passes import Pass, main_adapters, rows_of
 from .taps import Tapped
 from .verification import choose_nodes
@@ -81,7 +81,7 @@ def rules_of(p: Pass) -> bytes:
     return b"".join([work.sequence.view.sampler.rules for work in p.works])
 
 
-def asked(p: Pass) -> Asked:
+def asked(p: Pass) -> TokenPass:
     """The rows of a pass as compiled code is asked for them: those that generate are wanted, without rules."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -96,7 +96,7 @@ def asked(p: Pass) -> Asked:
         if work.generates:
             wanted += range(span.root, span.stop)
     where = slots[0] if len(slots) == 1 and isinstance(slots[0], slice) else _slot_list(slots)
-    return Asked(tokens, positions, where, spans, wanted, main_adapters(p))
+    return TokenPass(tokens, positions, where, spans, wanted, main_adapters(p))
 
 
 def settle(p: Pass, chosen: list[int], plain: bool) -> None:

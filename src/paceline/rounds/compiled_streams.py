@@ -15,7 +15,7 @@ import torch
 from ..drafters.base import Levels, StreamRules
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
-from ..network.native_streams import CarrierRows, Riding, Told
+from ..network.native_streams import CarrierRows, StreamRun, StreamTokens
 from .compiled import asked, decide_compiled, room_for, rules_of, settle, taken, wants
 from .passes import Pass
 from .riders import choose_riders, frontier_chances
@@ -30,7 +30,7 @@ class StreamsTold:
 
     carriers: Sequence[Carriers]
     riding: Sequence[CarrierRows]  # of each carrier
-    told: Sequence[Told | None]  # of each carrier
+    told: Sequence[StreamTokens | None]  # of each carrier
     late_ms: float  # of streams that ran after the verdict
 
     def levels(self, works: int) -> list[Levels | None]:
@@ -96,7 +96,9 @@ def _plain_streams(carriers: Sequence[Carriers]) -> bool:
     return streams.config.start_rank == 0 and streams.config.value_rotation is None
 
 
-def _riding(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, free: int, vocab: int) -> Riding:
+def _riding(
+    p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVPool, free: int, vocab: int
+) -> StreamRun:
     """Who carries streams, as the compiled layers are told."""
     gamma, room = carriers[0].gamma, pool.scratch_slots
     open_rows = -p.main_rows % free
@@ -110,7 +112,7 @@ def _riding(p: Pass, carriers: Sequence[Carriers], rules: StreamRules, pool: KVP
         ends = work.sequence.state.checker.enders
         rows.append(CarrierRows(c.work, span.root, streams, most_accepted(work), ends, riders))
     scratch = pool.scratch(max(used, gamma * len(carriers)))
-    return Riding(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy, rules.attention_limit)
+    return StreamRun(carriers[0].streams, rows, min(rules.k, vocab), scratch, rules.noisy, rules.attention_limit)
 
 
 def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, room: int) -> Sequence[int]:

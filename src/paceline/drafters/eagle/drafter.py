@@ -22,7 +22,7 @@ from ...core.errors import CapabilityError
 from ...core.inference import inference
 from ...network.files import fingerprint
 from ...network.loader import read_config
-from ...network.native_calls import Seed
+from ...network.native_calls import TreeStart
 from ..base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from ..growth import Grower, Growth, compiles, pack_frontier
 from ..proposal import Proposal
@@ -205,7 +205,7 @@ class EagleDrafter(Drafter):
             growth.draft = Proposal(tree.tokens, tree.parents, tree.scores)
         return max(tree.passes for tree in grown)
 
-    def _seed(self, growth: _Growth) -> Seed:
+    def _seed(self, growth: _Growth) -> TreeStart:
         """Where a tree starts, for compiled code."""
         levels, sampler, grower = growth.max_depth, growth.sequence.sampler, self._grower
         room = (grower.beam if grower.topk > 1 else 1) * (levels - 1)
@@ -213,7 +213,7 @@ class EagleDrafter(Drafter):
         first, rules = text.cache.committed, None if sampler.plain else sampler.rules
         keys = text.cache.slots(0, first + len(tokens) + room)
         most, shift = growth.budget, text.start + 1
-        return Seed(tokens, first, room, keys, growth.budget, levels, most, rules, shift, states)
+        return TreeStart(tokens, first, room, keys, growth.budget, levels, most, rules, shift, states)
 
     def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...core.inference import inference
 from ...network.files import fingerprint
 from ...network.native_linear import NativeLinear
-from ...network.native_states import NativeTokenInfo, Sprout, sample
+from ...network.native_states import NativeTokenInfo, SampleStart, sample
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..proposal import Proposal
 from ..registry import DrafterConfig, DrafterContext, option
@@ -212,22 +212,22 @@ class LyannaDrafter(Drafter):
         rows = iter(raw.split([draft.steps for draft in fresh]))
         for draft, (tree, again) in zip(able, found, strict=True):
             if tree is not None:
-                self._keep(draft, next(rows)).tree = Proposal(*tree)
+                self._keep(draft, next(rows)).tree = Proposal(*tree[:3])
             if again is not None and draft.again is not None:
-                draft.again.tree = Proposal(*again)
+                draft.again.tree = Proposal(*again[:3])
 
-    def _sprout(self, draft: _Draft) -> Sprout:
+    def _sprout(self, draft: _Draft) -> SampleStart:
         """Where its trees start, for compiled code."""
         tokens, sampler, steps = draft.view.tokens, draft.view.sampler, draft.steps
         rules = None if sampler.plain else sampler.rules
         left = None if draft.again is None else draft.again.logits.contiguous()
         most = self._resampling.share(draft.budget, left is not None)
         if not steps:
-            return Sprout([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, left, None, most)
+            return SampleStart([], 0, slice(0, 0), 0, tokens[-1], len(tokens), rules, left, None, most)
         text, pending, states = self.body.take(draft.view)
         first = text.cache.committed
         keys = text.cache.slots(0, first + len(pending) + steps - 1)
-        return Sprout(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
+        return SampleStart(pending, first, keys, steps, tokens[-1], len(tokens), rules, left, states, most)
 
     def _keep(self, draft: _Draft, logits: Tensor) -> Chain:
         """The new draft's chain; its logits [steps, V] stay for the next time."""

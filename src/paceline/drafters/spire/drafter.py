@@ -31,7 +31,7 @@ from ...network.decoder import Decoder
 from ...network.files import fingerprint
 from ...network.loader import load_weights, read_config
 from ...network.native import unsupported
-from ...network.native_memory import Recall
+from ...network.native_memory import RingChain
 from ...network.packing import RowPacker
 from ..base import Drafter, DrafterSpec, DraftRequest, SequenceView, StepFeatures
 from ..growth import Grower, Growth, compiles, drawn_from
@@ -301,7 +301,7 @@ class SpireDrafter(Drafter):
         for growth in growths:
             tokens, sampler, text = growth.sequence.tokens, growth.sequence.sampler, self._texts[growth.sequence.key]
             rules = None if sampler.plain else sampler.rules
-            chains.append(Recall(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, rules))
+            chains.append(RingChain(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, rules))
         found = self.network.roll(chains, self.ring, floor)
         for growth, drafted in zip(growths, found, strict=True):
             for node, (token, log_q) in enumerate(drafted):

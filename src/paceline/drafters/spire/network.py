@@ -19,7 +19,7 @@ from ...network.base import ForwardState, Taps
 from ...network.decoder import Decoder, Layer, Norm, rms, rms_constants
 from ...network.families import DecoderConfig
 from ...network.linear import LinearOp, make_linear
-from ...network.native_memory import Recall, recall, write_keys
+from ...network.native_memory import RingChain, recall, write_keys
 from ...network.packing import RowPacker
 from ...network.rope import RopeTable
 
@@ -130,7 +130,7 @@ class SpireNetwork:
             memory += weights[:, layer + 1] * taps.hidden[layer].to(weights.dtype)
         return logits, memory.to(first.dtype)
 
-    def roll(self, chains: Sequence[Recall], ring: RingCache, floor: float) -> list[list[tuple[int, float]]]:
+    def roll(self, chains: Sequence[RingChain], ring: RingCache, floor: float) -> list[list[tuple[int, float]]]:
         """Chains of `run` and `write` in one compiled call; see `recall`."""
         assert self.decoder.stack is not None, "compiled layers"
         return recall(self.decoder.stack, ring, chains, self._mix, floor, self.decoder.config.vocab_size)

@@ -4,21 +4,28 @@
 
 namespace {
 
-// The same for several rows, a row a unit.
-struct Guess final : Job {
-  struct Row { const Rules* rules; int64_t position; int64_t* token; float* log_q; };
-  const float* logits;
-  int64_t n, limit;  // of a row; that may be chosen
-  std::vector<Row> rows;
-  int64_t stages() const override { return 1; }
-  int64_t units(int64_t) const override { return rows.size(); }
-  int64_t step(int64_t) const override { return 1; }
-  void work(int64_t, const Claim& claim) override {
-    for (int64_t i = claim.begin; i < claim.end; i++)
-      guess(logits + i * n, limit, rows[i].rules, rows[i].position, rows[i].token, rows[i].log_q);
-  }
-  void run(int64_t threads) { team().run(std::clamp<int64_t>(rows.size() * n / DRAWS, 1, threads), *this); }
-};
+// f(row) for each of several rows of n logits, a row a unit.
+template <class F> void for_rows(int64_t rows, int64_t n, int64_t threads, F f) {
+  struct Rows final : Job {
+    const int64_t rows;
+    F& f;
+    Rows(int64_t count, F& each) : rows(count), f(each) {}
+    int64_t stages() const override { return 1; }
+    int64_t units(int64_t) const override { return rows; }
+    int64_t step(int64_t) const override { return 1; }
+    void work(int64_t, const Claim& claim) override {
+      for (int64_t i = claim.begin; i < claim.end; i++) f(i);
+    }
+  } job(rows, f);
+  if (rows) team().run(std::clamp<int64_t>(rows * n / DRAWS, 1, threads), job);
+}
+
+// The k best tokens of n logits and their log-softmax, by a sequence's rules where they are given and can be applied.
+void top_by(const float* logits, int64_t n, const Rules* rules, int64_t position, bool noisy, int64_t k,
+            int64_t* tokens, float* log_q) {
+  const float* y = rules && rules->temperature > 0 ? scored(logits, n, *rules, position, noisy) : nullptr;
+  top(y ? y : logits, n, k, tokens, log_q);
+}
 
 // Logits of several rows and the k best tokens of each with their log-softmax, in one job: a thread that has made a
 // group of a row's logits notes the largest of them, so that few groups are looked through for the best.
@@ -119,70 +126,5 @@ void rank(const Model& m, const Linear& l, const float* norm, const void* x, int
     Ranking<bf16>(l, prepared((const bf16*)x, count, l.k, norm, m.eps), stride, limit, k, noisy, rows, tokens, log_q)
         .run(threads);
 }
-
-// The k best tokens of rows of logits, a row a unit, by the rules of their sequences. Row i is of sequence i %
-// sequences, and its token will have position i / sequences behind that sequence's first.
-struct Pick final : Job {
-  const float* logits;
-  int64_t rows, n, k, sequences;
-  const Rules* rules;        // [sequences] or null: by the logits
-  const int64_t* positions;  // [sequences]
-  bool noisy;
-  int64_t* tokens;           // [rows, k]
-  float* log_q;              // [rows, k]
-  int64_t stages() const override { return 1; }
-  int64_t units(int64_t) const override { return rows; }
-  int64_t step(int64_t) const override { return 1; }
-  void work(int64_t, const Claim& claim) override {
-    for (int64_t i = claim.begin; i < claim.end; i++) {
-      const int64_t s = i % sequences;
-      const float* x = logits + i * n;
-      const float* y =
-          rules && rules[s].temperature > 0 ? scored(x, n, rules[s], positions[s] + i / sequences, noisy) : nullptr;
-      top(y ? y : x, n, k, tokens + i * k, log_q + i * k);
-    }
-  }
-};
-
-// The k best of rows of logits, a row a unit, as `Ranking` chooses them.
-struct Children final : Job {
-  const std::vector<Ranked>& rows;  // more: the logits
-  const int64_t limit, k;
-  const bool noisy;
-  int64_t* const tokens;  // [rows, k]
-  float* const log_q;
-  Children(int64_t end, int64_t best, bool noise, const std::vector<Ranked>& of, int64_t* to, float* chances)
-      : rows(of), limit(end), k(best), noisy(noise), tokens(to), log_q(chances) {}
-  int64_t stages() const override { return 1; }
-  int64_t units(int64_t) const override { return rows.size(); }
-  int64_t step(int64_t) const override { return 1; }
-  void work(int64_t, const Claim& claim) override {
-    for (int64_t i = claim.begin; i < claim.end; i++) {
-      const Ranked& row = rows[i];
-      const float* y =
-          row.rules && row.rules->temperature > 0 ? scored(row.more, limit, *row.rules, row.position, noisy) : nullptr;
-      top(y ? y : row.more, limit, k, tokens + i * k, log_q + i * k);
-    }
-  }
-};
-
-// Draws from rows of logits, a row a unit.
-struct Draw final : Job {
-  const float* logits;
-  int64_t rows, n;
-  const Rules* rules;         // by sequence
-  const int64_t* sequence;    // [rows]
-  const int64_t* positions;   // [rows] that the drawn tokens will have
-  int64_t* chosen;
-  Draw(const float* x, int64_t count, int64_t vocab, const Rules* r, const int64_t* s, const int64_t* p, int64_t* out)
-      : logits(x), rows(count), n(vocab), rules(r), sequence(s), positions(p), chosen(out) {}
-  int64_t stages() const override { return 1; }
-  int64_t units(int64_t) const override { return rows; }
-  int64_t step(int64_t) const override { return 1; }
-  void work(int64_t, const Claim& claim) override {
-    for (int64_t i = claim.begin; i < claim.end; i++)
-      chosen[i] = drawn(logits + i * n, n, rules[sequence[i]], positions[i]);
-  }
-};
 
 }  // namespace

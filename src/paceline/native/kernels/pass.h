@@ -4,55 +4,39 @@
 
 namespace {
 
-// A pass from token ids on, as the caller asks for it. All numbers come in one list, so that he makes one:
-//     rows, segments, wanted, slot_base (-1: slots are listed)
-//     for each segment: start, stop, prefix, base (-1: keys are listed), address of the keys, drafted nodes in a tree
-//         (-1: a chain)
-//     tokens [rows], positions [rows], slots [rows] where they are listed, rows that are wanted (ascending)
-//     for each segment with a tree: the parents of its drafted nodes, which are its last rows; the row before them is
-//         the root, 0
-struct Asked {
+// A `TokenPass` while it runs.
+struct WholePass {
   Pass pass;
-  int64_t num_wanted = 0;
-  const int64_t *of_segment = nullptr, *tokens = nullptr, *wanted = nullptr;
-  const int64_t* end = nullptr;  // behind the list
+  const TokenPass* given = nullptr;
   std::vector<Segment> segments;
-  std::vector<const int64_t*> parents;  // of each segment's drafted nodes; null: a chain
   std::vector<uint8_t> masks;
   std::vector<char> states;  // [rows, d_model]
   std::vector<int64_t> sequence, places;  // of each wanted row: its segment, and the position of the token behind it
 
-  // What is asked, checked; nothing is computed yet.
-  Refusal read(const Model& m, const Pass& p, const int64_t* list) {
-    const int64_t rows = list[0], count = list[1], slot_base = list[3];
-    num_wanted = list[2], of_segment = list + 4, tokens = of_segment + 6 * count;
-    const int64_t *positions = tokens + rows, *slots = positions + rows;
-    wanted = slots + (slot_base < 0 ? rows : 0), end = wanted + num_wanted;
-    segments.clear(), parents.clear();
+  // What is given, checked; nothing is computed yet.
+  Refusal read(const Model& m, const Pass& p, const TokenPass& t) {
+    given = &t;
+    segments.clear();
     int64_t bytes_of_masks = 0;
-    for (const int64_t* s = of_segment; s < tokens; s += 6) {
-      const int64_t start = s[0], stop = s[1], prefix = s[2], drafted = s[5];
-      segments.push_back({start, stop, prefix, prefix + stop - start, s[3], (const int64_t*)s[4], nullptr, nullptr});
-      parents.push_back(drafted < 0 ? nullptr : end);
-      if (drafted < 0) continue;
-      if (start < 0 || stop > rows || drafted >= stop - start) return BAD_SEGMENT;
-      for (int64_t n = 0; n < drafted; n++)
-        if (end[n] < 0 || end[n] > n) return BAD_SEGMENT;
-      end += drafted, bytes_of_masks += (stop - start) * (stop - start);
+    for (const Span *s = t.spans, *end = s + t.num_spans; s < end; s++) {
+      const int64_t width = s->stop - s->start;
+      segments.push_back({s->start, s->stop, s->prefix, s->prefix + width, s->base, s->keys, nullptr, nullptr});
+      if (s->drafted < 0) continue;
+      if (s->start < 0 || s->stop > t.rows || s->drafted >= width) return BAD_SEGMENT;
+      for (int64_t n = 0; n < s->drafted; n++)
+        if (s->parents[n] < 0 || s->parents[n] > n) return BAD_SEGMENT;
+      bytes_of_masks += width * width;
     }
     pass = p;
-    pass.rows = rows, pass.positions = positions, pass.slots = slot_base < 0 ? slots : nullptr,
-    pass.slot_base = slot_base;
-    pass.segments = segments.data(), pass.num_segments = count;
-    if (rows < 1 || !all_within(wanted, num_wanted, 0, rows)) return BAD_COUNT;
-    for (int64_t i = 1; i < num_wanted; i++)
-      if (wanted[i] <= wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
-    if (!all_within(tokens, rows, 0, m.vocab)) return BAD_TOKEN;
+    pass.rows = t.rows, pass.positions = t.positions, pass.slots = t.slots, pass.slot_base = t.slot_base;
+    pass.segments = segments.data(), pass.num_segments = t.num_spans;
+    if (t.rows < 1 || !all_within(t.wanted, t.num_wanted, 0, t.rows)) return BAD_COUNT;
+    for (int64_t i = 1; i < t.num_wanted; i++)
+      if (t.wanted[i] <= t.wanted[i - 1]) return BAD_COUNT;  // ascending, so that states can move up in place
+    if (!all_within(t.tokens, t.rows, 0, m.vocab)) return BAD_TOKEN;
     masks.assign(bytes_of_masks, 0);
     return check_pass(m, pass, 0, (int)p.layers);
   }
-
-  static int64_t row_bytes(const Model& m) { return m.d_model * (m.wide_activations ? 4 : 2); }
 
   // Layers start .. stop - 1 of a pass over `states`; states that are wanted of some are copied when they are there.
   void run(const Model& m, const Pass& p, int start, int stop, Taps* taps) const {
@@ -69,7 +53,7 @@ struct Asked {
   void tap(const Model& m, Taps& taps, int64_t t) const {
     if (!taps.rows) return;
     const Clock::time_point began = Clock::now();
-    const int64_t bytes = row_bytes(m);
+    const int64_t bytes = state_bytes(m);
     char* out = (char*)taps.out + t * taps.rows * bytes;
     if (!taps.which) std::memcpy(out, states.data(), taps.rows * bytes);
     for (int64_t r = 0; taps.which && r < taps.rows; r++)
@@ -89,27 +73,29 @@ struct Asked {
   void begin(const Model& m, const void* embedding) {
     uint8_t* mask = masks.data();
     for (size_t i = 0; i < segments.size(); i++) {
-      if (!parents[i]) continue;
+      const Span& span = given->spans[i];
+      if (span.drafted < 0) continue;
       Segment& s = segments[i];
-      const int64_t width = s.stop - s.start, root = width - 1 - of_segment[6 * i + 5];
+      const int64_t width = s.stop - s.start, root = width - 1 - span.drafted;
       for (int64_t r = 0; r < width; r++) {
         if (r <= root) std::memset(mask + r * width, 1, r);
-        else std::memcpy(mask + r * width, mask + (root + parents[i][r - root - 1]) * width, width);
+        else std::memcpy(mask + r * width, mask + (root + span.parents[r - root - 1]) * width, width);
         mask[r * width + r] = 1;
       }
       s.visible = mask, s.block_positions = pass.positions + s.start;
       mask += width * width;
     }
-    const int64_t bytes = row_bytes(m);
+    const int64_t bytes = state_bytes(m);
     grow(states, pass.rows * bytes);
     for (int64_t r = 0; r < pass.rows; r++)
-      std::memcpy(states.data() + r * bytes, (const char*)embedding + tokens[r] * bytes, bytes);
+      std::memcpy(states.data() + r * bytes, (const char*)embedding + given->tokens[r] * bytes, bytes);
     pass.hidden_in = pass.hidden_out = states.data();
   }
 
   // Logits of the wanted rows and of `more` behind all others, where they are to go or in `t_logits`.
-  float* head(const Model& m, int64_t more, float* logits) {
-    const int64_t bytes = row_bytes(m);
+  float* head(const Model& m, int64_t more) {
+    const int64_t bytes = state_bytes(m), num_wanted = given->num_wanted, *wanted = given->wanted;
+    float* logits = given->logits;
     for (int64_t i = 0; i < num_wanted; i++)
       if (wanted[i] != i) std::memmove(states.data() + i * bytes, states.data() + wanted[i] * bytes, bytes);
     if (more && num_wanted != pass.rows)
@@ -120,38 +106,38 @@ struct Asked {
   }
 
   // The token after each wanted row, by the rules of its segment; the likeliest where there are none.
-  void choose(const Model& m, const float* logits, const Rules* rules, int64_t* chosen) {
-    if (!rules)
-      for (int64_t i = 0; i < num_wanted; i++) chosen[i] = likeliest(logits + i * m.vocab, m.vocab);
-    if (!rules || num_wanted == 0) return;
-    sequence.clear(), places.clear();
-    for (int64_t i = 0, s = 0; i < num_wanted; i++) {
-      while (wanted[i] >= segments[s].stop) s++;
-      sequence.push_back(s), places.push_back(pass.positions[wanted[i]] + 1);
+  void choose(const Model& m, const float* logits) {
+    const TokenPass& t = *given;
+    if (!t.rules) {
+      for (int64_t i = 0; i < t.num_wanted; i++) t.chosen[i] = likeliest(logits + i * m.vocab, m.vocab);
+      return;
     }
-    Draw draw(logits, num_wanted, m.vocab, rules, sequence.data(), places.data(), chosen);
-    team().run(std::clamp<int64_t>(num_wanted * m.vocab / DRAWS, 1, pass.threads), draw);
+    sequence.clear(), places.clear();
+    for (int64_t i = 0, s = 0; i < t.num_wanted; i++) {
+      while (t.wanted[i] >= segments[s].stop) s++;
+      sequence.push_back(s), places.push_back(pass.positions[t.wanted[i]] + 1);
+    }
+    for_rows(t.num_wanted, m.vocab, pass.threads, [&](int64_t i) {
+      t.chosen[i] = drawn(logits + i * m.vocab, m.vocab, t.rules[sequence[i]], places[i]);
+    });
   }
 };
-thread_local Asked t_asked;
+thread_local WholePass t_whole;
 
 }  // namespace
 
 extern "C" {
 
-// One whole pass: tokens become states, go through all layers, and after each row that is wanted a token is chosen: by
-// `rules`, which has an entry a segment, with -1 where a choice cannot be made here; else the likeliest. `list` is as
-// `Asked` says; `p` carries the rotation table, caches, threads and adapters; logits [wanted, vocab] is filled unless
-// it is null; `taps` may be null. Returns a `Refusal`.
-int pl_choose(const Model* m, const Pass* p, const void* embedding, const int64_t* list, const Rules* rules,
-              float* logits, int64_t* chosen, Taps* taps) {
-  Asked& a = t_asked;
-  Refusal found = a.read(*m, *p, list);
+// One whole pass: tokens become states, go through all layers, and after each row that is wanted a token is chosen. `p`
+// carries the rotation table, caches, threads and adapters; `taps` may be null. Returns a `Refusal`.
+int pl_choose(const Model* m, const Pass* p, const void* embedding, const TokenPass* given, Taps* taps) {
+  WholePass& a = t_whole;
+  Refusal found = a.read(*m, *p, *given);
   if (found == DONE && taps) found = a.check(*taps);
   if (found != DONE) return found;
   a.begin(*m, embedding);
   a.run(*m, a.pass, 0, (int)p->layers, taps);
-  a.choose(*m, a.head(*m, 0, logits), rules, chosen);
+  a.choose(*m, a.head(*m, 0));
   return DONE;
 }
 

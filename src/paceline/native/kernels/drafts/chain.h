@@ -39,55 +39,39 @@ extern "C" {
 
 // Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
 // `vocab` rows, as the head does. Returns a `Refusal`.
-int pl_roll(const Model* m, Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
+int pl_roll(const Model* m, const Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
   const Refusal refusal = check_chains(*m, *p, limit, chains, count);
   if (refusal != DONE) return refusal;
-  int64_t most = count;
-  for (int64_t i = 0; i < count; i++) chains[i].made = 0, most += chains[i].num_pending;
-  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  std::vector<char> hidden(most * bytes);
-  std::vector<int64_t> positions(most), slots(most), live(count);
+  int64_t most = count, seen = 0;  // seen: keys of the largest view that leaves any out
+  for (int64_t i = 0; i < count; i++) {
+    chains[i].made = 0, most += chains[i].num_pending;
+    if (const SparseView* view = chains[i].view)
+      seen = std::max(seen, std::min(view->sinks + view->window, cache_slots(*m, *p)));
+  }
+  DraftRows rows(*m, *p, embedding, most);
+  std::vector<int64_t> live, view_slots(count * seen);
   std::vector<float> score(count, 0.0f);
-  std::vector<Segment> segments(count);
-  int64_t seen = 0;  // keys of the largest view that leaves any out
-  for (int64_t i = 0; i < count; i++)
-    if (chains[i].view)
-      seen = std::max(seen, std::min(chains[i].view->sinks + chains[i].view->window, cache_slots(*m, *p)));
-  std::vector<int64_t> view_slots(count * seen);
+  std::vector<Choice> choices;
   while (true) {
-    int64_t rows = 0, active = 0;
+    rows.clear(), live.clear(), choices.clear();
     for (int64_t i = 0; i < count; i++) {
       const Chain& c = chains[i];
       if (c.made >= c.steps || (c.made && score[i] < c.floor)) continue;
-      const int64_t n = c.made ? 1 : c.num_pending;
+      const int64_t n = c.made ? 1 : c.num_pending, start = rows.count();
       const int64_t at = c.made ? c.position + c.num_pending + c.made - 1 : c.position;
-      segments[active] = Segment{rows, rows + n, at, at + n, c.base, c.keys, nullptr, nullptr};
-      if (c.view && at + 1 > c.view->sinks + c.view->window)
-        segments[active] = viewed(*m, *p, c, at, rows, view_slots.data() + i * seen);
-      live[active++] = i;
-      for (int64_t j = 0; j < n; j++, rows++) {
-        const int64_t token = c.made ? c.tokens[c.made - 1] : c.pending[j];
-        positions[rows] = at + j, slots[rows] = c.base >= 0 ? c.base + at + j : c.keys[at + j];
-        std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
-      }
+      const bool partly = c.view && at + 1 > c.view->sinks + c.view->window;
+      rows.segments.push_back(partly ? viewed(*m, *p, c, at, start, view_slots.data() + i * seen)
+                                     : Segment{start, start + n, at, at + n, c.base, c.keys, nullptr, nullptr});
+      for (int64_t j = 0; j < n; j++)
+        rows.embed(c.made ? c.tokens[c.made - 1] : c.pending[j], at + j, slot_at(c.base, c.keys, at + j));
+      live.push_back(i);
+      choices.push_back({c.rules, c.position + c.num_pending + c.made, c.tokens + c.made, c.log_q + c.made});
     }
-    if (active == 0) return DONE;
-    p->rows = rows, p->hidden_in = p->hidden_out = hidden.data(), p->positions = positions.data(),
-    p->slots = slots.data();
-    p->segments = segments.data(), p->num_segments = active;
-    run_layers(*m, *p, 0, (int)p->layers);
-    for (int64_t a = 0; a < active; a++)  // the last row of each
-      std::memmove(hidden.data() + a * bytes, hidden.data() + (segments[a].stop - 1) * bytes, bytes);
-    grow(t_logits, active * m->vocab);
-    head(*m, hidden.data(), active, t_logits.data(), (int)p->threads);
-    Guess guess{};
-    guess.logits = t_logits.data(), guess.n = m->vocab, guess.limit = limit;
-    for (int64_t a = 0; a < active; a++) {
-      Chain& c = chains[live[a]];
-      guess.rows.push_back({c.rules, c.position + c.num_pending + c.made, c.tokens + c.made, c.log_q + c.made});
-    }
-    guess.run(p->threads);
-    for (int64_t a = 0; a < active; a++) score[live[a]] += chains[live[a]].log_q[chains[live[a]].made++];
+    if (live.empty()) return DONE;
+    rows.run();
+    rows.keep_last();
+    choose(*m, rows.hidden.data(), limit, choices, p->threads);
+    for (int64_t i : live) score[i] += chains[i].log_q[chains[i].made++];
   }
 }
 

@@ -51,10 +51,13 @@ int pl_heads(const Model* m, const Heads* h, const void* states, int64_t rows, i
   if (h->blocks.n != h->count * m->d_model || h->blocks.k != m->d_model) return BAD_COUNT;
   if (m->wide_activations) run_heads(*m, *h, (const float*)states, rows, threads);
   else run_heads(*m, *h, (const bf16*)states, rows, threads);
-  Pick pick;
-  pick.logits = t_logits.data(), pick.rows = h->count * rows, pick.n = m->vocab, pick.k = k, pick.sequences = rows;
-  pick.rules = rules, pick.positions = positions, pick.noisy = noisy != 0, pick.tokens = tokens, pick.log_q = log_q;
-  team().run(std::clamp<int64_t>(pick.rows * m->vocab / DRAWS, 1, threads), pick);
+  const int64_t n = m->vocab;
+  const float* logits = t_logits.data();  // this thread's
+  for_rows(h->count * rows, n, threads, [&](int64_t i) {  // head by head
+    const int64_t s = i % rows;
+    top_by(logits + i * n, n, rules ? rules + s : nullptr, positions[s] + i / rows, noisy != 0, k,
+           tokens + i * k, log_q + i * k);
+  });
   return DONE;
 }
 

@@ -24,24 +24,18 @@ void keep_best(int64_t budget, std::vector<int64_t>& tokens, std::vector<int64_t
 
 // A draft tree while it grows: what `DraftModel` does level by level. Node 0 is the root, node n is entry n - 1.
 struct Growing {
-  const int64_t* pending;
-  int64_t num_pending, position, room, base;
-  const int64_t* keys;
-  int64_t budget, max_depth;
-  const Rules* rules;
-  int64_t shift = 0;  // of a token's position in its text, beyond that of its row among the keys
-  const char* given = nullptr;  // [pending, d_model] states in front of the pending tokens
+  TreeStart* of;
   std::vector<char> states;  // [1 + forwarded, d_model] what the root's row and the nodes' gave, where they are fed on
   std::vector<int64_t> tokens, parents, depths, frontier{0};  // frontier: nodes to expand next, ascending
   std::vector<double> scores;                                 // cumulative log q
   int64_t forwarded = 0, passes = 0;                          // the first so many nodes have K and V
 
-  int64_t committed() const { return position + num_pending; }
+  int64_t committed() const { return of->position + of->num_pending; }
   int64_t depth(int64_t node) const { return node ? depths[node - 1] : 0; }
-  int64_t slot(int64_t place) const { return base >= 0 ? base + place : keys[place]; }
+  int64_t slot(int64_t place) const { return slot_at(of->base, of->keys, place); }
 
   // The position of the tokens behind a node.
-  int64_t place(int64_t node) const { return committed() + shift + depth(node); }
+  int64_t place(int64_t node) const { return committed() + of->shift + depth(node); }
 
   // The children of every frontier node, of which the k best [frontier, k] are given, at most `most` of each.
   std::vector<int64_t> expand(const int64_t* best, const float* log_q, int64_t k, int64_t most) {
@@ -77,155 +71,122 @@ struct Growing {
   }
 };
 
-// How trees grow: `DraftModelConfig`.
-struct Shape {
-  int64_t topk, beam;      // of a dynamic tree; topk 1: a static one
-  int64_t levels;
-  const int64_t* factors;  // [levels] children a level of a static tree
-  double floor;            // no node below this score is expanded
-
-  int64_t children(int64_t level) const { return topk > 1 ? topk : factors[level]; }
-
-  std::vector<int64_t> next(const Growing& tree, std::vector<int64_t> fresh, int64_t level) const {
-    if (level >= std::min(tree.max_depth, levels)) return {};
-    auto better = [&](int64_t a, int64_t b) { return tree.scores[a - 1] > tree.scores[b - 1]; };
-    if (topk > 1) {
-      std::stable_sort(fresh.begin(), fresh.end(), better);
-      if ((int64_t)fresh.size() > beam) fresh.resize(beam);
-    } else if ((int64_t)(tree.tokens.size() + fresh.size() * factors[level]) > tree.budget) {
-      return {};
-    }
-    fresh.erase(std::remove_if(fresh.begin(), fresh.end(), [&](int64_t n) { return tree.scores[n - 1] < floor; }),
-                fresh.end());
-    std::sort(fresh.begin(), fresh.end());
-    if (tree.forwarded + (int64_t)fresh.size() > tree.room) return {};
-    return fresh;
+// The nodes of a tree that are expanded at a level, of those that were made at the one before; ascending.
+std::vector<int64_t> next_frontier(const TreeRules& r, const Growing& tree, std::vector<int64_t> fresh, int64_t level) {
+  if (level >= std::min(tree.of->max_depth, r.levels)) return {};
+  auto better = [&](int64_t a, int64_t b) { return tree.scores[a - 1] > tree.scores[b - 1]; };
+  if (r.topk > 1) {
+    std::stable_sort(fresh.begin(), fresh.end(), better);
+    if ((int64_t)fresh.size() > r.beam) fresh.resize(r.beam);
+  } else if ((int64_t)(tree.tokens.size() + fresh.size() * r.factors[level]) > tree.of->budget) {
+    return {};
   }
-};
+  auto hopeless = [&](int64_t n) { return tree.scores[n - 1] < r.floor; };
+  fresh.erase(std::remove_if(fresh.begin(), fresh.end(), hopeless), fresh.end());
+  std::sort(fresh.begin(), fresh.end());
+  if (tree.forwarded + (int64_t)fresh.size() > tree.of->room) return {};
+  return fresh;
+}
 
 }  // namespace
 
 extern "C" {
 
-// Drafts trees of several sequences at once, a level a pass. All numbers come in one list:
-//     trees, topk, beam, levels, children of each level
-//     for each tree: address of the pending tokens, their number, position of the first, slots behind them, base (-1:
-//     keys are listed), address of the keys, budget, greatest depth, address of the rules (0: none), what a token's
-//     position in its text is beyond that of its row, nodes that fit into `out`, address of the states in front of the
-//     pending tokens (0: none)
-// Rows are embeddings; or, where `f` is given, made of a state and an embedding each: of the target's states and the
-// pending tokens, and of what a node's parent's row gave and the node's own token. Of such trees the best nodes come
-// out, `budget` at most. What comes out, for each tree: nodes, how many of the first ones have K and V, passes, then
-// tokens and parents, as many as fit each; `scores` has those of all trees likewise. `p` as for `pl_roll`. Returns a
-// `Refusal`.
-int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, const int64_t* list, double floor,
-            int64_t* out, double* scores, const Fuse* f) {
-  constexpr int64_t NUMBERS = 12, ROOM = 10;
-  const int64_t count = list[0];
-  const Shape shape{list[1], list[2], list[3], list + 4, floor};
-  const int64_t* of_tree = list + 4 + shape.levels;
-  if (shape.levels < 1 || shape.topk < 1 || shape.beam < 0) return BAD_COUNT;
-  for (int64_t i = 0; i < shape.levels; i++)
-    if (shape.factors[i] < 1) return BAD_COUNT;
-  std::vector<Growing> trees(count);
+// Drafts trees of several sequences at once, a level a pass. Rows are embeddings; or, where `f` is given, made of a state
+// and an embedding each: of the target's states and the pending tokens, and of what a node's parent's row gave and the
+// node's own token. Of such trees the best nodes come out, `budget` at most. `p` as for `pl_roll`. Returns a `Refusal`.
+int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, TreeStart* starts, int64_t count,
+            const TreeRules* rules, const Fuse* f) {
+  if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;
+  for (int64_t i = 0; i < rules->levels; i++)
+    if (rules->factors[i] < 1) return BAD_COUNT;
+  std::vector<Growing> trees;
   int64_t most = 0;
-  for (int64_t i = 0; i < count; i++, of_tree += NUMBERS) {
-    const int64_t* t = of_tree;
-    Growing& g = trees[i];
-    g.pending = (const int64_t*)t[0], g.num_pending = t[1], g.position = t[2], g.room = t[3], g.base = t[4];
-    g.keys = (const int64_t*)t[5], g.budget = t[6], g.max_depth = t[7], g.rules = (const Rules*)t[8], g.shift = t[9];
-    g.given = (const char*)t[11];
-    if (f && !g.given) return BAD_COUNT;
-    if (g.room < 0 || g.budget < 1 || g.max_depth < 1 || g.max_depth > shape.levels) return BAD_COUNT;
-    Chain chain{g.pending, g.num_pending, g.position, g.room + 1, g.base, g.keys, 0, nullptr, nullptr, 0, nullptr};
+  for (int64_t i = 0; i < count; i++) {
+    TreeStart& s = starts[i];
+    if (f && !s.states) return BAD_COUNT;
+    if (s.room < 0 || s.budget < 1 || s.max_depth < 1 || s.max_depth > rules->levels) return BAD_COUNT;
+    Chain chain{s.pending, s.num_pending, s.position, s.room + 1, s.base, s.keys, 0, nullptr, nullptr, 0, nullptr};
     const Refusal refusal = check_chains(*m, *p, limit, &chain, 1);
     if (refusal != DONE) return refusal;
-    most += std::max(g.num_pending, g.room);
+    most += std::max(s.num_pending, s.room);
+    trees.push_back({&s});
   }
   if (f && check_fuse(*m, *f) != DONE) return BAD_COUNT;
-  const int64_t bytes = m->d_model * (m->wide_activations ? 4 : 2);
-  std::vector<char> hidden(most * bytes), fed(f ? most * bytes : 0);
-  std::vector<int64_t> positions(most), slots(most), places, named(most), best;
+  DraftRows rows(*m, *p, embedding, most);
+  const int64_t bytes = rows.bytes;
+  std::vector<char> fed(f ? most * bytes : 0);
+  std::vector<int64_t> places, named(most), best;
   std::vector<float> log_q;
-  std::vector<Ranked> asked;
-  std::vector<Segment> segments;
+  std::vector<Ranked> wanted;
   std::vector<uint8_t> masks;
   for (int64_t level = 0;; level++) {
-    int64_t rows = 0, wanted = 0, bits = 0, block = 0;
+    int64_t bits = 0, block = 0;
     for (Growing& g : trees) {
       if (level && !g.frontier.empty()) g.compact();
       bits += g.frontier.size() * g.forwarded, block += g.forwarded;
     }
-    masks.assign(bits, 0), places.resize(block), segments.clear();
+    masks.assign(bits, 0), places.resize(block), rows.clear(), wanted.clear();
     bits = block = 0;
     auto add = [&](const Growing& g, int64_t token, int64_t position, int64_t place, const char* state) {
-      positions[rows] = position, slots[rows] = g.slot(place), named[rows] = token;
-      if (!f) std::memcpy(hidden.data() + rows * bytes, (const char*)embedding + token * bytes, bytes);
-      else if (level) std::memcpy(fed.data() + rows * bytes, state, bytes);
-      else take_state(*m, *f, state, fed.data() + rows * bytes);
-      rows++;
+      if (!f) return rows.embed(token, position, g.slot(place));
+      char* to = fed.data() + rows.count() * bytes;
+      named[rows.count()] = token;
+      if (level) std::memcpy(to, state, bytes);
+      else take_state(*m, *f, state, to);
+      rows.add(position, g.slot(place));
     };
     for (Growing& g : trees) {
       if (g.frontier.empty()) continue;
-      const int64_t start = rows, size = g.frontier.size(), behind = g.committed() + g.forwarded;
+      const TreeStart& s = *g.of;
+      const int64_t start = rows.count(), size = g.frontier.size(), behind = g.committed() + g.forwarded;
+      for (int64_t node : g.frontier) wanted.push_back({nullptr, s.rules, g.place(node)});
       if (level == 0) {
-        for (int64_t j = 0; j < g.num_pending; j++)
-          add(g, g.pending[j], g.position + j, g.position + j, g.given + (f ? j * bytes : 0));
-        segments.push_back({start, rows, g.position, g.committed(), g.base, g.keys, nullptr, nullptr});
+        for (int64_t j = 0; j < s.num_pending; j++)
+          add(g, s.pending[j], s.position + j, s.position + j, s.states + (f ? j * bytes : 0));
+        rows.segments.push_back({start, rows.count(), s.position, g.committed(), s.base, s.keys, nullptr, nullptr});
         continue;
       }
       for (int64_t node : g.frontier)
         add(g, g.tokens[node - 1], g.committed() - 1 + g.depth(node), g.committed() + node - 1,
             g.states.data() + g.parents[node - 1] * bytes);
       if (size == 1 && g.depth(g.frontier[0]) == g.forwarded) {  // a chain so far
-        segments.push_back({start, rows, behind - 1, behind, g.base, g.keys, nullptr, nullptr});
+        rows.segments.push_back({start, rows.count(), behind - 1, behind, s.base, s.keys, nullptr, nullptr});
         continue;
       }
-      segments.push_back(
-          {start, rows, g.committed(), behind, g.base, g.keys, masks.data() + bits, places.data() + block});
-      for (int64_t f = 0; f < size; f++)
-        for (int64_t node = g.frontier[f]; node; node = g.parents[node - 1])
-          masks[bits + f * g.forwarded + node - 1] = 1;
+      rows.segments.push_back({start, rows.count(), g.committed(), behind, s.base, s.keys, masks.data() + bits,
+                               places.data() + block});
+      for (int64_t i = 0; i < size; i++)
+        for (int64_t node = g.frontier[i]; node; node = g.parents[node - 1])
+          masks[bits + i * g.forwarded + node - 1] = 1;
       for (int64_t node = 1; node <= g.forwarded; node++) places[block + node - 1] = g.committed() - 1 + g.depth(node);
       bits += size * g.forwarded, block += g.forwarded;
     }
-    if (rows == 0) break;
-    if (f) fuse(*m, *f, fed.data(), named.data(), embedding, rows, hidden.data(), (int)p->threads);
-    Pass pass = *p;
-    pass.rows = rows, pass.hidden_in = pass.hidden_out = hidden.data(), pass.positions = positions.data(),
-    pass.slots = slots.data();
-    pass.segments = segments.data(), pass.num_segments = segments.size();
-    run_layers(*m, pass, 0, (int)p->layers);
-    if (level == 0)  // the last row of each
-      for (const Segment& s : segments)
-        std::memmove(hidden.data() + wanted++ * bytes, hidden.data() + (s.stop - 1) * bytes, bytes);
-    else wanted = rows;
-    asked.clear();
-    for (const Growing& g : trees)
-      for (int64_t node : g.frontier) asked.push_back({nullptr, g.rules, g.place(node)});
-    const int64_t children = shape.children(level), k = std::min(children, limit);
-    best.resize(wanted * k), log_q.resize(wanted * k);
-    rank(*m, m->head, m->norm, hidden.data(), limit, k, true, asked, best.data(), log_q.data(), p->threads);
-    const char* given = hidden.data();
+    if (rows.count() == 0) break;
+    if (f) fuse(*m, *f, fed.data(), named.data(), embedding, rows.count(), rows.hidden.data(), (int)p->threads);
+    rows.run();
+    if (level == 0) rows.keep_last();
+    const int64_t children = rules->topk > 1 ? rules->topk : rules->factors[level], k = std::min(children, limit);
+    best.resize(wanted.size() * k), log_q.resize(wanted.size() * k);
+    rank(*m, m->head, m->norm, rows.hidden.data(), limit, k, true, wanted, best.data(), log_q.data(), p->threads);
+    const char* given = rows.hidden.data();
     int64_t at = 0;
     for (Growing& g : trees) {
       const int64_t size = g.frontier.size();
       if (f) g.states.insert(g.states.end(), given, given + size * bytes), given += size * bytes;
       // Of later levels only what fits is grown.
-      const int64_t most = level == 0 && shape.topk == 1 ? g.budget : children;
-      g.frontier = shape.next(g, g.expand(best.data() + at, log_q.data() + at, k, most), level + 1);
+      const int64_t each = level == 0 && rules->topk == 1 ? g.of->budget : children;
+      g.frontier = next_frontier(*rules, g, g.expand(best.data() + at, log_q.data() + at, k, each), level + 1);
       at += size * k;
     }
   }
-  of_tree = list + 4 + shape.levels;
   for (Growing& g : trees) {
-    if (f) keep_best(g.budget, g.tokens, g.parents, g.scores);
-    const int64_t nodes = g.tokens.size(), room = of_tree[ROOM];
-    if (nodes > room) return BAD_COUNT;
-    out[0] = nodes, out[1] = g.forwarded, out[2] = g.passes;
-    std::copy(g.tokens.begin(), g.tokens.end(), out + 3), std::copy(g.parents.begin(), g.parents.end(), out + 3 + room);
-    std::copy(g.scores.begin(), g.scores.end(), scores);
-    out += 3 + 2 * room, scores += room, of_tree += NUMBERS;
+    TreeStart& s = *g.of;
+    if (f) keep_best(s.budget, g.tokens, g.parents, g.scores);
+    s.nodes = g.tokens.size(), s.forwarded = g.forwarded, s.passes = g.passes;
+    if (s.nodes > s.most) return BAD_COUNT;
+    std::copy(g.tokens.begin(), g.tokens.end(), s.tokens), std::copy(g.parents.begin(), g.parents.end(), s.parents);
+    std::copy(g.scores.begin(), g.scores.end(), s.scores);
   }
   return DONE;
 }

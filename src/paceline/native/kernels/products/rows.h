@@ -59,6 +59,9 @@ inline Next next_part(const Linear& l, int64_t begin, int64_t end, int64_t pair 
   return next_of(l, block, std::max(0, pair ? 2 * blocks : blocks));
 }
 
+// Of a row of activations [d_model].
+inline int64_t state_bytes(const Model& m) { return m.d_model * (m.wide_activations ? 4 : 2); }
+
 struct Buffers {  // of one pass, shared by its threads; bf16 rows are padded to whole tiles
   std::vector<char> memory;
   char* at = nullptr;
