@@ -31,18 +31,16 @@ from .families import DecoderConfig
 from .linear import LinearOp
 from .memory import Arena
 from .native_calls import (
-    ChainRoom,
     ChainStart,
     GrownTree,
     NativeTaps,
     TokenPass,
-    TreeRoom,
     TreeStart,
+    chain_table,
     hold,
     keys_of,
     numbers,
-    rules_at,
-    states_at,
+    tree_table,
 )
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
@@ -419,16 +417,8 @@ class Stack:
             ValueError: pending tokens that the embedding lacks, keys that are too few or outside the cache, or a limit
                 below 1; nothing was computed.
         """
-        held, table, last = list[Any](), (abi.CChain * len(chains))(), 0
-        rooms = []
-        for row, c in zip(table, chains, strict=True):
-            row.pending, row.num_pending = numbers(c.pending, held), len(c.pending)
-            row.position, row.steps, row.floor = c.position, c.steps, c.floor
-            row.base, row.keys = keys_of(c.keys, c.position + len(c.pending) + c.steps - 1, held)
-            row.rules, row.scratch = rules_at(c.rules, held), c.scratch
-            row.view = None if c.view is None else c.view.address
-            rooms.append(ChainRoom(row, c.steps))
-            last = max(last, c.position + len(c.pending) + c.steps)
+        held: list[Any] = []
+        table, rooms, last = chain_table(chains, held)
         run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
         require(self._roll(self.reference, ctypes.byref(run), self.embedding_at, limit, table, len(chains)))
         return [room.read() for room in rooms]
@@ -463,25 +453,14 @@ class Stack:
         Raises:
             ValueError: as `roll`; nothing was computed.
         """
-        held, table, last = list[Any](), (abi.CTreeStart * len(starts))(), 0
-        rooms = []
-        for row, s in zip(table, starts, strict=True):
-            row.pending, row.num_pending = numbers(s.pending, held), len(s.pending)
-            row.position, row.room, row.shift = s.position, s.room, s.shift
-            row.base, row.keys = keys_of(s.keys, s.position + len(s.pending) + s.room, held)
-            row.budget, row.max_depth, row.most, row.rules = s.budget, s.max_depth, s.most, rules_at(s.rules, held)
-            if fused is not None:
-                row.states = states_at(s.states, len(s.pending), self._model.d_model, self.dtype, held)
-            rooms.append(TreeRoom(s.most))
-            rooms[-1].give(row)
-            last = max(last, s.position + len(s.pending) + s.room + 1)
+        held: list[Any] = []
+        fed = None if fused is None else (self._model.d_model, self.dtype)
+        table, rooms, last = tree_table(starts, fed, held)
         rules = abi.CTreeRules(topk, beam, len(factors), numbers(factors, held), floor)
         run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
         given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
         require(self._grow(self.reference, ctypes.byref(run), self.embedding_at, *given))
-        return [
-            GrownTree(*room.read(row.nodes), row.forwarded, row.passes) for room, row in zip(rooms, table, strict=True)
-        ]
+        return [GrownTree(*room.read(), row.forwarded, row.passes) for room, row in zip(rooms, table, strict=True)]
 
     def reaching(self, cache: KVCache, last: int) -> abi.CPass:
         """A pass without adapters, whose rotation table reaches beyond position ``last``."""

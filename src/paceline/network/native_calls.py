@@ -166,20 +166,18 @@ class GrownTree(NamedTuple):
 
 
 class TreeRoom:
-    """Room for a tree that compiled code makes, of so many nodes at most."""
+    """Room for a tree that compiled code makes, of so many nodes at most; its struct says how many were made."""
 
-    def __init__(self, most: int) -> None:
-        self._tokens, self._parents = array("q", bytes(8 * most)), array("q", bytes(8 * most))
-        self._scores = array("d", bytes(8 * most))
+    def __init__(self, struct: Any, most: int) -> None:
+        self._struct = struct
+        self._parts = array("q", bytes(8 * most)), array("q", bytes(8 * most)), array("d", bytes(8 * most))
+        struct.tokens, struct.parents, struct.scores = (part.buffer_info()[0] for part in self._parts)
 
-    def give(self, struct: Any) -> None:
-        """Have compiled code write here: into the ``tokens``, ``parents`` and ``scores`` of a struct."""
-        parts = (self._tokens, self._parents, self._scores)
-        struct.tokens, struct.parents, struct.scores = (part.buffer_info()[0] for part in parts)
-
-    def read(self, nodes: int) -> tuple[list[int], list[int], list[float]]:
-        """Tokens, parents and scores of the first nodes."""
-        return self._tokens[:nodes].tolist(), self._parents[:nodes].tolist(), self._scores[:nodes].tolist()
+    def read(self) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and scores of the nodes that were made."""
+        tokens, parents, scores = self._parts
+        nodes = self._struct.nodes
+        return tokens[:nodes].tolist(), parents[:nodes].tolist(), scores[:nodes].tolist()
 
 
 class ChainRoom:
@@ -194,6 +192,39 @@ class ChainRoom:
         """The tokens that were made and their log-probabilities."""
         made = self._struct.made
         return [*zip(self._tokens[:made], self._log_q[:made], strict=True)]
+
+
+def chain_table(chains: Sequence[ChainStart], held: list[Any]) -> tuple[Any, list[ChainRoom], int]:
+    """Chains as compiled code reads them, room for each, and the position behind their last."""
+    table, rooms, last = (abi.CChain * len(chains))(), [], 0
+    for row, c in zip(table, chains, strict=True):
+        end = c.position + len(c.pending) + c.steps
+        row.pending, row.num_pending = numbers(c.pending, held), len(c.pending)
+        row.position, row.steps, row.floor = c.position, c.steps, c.floor
+        row.base, row.keys = keys_of(c.keys, end - 1, held)
+        row.rules, row.scratch = rules_at(c.rules, held), c.scratch
+        row.view = None if c.view is None else c.view.address
+        rooms.append(ChainRoom(row, c.steps))
+        last = max(last, end)
+    return table, rooms, last
+
+
+def tree_table(
+    starts: Sequence[TreeStart], fed: tuple[int, torch.dtype] | None, held: list[Any]
+) -> tuple[Any, list[TreeRoom], int]:
+    """The same of trees. ``fed``: width and dtype of the states that rows are made of; None: of tokens alone."""
+    table, rooms, last = (abi.CTreeStart * len(starts))(), [], 0
+    for row, s in zip(table, starts, strict=True):
+        end = s.position + len(s.pending) + s.room
+        row.pending, row.num_pending = numbers(s.pending, held), len(s.pending)
+        row.position, row.room, row.shift = s.position, s.room, s.shift
+        row.base, row.keys = keys_of(s.keys, end, held)
+        row.budget, row.max_depth, row.most, row.rules = s.budget, s.max_depth, s.most, rules_at(s.rules, held)
+        if fed is not None:
+            row.states = states_at(s.states, len(s.pending), *fed, held)
+        rooms.append(TreeRoom(row, s.most))
+        last = max(last, end + 1)
+    return table, rooms, last
 
 
 def numbers(values: Sequence[int], held: list[Any]) -> int:

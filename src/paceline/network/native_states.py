@@ -123,8 +123,7 @@ def sample(
             row.left.logits = hold(s.left, (len(s.left), vocab), held, torch.float32)
         for tree, most in zip((row.fresh, row.left), s.most, strict=True):
             tree.most = min(_most(branches, tree.levels), most)
-            rooms.append(TreeRoom(tree.most))
-            rooms[-1].give(tree)
+            rooms.append(TreeRoom(tree, tree.most))
     library, run = native.library(), stack.reaching(cache, last)
     assert library is not None, "the stack has it, too"
     raw = torch.empty(sum(s.steps for s in starts), vocab)
@@ -132,10 +131,8 @@ def sample(
     given = table, len(starts), branches, int(fused.reads_tokens), int(noisy), raw.data_ptr()
     called = stack.reference, ctypes.byref(run), stack.embedding_at, vocab, fused.reference, known
     require(library.pl_sample(*called, *given))
-    trees = [
-        GrownTree(*room.read(tree.nodes)) if tree.levels else None
-        for room, tree in zip(rooms, (tree for row in table for tree in (row.fresh, row.left)), strict=True)
-    ]
+    levels = (tree.levels for row in table for tree in (row.fresh, row.left))
+    trees = [GrownTree(*room.read()) if own else None for room, own in zip(rooms, levels, strict=True)]
     return raw, [*zip(trees[::2], trees[1::2], strict=True)]
 
 

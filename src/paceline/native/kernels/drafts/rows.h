@@ -5,7 +5,9 @@
 namespace {
 
 // Where a sequence's token goes: from slot `base` on, or into slots that are listed.
-inline int64_t slot_at(int64_t base, const int64_t* keys, int64_t place) { return base >= 0 ? base + place : keys[place]; }
+inline int64_t slot_at(int64_t base, const int64_t* keys, int64_t place) {
+  return base >= 0 ? base + place : keys[place];
+}
 
 struct DraftRows {
   const Model& m;

@@ -26,7 +26,8 @@ void sample_trees(const Model& m, const TokenInfo* info, int64_t limit, int64_t 
       if (level >= t.tree->levels) continue;
       for (int64_t node : t.queue) {
         nodes.push_back({t.tree->logits + level * m.vocab, t.of->rules, t.of->place + level});
-        const char* own = info ? (const char*)info->factors + (node ? t.tokens[node - 1] : t.of->root) * bytes : nullptr;
+        const int64_t token = node ? t.tokens[node - 1] : t.of->root;
+        const char* own = info ? (const char*)info->factors + token * bytes : nullptr;
         factors.insert(factors.end(), own, own + bytes);
       }
     }

@@ -119,7 +119,8 @@ struct StreamRows {
     const Carrier& of = *c.of;
     const Span& span = a.given->spans[of.segment];
     const int64_t* own = a.given->chosen + place_of(a, of.root);
-    auto ends = [&](int64_t token) { return std::find(of.ends, of.ends + of.num_ends, token) != of.ends + of.num_ends; };
+    const int64_t* last = of.ends + of.num_ends;
+    auto ends = [&](int64_t token) { return std::find(of.ends, last, token) != last; };
     c.path = (int64_t)paths.size(), c.length = 0;
     int64_t want = own[0], at = 0;
     bool wanted = want != UNDECIDED && !ends(want);
@@ -199,8 +200,10 @@ struct StreamRows {
     const int64_t d = m.d_model;
     Pass p = a.pass;
     int64_t num_keys = 0, rows = 0;
-    for (int64_t i : late)
-      rows += carriers[i].of->streams, num_keys += a.segments[carriers[i].of->segment].num_keys + carriers[i].of->streams;
+    for (int64_t i : late) {
+      const Carrier& c = *carriers[i].of;
+      rows += c.streams, num_keys += a.segments[c.segment].num_keys + c.streams;
+    }
     grow(begun, rows * state_bytes(m));
     keys.resize(num_keys), positions.clear(), segments.clear();
     int64_t *next_key = keys.data(), row = 0;

@@ -92,9 +92,9 @@ std::vector<int64_t> next_frontier(const TreeRules& r, const Growing& tree, std:
 
 extern "C" {
 
-// Drafts trees of several sequences at once, a level a pass. Rows are embeddings; or, where `f` is given, made of a state
-// and an embedding each: of the target's states and the pending tokens, and of what a node's parent's row gave and the
-// node's own token. Of such trees the best nodes come out, `budget` at most. `p` as for `pl_roll`. Returns a `Refusal`.
+// Drafts trees of several sequences at once, a level a pass. Rows are embeddings; or, where `f` is given, made of a
+// state and an embedding each: of the target's states and the pending tokens, and of what a node's parent's
+// row gave and the node's own token. Of such trees the best nodes come out, `budget` at most. `p` as for `pl_roll`. Returns a `Refusal`.
 int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, TreeStart* starts, int64_t count,
             const TreeRules* rules, const Fuse* f) {
   if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;
