@@ -532,12 +532,12 @@ def plant(name: str) -> None:
     x, y = torch.randn(3, 50), torch.empty(3, 37)
     short = {"input": torch.randn(2, 50), "output": torch.empty(3 * 37 - 1), "weight": linear.packed[:-1].clone()}
     if name == "input":
-        library.pl_linear(linear.struct, short[name].data_ptr(), 3, y.data_ptr(), 1)
+        library.pl_linear(ctypes.byref(linear.struct), short[name].data_ptr(), 3, y.data_ptr(), 1)
     elif name == "output":
-        library.pl_linear(linear.struct, x.data_ptr(), 3, short[name].data_ptr(), 1)
+        library.pl_linear(ctypes.byref(linear.struct), x.data_ptr(), 3, short[name].data_ptr(), 1)
     elif name == "weight":
         linear.struct.weight = short[name].data_ptr()
-        library.pl_linear(linear.struct, x.data_ptr(), 3, y.data_ptr(), 1)
+        library.pl_linear(ctypes.byref(linear.struct), x.data_ptr(), 3, y.data_ptr(), 1)
     elif name == "keys":
         cache, keys = Cache(decoder, 16), torch.zeros(2 * 16 * 32 - 1)
         stack._addresses(cache)[0][0] = keys.data_ptr()  # K of the first layer
