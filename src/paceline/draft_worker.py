@@ -26,7 +26,7 @@ from .distributed.worker import Patience, Worker, WorkerSpec
 from .drafters import registry
 from .drafters.registry import DrafterConfig
 from .drafters.vocabulary import tokenizer_mark
-from .network.base import TargetInfo
+from .network.decoder import TargetInfo
 from .network.files import fingerprint
 from .network.loader import parse_device, resolve_folder
 from .rounds.base import Place

@@ -19,13 +19,13 @@ from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.drafters.lyanna.model import LyannaModel
 from paceline.drafters.lyanna.token_info import TokenInfo
+from paceline.drafters.states.unrolled import UnrolledRecipe, UnrollOptions
 from paceline.network.loader import load_tokenizer, read_config, resolve_folder
 from paceline.training.data import Encoder, TokenBatch, load_source
 from paceline.training.job import held_out, occurrences
 from paceline.training.network import Network
 from paceline.training.recipe import RecipeFile, locate, read_recipe
 from paceline.training.trainer import LOG
-from paceline.training.unrolled import UnrolledRecipe, UnrollOptions
 
 RESULT = "result"  # of a run: what users load
 KINDS = {"acceptance": "the likeliest token", "acceptance_top4": "one of the four likeliest"}

@@ -13,6 +13,7 @@ from kits.draft import paths_of, text, view
 from kits.tiny import MAX_POSITION, assemble, draft_model, run, tiny_config, tiny_decoder
 
 from paceline import native
+from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters import registry
@@ -26,7 +27,6 @@ from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.network.native import Stack
 from paceline.network.packing import RowPacker
-from paceline.network.rope import RopeConfig, RopeTable
 
 CPU = torch.device("cpu")
 WHOLE = (None, None, None)

@@ -17,6 +17,7 @@ from kits.tiny import VOCAB, assemble, run, tiny_application, tiny_config, tiny_
 from torch import Tensor
 
 from paceline import native
+from paceline.attention.rope import RopeConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters import registry
@@ -28,7 +29,6 @@ from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.network.decoder import Decoder
 from paceline.network.packing import RowPacker
-from paceline.network.rope import RopeConfig
 
 CPU = torch.device("cpu")
 VARIANTS: dict[str, dict[str, Any]] = {

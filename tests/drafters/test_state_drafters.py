@@ -17,6 +17,7 @@ from kits.native import needs_kernels
 from kits.state import algorithm_1, eagle, eagle_model, lyanna, lyanna_model, states_of, steps_by_hand, taps_of
 from kits.tiny import VOCAB, assemble, run, tiny_config, tiny_decoder
 
+from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
@@ -33,7 +34,6 @@ from paceline.engine.chances import Chances
 from paceline.engine.costs import CostTable
 from paceline.network.decoder import Decoder
 from paceline.network.native_calls import TreeStart
-from paceline.network.rope import RopeConfig, RopeTable
 from paceline.training.network import rotate
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from paceline.drafters import registry
 from paceline.drafters.base import DraftRequest, SequenceView
 from paceline.drafters.synthetic import SyntheticConfig, SyntheticDrafter, read_answers, record_answers, write_answers
 from paceline.llm import LLM
-from paceline.network.base import TargetInfo
-from paceline.network.decoder import Decoder
+from paceline.network.decoder import Decoder, TargetInfo
 
 LENGTH = 96
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)

@@ -22,7 +22,7 @@ from paceline.drafters.ngram import NgramConfig
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.streams import StreamsConfig, StreamsDrafter
 from paceline.drafters.suffix import SuffixConfig
-from paceline.network.base import TargetInfo
+from paceline.network.decoder import TargetInfo
 
 Nodes = tuple[list[int], list[int]]  # parents (0: the root) and tokens
 Rule = Callable[[list[int], int, int, int, random.Random], Nodes]

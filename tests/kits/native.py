@@ -13,10 +13,10 @@ from torch import Tensor
 from kits.tiny import _draw, tiny_config
 from paceline import native
 from paceline.attention import make_backend
+from paceline.attention.rope import RopeConfig
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.network.decoder import Decoder
 from paceline.network.packing import RowPacker
-from paceline.network.rope import RopeConfig
 
 MISSING = native.unavailable()
 needs_kernels = pytest.mark.skipif(MISSING is not None, reason=f"no compiled kernels: {MISSING}")

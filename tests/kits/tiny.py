@@ -14,6 +14,7 @@ import torch
 
 from paceline.attention import make_backend
 from paceline.attention.base import Segment
+from paceline.attention.rope import RopeConfig
 from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
 from paceline.drafters.hybrid import Hybrid, HybridConfig
@@ -29,7 +30,6 @@ from paceline.network.base import Batch
 from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.network.linear import Quant
-from paceline.network.rope import RopeConfig
 from paceline.network.streams import Mode, StreamConfig, StreamSet
 from paceline.rounds import make_round
 

@@ -17,6 +17,7 @@ from kits.tiny import assemble, run, tiny_config, tiny_decoder
 
 from paceline import native
 from paceline.attention.base import Segment
+from paceline.attention.rope import Rotation
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import Drafter
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
@@ -32,7 +33,6 @@ from paceline.network.native import unsupported
 from paceline.network.native_calls import ChainStart, NativeView
 from paceline.network.native_linear import NativeLinear, top
 from paceline.network.native_memory import RingChain, recall, write_keys
-from paceline.network.rope import Rotation
 
 CPU = torch.device("cpu")
 

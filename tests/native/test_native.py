@@ -36,6 +36,7 @@ from torch import Tensor
 
 from paceline import LLM, CapabilityError, ConfigError, SamplingParams, native
 from paceline.attention import make_backend
+from paceline.attention.rope import RopeConfig
 from paceline.kv.pool import KVPool
 from paceline.network.base import Taps
 from paceline.network.decoder import Decoder
@@ -44,7 +45,6 @@ from paceline.network.native import Stack, unsupported
 from paceline.network.native_calls import ChainStart, join, pick
 from paceline.network.native_linear import NativeLinear, top
 from paceline.network.packing import RowPacker
-from paceline.network.rope import RopeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from checkpoints import MAKERS, build  # noqa: E402  (the builders live beside the parity tests)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.attention import make_backend
-from paceline.attention.base import Segment, key_mask
+from paceline.attention.base import PADDING_SLOTS, Segment, key_mask
 from paceline.attention.reference import ReferenceAttention
 from paceline.attention.sdpa import BUCKET, SdpaAttention
 from paceline.core.errors import ConfigError
-from paceline.kv.pool import PADDING_SLOTS
 
 SLOTS = 512
 DIM = 16

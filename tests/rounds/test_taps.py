@@ -17,8 +17,8 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
 from paceline.engine.budget import StaticBudget
 from paceline.kv.pool import KVPool
-from paceline.network.base import Batch, Taps, TargetInfo
-from paceline.network.decoder import Decoder
+from paceline.network.base import Batch, Taps
+from paceline.network.decoder import Decoder, TargetInfo
 from paceline.rounds.base import RunningSequence
 
 pytestmark = pytest.mark.timeout(60)

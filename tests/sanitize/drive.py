@@ -26,6 +26,7 @@ from torch import Tensor
 
 from paceline import native
 from paceline.attention.base import Segment
+from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.engine.chances import Chances
@@ -44,7 +45,6 @@ from paceline.network.native_linear import NativeLinear, top
 from paceline.network.native_memory import RingChain, recall, write_keys
 from paceline.network.native_states import NativeFuse, NativeTokenInfo, SampleStart, sample
 from paceline.network.native_streams import CarrierRows, StreamRun
-from paceline.network.rope import RopeConfig, RopeTable
 
 KINDS = ("float32", "bfloat16", "int8", "int8 exact")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys

@@ -17,9 +17,9 @@ import torch
 from kits.tiny import tiny_config
 from torch import Tensor
 
+from paceline.attention.rope import RopeTable
 from paceline.drafters.streams.recipe import similarity
 from paceline.network.adapters import AdapterConfig, linear_shapes
-from paceline.network.rope import RopeTable
 from paceline.network.streams import StreamConfig, StreamSet
 from paceline.training.data import Example, collate
 from paceline.training.network import Network

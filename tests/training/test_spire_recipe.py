@@ -19,13 +19,13 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.distillation import DraftModelKind, DraftModelOptions, DraftModelRecipe
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
+from paceline.drafters.spire.prefixes import Blocks, mask_of, run_blocks
 from paceline.drafters.spire.recipe import SpireKind, SpireModule, SpireOptions, SpireRecipe, _start, load_trained
 from paceline.llm import LLM
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.job import Job, prepare, run
 from paceline.training.job import finish as write
 from paceline.training.network import Network
-from paceline.training.prefixes import Blocks, mask_of, run_blocks
 from paceline.training.trainer import StepContext, TrainConfig
 
 WHOLE = (None, None, None)

@@ -10,11 +10,11 @@ import torch
 from kits.tiny import _draw, assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 from torch import Tensor
 
+from paceline.attention.rope import RopeTable
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import StepFeatures
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe
 from paceline.network.adapters import AdapterConfig
-from paceline.network.rope import RopeTable
 from paceline.network.streams import StreamSet
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.multistream import choose_carriers

@@ -14,11 +14,11 @@ import torch
 from kits.tiny import VOCAB, tiny_config
 from torch import Tensor
 
+from paceline.attention.rope import RopeTable
 from paceline.core.errors import ConfigError
 from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, StreamsKind, similarity
 from paceline.network.adapters import linear_shapes
 from paceline.network.files import fingerprint
-from paceline.network.rope import RopeTable
 from paceline.network.streams import StreamSet
 from paceline.training.data import Example, Mixture, TokenBatch, collate
 from paceline.training.multistream import (

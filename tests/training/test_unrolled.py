@@ -22,6 +22,7 @@ from paceline.drafters.lyanna.model import LyannaModel, LyannaShape
 from paceline.drafters.lyanna.recipe import LyannaOptions
 from paceline.drafters.lyanna.token_info import TokenInfo
 from paceline.drafters.states.head import layer_json
+from paceline.drafters.states.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
 from paceline.drafters.vocabulary import tokenizer_mark
 from paceline.network.loader import load_tokenizer
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
@@ -29,7 +30,6 @@ from paceline.training.features import OnlineFeatures, last_states
 from paceline.training.job import Job, occurrences, prepare
 from paceline.training.losses import TargetLogits, eager_mse_cross_entropy
 from paceline.training.trainer import StepContext, TrainConfig
-from paceline.training.unrolled import BRANCHES, Ahead, UnrolledRecipe, UnrollOptions, choose_anchors, unroll
 
 LAYER = layer_json(tiny_config())
 HOT = torch.arange(0, VOCAB, 3)

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
+PADDING_SLOTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

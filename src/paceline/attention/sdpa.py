@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kv.pool import PADDING_SLOTS
-from .base import Segment, key_mask, key_positions, slot_indices
+from .base import PADDING_SLOTS, Segment, key_mask, key_positions, slot_indices
 
 BUCKET = 64  # keys; exact rows are padded to a multiple of it
 # What a gather of one exact group of tree rows may hold, in keys over all rows (memory, not speed).

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..core.sampling import SequenceSampler
     from ..kv.pool import SequenceCache
     from ..network.applications import Application
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
     from ..network.streams import StreamConfig, StreamSet
 
 

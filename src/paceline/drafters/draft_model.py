@@ -46,8 +46,7 @@ from .streaming_sessions import MAX_CARRIERS, StreamingSessions
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
-    from ..network.base import TargetInfo
-    from ..network.decoder import Decoder
+    from ..network.decoder import Decoder, TargetInfo
 
 PREFILL_ROWS = 512  # rows of one draft pass over a long prompt
 MAX_NODES = 256

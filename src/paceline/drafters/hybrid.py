@@ -31,7 +31,7 @@ from .sessions import DraftSessions
 from .text_sessions import LookUp, TextSessions
 
 if TYPE_CHECKING:
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
     from ..network.streams import StreamSet
 
 LOOKUP = "suffix,depth=14,max_tokens=0"  # beside a model that is named alone

@@ -35,8 +35,7 @@ from .registry import DrafterConfig, DrafterContext, option
 from .resampling import REFUSED
 
 if TYPE_CHECKING:
-    from ..network.base import TargetInfo
-    from ..network.decoder import Decoder
+    from ..network.decoder import Decoder, TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from .text_sessions import LookUp
 if TYPE_CHECKING:
     import torch
 
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
 
 LONGEST = 32  # matched tokens beyond which lengths are not told apart
 _LOOK_BACK = 64  # earlier occurrences of one n-gram that are looked at for another continuation: bounds a step

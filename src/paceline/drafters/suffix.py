@@ -30,7 +30,7 @@ from .text_sessions import LookUp
 if TYPE_CHECKING:
     import torch
 
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from .registry import DrafterConfig, DrafterContext, option
 from .text_sessions import LookUp
 
 if TYPE_CHECKING:
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
 
 log = logging.getLogger(__name__)
 

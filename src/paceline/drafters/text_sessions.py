@@ -14,7 +14,7 @@ from .sessions import ROOT, Ask, Grown, Opening
 if TYPE_CHECKING:
     import torch
 
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
 
 
 class LookUp(Drafter):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from ..network.base import TargetInfo
+    from ..network.decoder import TargetInfo
 
 
 def tokenizer_mark(tokenizer: Any) -> str:

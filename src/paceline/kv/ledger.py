@@ -25,11 +25,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..attention.base import PADDING_SLOTS
 from ..core.errors import ConfigError, PoolFullError
 from .blocks import ROOT_CONTENT, BlockAllocator
 
-# Exact attention reads whole buckets of keys, so it may look past a sequence's last slot.
-PADDING_SLOTS = 64
 # A reused prefix is copied rather than shared while this many times its blocks are empty.
 COPY_MARGIN = 4
 

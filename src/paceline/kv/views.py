@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention.base import slot_indices
-from ..network.rope import RopeConfig, RopeTable, Rotation
+from ..attention.rope import RopeConfig, RopeTable, Rotation
 from .ledger import Ledger, SequenceCache
 from .pool import KVPool
 

@@ -10,33 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from ..attention.base import Segment, slot_indices
 
 if TYPE_CHECKING:
     from .adapters import AdapterRange
-    from .decoder import Decoder
-    from .handle import TargetHandle
     from .stream_rows import StreamRows
-
-
-@dataclass(frozen=True, slots=True)
-class TargetInfo:
-    """What a drafter may know about the target before the first forward pass."""
-
-    name: str
-    num_layers: int
-    d_model: int
-    vocab_size: int
-    max_position: int
-    dtype: torch.dtype
-    eos_ids: tuple[int, ...]
-    bos_id: int | None
-    tokenizer: Any  # the Hugging Face tokenizer, or None for a model without one
-    handle: TargetHandle  # its embedding, final norm and head, for drafters that work on its states
-    decoder: Decoder  # itself, for drafters that draft with its layers
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..attention.rope import RopeConfig, yarn_attention_factor
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
-from .rope import RopeConfig, yarn_attention_factor
 
 Json = dict[str, Any]
 
@@ -74,7 +74,7 @@ class DecoderConfig:
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of every fused linear of one layer, by name; see `decoder.Layer`."""
+    """(inputs, outputs) of every fused linear of one layer, by name; see `layers.Layer`."""
     c = config
     return {
         "qkv": (c.d_model, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim),

@@ -1,4 +1,4 @@
-"""A decoder's layers in one call: the compiled counterpart of `decoder.Layer.run`.
+"""A decoder's layers in one call: the compiled counterpart of `layers.Layer.run`.
 
 Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, rotary positions); everything
 else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros:
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import native
 from ..attention.base import Segment
+from ..attention.rope import RopeTable, Rotation
 from ..core.errors import CapabilityError
 from ..native import abi
 from .adapters import LINEARS, AdapterRange, LowRank
@@ -45,10 +46,8 @@ from .native_calls import (
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
 from .padding import groups_of, padded
-from .rope import RopeTable, Rotation
 
 if TYPE_CHECKING:
-    from .decoder import Decoder
     from .native_states import NativeFuse
     from .streams import StreamSet
 
@@ -76,9 +75,9 @@ class NativePlan:
 
 
 class Stack:
-    """All layers of a decoder and its head. Takes over the decoder's weights, packed."""
+    """All layers of a decoder and its head. Takes over the weights of a `decoder.Decoder`, packed."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Any) -> None:
         c, quant = decoder.config, decoder.quant is not None
         self.dtype = decoder.dtype
         self._held: list[Any] = []
@@ -142,7 +141,7 @@ class Stack:
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
         made.window = layer.window or 0
 
-    def _ends(self, decoder: Decoder, quant: bool) -> tuple[NativeLinear, int | None]:
+    def _ends(self, decoder: Any, quant: bool) -> tuple[NativeLinear, int | None]:
         """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent."""
         lender = decoder.lender
         if lender is None:

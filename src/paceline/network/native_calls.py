@@ -16,8 +16,8 @@ from .. import native
 from ..native import abi
 
 if TYPE_CHECKING:
+    from ..attention.rope import Rotation
     from .adapters import AdapterRange
-    from .rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)

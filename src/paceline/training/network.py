@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention import make_backend
+from ..attention.rope import RopeTable
 from ..core.errors import ConfigError
 from ..network.adapters import MLP
-from ..network.decoder import _ACTIVATIONS, Decoder, Layer, Norm
+from ..network.decoder import Decoder
 from ..network.families import DecoderConfig
+from ..network.layers import _ACTIVATIONS, Layer, Norm
 from ..network.linear import Dense
 from ..network.loader import WEIGHTS, load_weights, read_config
-from ..network.rope import RopeTable
 from ..network.weights import weight_map
 from .data import TokenBatch
 

@@ -35,7 +35,7 @@ from .eagle3 import Eagle3Model, Eagle3Network
 from .model import EagleModel, load_head, read_head
 
 if TYPE_CHECKING:
-    from ...network.base import TargetInfo
+    from ...network.decoder import TargetInfo
 
 MAX_NODES = 256
 USUAL_DEPTH = 5  # of a head that does not say what it was trained for

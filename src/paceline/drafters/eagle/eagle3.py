@@ -22,14 +22,14 @@ from torch import Tensor
 
 from ...attention import make_backend
 from ...attention.base import Segment
+from ...attention.rope import RopeTable
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import shown
 from ...kv.pool import KVPool
 from ...network.base import Batch
-from ...network.decoder import rms, rms_constants, store
 from ...network.families import DecoderConfig, decoder_config
+from ...network.layers import rms, rms_constants, store
 from ...network.native_states import NativeFuse
-from ...network.rope import RopeTable
 from ..states.head import fill
 
 if TYPE_CHECKING:

@@ -79,7 +79,7 @@ class EagleModel(nn.Module):
         made.head.start(generator)
         return made.requires_grad_(True)
 
-    # -- what the unrolled network asks (`training.unrolled.Unrollable`)
+    # -- what the unrolled network asks (`states.unrolled.Unrollable`)
 
     @property
     def reads_tokens(self) -> bool:

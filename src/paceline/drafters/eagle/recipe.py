@@ -11,8 +11,8 @@ import torch
 from ...core.errors import ConfigError
 from ...core.options import option
 from ...network.files import fingerprint
-from ...training.unrolled import UnrolledRecipe, UnrollOptions
 from ..states.head import layer_json
+from ..states.unrolled import UnrolledRecipe, UnrollOptions
 from .model import EagleFacts, EagleModel
 
 if TYPE_CHECKING:

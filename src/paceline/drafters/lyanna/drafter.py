@@ -42,7 +42,7 @@ from .model import LyannaModel, read_shape
 from .trees import Bias, Chain, Rule, beam_sampling, token_info_sampling
 
 if TYPE_CHECKING:
-    from ...network.base import TargetInfo
+    from ...network.decoder import TargetInfo
     from ...network.handle import TargetHandle
 
 MAX_NODES = 256

@@ -91,7 +91,7 @@ class LyannaModel(nn.Module):
             made.info.start(generator)
         return made.requires_grad_(True)
 
-    # -- what the unrolled network asks (`training.unrolled.Unrollable`)
+    # -- what the unrolled network asks (`states.unrolled.Unrollable`)
 
     @property
     def reads_tokens(self) -> bool:

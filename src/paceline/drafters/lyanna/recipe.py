@@ -14,8 +14,8 @@ from torch import Tensor
 from ...core.errors import ConfigError
 from ...core.options import option
 from ...network.files import fingerprint
-from ...training.unrolled import UnrolledRecipe, UnrollOptions
 from ..states.head import layer_json
+from ..states.unrolled import UnrolledRecipe, UnrollOptions
 from ..vocabulary import tokenizer_mark
 from .model import LyannaModel, LyannaShape
 

@@ -38,7 +38,7 @@ from ..resampling import (
 from .heads import MOST_HEADS, Heads, load, read_config
 
 if TYPE_CHECKING:
-    from ...network.base import TargetInfo
+    from ...network.decoder import TargetInfo
     from ...network.handle import TargetHandle
 
 MAX_NODES = 256

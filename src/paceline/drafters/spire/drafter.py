@@ -43,7 +43,7 @@ from .model import SpireShape, read_memory, read_shape
 from .network import SpireNetwork
 
 if TYPE_CHECKING:
-    from ...network.base import TargetInfo
+    from ...network.decoder import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)

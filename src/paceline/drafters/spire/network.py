@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.rope import RopeTable
 from ...kv.ring import RingCache
 from ...network.base import ForwardState, Taps
-from ...network.decoder import Decoder, Layer, Norm, rms, rms_constants
+from ...network.decoder import Decoder
 from ...network.families import DecoderConfig
+from ...network.layers import Layer, Norm, rms, rms_constants
 from ...network.linear import LinearOp, make_linear
 from ...network.native_memory import RingChain, recall, write_keys
 from ...network.packing import RowPacker
-from ...network.rope import RopeTable
 
 
 class Projection:

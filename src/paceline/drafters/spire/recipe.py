@@ -20,9 +20,9 @@ from ...network.weights import weight_map
 from ...training.data import TokenBatch
 from ...training.losses import TargetHidden, cross_entropy, mixed
 from ...training.network import Network
-from ...training.prefixes import Blocks, run_blocks
 from ...training.trainer import StepContext
 from .model import Ends, Past, SpireShape, read_memory, read_shape, save_shape
+from .prefixes import Blocks, run_blocks
 
 if TYPE_CHECKING:
     from ...training.registry import BuildContext

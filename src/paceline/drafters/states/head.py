@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ...attention.rope import RopeTable
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import shown
-from ...network.decoder import Layer
 from ...network.families import DecoderConfig, decoder_config
 from ...network.files import is_file, opened
+from ...network.layers import Layer
 from ...network.linear import Dense, nan_parameter
-from ...network.rope import RopeTable
 from ...network.weights import Piece, weight_map
 
 Fusion = Literal["concat", "sum"]

@@ -38,7 +38,7 @@ from ..resampling import (
 )
 
 if TYPE_CHECKING:
-    from ...network.base import TargetInfo
+    from ...network.decoder import TargetInfo
 
 MAX_NODES = 1024
 SLACK = 2.0  # by which a score may be too low: the rule that sets the floor knows better, see `engine.chances`

@@ -30,15 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError
-from ..core.options import check, option
-from ..drafters.states.head import StateHead
-from .data import TokenBatch
-from .features import Features, OnlineFeatures, last_states
-from .losses import SoftTarget, TargetHidden, TargetLogits, TargetTop, mse_cross_entropy
-from .multistream import Carriers, group_attention, make_carriers
-from .network import Network, Rotation, attend, finish, project, visible
-from .trainer import StepContext
+from ...core.errors import ConfigError
+from ...core.options import check, option
+from ...training.data import TokenBatch
+from ...training.features import Features, OnlineFeatures, last_states
+from ...training.losses import SoftTarget, TargetHidden, TargetLogits, TargetTop, mse_cross_entropy
+from ...training.multistream import Carriers, group_attention, make_carriers
+from ...training.network import Network, Rotation, attend, finish, project, visible
+from ...training.trainer import StepContext
+from .head import StateHead
 
 BRANCHES = 4  # children of a node that the held-out figures count (Lyanna, Table 1)
 _EVALUATED_LOGITS = 2**21  # elements held at a time

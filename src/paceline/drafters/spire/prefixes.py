@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..drafters.spire.model import SpireShape
-from ..network.decoder import Layer
-from ..network.families import DecoderConfig
-from ..network.linear import Dense
-from .data import TokenBatch
-from .network import KeyValues, Network, Rotation, attend, finish, normed, rotate
+from ...network.families import DecoderConfig
+from ...network.layers import Layer
+from ...network.linear import Dense
+from ...training.data import TokenBatch
+from ...training.network import KeyValues, Network, Rotation, attend, finish, normed, rotate
+from .model import SpireShape
 
 
 @dataclass(frozen=True, slots=True)
