@@ -547,7 +547,7 @@ def plant(name: str) -> None:
         stack.adapters(adapter).rank = 1  # less than its weights have
         one_chain(decoder, Cache(decoder, 16), 16, [AdapterRange(0, 16, adapter)])
     elif name == "buffer":
-        stack._model.layers[0].out.k += 32  # reads behind the last of 16 rows, within one allocation
+        native.abi.CLayer.from_address(stack._model.layers).out.k += 32  # reads behind 16 rows, within one allocation
         one_chain(decoder, Cache(decoder, 16), 16)
     else:
         library.pl_packed_size(2**63 - 1, 8, 0)  # an overflow, without touching memory
