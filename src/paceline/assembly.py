@@ -57,8 +57,8 @@ from .planning.throughput import Network, Precision
 from .rounds import make_round, parse_round, round_of
 from .rounds.base import Origin, Place
 from .rounds.pipeline import PipelineConfig
-from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split, parse_split
+from .rounds.pipeline.stage_line import StageLine
 
 DEFAULT_KV_BYTES = 512 * 2**20
 
@@ -241,9 +241,9 @@ class ServeApart(Protocol):
 
 
 class StartStages(Protocol):
-    """Starts the processes of a target's stages, and gives the belt over them, for the pipeline round."""
+    """Starts the processes of a target's stages, and gives the stage_line over them, for the pipeline round."""
 
-    def __call__(self, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> Belt: ...
+    def __call__(self, config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine: ...
 
 
 def build_engine(

@@ -25,8 +25,8 @@ from .kv.pool import KVPool
 from .network import generation
 from .network.decoder import Decoder
 from .rounds.base import Place
-from .rounds.pipeline.belt import Belt
 from .rounds.pipeline.split import Split
+from .rounds.pipeline.stage_line import StageLine
 
 Message = Mapping[str, str]  # {"role": .., "content": ..}
 
@@ -38,7 +38,7 @@ def _serve_apart(config: LLMConfig, pool_tokens: int, rows: int, place: Place) -
     return serve_apart(config, pool_tokens, rows, place)
 
 
-def _start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> Belt:
+def _start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVPool) -> StageLine:
     """The target's stages in processes of their own, likewise."""
     from .stage_worker import start_stages
 

@@ -1,4 +1,4 @@
-"""Stages of a target in processes of their own: from the options of an `LLM` to workers and the belt over them.
+"""Stages of a target in processes of their own: from the options of an `LLM` to workers and the stage_line over them.
 
 Each process loads its layers and nothing else: embedding, final norm and head are the coordinator's, with the last
 layers.
@@ -81,14 +81,14 @@ def start_stages(config: LLMConfig, split: Split, target: LoadedModel, pool: KVP
         launch = launch_here if not split.hosts else launch_at(split.hosts[index])
         workers.append(Worker(spec, PATIENCE, launch))
     last = Stage(target.decoder, 0, target.decoder.num_layers, pool.tensors)
-    belt = StageWorkers(workers, last, target.layers)
-    finalize(belt, _stop, workers)
+    stage_line = StageWorkers(workers, last, target.layers)
+    finalize(stage_line, _stop, workers)
     _start(workers)
     if placements[-1].cores:
         pin(placements[-1].cores)
     if config.threads is None and placements[-1].num_threads:
         torch.set_num_threads(placements[-1].num_threads)
-    return belt
+    return stage_line
 
 
 def with_cut(config: LLMConfig) -> LLMConfig:

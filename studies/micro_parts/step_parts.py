@@ -32,7 +32,7 @@ FUNCTIONS = {
     "verdict": ("decide",),
     "pass and verdict": ("decide_compiled", "decide_streams_compiled"),
     "keep": ("keep",),
-    "streams": ("count_streams", "read_streams", "count_told"),
+    "streams": ("count_streams", "read_streams", "count_stream_drafts"),
 }
 # part -> methods, from the engine on; of those a round has some
 METHODS = {

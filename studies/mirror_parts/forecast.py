@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.placement import cores, pin
 from paceline.drafters.sessions import ROOT, Ask, Grown, Opening
 from paceline.rounds.mirror.rollout import Candidate, Chain, Rollout
-from paceline.rounds.mirror.running import Elsewhere
+from paceline.rounds.mirror.running import Remote
 
 SECONDS = 4.0  # that parts are measured for, at least
 ALONE, AT_ONCE = "alone", "both at work"
@@ -258,7 +258,7 @@ class Driven:
 
     def __init__(self, sessions: Any, vocab: int, gamma: int) -> None:
         self.sessions, self.vocab, self.gamma = sessions, vocab, gamma
-        self.runner, self.window, self.tokens = Elsewhere(), Chain(), count()
+        self.runner, self.window, self.tokens = Remote(), Chain(), count()
         self.steps, self.rest_ms = 0, 50.0
 
     def open(self, tokens: Sequence[int]) -> None:

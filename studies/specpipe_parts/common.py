@@ -28,7 +28,8 @@ from paceline.kv.pool import KVPool
 from paceline.llm import LLM
 from paceline.planning.models import named
 from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.round import PipelineRound, Ticked
+from paceline.rounds.pipeline.records import Tick
+from paceline.rounds.pipeline.round import PipelineRound
 from paceline.rounds.pipeline.widths import Widths
 
 Value = TypeVar("Value")
@@ -148,7 +149,7 @@ class PipelineRun:
 
     said: list[list[int]]
     seconds: float  # of the virtual clock, from the first prompt on
-    ticks: list[Ticked]
+    ticks: list[Tick]
     times: list[list[float]]  # of each request's tokens
     spans: list[Span] = field(default_factory=list)
 
@@ -267,16 +268,16 @@ def decode(
     decoder, together = target(ask).decoder, together or len(jobs)
     own_s = coordinator_of(together) if coordinator_s is None else coordinator_s
     with VirtualClock() as clock:
-        belt = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link, far, own_s)
+        stage_line = VirtualStages(clock, config.cut(decoder, pool), [stage_s] * config.stages, link, far, own_s)
         round_ = config.over(
             decoder,
             pool,
             drafter,
             "sample_and_match",
-            belt,
-            lambda sessions: VirtualLevels(clock, sessions, draft_s, belt.timeline),
+            stage_line,
+            lambda sessions: VirtualLevels(clock, sessions, draft_s, stage_line.timeline),
         )
-        ticks: list[Ticked] = []
+        ticks: list[Tick] = []
         round_.on_tick, round_.widths = ticks.append, widths
         engine = engine_over(ask, round_, pool, together)
         live = [engine.live[engine.submit(ids, params)].sequences[0].state for ids, params in jobs]
@@ -287,7 +288,7 @@ def decode(
                 row += [clock.now()] * (len(state.token_ids) - len(row))
         assert round_.failure is None, round_.failure
         said = [[*state.token_ids] for state in live]
-        return PipelineRun(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=belt.timeline.spans)
+        return PipelineRun(said=said, seconds=clock.now(), ticks=ticks, times=times, spans=stage_line.timeline.spans)
 
 
 def pool_of(ask: PipeFlags, jobs: Sequence[Job], drafter: Any) -> KVPool:

@@ -112,8 +112,8 @@ def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Cost
     decoder: Any = target(ask).decoder
     pool, config = pool_of(ask, jobs, drafter), levels(ask, rows=LEAP - batch)
     seconds, costs = Seconds(), Costs()
-    belt = TimedStages(config.cut(decoder, pool), seconds, costs)
-    round_: Any = config.over(decoder, pool, drafter, "sample_and_match", belt)
+    stage_line = TimedStages(config.cut(decoder, pool), seconds, costs)
+    round_: Any = config.over(decoder, pool, drafter, "sample_and_match", stage_line)
     sessions = round_.source.sessions
     sessions.grow = seconds.timed(sessions.grow, "elsewhere")
     whole = round_._tick
@@ -122,8 +122,8 @@ def costs_of(ask: PipeFlags, batch: int, found: Sequence[Sequence[int]]) -> Cost
         began, seconds.elsewhere = perf_counter(), 0.0
         said = whole()
         took = perf_counter() - began - seconds.elsewhere
-        if 0 < belt.rows <= belt.count * LEAP:
-            costs.ticks.append((belt.rows, took))
+        if 0 < stage_line.rows <= stage_line.count * LEAP:
+            costs.ticks.append((stage_line.rows, took))
         return said
 
     round_._tick = tick

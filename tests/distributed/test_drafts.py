@@ -25,7 +25,7 @@ from paceline.distributed.worker import Patience, Worker, WorkerSpec
 from paceline.drafters.sessions import ROOT, Ask, GoingSessions, Grown, Opening
 from paceline.rounds.mirror.records import Verdict
 from paceline.rounds.mirror.round import MirrorRound
-from paceline.rounds.mirror.running import Elsewhere
+from paceline.rounds.mirror.running import Remote
 
 LONG = 120.0  # seconds: an end of waiting that no test comes to
 WARM = SamplingParams(temperature=0.9, repetition_penalty=1.3, logit_bias={7: -3.0, 12: 0.5}, stop=["x"], seed=2**70)
@@ -245,7 +245,7 @@ def mirrored(sessions: GoingSessions) -> tuple[list[list[int]], list[Verdict]]:
     made, verdicts = engine.round, list[Verdict]()
     assert isinstance(made, MirrorRound) and isinstance(sessions, GoingSessions)
     given = made.drafter, "sample_and_match", made.exit, made.kappas, made.waits, made.noisy
-    engine.round = MirrorRound(made.target, made.pool, *given, sessions, Elsewhere())
+    engine.round = MirrorRound(made.target, made.pool, *given, sessions, Remote())
     engine.round.on_verdict = verdicts.append
     return ids(run(engine, JOBS)), verdicts
 

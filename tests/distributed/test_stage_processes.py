@@ -60,13 +60,13 @@ def start(workers: list[Worker], stages: int, slots: int) -> None:
 class Killer:
     """Sends signals at some ticks, and notes how long it takes until somebody says who is gone."""
 
-    def __init__(self, workers: Sequence[Worker], belt: StageWorkers) -> None:
+    def __init__(self, workers: Sequence[Worker], stage_line: StageWorkers) -> None:
         self.workers, self.ticks = workers, 0
         self.left = dict(PLAN)
         self.sent: list[tuple[int, int, float]] = []  # stage, process, when
         self.named: list[tuple[str, float]] = []  # what was said, and seconds until then
-        self._look = belt._look
-        belt._look = self.look  # type: ignore[method-assign]
+        self._look = stage_line._look
+        stage_line._look = self.look  # type: ignore[method-assign]
 
     def on_tick(self) -> None:
         self.ticks += 1
@@ -96,12 +96,12 @@ def test_processes_that_are_killed_and_stopped_are_named_in_time_and_change_no_t
     decoder = part(*split(3)[-1], True)
     pool = pool_of(decoder)
     start(workers, 3, pool.tensors.all_k.shape[2])
-    engine, belt, ticks = engine_over(workers, draft_model(noise=0.03, target={"config": CONFIG}), decoder, pool)
+    engine, stage_line, ticks = engine_over(workers, draft_model(noise=0.03, target={"config": CONFIG}), decoder, pool)
     assert [os.sched_getaffinity(w.pid or 0) for w in workers] == [{*w.spec.placement.cores} for w in workers]
     assert ids(run(engine, jobs)) == expected
-    assert sum(tick.hits for tick in ticks) > 10 and belt.faults == []
+    assert sum(tick.hits for tick in ticks) > 10 and stage_line.faults == []
 
-    killer = Killer(workers, belt)
+    killer = Killer(workers, stage_line)
     engine.round.on_tick = lambda tick: killer.on_tick()  # type: ignore[attr-defined]
     assert ids(run(engine, jobs)) == expected
     whys = "died: killed by SIGKILL", "died: killed by SIGKILL", "hangs: "  # no sign of life, or too long at a frame

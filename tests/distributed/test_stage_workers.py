@@ -44,14 +44,14 @@ def test_the_same_tokens_and_ticks_as_stages_in_one_process(stages: int) -> None
     hits = 0
     for params in (GREEDY, WARM):
         jobs = [(PROMPTS[1], params)]
-        engine, belt, ticks = over_threads(stages, drafter())
+        engine, stage_line, ticks = over_threads(stages, drafter())
         assert ids(run(engine, jobs)) == plain(jobs)
         here = assemble(drafter(), round=f"pipeline,stages={stages}", decoder=DECODER)
         others: list[Any] = []
         here.round.on_tick = others.append  # type: ignore[attr-defined]
         (output,) = run(here, jobs)
         assert [(t.entered, t.said, t.hits) for t in ticks] == [(t.entered, t.said, t.hits) for t in others]
-        assert engine.pool.idle and not engine.round.busy and engine.round.failure is None and belt.faults == []
+        assert engine.pool.idle and not engine.round.busy and engine.round.failure is None and stage_line.faults == []
         assert output.stats.row_layers % LAYERS == 0
         hits += sum(tick.hits for tick in ticks)
     assert hits > 5 or stages == 1
@@ -77,9 +77,9 @@ def test_on_compiled_layers_probabilities_too() -> None:
     assert said.prompt_logprobs == expected.prompt_logprobs and sum(tick.hits for tick in ticks) > 3
 
 
-def broken(belt: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> None:
+def broken(stage_line: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> None:
     """A stage raises at some ticks."""
-    left, stand = [*at], belt.workers[stage]
+    left, stand = [*at], stage_line.workers[stage]
     start = stand.start
 
     def breaking() -> None:
@@ -103,19 +103,19 @@ def broken(belt: Any, ticks: list[Any], stage: int, at: Sequence[int]) -> None:
 
 def test_a_stage_that_is_lost_is_named_and_no_token_changes() -> None:
     jobs = [(prompt, params) for prompt in PROMPTS[:3] for params in (GREEDY, WARM)]
-    engine, belt, ticks = over_threads(4, drafter())
-    broken(belt, ticks, 1, (1, 9, 20))
-    broken(belt, ticks, 2, (15,))
+    engine, stage_line, ticks = over_threads(4, drafter())
+    broken(stage_line, ticks, 1, (1, 9, 20))
+    broken(stage_line, ticks, 2, (15,))
     assert ids(run(engine, jobs)) == plain(jobs)
-    assert [f for f in belt.faults if "stage 1" in f] == ["worker stage 1 failed: OSError: out of order"] * 3
-    assert len(belt.faults) == 4 and belt.workers[1].starts == 4 and belt.workers[0].starts == 1
+    assert [f for f in stage_line.faults if "stage 1" in f] == ["worker stage 1 failed: OSError: out of order"] * 3
+    assert len(stage_line.faults) == 4 and stage_line.workers[1].starts == 4 and stage_line.workers[0].starts == 1
     assert engine.pool.idle and sum(tick.hits for tick in ticks) > 5
     assert ids(run(engine, jobs)) == plain(jobs)  # prefixes that are found again are right
 
 
 def test_a_second_failure_in_a_row_ends_the_requests_with_its_words() -> None:
-    engine, belt, ticks = over_threads(3, drafter())
-    broken(belt, ticks, 0, (6, 6))
+    engine, stage_line, ticks = over_threads(3, drafter())
+    broken(stage_line, ticks, 0, (6, 6))
     with pytest.raises(WorkerFailed, match="worker stage 0 failed: OSError: out of order; before that: worker stage 0"):
         run(engine, [(PROMPTS[1], GREEDY)])
     for name in [*engine.live]:
@@ -124,8 +124,8 @@ def test_a_second_failure_in_a_row_ends_the_requests_with_its_words() -> None:
 
 
 def test_a_tick_that_is_interrupted_changes_no_token() -> None:
-    engine, belt, ticks = over_threads(3, drafter())
-    whole, left = belt._receive, [9, 14]
+    engine, stage_line, ticks = over_threads(3, drafter())
+    whole, left = stage_line._receive, [9, 14]
 
     def interrupted(index: int, began: float, rows: int) -> Any:
         if left and len(ticks) == left[0] and index == 1:
@@ -133,7 +133,7 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
             raise KeyboardInterrupt
         return whole(index, began, rows)
 
-    belt._receive = interrupted  # type: ignore[method-assign]
+    stage_line._receive = interrupted  # type: ignore[method-assign]
     jobs = [(prompt, GREEDY) for prompt in PROMPTS[:2]]
     with pytest.raises(KeyboardInterrupt):
         run(engine, jobs)
@@ -144,13 +144,13 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
     while engine.busy:
         engine.step()
     assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
-    assert not left and belt.faults == []
+    assert not left and stage_line.faults == []
 
 
 def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, belt, ticks = over_threads(3, drafter())
+    engine, stage_line, ticks = over_threads(3, drafter())
     monkeypatch.setattr("paceline.distributed.hanging.HANG_S", 0.2)
-    stage, silent = belt.workers[0], []
+    stage, silent = stage_line.workers[0], []
     whole = stage.service.handle
 
     def handle(message: Any) -> Any:
@@ -162,22 +162,22 @@ def test_a_stage_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stage.service.handle = handle
     assert ids(run(engine, [(PROMPTS[0], GREEDY)])) == plain([(PROMPTS[0], GREEDY)])
-    assert silent and len(belt.faults) == 1
-    said = re.fullmatch(r"worker stage 0 hangs: at \d+ rows for ([\d.]+) s", belt.faults[0])
+    assert silent and len(stage_line.faults) == 1
+    said = re.fullmatch(r"worker stage 0 hangs: at \d+ rows for ([\d.]+) s", stage_line.faults[0])
     assert said is not None and 0.2 <= float(said[1]) < 2
 
 
 def test_what_the_last_stage_takes_is_not_charged_to_the_others() -> None:
-    engine, belt, ticks = over_threads(3, drafter())
-    whole = belt.last.run
+    engine, stage_line, ticks = over_threads(3, drafter())
+    whole = stage_line.last.run
 
     def slow(frame: Frame) -> Frame:
         time.sleep(0.05)
         return whole(frame)
 
-    belt.last.run = slow  # type: ignore[method-assign]
+    stage_line.last.run = slow  # type: ignore[method-assign]
     assert ids(run(engine, [(PROMPTS[1], GREEDY)])) == plain([(PROMPTS[1], GREEDY)])
-    assert len(ticks) > 10 and belt._limits[0].seconds(1) < HANG_S + SLACK * 0.05
+    assert len(ticks) > 10 and stage_line._limits[0].seconds(1) < HANG_S + SLACK * 0.05
 
 
 # -- messages

@@ -21,7 +21,7 @@ from paceline.engine.engine import Engine, EngineLimits
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.kv.pool import KVPool
 from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.round import Ticked
+from paceline.rounds.pipeline.records import Tick
 
 STAGES = 8
 CONFIG = tiny_config(num_layers=STAGES)
@@ -68,23 +68,23 @@ def decode(
     source_s: Callable[[int], float] = lambda rows: 0.5,
     tokens: int = FEW,
     **parts: Any,
-) -> tuple[list[int], float, list[Ticked], VirtualStages]:
+) -> tuple[list[int], float, list[Tick], VirtualStages]:
     """Tokens, seconds of virtual time, ticks and stages of one request."""
     pool = KVPool(*DECODER.cache_shape, 1024, DECODER.dtype, DECODER.device)
     config = PipelineConfig(stages=STAGES, width=1, children=1)
-    belt = VirtualStages(clock, config.cut(DECODER, pool), [stage_s] * STAGES, **parts)
+    stage_line = VirtualStages(clock, config.cut(DECODER, pool), [stage_s] * STAGES, **parts)
 
     def levels(sessions: Any) -> VirtualLevels:
-        return VirtualLevels(clock, sessions, source_s, belt.timeline)
+        return VirtualLevels(clock, sessions, source_s, stage_line.timeline)
 
-    round_ = config.over(DECODER, pool, drafter, "sample_and_match", belt, levels)  # type: ignore[arg-type]
-    ticks: list[Ticked] = []
+    round_ = config.over(DECODER, pool, drafter, "sample_and_match", stage_line, levels)  # type: ignore[arg-type]
+    ticks: list[Tick] = []
     round_.on_tick = ticks.append
     limits = EngineLimits(vocab_size=VOCAB, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
     engine = Engine(round_, pool, limits, SchedulerConfig(), FixedBudget(size=0, why="a test"), TOY_TEXTS, {})
     (output,) = run(engine, [(PROMPT, replace(PARAMS, max_tokens=tokens))])
     assert round_.failure is None
-    return output.outputs[0].token_ids, clock.now(), ticks, belt
+    return output.outputs[0].token_ids, clock.now(), ticks, stage_line
 
 
 @pytest.mark.parametrize("measured", [4.19, 5.53])
@@ -109,31 +109,31 @@ def test_a_hit_rate_gives_the_formulas_time(answer: list[int], measured: float) 
 
 def test_without_a_source_every_token_takes_all_stages(answer: list[int]) -> None:
     with VirtualClock() as clock:
-        said, seconds, _, belt = decode(clock, None)
+        said, seconds, _, stage_line = decode(clock, None)
     assert said == answer[len(PROMPT) :][:FEW] and seconds == STAGES * FEW
-    assert len([span for span in belt.timeline.spans if span.what == "compute"]) == STAGES * FEW
+    assert len([span for span in stage_line.timeline.spans if span.what == "compute"]) == STAGES * FEW
 
 
 def test_a_link_lengthens_every_tick_by_its_way(answer: list[int]) -> None:
     """A star: in every tick one frame behind the other to the far stages, and back from them."""
     link, far = Link(latency_ms=100.0, gbit_per_s=1e-5), range(STAGES - 1)
     with VirtualClock() as clock:
-        said, seconds, ticks, belt = decode(clock, Synthetic(answer, lambda place: False), link=link, far=far)
+        said, seconds, ticks, stage_line = decode(clock, Synthetic(answer, lambda place: False), link=link, far=far)
     assert said == answer[len(PROMPT) :][:FEW] and len(ticks) == STAGES + FEW - 1
     row = link.transfer_s(CONFIG.d_model * 8 + ROW_BYTES)
-    spans = [span for span in belt.timeline.spans if span.what == "transmit"]
+    spans = [span for span in stage_line.timeline.spans if span.what == "transmit"]
     assert len({span.who for span in spans}) == len(far) and all(span.ended > span.began for span in spans)
     full = 1 + 2 * 0.1 + (len(far) + 1) * row  # of a tick in which all stages hold a row
-    began = [span.began for span in belt.timeline.spans if (span.who, span.what) == ("stage 7", "compute")]
+    began = [span.began for span in stage_line.timeline.spans if (span.who, span.what) == ("stage 7", "compute")]
     assert began[-10] - began[-11] == pytest.approx(full)
-    assert {span.what for span in belt.timeline.spans} == {"compute", "transmit", "draft"}
+    assert {span.what for span in stage_line.timeline.spans} == {"compute", "transmit", "draft"}
 
 
 def test_one_row_crosses_the_link_twice_for_each_far_stage(answer: list[int]) -> None:
     with VirtualClock() as clock:
-        said, seconds, _, belt = decode(clock, None, tokens=4, link=Link(latency_ms=250.0), far=(0, 1, 2))
+        said, seconds, _, stage_line = decode(clock, None, tokens=4, link=Link(latency_ms=250.0), far=(0, 1, 2))
     assert said == answer[len(PROMPT) :][:4] and seconds == 4 * (STAGES + 3 * 0.5)
-    assert {s.who for s in belt.timeline.spans if s.what == "transmit"} == {"stage 0", "stage 1", "stage 2"}
+    assert {s.who for s in stage_line.timeline.spans if s.what == "transmit"} == {"stage 0", "stage 1", "stage 2"}
 
 
 def test_the_coordinators_work_is_part_of_every_tick(answer: list[int]) -> None:

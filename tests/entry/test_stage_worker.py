@@ -147,20 +147,24 @@ def test_processes_give_the_answers_of_one() -> None:
     expected = ids(LLM(MODEL, exact=True, **SMALL).generate(PROMPTS, GREEDY))
     llm = LLM(MODEL, pipeline=2, drafter=DRAFTER, round="pipeline,source=process", exact=True, **SMALL)
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected
-    belt: Any = llm.engine.round.belt  # type: ignore[attr-defined]
+    stage_line: Any = llm.engine.round.stage_line  # type: ignore[attr-defined]
     source: Any = llm.engine.round.source.sessions._worker  # type: ignore[attr-defined]
     ticks: list[Any] = []
 
     def on_tick(tick: Any) -> None:
         ticks.append(tick)
         if len(ticks) == 8:
-            os.kill(belt.workers[0].pid, signal.SIGKILL)
+            os.kill(stage_line.workers[0].pid, signal.SIGKILL)
         if len(ticks) == 12:
             os.kill(source.pid, signal.SIGKILL)
 
     llm.engine.round.on_tick = on_tick  # type: ignore[attr-defined]
     assert ids(llm.generate(PROMPTS, GREEDY)) == expected
-    assert "stage 0" in belt.faults[0] and "killed by SIGKILL" in belt.faults[0] and len(belt.faults) == 1
+    assert (
+        "stage 0" in stage_line.faults[0]
+        and "killed by SIGKILL" in stage_line.faults[0]
+        and len(stage_line.faults) == 1
+    )
     assert "worker draft" in source.faults[0] and llm.engine.round.failure is None
     with pytest.raises(ConfigError, match="leave share out"):
         LLM(MODEL, share=llm, pipeline=2, **SMALL)

@@ -41,7 +41,10 @@ PLACES = tuple(  # before and after each of these
     )
     for when in ("before", "after")
 )
-PIPED = {"pool.commit": "pool.settle", "round.emitter.emit": "round.belt.tick"}  # what a pipeline has in their place
+PIPED = {
+    "pool.commit": "pool.settle",
+    "round.emitter.emit": "round.stage_line.tick",
+}  # what a pipeline has in their place
 _FINE = {"prompt_token_ids": [5]}
 MODES = ("submit", "submit", "stream", "stream", "generate")
 

@@ -233,8 +233,8 @@ def start(drafter: str | None, stages: int = 0) -> AsyncLLM:
 
 def workers(models: Sequence[AsyncLLM]) -> list[int]:
     """Numbers of the processes of all engines' stages."""
-    belts: list[Any] = [getattr(llm._llm.engine.round, "belt", None) for llm in models]
-    return [worker.pid for belt in belts for worker in getattr(belt, "workers", ())]
+    belts: list[Any] = [getattr(llm._llm.engine.round, "stage_line", None) for llm in models]
+    return [worker.pid for stage_line in belts for worker in getattr(stage_line, "workers", ())]
 
 
 async def turn(llm: AsyncLLM, soak: Soak, seed: int, began: float, seconds: float, others: Sequence[int] = ()) -> None:

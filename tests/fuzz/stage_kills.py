@@ -92,7 +92,7 @@ class Killed:
     @property
     def workers(self) -> list[Worker]:
         """All processes but this one."""
-        return [*self.round.belt.workers, self.round.source.sessions._worker]
+        return [*self.round.stage_line.workers, self.round.source.sessions._worker]
 
     def params(self) -> SamplingParams:
         """Of one request."""

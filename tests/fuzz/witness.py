@@ -14,7 +14,8 @@ from paceline.core.verify import Accepted
 from paceline.drafters.base import DraftRule, SequenceView
 from paceline.engine.engine import Engine
 from paceline.rounds.base import StepResult, Work
-from paceline.rounds.pipeline.round import PipelineRound, Ticked
+from paceline.rounds.pipeline.records import Tick
+from paceline.rounds.pipeline.round import PipelineRound
 
 LONG = 5  # accepted lengths from here on are counted together
 
@@ -56,7 +57,7 @@ class Witness:
         round_.step = watched_step
         judge.verifier = replace(judge.verifier, verify=watched_verify)
 
-    def _saw_tick(self, tick: Ticked) -> None:
+    def _saw_tick(self, tick: Tick) -> None:
         self.met["pipelines' hits"] += tick.hits
         self.met["pipelines' flushes"] += sum(verdict.flushed for verdict in tick.verdicts)
         self.met["late siblings"] += tick.late

@@ -25,7 +25,7 @@ from paceline.kv.store import KVStore
 from paceline.network.decoder import Decoder
 from paceline.network.stages import Stage, even_cuts
 from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.round import Ticked
+from paceline.rounds.pipeline.records import Tick
 
 LAYERS, TOKENS = 8, 512
 CONFIG = tiny_config(num_layers=LAYERS)
@@ -127,24 +127,24 @@ def engine_over(
     pool: KVPool,
     max_batch_rows: int = 64,
     **options: Any,
-) -> tuple[Engine, StageWorkers, list[Ticked]]:
+) -> tuple[Engine, StageWorkers, list[Tick]]:
     """An engine whose pipeline round runs over workers and, last, ``decoder``."""
     config = PipelineConfig(stages=len(workers) + 1, **options)
-    belt = StageWorkers(workers, Stage(decoder, 0, decoder.num_layers, pool.tensors), LAYERS)
+    stage_line = StageWorkers(workers, Stage(decoder, 0, decoder.num_layers, pool.tensors), LAYERS)
     if drafter is not None:
         drafter.bind(decoder.info("tiny"), 64, pool.num_tokens, decoder.device)
-    round_ = config.over(decoder, pool, drafter, "sample_and_match", belt)
-    ticks: list[Ticked] = []
+    round_ = config.over(decoder, pool, drafter, "sample_and_match", stage_line)
+    ticks: list[Tick] = []
     round_.on_tick = ticks.append
     limits = EngineLimits(vocab_size=CONFIG.vocab_size, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
     scheduler = SchedulerConfig(max_sequences=64, max_batch_rows=max_batch_rows)
     budget = FixedBudget(size=8 if drafter is not None else 0, why="" if drafter is not None else "no drafter")
-    return Engine(round_, pool, limits, scheduler, budget, TOY_TEXTS, {}), belt, ticks
+    return Engine(round_, pool, limits, scheduler, budget, TOY_TEXTS, {}), stage_line, ticks
 
 
 def over_threads(
     stages: int, drafter: Any, dtype: torch.dtype = torch.float64, compiled: bool = False, **parts: Any
-) -> tuple[Engine, StageWorkers, list[Ticked]]:
+) -> tuple[Engine, StageWorkers, list[Tick]]:
     """The same with a thread a stage."""
     *others, own = split(stages)
     decoder = part(*own, True, dtype, compiled)

@@ -55,7 +55,8 @@ from paceline.network.adapters import AdapterConfig
 from paceline.network.decoder import Decoder
 from paceline.network.families import DecoderConfig
 from paceline.rounds.base import RunningSequence, StepResult, Work
-from paceline.rounds.pipeline.round import PipelineRound, Ticked
+from paceline.rounds.pipeline.records import Tick
+from paceline.rounds.pipeline.round import PipelineRound
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 from lyanna_parts.extra_pass import ExtraPass  # noqa: E402
@@ -641,7 +642,7 @@ class Witness:
                 self._saw_token(sequence, round_.source is not None)
             return result
 
-        def ticked(tick: Ticked) -> None:
+        def ticked(tick: Tick) -> None:
             self.accepted.update(int(verdict.hit) for verdict in tick.verdicts)
             for met, mark in ((tick.refills, "a partial refill"), (tick.late, "a late sibling")):
                 if met:

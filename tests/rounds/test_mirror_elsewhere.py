@@ -15,7 +15,7 @@ from paceline.engine.engine import Engine
 from paceline.rounds.mirror import MirrorConfig
 from paceline.rounds.mirror.records import StepTimes, Verdict
 from paceline.rounds.mirror.round import MirrorRound
-from paceline.rounds.mirror.running import Elsewhere
+from paceline.rounds.mirror.running import Remote
 
 
 @dataclass
@@ -115,7 +115,7 @@ def elsewhere(
     assert isinstance(going, GoingSessions)
     parts = made.target, made.pool, made.drafter, "sample_and_match"
     config = MirrorConfig(kappa=4, exit="2", rows=rows)
-    round_ = config.over(*parts, config.exit_head(made.target), going, Elsewhere(spin_s=0.0))
+    round_ = config.over(*parts, config.exit_head(made.target), going, Remote(spin_s=0.0))
     verdicts: list[Verdict] = []
     times: list[StepTimes] = []
     round_.on_verdict, round_.on_step = verdicts.append, times.append

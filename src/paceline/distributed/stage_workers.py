@@ -1,4 +1,4 @@
-"""Stages in processes, as their coordinator sees them: a belt whose last stage is its own.
+"""Stages in processes, as their coordinator sees them: a stage_line whose last stage is its own.
 
     coordinator: tokens embedded -> stage 0 -> coordinator -> stage 1 -> .. -> coordinator: last stage, head, verdicts
 
@@ -36,7 +36,7 @@ PATIENCE = Patience(start_s=600.0, stuck_s=3600.0)  # a stage's work is timed he
 
 
 class StageWorkers:
-    """A `rounds.pipeline.belt.Belt` of workers, each with a stage, and of a last stage in this process.
+    """A `rounds.pipeline.stage_line.StageLine` of workers, each with a stage, and of a last stage in this process.
 
     Args:
         workers: of the stages but the last one, in order, started. They end with this object's `stop`.
@@ -57,7 +57,7 @@ class StageWorkers:
         self._clear = True  # whether the stages are to be told the epoch
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """See `Belt`.
+        """See `StageLine`.
 
         Raises:
             PassesLost: a stage was lost; what is in flight does not count any more, nor what the stages' K/V holds.
@@ -96,15 +96,15 @@ class StageWorkers:
         return replace(frame, hidden=said.hidden.to(self.last.decoder.device))
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """See `Belt`."""
+        """See `StageLine`."""
         self.last.tell(request, version, alive)
 
     def close(self, request: int) -> None:
-        """See `Belt`."""
+        """See `StageLine`."""
         self.last.close(request)
 
     def clear(self) -> int:
-        """See `Belt`; the stages hear of it before the next tick."""
+        """See `StageLine`; the stages hear of it before the next tick."""
         self._held = [None] * self.count
         self.last.forget(self.last.epoch + 1)
         self._clear = True

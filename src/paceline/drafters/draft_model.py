@@ -171,12 +171,6 @@ class _Growth(Growth):
         """Tokens of the text without K/V."""
         return len(self.sequence.tokens) - self.state.cache.committed
 
-    @property
-    def rules(self) -> bytes | None:
-        """How compiled code draws coupled drafts; None: the likeliest tokens."""
-        sampler = self.sequence.sampler
-        return None if sampler.plain else sampler.rules
-
 
 class DraftModel(Drafter):
     """Drafts with a decoder of its own and its own K/V pool.

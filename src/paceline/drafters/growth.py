@@ -38,6 +38,12 @@ class Growth:
     q_rows: dict[int, Tensor] = field(default_factory=dict)  # node -> [V], for sampled drafts
     forwarded: int = 0  # the first so many nodes have K/V
 
+    @property
+    def rules(self) -> bytes | None:
+        """How compiled code draws coupled drafts; None: the likeliest tokens."""
+        sampler = self.sequence.sampler
+        return None if sampler.plain else sampler.rules
+
     def path(self, node: int) -> list[int]:
         """Nodes from below the root to ``node``."""
         nodes: list[int] = []

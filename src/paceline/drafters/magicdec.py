@@ -63,12 +63,6 @@ class _Growth(Growth):
 
     cache: SequenceCache | None = None
 
-    @property
-    def rules(self) -> bytes | None:
-        """How compiled code draws coupled drafts; None: the likeliest tokens."""
-        sampler = self.sequence.sampler
-        return None if sampler.plain else sampler.rules
-
 
 class MagicDec(Drafter):
     """Drafts chains with the target over a sparse view of its own K/V.

@@ -306,7 +306,7 @@ class StagesInTurn:
         self._held: list[Frame | None] = [None] * self.count
 
     def tick(self, entering: Frame | None) -> Frame | None:
-        """See `rounds.pipeline.belt.Belt`."""
+        """See `rounds.pipeline.stage_line.StageLine`."""
         self._held[0] = entering
         done = self.compute(self._held)
         self._held = [None, *done[:-1]]
@@ -318,17 +318,17 @@ class StagesInTurn:
         return [None if frame is None else stage.run(frame) for stage, frame in pairs]
 
     def tell(self, request: int, version: int, alive: frozenset[int]) -> None:
-        """See `rounds.pipeline.belt.Belt`."""
+        """See `rounds.pipeline.stage_line.StageLine`."""
         for stage in self.stages:
             stage.tell(request, version, alive)
 
     def close(self, request: int) -> None:
-        """See `rounds.pipeline.belt.Belt`."""
+        """See `rounds.pipeline.stage_line.StageLine`."""
         for stage in self.stages:
             stage.close(request)
 
     def clear(self) -> int:
-        """See `rounds.pipeline.belt.Belt`."""
+        """See `rounds.pipeline.stage_line.StageLine`."""
         self._held = [None] * self.count
         epoch = self.stages[0].epoch + 1
         for stage in self.stages:

@@ -25,7 +25,7 @@ from .taps import Tapped
 
 
 @dataclass(slots=True)
-class StreamsTold:
+class StreamDrafts:
     """What the streams of a pass said, and what they took."""
 
     carriers: Sequence[Carriers]
@@ -49,7 +49,7 @@ def decide_streams_compiled(
     target: Decoder,
     pool: KVPool,
     tapped: Tapped | None = None,
-) -> StreamsTold | None:
+) -> StreamDrafts | None:
     """`Pass.tokens` and `Pass.paths` of a whole pass, and what the streams say; None: it needs the long way.
 
     The long way is for what `compiled.decide_compiled` leaves to it, for carriers with rules beside temperature and
@@ -60,7 +60,7 @@ def decide_streams_compiled(
         tapped: rows whose states are taken in the same call.
     """
     if not carriers:
-        return StreamsTold((), (), (), 0.0) if decide_compiled(p, target, pool, tapped) else None
+        return StreamDrafts((), (), (), 0.0) if decide_compiled(p, target, pool, tapped) else None
     stack, wanted = target.stack, wants(p)
     if stack is None or wanted is None or not _plain_streams(carriers) or not _walkable(p, carriers):
         return None
@@ -76,7 +76,7 @@ def decide_streams_compiled(
     settle(p, chosen, wanted == "choices")
     if tapped is not None and taps is not None:
         taken(tapped, taps, target)
-    return StreamsTold(carriers, riding.carriers, told, late_ms)
+    return StreamDrafts(carriers, riding.carriers, told, late_ms)
 
 
 def _walkable(p: Pass, carriers: Sequence[Carriers]) -> bool:
@@ -128,7 +128,7 @@ def _riders(p: Pass, c: Carriers, rules: StreamRules, streams: int, free: int, r
     return choose_riders(chances, streams, free, room)
 
 
-def count_told(p: Pass, said: StreamsTold, num_layers: int) -> None:
+def count_stream_drafts(p: Pass, said: StreamDrafts, num_layers: int) -> None:
     """Row-layers of streams, and whether those that were read rode."""
     for c, rows, told in zip(said.carriers, said.riding, said.told, strict=True):
         upper, stats = num_layers - c.insertion, p.works[c.work].sequence.state.stats

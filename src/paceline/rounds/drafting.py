@@ -167,3 +167,28 @@ def _cut(tree: TokenTree, want: DraftRequest) -> TokenTree:
         return tree
     kept = [[n for n, d in enumerate(depths[: budget + 1]) if d <= deep] for depths, (_, budget, deep) in rows]
     return tree.kept(kept)
+
+
+class GuardedRound:
+    """The part of a round that asks `guard` for drafts: what it says of the drafter, and tells it."""
+
+    guard: GuardedDrafter
+    busy = False  # a pass ends in the step that began it
+
+    @property
+    def failure(self) -> str | None:
+        """Why the drafter was disabled, if it failed."""
+        return self.guard.failure
+
+    @property
+    def past(self) -> int | None:
+        """Last tokens of a text that its drafter needs the states of."""
+        return self.guard.past
+
+    def release(self, sequences: Sequence[RunningSequence]) -> None:
+        """Let the drafter drop the state of ended or preempted sequences."""
+        self.guard.release(sequences)
+
+    def forget(self) -> None:
+        """Let the drafter forget sequences that ended."""
+        self.guard.forget()

@@ -20,9 +20,9 @@ from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
 from ..network.streams import StreamSet, check_exit
-from .base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
-from .compiled_streams import StreamsTold, count_told, decide_streams_compiled
-from .drafting import GuardedDrafter
+from .base import UNKNOWN, Origin, Round, RoundConfig, StepResult, Work
+from .compiled_streams import StreamDrafts, count_stream_drafts, decide_streams_compiled
+from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
 from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from .pruning import prune
@@ -55,7 +55,7 @@ class FusedConfig(RoundConfig):
         return FusedRound(target, pool, drafter, verifier)
 
 
-class FusedRound:
+class FusedRound(GuardedRound):
     """Verification and drafting in one pass, by streams beside the target's rows.
 
     Args:
@@ -70,7 +70,6 @@ class FusedRound:
     """
 
     name = "fused"
-    busy = False  # a pass ends in the step that began it
 
     def __init__(self, target: Decoder, pool: KVPool, drafter: Drafter, verifier: str) -> None:
         self.guard = GuardedDrafter(drafter, verifier, target.config.vocab_size)
@@ -90,16 +89,6 @@ class FusedRound:
         # Whether a pass that prunes nothing may be one compiled call: the default verdict, no drafts that are drawn.
         self.compiled = self.guard.verifier.verify is match and self.rules.k > 0
         self._make_room(self.rules.gamma)
-
-    @property
-    def failure(self) -> str | None:
-        """Why the drafter was disabled, if it failed."""
-        return self.guard.failure
-
-    @property
-    def past(self) -> int | None:
-        """Last tokens of a text that its drafter needs the states of."""
-        return self.guard.past
 
     def admit(self, streams: StreamSet) -> None:
         """Check that an application's set fits the drafter's rules.
@@ -149,7 +138,7 @@ class FusedRound:
         verify = checked - drafted - taps - (said.late_ms / 1e3 if said else 0.0)
         return p.result(draft * 1e3, verify * 1e3, (ended - began - draft - verify) * 1e3, asked * 1e3)
 
-    def _decide(self, p: Pass, carriers: list[Carriers]) -> tuple[StreamsTold | None, Tapped | None]:
+    def _decide(self, p: Pass, carriers: list[Carriers]) -> tuple[StreamDrafts | None, Tapped | None]:
         """Pass and verdict; what the streams said, where that came with it, and the states that were taken."""
         prunes = self._prunes(p)
         if self.compiled and not prunes:
@@ -167,13 +156,13 @@ class FusedRound:
         return None, tapped
 
     def _read(
-        self, p: Pass, carriers: list[Carriers], said: StreamsTold | None, shown: Shown | None
+        self, p: Pass, carriers: list[Carriers], said: StreamDrafts | None, shown: Shown | None
     ) -> tuple[float, float]:
         """Count the streams, and show the drafter what they say; returns the seconds that they took behind the pass,
         and those of showing."""
         began = perf_counter()
         if said is not None:
-            count_told(p, said, self.target.num_layers)
+            count_stream_drafts(p, said, self.target.num_layers)
             self.guard.observe(p, shown, stream_levels=said.levels(len(p.works)))
             return said.late_ms / 1e3, perf_counter() - began
         count_streams(p, carriers, self.target.num_layers)
@@ -181,14 +170,6 @@ class FusedRound:
         read = perf_counter()
         self.guard.observe(p, shown, stream_logits)
         return read - began, perf_counter() - read
-
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let the drafter drop the state of ended or preempted sequences."""
-        self.guard.release(sequences)
-
-    def forget(self) -> None:
-        """Let the drafter forget sequences that ended."""
-        self.guard.forget()
 
     def _prunes(self, p: Pass) -> bool:
         """Whether the trees of this pass are pruned: in batches there are neither trees nor pruning (appendix L)."""

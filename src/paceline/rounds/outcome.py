@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ..core.request import Logprob, token_logprobs
 from ..drafters.base import DrafterSpec
 from ..kv.pool import KVPool, SequenceCache
+from .base import RunningSequence
 from .passes import Pass
 
 
@@ -51,7 +53,11 @@ class Emitter:
             stats.row_layers += self.num_layers
             stats.record_plain()
             return 1
-        logprobs = None if sequence.state.request.params.logprobs is None else _logprobs(p, i)
+        logprobs = None
+        if sequence.state.request.params.logprobs is not None:
+            nodes, index = [0, *path], p.spans[i].tree_index
+            paths = p.tree.path_tokens(index)[nodes] if p.tree is not None and index >= 0 else None
+            logprobs = logprobs_of(sequence, p.logits[p.rows[i]][nodes], p.tokens[i], paths)
         emitted = sequence.emit(p.tokens[i], len(path), logprobs)
         if emitted:
             self._count(p, i, emitted)
@@ -79,16 +85,23 @@ class Emitter:
         )
 
 
-def _logprobs(p: Pass, i: int) -> list[dict[int, Logprob]]:
-    """One entry a token of one work, from the logits of the nodes they follow."""
-    sequence, index = p.works[i].sequence, p.spans[i].tree_index
-    nodes = [0, *p.paths[i]]
-    rows = p.logits[p.rows[i]][nodes]
+def logprobs_of(
+    sequence: RunningSequence, logits: Tensor, tokens: Sequence[int], paths: Tensor | None = None
+) -> list[dict[int, Logprob]] | None:
+    """One entry a token, where the request asked for them.
+
+    Args:
+        sequence: whose tokens they are.
+        logits: [n, V] after the nodes that they follow.
+        tokens: [n].
+        paths: [n, D] drafted tokens up to each node; None: all follow the text.
+    """
+    wanted = sequence.state.request.params.logprobs
+    if wanted is None:
+        return None
     if sequence.params.logprobs_mode == "processed":
-        paths = p.tree.path_tokens(index)[nodes] if p.tree is not None and index >= 0 else None
-        rows = sequence.view.sampler.process(rows, paths)
-    wanted = sequence.params.logprobs or 0
-    return token_logprobs(rows, torch.tensor(p.tokens[i]), wanted, sequence.state.token_text)
+        logits = sequence.view.sampler.process(logits, paths)
+    return token_logprobs(logits, torch.tensor(tokens), wanted, sequence.state.token_text)
 
 
 def _by_source(spec: DrafterSpec, drafted: list[int], accepted: list[int]) -> dict[str, tuple[int, Sequence[int]]]:

@@ -15,9 +15,9 @@ from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
-from .base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
+from .base import UNKNOWN, Origin, Round, RoundConfig, StepResult, Work
 from .compiled import decide_compiled
-from .drafting import GuardedDrafter
+from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
 from .passes import Pass, decide, lay_out, main_adapters, pack, read_logits
 from .taps import Tapped, show
@@ -46,7 +46,7 @@ class SerialConfig(RoundConfig):
         return SerialRound(target, pool, drafter, verifier)
 
 
-class SerialRound:
+class SerialRound(GuardedRound):
     """Draft, verify, repeat: the schedule of classical speculative decoding.
 
     Args:
@@ -60,7 +60,6 @@ class SerialRound:
     """
 
     name = "serial"
-    busy = False  # a pass ends in the step that began it
 
     def __init__(self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str) -> None:
         self.target, self.pool, self.drafter = target, pool, drafter
@@ -68,16 +67,6 @@ class SerialRound:
         self.emitter = Emitter(target.num_layers, drafter.spec if drafter else None)
         # Whether a pass may be one compiled call: its verdict is the default one.
         self.compiled = self.guard.verifier.verify is match
-
-    @property
-    def failure(self) -> str | None:
-        """Why the drafter was disabled, if it failed."""
-        return self.guard.failure
-
-    @property
-    def past(self) -> int | None:
-        """Last tokens of a text that its drafter needs the states of."""
-        return self.guard.past
 
     @inference
     def step(self, works: Sequence[Work], rule: DraftRule | None = None) -> StepResult:
@@ -114,11 +103,3 @@ class SerialRound:
             tapped.source = taps.hidden
         read_logits(p, self.target)
         decide(p, self.guard.verifier.verify)
-
-    def release(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let the drafter drop the state of ended or preempted sequences."""
-        self.guard.release(sequences)
-
-    def forget(self) -> None:
-        """Let the drafter forget sequences that ended."""
-        self.guard.forget()

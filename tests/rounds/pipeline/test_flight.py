@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from kits.masks import append_layer, kept_cache, pruned, subtree
 
 from paceline.network.stages import TEXT, Survivors
 from paceline.rounds.pipeline.flight import NONE, Flight, Offer, Verdict
-from paceline.rounds.pipeline.masks import append_layer, kept_cache, pruned, subtree
 
 Path = tuple[int, ...]  # all tokens of the text up to a node's own
 

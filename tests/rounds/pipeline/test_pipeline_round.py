@@ -23,7 +23,8 @@ from paceline.engine.engine import Engine
 from paceline.rounds import parse_round
 from paceline.rounds.pipeline.flight import Draft
 from paceline.rounds.pipeline.lossy import relaxed, within_top_p
-from paceline.rounds.pipeline.round import Filling, PipelineRound, Ticked
+from paceline.rounds.pipeline.records import Filling, Tick
+from paceline.rounds.pipeline.round import PipelineRound
 
 LAYERS = 8
 CONFIG = tiny_config(num_layers=LAYERS)
@@ -44,10 +45,10 @@ def drafter(noise: float = 0.03, **shape: Any) -> Any:
     return draft_model(noise=noise, target={"config": CONFIG} | shape)
 
 
-def piped(draft: Any, stages: int = 4, options: str = "", **parts: Any) -> tuple[Engine, PipelineRound, list[Ticked]]:
+def piped(draft: Any, stages: int = 4, options: str = "", **parts: Any) -> tuple[Engine, PipelineRound, list[Tick]]:
     engine = assemble(draft, round=f"pipeline,stages={stages}{options}", **{"decoder": DECODER} | parts)
     assert isinstance(engine.round, PipelineRound)
-    ticks: list[Ticked] = []
+    ticks: list[Tick] = []
     engine.round.on_tick = ticks.append
     return engine, engine.round, ticks
 
@@ -217,7 +218,7 @@ def test_what_cannot_run_is_refused_with_the_reason() -> None:
 
 def test_a_tick_that_is_interrupted_changes_no_token() -> None:
     engine, round_, ticks = piped(drafter(), 4)
-    stage, left = round_.belt.stages[2], [9, 14]  # type: ignore[attr-defined]
+    stage, left = round_.stage_line.stages[2], [9, 14]  # type: ignore[attr-defined]
     whole = stage.run
 
     def interrupted(frame: Any) -> Any:
@@ -237,7 +238,7 @@ def test_a_tick_that_is_interrupted_changes_no_token() -> None:
     while engine.busy:
         engine.step()
     assert [one.sequences[0].state.token_ids for one in live] == plain(jobs)
-    assert not left and round_.belt.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
+    assert not left and round_.stage_line.stages[0].epoch == 2 and sum(tick.hits for tick in ticks) > 5  # type: ignore[attr-defined]
 
 
 # -- every source, every number of stages

@@ -21,7 +21,8 @@ from paceline.kv.pool import KVPool
 from paceline.rounds import parse_round
 from paceline.rounds.base import Place
 from paceline.rounds.pipeline import PipelineConfig
-from paceline.rounds.pipeline.round import PipelineRound, Ticked
+from paceline.rounds.pipeline.records import Tick
+from paceline.rounds.pipeline.round import PipelineRound
 
 CONFIG = tiny_config(num_layers=8)
 DECODER = tiny_decoder(CONFIG)
@@ -37,7 +38,7 @@ def plain(jobs: Sequence[Any]) -> list[list[int]]:
     return ids([run(assemble(decoder=DECODER), [job])[0] for job in jobs])
 
 
-def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, list[Ticked]]:
+def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, list[Tick]]:
     """The pipeline round of a configuration, whose drafter is served by a thread."""
     drafter = draft_model(noise=noise, target={"config": CONFIG})
     asked: list[tuple[int, Place]] = []
@@ -60,22 +61,22 @@ def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, lis
     config = PipelineConfig(stages=4, source="process", threads=1)
     round_ = config.build_apart(DECODER, engine.pool, drafter, "sample_and_match", serve)
     assert isinstance(round_, PipelineRound) and asked == [(config.nodes, Place((), 1))]
-    ticks: list[Ticked] = []
+    ticks: list[Tick] = []
     round_.on_tick = ticks.append
     engine.round = round_
     return engine, made[0], ticks
 
 
-def slowly(ticks: list[Ticked], engine: Engine) -> None:
+def slowly(ticks: list[Tick], engine: Engine) -> None:
     """Ticks take a while, so that drafts come in time."""
-    belt = engine.round.belt  # type: ignore[attr-defined]
-    whole = belt.tick
+    stage_line = engine.round.stage_line  # type: ignore[attr-defined]
+    whole = stage_line.tick
 
     def tick(entering: Any) -> Any:
         time.sleep(0.01)
         return whole(entering)
 
-    belt.tick = tick
+    stage_line.tick = tick
 
 
 def test_in_time_or_late_it_changes_no_token() -> None:
@@ -97,7 +98,7 @@ def test_one_that_is_lost_comes_back_and_drafts_again() -> None:
     round_: Any = engine.round
     told = round_.on_tick
 
-    def on_tick(tick: Ticked) -> None:
+    def on_tick(tick: Tick) -> None:
         told(tick)
         if len(ticks) in (9, 30):
             lost.append(len(ticks))

@@ -207,13 +207,13 @@ class EagleDrafter(Drafter):
 
     def _seed(self, growth: _Growth) -> TreeStart:
         """Where a tree starts, for compiled code."""
-        levels, sampler, grower = growth.max_depth, growth.sequence.sampler, self._grower
+        levels, grower = growth.max_depth, self._grower
         room = (grower.beam if grower.topk > 1 else 1) * (levels - 1)
         text, tokens, states = self.body.take(growth.sequence)
-        first, rules = text.cache.committed, None if sampler.plain else sampler.rules
+        first = text.cache.committed
         keys = text.cache.slots(0, first + len(tokens) + room)
         most, shift = growth.budget, text.start + 1
-        return TreeStart(tokens, first, room, keys, growth.budget, levels, most, rules, shift, states)
+        return TreeStart(tokens, first, room, keys, growth.budget, levels, most, growth.rules, shift, states)
 
     def _forward(self, growths: Sequence[_Growth]) -> Tensor | None:
         """[frontier nodes of all, d] the states that they predict; None where nothing is left to expand."""

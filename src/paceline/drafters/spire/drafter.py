@@ -299,9 +299,8 @@ class SpireDrafter(Drafter):
         """The same as `_grow`, in one compiled call."""
         chains = []
         for growth in growths:
-            tokens, sampler, text = growth.sequence.tokens, growth.sequence.sampler, self._texts[growth.sequence.key]
-            rules = None if sampler.plain else sampler.rules
-            chains.append(RingChain(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, rules))
+            tokens, text = growth.sequence.tokens, self._texts[growth.sequence.key]
+            chains.append(RingChain(tokens[-1], len(tokens) - 1, growth.max_depth, text.ring, text.start, growth.rules))
         found = self.network.roll(chains, self.ring, floor)
         for growth, drafted in zip(growths, found, strict=True):
             for node, (token, log_q) in enumerate(drafted):

@@ -16,7 +16,7 @@ from ...network.exits import ExitHead, UntrainedExit, exit_layer
 from ...network.files import fingerprint
 from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from .round import MirrorRound
-from .running import Beside, Between, Elsewhere, Runner
+from .running import Beside, Between, Remote, Runner
 
 # Candidates by batch size, from each size on (Mirror-SD, appendix D.1).
 KAPPA_BY_BATCH = {1: 8, 16: 4, 32: 2, 64: 1}
@@ -125,7 +125,7 @@ class MirrorConfig(RoundConfig):
         assert self.place is not None
         exit_head = self.exit_head(target, origin)  # before a process is started
         sessions = serve(rows=self.capacity(drafter.spec), place=self.place)
-        return self.over(target, pool, drafter, verifier, exit_head, sessions, Elsewhere())
+        return self.over(target, pool, drafter, verifier, exit_head, sessions, Remote())
 
     def capacity(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""

@@ -98,7 +98,7 @@ class Beside:
                     self._under_way = None
 
 
-class Elsewhere:
+class Remote:
     """In another process, or on another device, by sessions that go on by themselves (`GoingSessions`).
 
     The verdict calls off what is left of a growth there, once the nodes are known that it is about; what is then

@@ -18,9 +18,9 @@ from ...network.stages import Stage, StagesInTurn, even_cuts
 from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from ..verification import make_verifier, match
 from . import lossy
-from .belt import Belt
 from .round import Filling, PipelineRound
 from .source import AtOnce, Going, Levels, Source
+from .stage_line import StageLine
 from .widths import Widths
 
 MEASURED = "auto"  # in place of a cut
@@ -133,7 +133,7 @@ class PipelineConfig(RoundConfig):
         drafter: Drafter | None,
         verifier: str,
         origin: Origin = UNKNOWN,
-        start: Callable[[], Belt] | None = None,
+        start: Callable[[], StageLine] | None = None,
     ) -> Round:
         """See `RoundConfig`.
 
@@ -151,7 +151,7 @@ class PipelineConfig(RoundConfig):
         verifier: str,
         serve: Serve,
         origin: Origin = UNKNOWN,
-        start: Callable[[], Belt] | None = None,
+        start: Callable[[], StageLine] | None = None,
     ) -> Round:
         """See `RoundConfig`; ``start`` as for `build`."""
         self._fit(verifier, drafter)
@@ -160,7 +160,7 @@ class PipelineConfig(RoundConfig):
         source = self._source(target, sessions, Going(sessions))
         return self._round(target, pool, self._belt(target, pool, start), source, drafter)
 
-    def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], Belt] | None) -> Belt:
+    def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], StageLine] | None) -> StageLine:
         return StagesInTurn(self.cut(target, pool)) if start is None else start()
 
     def bounds(self, layers: int) -> list[int]:
@@ -197,14 +197,14 @@ class PipelineConfig(RoundConfig):
         pool: KVPool,
         drafter: Drafter | None,
         verifier: str,
-        belt: Belt,
+        stage_line: StageLine,
         levels: Callable[[DraftSessions], Levels] = AtOnce,
     ) -> PipelineRound:
         """The round over stages wherever they are.
 
         Args:
             target, pool, drafter, verifier: as for `build`.
-            belt: the stages.
+            stage_line: the stages.
             levels: how the drafter's sessions grow.
 
         Raises:
@@ -215,17 +215,17 @@ class PipelineConfig(RoundConfig):
         if drafter is not None:
             sessions = drafter.sessions(self.nodes)
             source = self._source(target, sessions, levels(sessions))
-        return self._round(target, pool, belt, source, drafter)
+        return self._round(target, pool, stage_line, source, drafter)
 
     def _source(self, target: Decoder, sessions: DraftSessions, levels: Levels) -> Source:
         return Source(sessions, levels, self.children, target.config.vocab_size, self.filling.tree)
 
     def _round(
-        self, target: Decoder, pool: KVPool, belt: Belt, source: Source | None, drafter: Drafter | None
+        self, target: Decoder, pool: KVPool, stage_line: StageLine, source: Source | None, drafter: Drafter | None
     ) -> PipelineRound:
         accept = lossy.rule(self.accept, 0.9 if self.accept_p is None else self.accept_p)
-        widths = Widths(self.width, belt.count) if self.adapt else None
-        return PipelineRound(target, pool, belt, source, self.filling, accept, drafter, widths)
+        widths = Widths(self.width, stage_line.count) if self.adapt else None
+        return PipelineRound(target, pool, stage_line, source, self.filling, accept, drafter, widths)
 
     @staticmethod
     def _fit(verifier: str, drafter: Drafter | None) -> None:

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 NONE = -1
 
 
@@ -213,6 +216,13 @@ class Flight:
             found.append(number)
             number = self.nodes[number].parent
         return found[::-1]
+
+    def visible(self, level: Sequence[int]) -> Tensor:
+        """[rows of the level, rows that have entered] bool: ancestors, and itself."""
+        mask = torch.zeros(len(level), self.rows, dtype=torch.bool)
+        for row, number in enumerate(level):
+            mask[row, [self.nodes[above].row for above in self.path(number)]] = True
+        return mask
 
     # -- verdicts
 

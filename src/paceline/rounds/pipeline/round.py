@@ -18,81 +18,27 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from ...core.errors import ConfigError
 from ...core.inference import inference
-from ...core.request import Logprob, token_logprobs
 from ...drafters.base import Drafter, DraftRule, SequenceView
 from ...drafters.sessions import Opening
-from ...kv.pool import KVPool, SequenceCache
+from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.stages import TEXT, Frame, StageRows
 from ..base import RunningSequence, StepResult, Work
+from ..outcome import logprobs_of
 from ..passes import record_prompt
 from ..verification import choose_packed
-from .belt import Belt
 from .flight import Flight, Offer, Verdict
 from .lossy import Accept
-from .replay import Replay
+from .records import Filling, PendingMoves, Running, Tick
 from .source import Source
+from .stage_line import StageLine
 from .widths import Widths
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """What a tick did, for who measures."""
-
-    entered: int  # rows
-    said: int  # tokens
-    hits: int  # of them in flight when they were said
-    waits: bool  # whether the source was late
-    verdicts: Sequence[Verdict] = ()  # behind each token but an answer's last one
-    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
-    late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
-
-
-class Riding:
-    """Moves of K/V that the next frame takes along; in the ledger's place of a store."""
-
-    def __init__(self) -> None:
-        self.moves: list[tuple[Sequence[int], Sequence[int]]] = []
-
-    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `SlotStore`."""
-        self.moves.append((sources, targets))
-
-    def take(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """All moves since the last frame."""
-        taken, self.moves = self.moves, []
-        return taken
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A sequence whose levels are in flight, or parts of its prompt."""
-
-    request: int
-    sequence: RunningSequence
-    cache: SequenceCache
-    flight: Flight | None = None  # None: the end of the prompt has not entered
-    farthest: int = 0  # place of the last token that is of use
-    counted: int = 0  # nodes that entered since the last verdict, roots not counted
-    newest: int = 0  # place of the newest level since the last flush
-    replay: Replay | None = None  # in a survey of widths
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Filling:
-    """What enters a pipeline in a tick."""
-
-    width: int = 1  # w, drafted tokens of one request at most
-    rows: int | None = None  # of all requests together, W: w falls as they join (SpecPipe-DB: W / B); None: no limit
-    texts: int | None = None  # requests whose text enters, at most; None: all. Running / stages: micro-batches
-    tree: tuple[int, ...] = ()  # children by level of a tree that enters whole (SpecInfer), in place of levels
 
 
 @dataclass(eq=False)
@@ -102,7 +48,7 @@ class PipelineRound:
     Args:
         target: reads the states of the last stage.
         pool: whose slots the stages' stores have; its moves go with the frames.
-        belt: the stages.
+        stage_line: the stages.
         source: of tokens; None: a plain pipeline, in which a token enters when the one before it was said.
         filling: what enters in a tick.
         accept: chooses a token from the target's scores and the drafts in flight; None: the target alone decides.
@@ -112,7 +58,7 @@ class PipelineRound:
 
     target: Decoder
     pool: KVPool
-    belt: Belt
+    stage_line: StageLine
     source: Source | None
     filling: Filling = Filling()
     accept: Accept | None = None
@@ -122,12 +68,12 @@ class PipelineRound:
     name: str = field(default="pipeline", init=False)
     past: int | None = field(default=0, init=False)
     failure: str | None = field(default=None, init=False)  # why drafting has ended
-    on_tick: Callable[[Ticked], None] | None = field(default=None, init=False)  # told every tick, where anybody listens
+    on_tick: Callable[[Tick], None] | None = field(default=None, init=False)  # told every tick, where anybody listens
     _running: dict[int, Running] = field(default_factory=dict, init=False)  # by request
     _requests: dict[int, int] = field(default_factory=dict, init=False)  # by sequence's key
     _queue: list[tuple[Running, Work]] = field(default_factory=list, init=False)  # text that waits for its turn
     _ended: list[int] = field(default_factory=list, init=False)  # requests that the stages may forget
-    _riding: Riding = field(default_factory=Riding, init=False)
+    _moves: PendingMoves = field(default_factory=PendingMoves, init=False)
     _fresh: int = field(default=0, init=False)
     _epoch: int = field(default=0, init=False)
     _turn: int = field(default=0, init=False)  # who comes first where not all have room in a tick
@@ -139,8 +85,8 @@ class PipelineRound:
     _torn: bool = field(default=False, init=False)  # whether a step has begun, or ended in its middle
 
     def __post_init__(self) -> None:
-        self.pool.store = self._riding
-        self._levels_in = deque([0] * self.belt.count, maxlen=self.belt.count)
+        self.pool.store = self._moves
+        self._levels_in = deque([0] * self.stage_line.count, maxlen=self.stage_line.count)
 
     @property
     def busy(self) -> bool:
@@ -169,7 +115,7 @@ class PipelineRound:
 
     @property
     def _going(self) -> bool:
-        return bool(self._queue) or self._ticks < self.belt.count
+        return bool(self._queue) or self._ticks < self.stage_line.count
 
     def release(self, sequences: Sequence[RunningSequence]) -> None:
         """Drop what is in flight of sequences that ended or were preempted; nothing is written to their slots.
@@ -182,12 +128,12 @@ class PipelineRound:
                 continue
             del self._running[request]
             self._queue = [item for item in self._queue if item[0].request != request]
-            self.belt.close(request)
+            self.stage_line.close(request)
             self._ended.append(request)
             self._close(request)
         if self._torn:  # the engine starts over: nothing of the stages' K/V will be found again
-            self._epoch, self._torn = self.belt.clear(), False
-            self._riding.take()
+            self._epoch, self._torn = self.stage_line.clear(), False
+            self._moves.take()
             self._ended.clear()
 
     def forget(self) -> None:
@@ -220,7 +166,7 @@ class PipelineRound:
         if self.source is not None:
             self._guard(self._ask)
         self._ticks = 0 if frame is not None and frame.rows else self._ticks + 1
-        out = self.belt.tick(frame)
+        out = self.stage_line.tick(frame)
         said, hits = self._decide(out)
         waits = False
         if self.source is not None:
@@ -231,7 +177,7 @@ class PipelineRound:
         added, self._added = self._added, (0, 0)
         if self.on_tick is not None:
             rows = 0 if frame is None else frame.rows
-            self.on_tick(Ticked(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
+            self.on_tick(Tick(rows, sum(n for _, n in said), hits, waits, verdicts, *added))
         return said
 
     def _adapt(self, widths: Widths, frame: Frame | None, seconds: float) -> None:
@@ -256,7 +202,7 @@ class PipelineRound:
         if not self.filling.tree:
             parts += self._levels({running.request for running, _ in taken})
         ended, self._ended = self._ended, []
-        moves = self._riding.take()
+        moves = self._moves.take()
         if not (parts or moves or ended):
             return None
         return Frame(self._epoch, parts, None, moves, ended)
@@ -389,7 +335,7 @@ class PipelineRound:
             cache.slots(0, stop),
             stop,
             prefix,
-            _visible(flight, level),
+            flight.visible(level),
             [node.place for node in behind],
             running.sequence.application,
         )
@@ -519,10 +465,10 @@ class PipelineRound:
             return 0
         hit = flight.holds(token)
         try:
-            kept = sequence.emit([token], int(hit), self._logprobs(sequence, token, logits))
+            kept = sequence.emit([token], int(hit), logprobs_of(sequence, logits, [token]))
             drafted, running.counted = running.counted, 0
             stats = sequence.state.stats
-            stats.row_layers += (1 + drafted) * self.belt.layers
+            stats.row_layers += (1 + drafted) * self.stage_line.layers
             drafted = max(drafted, int(hit))
             if kept:
                 sources = {} if self.drafter is None else {self.drafter.spec.name: (drafted, [1] * hit)}
@@ -533,15 +479,6 @@ class PipelineRound:
             sequence.view.fault = error
             return 0
         return kept
-
-    @staticmethod
-    def _logprobs(sequence: RunningSequence, token: int, logits: Tensor) -> list[dict[int, Logprob]] | None:
-        wanted = sequence.params.logprobs
-        if wanted is None:
-            return None
-        if sequence.params.logprobs_mode == "processed":
-            logits = sequence.view.sampler.process(logits)
-        return token_logprobs(logits, torch.tensor([token]), wanted, sequence.state.token_text)
 
     def _go_on(self, running: Running, flight: Flight, token: int) -> bool:
         """Cut the tree, and let ledger, stages and source know; returns whether the token was in flight."""
@@ -554,18 +491,10 @@ class PipelineRound:
             running.newest = 0
         self.pool.settle([(running.cache, verdict.rows, 1)])
         running.cache.publish(running.sequence.view.tokens)
-        self.belt.tell(running.request, verdict.version, verdict.alive)
+        self.stage_line.tell(running.request, verdict.version, verdict.alive)
         if self.source is not None and running.request in self.source.open:
             number = -1 if node is None else node.source
             self._guard(lambda source: source.go_on(running.request, token, number))
             if number < 0:  # what the source has of it begins here
                 flight.ask_again([flight.root])
         return verdict.hit
-
-
-def _visible(flight: Flight, level: Sequence[int]) -> Tensor:
-    """[rows of the level, rows that have entered] bool: ancestors, and itself."""
-    mask = torch.zeros(len(level), flight.rows, dtype=torch.bool)
-    for row, number in enumerate(level):
-        mask[row, [flight.nodes[above].row for above in flight.path(number)]] = True
-    return mask

@@ -1,4 +1,4 @@
-"""The belt on which frames go from stage to stage, a tick at a time."""
+"""The line of stages that frames go through, a tick at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 from ...network.stages import Frame
 
 
-class Belt(Protocol):
+class StageLine(Protocol):
     """Stages that work in step: in a tick each computes the frame that it holds and hands it on."""
 
     count: int  # of stages: a frame is through after so many ticks

@@ -1,0 +1,64 @@
+"""What the pipeline round keeps of each request, and what it tells of each tick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...kv.pool import SequenceCache
+from ..base import RunningSequence
+from .flight import Flight, Verdict
+from .replay import Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What a tick did, for who measures."""
+
+    entered: int  # rows
+    said: int  # tokens
+    hits: int  # of them in flight when they were said
+    waits: bool  # whether the source was late
+    verdicts: Sequence[Verdict] = ()  # behind each token but an answer's last one
+    refills: int = 0  # trees whose newest level was pruned away, and that go on from an older one
+    late: int = 0  # nodes that were added beside, or in front of, a level that is there (late siblings)
+
+
+class PendingMoves:
+    """Moves of K/V that the next frame takes along; in the ledger's place of a store."""
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[Sequence[int], Sequence[int]]] = []
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `SlotStore`."""
+        self.moves.append((sources, targets))
+
+    def take(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """All moves since the last frame."""
+        taken, self.moves = self.moves, []
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence whose levels are in flight, or parts of its prompt."""
+
+    request: int
+    sequence: RunningSequence
+    cache: SequenceCache
+    flight: Flight | None = None  # None: the end of the prompt has not entered
+    farthest: int = 0  # place of the last token that is of use
+    counted: int = 0  # nodes that entered since the last verdict, roots not counted
+    newest: int = 0  # place of the newest level since the last flush
+    replay: Replay | None = None  # in a survey of widths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filling:
+    """What enters a pipeline in a tick."""
+
+    width: int = 1  # w, drafted tokens of one request at most
+    rows: int | None = None  # of all requests together, W: w falls as they join (SpecPipe-DB: W / B); None: no limit
+    texts: int | None = None  # requests whose text enters, at most; None: all. Running / stages: micro-batches
+    tree: tuple[int, ...] = ()  # children by level of a tree that enters whole (SpecInfer), in place of levels
