@@ -21,13 +21,13 @@ from kits.tiny import assemble, tiny_decoder
 from paceline.core.errors import ConfigError
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import DrafterSpec
-from paceline.engine import calibration
+from paceline.engine import calibration, exploring
 from paceline.engine.auto import AutoBudget
 from paceline.engine.budget import AUTO, FixedBudget, StepRecord, TableBudget, parse_budget
 from paceline.engine.calibration import Calibration, Fingerprint
 from paceline.engine.chances import Chances, weigh
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
-from paceline.engine.exploring import AutoBudgetConfig, PlainSteps, Purse
+from paceline.engine.exploring import EXPLORE, FIRST_ROWS, PlainSteps, SavedTime
 
 PLAIN = FixedBudget(size=0)
 NETWORK = {"level_ms": 1.0, "unseen_ms": 0.02}  # a drafter that runs a network of its own
@@ -235,47 +235,47 @@ def test_a_first_call_for_a_short_text_does_not_price_a_drafter_out() -> None:
 # -- honest chances
 
 
-def _chain(text: list[int], proposal: list[int], odds: float, chances: list[Chances], lean: list[float]) -> Any:
+def _chain(text: list[int], proposal: list[int], odds: float, chances: list[Chances], shift: list[float]) -> Any:
     """The offer of a chain whose drafter gives every node the same odds."""
     count = len(proposal)
     step = math.log(odds / (1 + odds))
     return weigh(
         len(text), [text[-1], *proposal], [-1, *range(count)], [0] * (count + 1), [step * i for i in range(count + 1)],
-        chances, lean,
+        chances, shift,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("claimed", [0.2, 1.0, 30.0])
 @pytest.mark.parametrize("true", [0.1, 0.5, 0.9])
 def test_what_a_drafter_claims_is_corrected(claimed: float, true: float) -> None:
-    chances, lean, draw = [Chances()], [0.0], random.Random(3)
+    chances, shift, draw = [Chances()], [0.0], random.Random(3)
     for _ in range(600):
         right = [int(draw.random() < true) for _ in range(4)]
-        offer = _chain([1], right, claimed, chances, lean)
-        offer.judge([1, 1, 1, 1, 1], chances, lean)
+        offer = _chain([1], right, claimed, chances, shift)
+        offer.judge([1, 1, 1, 1, 1], chances, shift)
     fresh = _chain([1], [1, 1, 1, 1], claimed, chances, [0.0])
     assert fresh.given[1] == pytest.approx(true, abs=0.1)
     assert fresh.path[3] == pytest.approx(true**3, abs=0.12)
 
 
 def test_nodes_that_were_not_reached_teach_nothing() -> None:
-    chances, lean = [Chances()], [0.0]
-    offer = _chain([1], [0, 1, 1], 1.0, chances, lean)
+    chances, shift = [Chances()], [0.0]
+    offer = _chain([1], [0, 1, 1], 1.0, chances, shift)
     before = [*chances[0].odds]
-    offer.judge([1, 1, 1, 1], chances, lean)
+    offer.judge([1, 1, 1, 1], chances, shift)
     assert sum(a != b for a, b in zip(before, chances[0].odds, strict=True)) == 1
-    offer = _chain([1], [1, 1, 1], 1.0, chances, lean)
+    offer = _chain([1], [1, 1, 1], 1.0, chances, shift)
     before = [*chances[0].odds]
-    offer.judge([1], chances, lean)  # the text has not gone on
+    offer.judge([1], chances, shift)  # the text has not gone on
     assert before == [*chances[0].odds]
 
 
 def test_of_siblings_one_is_right() -> None:
-    chances, lean = [Chances()], [0.0]
+    chances, shift = [Chances()], [0.0]
     scores = [0.0, math.log(0.5), math.log(0.4), math.log(0.25)]
     for _ in range(300):  # the second child, and what is below it, always
-        offer = weigh(1, [7, 1, 2, 3], [-1, 0, 0, 2], [0] * 4, scores, chances, lean)
-        offer.judge([7, 2, 3], chances, lean)
+        offer = weigh(1, [7, 1, 2, 3], [-1, 0, 0, 2], [0] * 4, scores, chances, shift)
+        offer.judge([7, 2, 3], chances, shift)
     offer = weigh(1, [7, 1, 2, 3], [-1, 0, 0, 2], [0] * 4, scores, chances, [0.0])
     assert offer.path[1] < 0.1 and offer.path[2] > 0.9 and offer.path[3] > 0.85
 
@@ -283,21 +283,21 @@ def test_of_siblings_one_is_right() -> None:
 def test_a_sequence_leans_from_its_kind() -> None:
     """Where half of the texts are always right and half never, each is soon told apart."""
     chances = [Chances()]
-    leans = {1: [0.0], 0: [0.0]}
+    shifts = {1: [0.0], 0: [0.0]}
     for step in range(200):
         right = step % 2
-        _chain([1], [right], 1.0, chances, leans[right]).judge([1, 1], chances, leans[right])
-    good, bad = (_chain([1], [1], 1.0, chances, leans[k]).given[1] for k in (1, 0))
+        _chain([1], [right], 1.0, chances, shifts[right]).judge([1, 1], chances, shifts[right])
+    good, bad = (_chain([1], [1], 1.0, chances, shifts[k]).given[1] for k in (1, 0))
     assert good > 0.8 and bad < 0.2
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(-9, 0)), min_size=1, max_size=12), st.floats(-3, 3))
-def test_no_node_is_likelier_than_its_parent(nodes: list[tuple[int, float]], lean: float) -> None:
+def test_no_node_is_likelier_than_its_parent(nodes: list[tuple[int, float]], shift: float) -> None:
     parents, scores = [-1], [0.0]
     for place, (parent, given_) in enumerate(nodes):
         parents.append(min(parent, place))
         scores.append(scores[parents[-1]] + given_)
-    offer = weigh(1, [1] * len(parents), parents, [0] * len(parents), scores, [Chances()], [lean])
+    offer = weigh(1, [1] * len(parents), parents, [0] * len(parents), scores, [Chances()], [shift])
     assert all(0 < offer.path[i] <= offer.path[parents[i]] for i in range(1, len(parents)))
 
 
@@ -393,7 +393,7 @@ def test_asks_that_do_not_pay_stay_within_their_share() -> None:
     budget = auto(world)
     ran = run(budget, world, 1, 4000)
     late = ran.asked[2000:]
-    assert 0 < sum(late) * world.ask_ms <= 1.2 * budget.config.explore * 2000 * world.step_ms(1, 0)
+    assert 0 < sum(late) * world.ask_ms <= 1.2 * EXPLORE * 2000 * world.step_ms(1, 0)
     assert sum(ran.history[2000:]) < 20
 
 
@@ -503,17 +503,18 @@ def test_rows_are_tried_step_by_step() -> None:
     world = World(STEP_COSTS["flat"], acceptance=lambda _: 0.95)
     most = 0
     for rows in run(auto(world), world, 32, 60).history:
-        assert rows <= max(AutoBudgetConfig.first_rows, 2 * most)
+        assert rows <= max(FIRST_ROWS, 2 * most)
         most = max(most, rows)
     assert most > 100
 
 
-def test_a_plain_step_is_measured_as_often_as_its_share_allows() -> None:
+def test_a_plain_step_is_measured_as_often_as_its_share_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Early and at growing intervals; later by what it costs."""
-    config = AutoBudgetConfig(explore=0.02, plain_most=100)
+    monkeypatch.setattr(exploring, "EXPLORE", 0.02)
+    monkeypatch.setattr(exploring, "PLAIN_MOST", 100)
 
     def intervals(gain: float, count: int = 9) -> list[int]:
-        steps, found, last = PlainSteps(config), [], 0
+        steps, found, last = PlainSteps(), [], 0
         for step in range(1, 2000):
             if len(found) < count and steps.due(4, step, len(found), gain):
                 steps.note(4, step)
@@ -527,14 +528,14 @@ def test_a_plain_step_is_measured_as_often_as_its_share_allows() -> None:
 
 
 def test_what_is_tried_is_paid_from_a_share_of_the_time() -> None:
-    purse = Purse(AutoBudgetConfig(explore=0.01, purse=1.0, overdraft=4.0))
-    assert not purse.pay(0.1, 10.0)
+    saved = SavedTime()
+    assert not saved.pay(0.1, 10.0)
     for _ in range(50):
-        purse.save(10.0, 10.0)
-    assert purse.credit_ms(10.0) == pytest.approx(5.0) and purse.pay(4.0, 10.0) and not purse.pay(4.0, 10.0)
+        saved.save(10.0, 10.0)
+    assert saved.credit_ms(10.0) == pytest.approx(5.0) and saved.pay(4.0, 10.0) and not saved.pay(4.0, 10.0)
     for _ in range(500):
-        purse.save(10.0, 10.0)
-    assert purse.ms == pytest.approx(10.0) and purse.credit_ms(10.0) == pytest.approx(50.0)  # it may be overdrawn
+        saved.save(10.0, 10.0)
+    assert saved.ms == pytest.approx(10.0) and saved.credit_ms(10.0) == pytest.approx(50.0)  # it may be overdrawn
 
 
 def test_a_wrong_plain_step_is_found_out() -> None:
@@ -571,7 +572,7 @@ def test_ids_do_not_depend_on_the_automatic_budget() -> None:
     drafted = _answers(engine, prompts)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     assert sum(o.stats.drafted for o in drafted) > 0
-    assert engine.budget.describe()["steps"] > 0 and not engine.budget._books  # ended sequences are forgotten
+    assert engine.budget.describe()["steps"] > 0 and not engine.budget._histories  # ended sequences are forgotten
 
 
 # -- calibration

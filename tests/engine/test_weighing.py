@@ -18,8 +18,8 @@ from paceline.core.tree import TokenTree
 from paceline.engine.auto import AutoBudget
 from paceline.engine.chances import UNKNOWN, Chances, Offer, odds_of
 from paceline.engine.costs import DraftCosts
+from paceline.engine.histories import History, Kind
 from paceline.engine.weighing import Offers, judge_all, weigh_all
-from paceline.engine.worth import Book, Kind
 
 pytestmark = needs_kernels
 KINDS = 2
@@ -34,15 +34,15 @@ steps = st.lists(
 )
 
 
-def books() -> list[Any]:
+def histories() -> list[Any]:
     """Three sequences of two kinds of requests."""
     kinds = [Kind([Chances() for _ in range(KINDS)]) for _ in range(2)]
     views: list[Any] = [SimpleNamespace(key=key, tokens=[0, 1]) for key in range(3)]
-    return [Book(kinds[view.key // 2], view, 0, 0, array("d", [0.0] * KINDS), 1, []) for view in views]
+    return [History(kinds[view.key // 2], view, 0, 0, array("d", [0.0] * KINDS), 1, []) for view in views]
 
 
 def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TokenTree:
-    tokens = [[book.view.tokens[-1], *(n[0] for n in row)] for book, row in zip(own, made, strict=True)]
+    tokens = [[history.view.tokens[-1], *(n[0] for n in row)] for history, row in zip(own, made, strict=True)]
     parents = [[-1, *(n[2] % (i + 1) for i, n in enumerate(row))] for row in made]
     scores = []
     for row, above in zip(made, parents, strict=True):
@@ -55,8 +55,11 @@ def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> Toke
 
 def state(own: list[Any]) -> list[Any]:
     return [
-        (book.lean.tobytes(), [(c.odds.tobytes(), c._hits.tobytes(), c._tries.tobytes()) for c in book.kind.chances])
-        for book in own
+        (
+            history.shift.tobytes(),
+            [(c.odds.tobytes(), c._hits.tobytes(), c._tries.tobytes()) for c in history.kind.chances],
+        )
+        for history in own
     ]
 
 
@@ -64,7 +67,7 @@ def state(own: list[Any]) -> list[Any]:
 @given(steps)
 def test_compiled_chances_are_those_of_the_long_way(steps: Any) -> None:
     """Trees of several sequences, with and without estimates; judged by texts that go on as drafted or do not."""
-    fast, slow, library = books(), books(), native.library()
+    fast, slow, library = histories(), histories(), native.library()
     for made, scored, limit in steps:
         if not any(made):
             continue
@@ -85,7 +88,7 @@ def test_compiled_chances_are_those_of_the_long_way(steps: Any) -> None:
         judge_all(library, fast)
         judge_all(None, slow)
         assert state(fast) == state(slow)
-        assert all(book.offer is None for book in (*fast, *slow))
+        assert all(history.offer is None for history in (*fast, *slow))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -103,7 +106,7 @@ def test_a_budget_decides_the_same_in_both_ways(costs: str, batch: int) -> None:
 
 @pytest.mark.parametrize("column", ["parents", "sources", "scores"])
 def test_what_is_no_tree_is_refused(column: str) -> None:
-    own = books()
+    own = histories()
     lists = trees([[(1, 0, 0, -1.0)], [(1, 0, 0, -1.0), (1, 1, 1, -0.5)], []], own)
     scores: Any = lists.scores
     if column == "scores":

@@ -30,8 +30,8 @@ from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
 from paceline.engine.chances import Chances
+from paceline.engine.histories import History, Kind
 from paceline.engine.weighing import judge_all, weigh_all
-from paceline.engine.worth import Book, Kind
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
@@ -479,11 +479,11 @@ def look_ups(draw: random.Random) -> None:
     suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
     kind = Kind([Chances(), Chances()])
     views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
-    books = [Book(kind, view, 0, 0, array("d", [0.0, 0.0]), 1, []) for view in views]
+    histories = [History(kind, view, 0, 0, array("d", [0.0, 0.0]), 1, []) for view in views]
     for _ in range(60):
         for text in texts:
             text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))
-        judge_all(native.library(), books)
+        judge_all(native.library(), histories)
         asked = [(key, texts[key], draw.randint(1, 7)) for key in draw.sample(range(4), draw.randint(1, 4))]
         drafted = [row for _, row in found.draft(asked)]
         if any(drafted):
@@ -491,7 +491,7 @@ def look_ups(draw: random.Random) -> None:
             marks = [[0, *draw.choices((0, 1), k=len(row))] for row in drafted]
             tokens = [[texts[key][-1], *row] for (key, _, _), row in zip(asked, drafted, strict=True)]
             lists = TokenTree(tokens, parents, marks, [*map(len, tokens)])
-            weigh_all(native.library(), [books[key] for key, _, _ in asked], lists, None, draw.choice([0, 1, 99]))
+            weigh_all(native.library(), [histories[key] for key, _, _ in asked], lists, None, draw.choice([0, 1, 99]))
         suffixes.draft([(key, texts[key], depth, 1 + depth % 3) for key, _, depth in asked])
         if draw.random() < 0.2:
             key = draw.randint(0, 3)

@@ -32,9 +32,27 @@ from ..rounds.base import RunningSequence
 from .budget import MAX_BUDGET, StepRecord
 from .chances import UNKNOWN, Chances, cell_of, odds_of
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
-from .exploring import AutoBudgetConfig, PlainSteps, Purse
+from .exploring import (
+    FIRST_GAIN,
+    FIRST_GAIN_NETWORK,
+    FIRST_LIFT,
+    FIRST_ROWS,
+    HORIZON,
+    KIND_RATE,
+    KNOWN_AFTER,
+    LISTEN_EVERY,
+    MARGIN,
+    PILOT,
+    QUICKEST,
+    RATE,
+    REST,
+    TRIAL,
+    TRUSTED,
+    PlainSteps,
+    SavedTime,
+)
+from .histories import AskGain, Choice, History, Kind, SourceStep
 from .weighing import judge_all, weigh_all
-from .worth import Asked, Book, Choice, Kind, Worth
 
 MARGINAL = 1e-3  # tokens
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
@@ -54,7 +72,6 @@ class AutoBudget:
             a step that does not ask it prepares nothing. None: there is no such source.
         blind: whether a node is checked must not depend on its score: drafts drawn from q, for rejection.
         spares: whether a drafter reads states of the step before a draft, and of no earlier one.
-        config: what is spent on learning.
 
     Raises:
         ConfigError: a cap out of range.
@@ -73,13 +90,11 @@ class AutoBudget:
         prepares: int | None = None,
         blind: bool = False,
         spares: bool = False,
-        config: AutoBudgetConfig | None = None,
     ) -> None:
         if not 1 <= cap <= MAX_BUDGET:
             raise ConfigError(
                 f"a cap of {cap} nodes", f"it must be 1 to {MAX_BUDGET}", "give budget=0 to draft nothing"
             )
-        self.config = config or AutoBudgetConfig()
         self.cap = cap
         self.sources = tuple(sources)
         self._marks = marks or len(self.sources)
@@ -91,12 +106,12 @@ class AutoBudget:
         self._library = native.in_use()
         self._prepares, self._blind, self._spares = prepares, blind, spares
         self._kinds: dict[str | None, Kind] = {}
-        self._books: dict[int, Book] = {}
+        self._histories: dict[int, History] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
         self._steps = self._rested = self._look_at = 0
         # One for each source: a look-up that costs little would spend what a network has to save up for.
-        self._purses, self._plain = [Purse(self.config) for _ in self.sources], PlainSteps(self.config)
+        self._saved, self._plain = [SavedTime() for _ in self.sources], PlainSteps()
         self._rows: dict[int, int] = {}  # by bucket of batch sizes: most nodes that were checked at once
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
@@ -105,7 +120,7 @@ class AutoBudget:
         self._plain_ms = table.step_ms(1, 0)
         self._rate = 0.0  # tokens a ms, over the batch
         self._rises: list[float] = []  # see `_rise`
-        self._asked = [Asked() for _ in self._numbers]
+        self._asked = [SourceStep() for _ in self._numbers]
         self._choice = Choice()
 
     @classmethod
@@ -142,26 +157,26 @@ class AutoBudget:
                 if not same:  # look at it in the next step: the states that drafts of this one need were not taken
                     self._look_at = self._steps + 1
                 self._rest()
-                self.learns = self._steps % self.config.listen_every == 0
+                self.learns = self._steps % LISTEN_EVERY == 0
                 if not self.learns:
                     self._save(self._plain_ms)
                 return [0] * len(sequences)
         self.rests = False
-        books = self._open(sequences, batch_size)
+        histories = self._open(sequences, batch_size)
         plain = self._wants_plain()
         heard = self._heard.get(bucket(batch_size), 0)
-        self.learns = plain or heard < self.config.known_after or self._steps % self.config.listen_every == 0
+        self.learns = plain or heard < KNOWN_AFTER or self._steps % LISTEN_EVERY == 0
         if not self.learns:
             self._save(self._plain_ms)
-        wanted = self._wanted(books, plain)
+        wanted = self._wanted(histories, plain)
         if not wanted:
             if not plain:
-                self._look_at = self._steps + self.config.rest
+                self._look_at = self._steps + REST
             self._rest()
-            return [0] * len(books)
+            return [0] * len(histories)
         if self._blind:
-            return [self._ahead(book) if i in wanted else 0 for i, book in enumerate(books)]
-        return [self.cap if i in wanted else 0 for i in range(len(books))]
+            return [self._ahead(history) if i in wanted else 0 for i, history in enumerate(histories)]
+        return [self.cap if i in wanted else 0 for i in range(len(histories))]
 
     def _rest(self) -> None:
         """Draft nothing in the coming step."""
@@ -169,68 +184,68 @@ class AutoBudget:
         self.rests = self._spares and self._steps + 1 < self._look_at
 
     def _save(self, ms: float) -> None:
-        for purse in self._purses:
-            purse.save(ms, self._plain_ms)
+        for saved in self._saved:
+            saved.save(ms, self._plain_ms)
 
     def _knows(self, sequences: Sequence[RunningSequence]) -> bool:
-        return all([sequence.view.key in self._books for sequence in sequences])
+        return all([sequence.view.key in self._histories for sequence in sequences])
 
-    def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[Book]:
-        """The sequences' books, their last proposals judged; and what a plain step takes and a millisecond earns."""
-        size, books, context = bucket(batch_size), [], 0
+    def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[History]:
+        """The sequences' histories, their last proposals judged; what a plain step takes and a millisecond earns."""
+        size, histories, context = bucket(batch_size), [], 0
         for sequence in sequences:
             view = sequence.view
-            book = self._books.get(view.key)
-            if book is None:
-                book = self._books[view.key] = self._new(view, size)
-            elif book.bucket != size:
-                self._move(book, size)
-            books.append(book)
+            history = self._histories.get(view.key)
+            if history is None:
+                history = self._histories[view.key] = self._new(view, size)
+            elif history.bucket != size:
+                self._move(history, size)
+            histories.append(history)
             context += len(view.tokens)
-        judge_all(self._library, books)
+        judge_all(self._library, histories)
         self._batch, self._context, self._rises = batch_size, context, []
         self._plain_ms = self.costs.predict(batch_size, 0, context)
         tokens, ms = self._earned.get(size, (0.0, 1.0))
         self._rate = max(batch_size / self._plain_ms, tokens / ms)
-        return books
+        return histories
 
-    def _new(self, view: SequenceView, size: int) -> Book:
+    def _new(self, view: SequenceView, size: int) -> History:
         name = None if view.application is None else view.application.name
         kind = self._kinds.get(name)
         if kind is None:
             kind = self._kinds[name] = Kind([Chances() for _ in range(self._marks)])
-        lean = array("d", [0.0] * self._marks)
-        return Book(kind, view, self._steps, self._rested, lean, size, self._worths(kind, size))
+        shift = array("d", [0.0] * self._marks)
+        return History(kind, view, self._steps, self._rested, shift, size, self._worths(kind, size))
 
-    def _move(self, book: Book, size: int) -> None:
+    def _move(self, history: History, size: int) -> None:
         """The batch has another size, at which asks are worth something else."""
-        old, book.bucket, book.worths = book.worths, size, self._worths(book.kind, size)
-        for worth, was in zip(book.worths, old, strict=True):
+        old, history.bucket, history.worths = history.worths, size, self._worths(history.kind, size)
+        for worth, was in zip(history.worths, old, strict=True):
             worth.seen, worth.asked_at, worth.begun, worth.tried = was.seen, was.asked_at, was.begun, was.tried
 
-    def _worths(self, kind: Kind, size: int) -> list[Worth]:
+    def _worths(self, kind: Kind, size: int) -> list[AskGain]:
         """Where a sequence begins: with what its kind has brought at this batch size."""
         found = []
         for source, costs in enumerate(self.draft_costs):
             known = kind.worths.get((source, size))
             if known is None:
-                gain = self.config.first_gain_network if costs.network else self.config.first_gain
-                known = kind.worths[source, size] = Worth(gain, lift=self.config.first_lift)
-            found.append(Worth(known.gain, known.open, min(known.asks, self.config.trusted), kind=known))
+                gain = FIRST_GAIN_NETWORK if costs.network else FIRST_GAIN
+                known = kind.worths[source, size] = AskGain(gain, lift=FIRST_LIFT)
+            found.append(AskGain(known.gain, known.open, min(known.asks, TRUSTED), kind=known))
         return found
 
-    def _wanted(self, books: Sequence[Book], plain: bool) -> set[int]:
+    def _wanted(self, histories: Sequence[History], plain: bool) -> set[int]:
         """The sequences to draft for: none in a plain step."""
         self._trials.clear()
         for asked in self._asked:
             asked.opens, asked.ms, asked.passes = {}, 0.0, 0
         if plain:
             return set()
-        paying = [self._paying(k, books, [book.worths[k].open for book in books]) for k in self._numbers]
-        self._first = {books[i].view.key for i in paying[0]}
-        if len(paying) == 1 and len(paying[0]) == len(books):
+        paying = [self._paying(k, histories, [history.worths[k].open for history in histories]) for k in self._numbers]
+        self._first = {histories[i].view.key for i in paying[0]}
+        if len(paying) == 1 and len(paying[0]) == len(histories):
             return paying[0]
-        return set().union(*paying, self._explore(books, paying))
+        return set().union(*paying, self._explore(histories, paying))
 
     def _rise(self, most: int) -> list[float]:
         """Ms by which 0, 1, .. drafted rows make the step longer, up to ``most`` at least."""
@@ -253,25 +268,30 @@ class AutoBudget:
         self._plain.note(size, self._steps)  # also where prompts make it no plain one
         return True
 
-    def _paying(self, source: int, books: Sequence[Book], opens: Sequence[float]) -> set[int]:
+    def _paying(self, source: int, histories: Sequence[History], opens: Sequence[float]) -> set[int]:
         """The sequences that asking this source for pays, in the mean."""
         costs, rate = self.draft_costs[source], self._rate
-        if costs.network and costs.usual_calls < self.config.pilot:  # all wait for what one of them finds out
-            return {min(range(len(books)), key=lambda i: len(books[i].view.tokens) - books[i].worths[source].seen)}
+        if costs.network and costs.usual_calls < PILOT:  # all wait for what one of them finds out
+            return {
+                min(
+                    range(len(histories)),
+                    key=lambda i: len(histories[i].view.tokens) - histories[i].worths[source].seen,
+                )
+            }
         values = []
-        for i, (book, open_) in enumerate(zip(books, opens, strict=True)):
-            worth = book.worths[source]
+        for i, (history, open_) in enumerate(zip(histories, opens, strict=True)):
+            worth = history.worths[source]
             value = worth.gain * open_ / max(worth.open, LEAST_OPEN)
             if value > 0 and costs.catch_up_ms:
-                value -= rate * self._catch_up_ms(source, book)
-            if costs.network and self._worth_a_trial(source, book):
+                value -= rate * self._catch_up_ms(source, history)
+            if costs.network and self._worth_a_trial(source, history):
                 value = max(value, rate * costs.predict(1) + MARGINAL)
             if value > 0:
                 values.append((value, -i))
         if len(values) > 1:
             values.sort(reverse=True)
         if costs.network and values:  # trust grows with what is known: a new drafter is not asked for all at once
-            kind = books[0].worths[source].kind
+            kind = histories[0].worths[source].kind
             values = values[: max(1, kind.asks if kind is not None else 0)]
         total, best, count = 0.0, 0.0, 0
         for n, (value, _) in enumerate(values, start=1):
@@ -281,55 +301,60 @@ class AutoBudget:
                 best, count = net, n
         return {-i for _, i in values[:count]}
 
-    def _worth_a_trial(self, source: int, book: Book) -> bool:
+    def _worth_a_trial(self, source: int, history: History) -> bool:
         """Whether to find out what asking a network brings for a new request: texts of one kind differ in that, and
         what a trial costs may come back many times."""
-        worth, costs, config = book.worths[source], self.draft_costs[source], self.config
-        if worth.kind is None or worth.tried >= config.trial:
+        worth, costs = history.worths[source], self.draft_costs[source]
+        if worth.kind is None or worth.tried >= TRIAL:
             return False
-        cost = costs.predict(1) * (config.trial - worth.tried) + self._behind_ms(source, book)
-        return worth.kind.lift * self._asks_left(source, book) > self._rate * cost
+        cost = costs.predict(1) * (TRIAL - worth.tried) + self._behind_ms(source, history)
+        return worth.kind.lift * self._asks_left(source, history) > self._rate * cost
 
-    def _asks_left(self, source: int, book: Book) -> float:
+    def _asks_left(self, source: int, history: History) -> float:
         """Asks over which what is learned or caught up with now can pay."""
-        limit = self.config.horizon
-        if book.view.max_len is not None:
-            limit = min(limit, book.view.max_len - len(book.view.tokens))
-        return max(1.0, limit / (1 + max(1.0, book.worths[source].gain)))
+        limit = HORIZON
+        if history.view.max_len is not None:
+            limit = min(limit, history.view.max_len - len(history.view.tokens))
+        return max(1.0, limit / (1 + max(1.0, history.worths[source].gain)))
 
-    def _catch_up_ms(self, source: int, book: Book) -> float:
+    def _catch_up_ms(self, source: int, history: History) -> float:
         """What the source has to compute first, spread over the asks in which that can pay."""
         costs = self.draft_costs[source]
-        behind = len(book.view.tokens) - book.worths[source].seen - NEAR
+        behind = len(history.view.tokens) - history.worths[source].seen - NEAR
         if behind <= 0 or not costs.catch_up_ms:
             return 0.0
-        return behind * costs.catch_up_ms / self._asks_left(source, book)
+        return behind * costs.catch_up_ms / self._asks_left(source, history)
 
-    def _explore(self, books: Sequence[Book], paying: Sequence[set[int]]) -> set[int]:
+    def _explore(self, histories: Sequence[History], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
         the saved share of the time goes."""
-        open_ = {k for k in self._numbers if self._purses[k].credit_ms(self._plain_ms) > 0}
-        if not open_ or self.row_chance * (1 + self.config.margin) >= 1:
+        open_ = {k for k in self._numbers if self._saved[k].credit_ms(self._plain_ms) > 0}
+        if not open_ or self.row_chance * (1 + MARGIN) >= 1:
             return set()
         found = set()
-        waiting = [(book.worths[k].asked_at, k, i) for k in open_ for i, book in enumerate(books) if i not in paying[k]]
+        waiting = [
+            (history.worths[k].asked_at, k, i)
+            for k in open_
+            for i, history in enumerate(histories)
+            if i not in paying[k]
+        ]
         for _, source, i in sorted(waiting):
-            book = books[i]
-            if not book.worths[source].begun:  # else it is paid for
-                cost = self.draft_costs[source].predict(1) + self._behind_ms(source, book)
-                if not self._purses[source].pay(cost, self._plain_ms):
+            history = histories[i]
+            if not history.worths[source].begun:  # else it is paid for
+                cost = self.draft_costs[source].predict(1) + self._behind_ms(source, history)
+                if not self._saved[source].pay(cost, self._plain_ms):
                     continue
-            self._trials.add((book.view.key, source))
+            self._trials.add((history.view.key, source))
             found.add(i)
         return found
 
-    def _behind_ms(self, source: int, book: Book) -> float:
-        behind = len(book.view.tokens) - book.worths[source].seen - NEAR
+    def _behind_ms(self, source: int, history: History) -> float:
+        behind = len(history.view.tokens) - history.worths[source].seen - NEAR
         return max(0, behind) * self.draft_costs[source].catch_up_ms
 
-    def _ahead(self, book: Book) -> int:
+    def _ahead(self, history: History) -> int:
         """Nodes of a chain whose scores may not be looked at: by depth alone."""
-        path, chances = 1.0, book.kind.chances[0]
+        path, chances = 1.0, history.kind.chances[0]
         found = []
         for depth in range(1, self.cap + 1):
             path *= chances.chance(UNKNOWN, depth)
@@ -353,7 +378,7 @@ class AutoBudget:
         if source == 0:  # as the plan says: nothing is known since
             chosen = {i for i, view in enumerate(views) if view.key in self._first}
         else:
-            chosen = self._paying(source, [self._books[view.key] for view in views], opens)
+            chosen = self._paying(source, [self._histories[view.key] for view in views], opens)
         if self._trials:
             chosen |= {i for i, view in enumerate(views) if (view.key, source) in self._trials}
         self._note(source, {views[i].key: opens[i] for i in chosen})
@@ -363,15 +388,15 @@ class AutoBudget:
         asked, unseen = self._asked[source], 0
         asked.opens = opens
         for key in opens:
-            book = self._books[key]
-            unseen += len(book.view.tokens) - book.worths[source].seen
+            history = self._histories[key]
+            unseen += len(history.view.tokens) - history.worths[source].seen
         asked.unseen = unseen
 
     def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
         """The chance that one of the first tokens that a source proposes is right, from its own log scores of them."""
-        book = self._books[view.key]
-        chances, lean = book.kind.chances[source], exp(book.lean[source])
-        odds = [chances.odds[cell_of(odds_of(score), 1)] * lean for score in log_scores]
+        history = self._histories[view.key]
+        chances, shift = history.kind.chances[source], exp(history.shift[source])
+        odds = [chances.odds[cell_of(odds_of(score), 1)] * shift for score in log_scores]
         return min(1.0, sum(o / (1 + o) for o in odds))
 
     def level_chance(self, source: int, count: int) -> float:
@@ -401,10 +426,10 @@ class AutoBudget:
             self._choice = Choice(self._batch)
             self._learn_worths(views)
             return None
-        books, most = [self._books[view.key] for view in views], sum(tree.counts) - len(views)
+        histories, most = [self._histories[view.key] for view in views], sum(tree.counts) - len(views)
         # Of so many rows as never yet the cost is a guess: go on from what is known.
-        limit = most if self._blind else max(self.config.first_rows, 2 * self._rows.get(bucket(self._batch), 0))
-        ranked, levels = weigh_all(self._library, books, tree, None if self._blind else tree.scores, limit)
+        limit = most if self._blind else max(FIRST_ROWS, 2 * self._rows.get(bucket(self._batch), 0))
+        ranked, levels = weigh_all(self._library, histories, tree, None if self._blind else tree.scores, limit)
         chances = [chance for chance, _, _ in ranked]
         count, price = self._best(chances)
         if self._blind or self._tries_rows(chances, count):  # decided ahead, or to learn
@@ -422,7 +447,7 @@ class AutoBudget:
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many of the nodes pay, given their chances in falling order; and what a row of them costs, in tokens."""
-        rise, rate = self._rise(len(chances)), self._rate * (1 + self.config.margin)
+        rise, rate = self._rise(len(chances)), self._rate * (1 + MARGIN)
         total, best, count = 0.0, 0.0, 0
         for k, chance in enumerate(chances, start=1):
             total += chance
@@ -439,7 +464,7 @@ class AutoBudget:
             return False
         rise = self._rise(most)
         loss = rise[most] - rise[count] - sum(chances[count:]) / self._rate
-        return self._purses[0].pay(loss, self._plain_ms)
+        return self._saved[0].pay(loss, self._plain_ms)
 
     # -- learning
 
@@ -463,10 +488,10 @@ class AutoBudget:
                 open_ = asked.opens.get(view.key)
                 if open_ is None:
                     continue
-                book = self._books[view.key]
-                worth = book.worths[source]
+                history = self._histories[view.key]
+                worth = history.worths[source]
                 # A prompt's last pass prepares the first step.
-                fresh = worth.asked_at != self._steps - 1 and book.born != self._steps
+                fresh = worth.asked_at != self._steps - 1 and history.born != self._steps
                 worth.begun = fresh and source == self._prepares
                 worth.asked_at, worth.seen = self._steps, len(view.tokens)
                 if worth.begun:  # nothing was prepared: no news
@@ -475,15 +500,15 @@ class AutoBudget:
                 if chosen and lists is not None:
                     marks, one = lists.sources[b], len(self.sources) == 1
                     gain = sum([chance - price for chance, i in chosen[b] if one or marks[i] == source])
-                worth.learn(gain, open_, self.config.quickest)
+                worth.learn(gain, open_, QUICKEST)
                 worth.tried += 1
                 if worth.kind is not None:
-                    worth.kind.learn(gain, open_, self.config.kind_rate)
-                    if worth.tried == self.config.trial:
+                    worth.kind.learn(gain, open_, KIND_RATE)
+                    if worth.tried == TRIAL:
                         cost = self._rate * self.draft_costs[source].predict(1)
                         worth.kind.lifted(max(0.0, worth.gain / max(worth.open, LEAST_OPEN) - cost), 1 / 16)
                 if gain and (view.key, source) in self._trials:
-                    self._purses[source].earn(gain / self._rate, self._plain_ms)
+                    self._saved[source].earn(gain / self._rate, self._plain_ms)
 
     def observe(self, step: StepRecord) -> None:
         """Learn what the step cost and earned."""
@@ -500,7 +525,7 @@ class AutoBudget:
                 if not drafted:
                     self._plain.note(size, self._steps)
             self._rows[size] = max(drafted, self._rows.get(size, 0))
-            weight = self.config.rate
+            weight = RATE
             tokens, ms = self._earned.get(size, (0.0, 0.0))
             earned = sum(step.accepted) + batch
             self._heard[size] = self._heard.get(size, 0) + 1
@@ -525,8 +550,8 @@ class AutoBudget:
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """Judge the last proposals of sequences that ended, and drop what is kept of them."""
-        ended = [self._books.pop(sequence.view.key, None) for sequence in sequences]
-        judge_all(self._library, [book for book in ended if book is not None])
+        ended = [self._histories.pop(sequence.view.key, None) for sequence in sequences]
+        judge_all(self._library, [history for history in ended if history is not None])
 
     # -- what it says
 
@@ -541,11 +566,11 @@ class AutoBudget:
 
     def rested(self, sequence: RunningSequence) -> str | None:
         """Why nothing was drafted in most of the sequence's steps, where that is so."""
-        book = self._books.get(sequence.view.key)
-        if book is None:
+        history = self._histories.get(sequence.view.key)
+        if history is None:
             return None
-        steps = self._steps - book.born + 1
-        return self.explain() if self._rested - book.rested_before > steps / 2 else None
+        steps = self._steps - history.born + 1
+        return self.explain() if self._rested - history.rested_before > steps / 2 else None
 
     def explain(self) -> str:
         """What the last step that asked for drafts chose, and why, in a sentence."""

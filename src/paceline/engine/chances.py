@@ -3,7 +3,7 @@
 A node's score is its drafter's own estimate of the chance that the path to it is accepted. Nodes are told apart by who
 proposed them, by their depth and by their estimate given their parent; of each such class is counted how often a node
 whose parent was right was right itself. One set of counts belongs to a kind of request (an application); a sequence
-leans from it by a factor on the odds that follows its own text.
+shifts from it by a factor on the odds that follows its own text.
 
 Nothing has to be checked by the target in order to be counted: a proposal is compared with the text that followed.
 """
@@ -24,9 +24,9 @@ UNKNOWN = 1.0  # odds of a node of which its drafter says nothing
 
 PRIOR = 4.0  # observations that the drafter's own estimate is worth
 MEMORY = 0.995  # weight of the past at every observation of a class: about two hundred of them count
-LEAN = 0.25  # how far one observation moves a sequence's log odds
-FADE = 0.98  # of a sequence's lean, at every observation: a text changes its nature
-MOST_LEAN = 3.0
+SHIFT = 0.25  # how far one observation moves a sequence's log odds
+FADE = 0.98  # of a sequence's shift, at every observation: a text changes its nature
+MOST_SHIFT = 3.0
 
 
 class Chances:
@@ -88,13 +88,13 @@ class Offer:
     path: list[float]  # chance of each node, root 1.0; never above its parent's
     levels: int = 0  # depth of the deepest node
 
-    def judge(self, text: Sequence[int], chances: Sequence[Chances], lean: MutableSequence[float]) -> None:
+    def judge(self, text: Sequence[int], chances: Sequence[Chances], shift: MutableSequence[float]) -> None:
         """Count every node whose parent turned out right and whose place in the text is known.
 
         Args:
             text: the sequence's tokens by now.
             chances: by source.
-            lean: by source, log odds of the sequence against its kind's; changed in place.
+            shift: by source, log odds of the sequence against its kind's; changed in place.
         """
         known = len(text)
         places = {0: self.base}  # by node that was right: the place of its children
@@ -105,8 +105,8 @@ class Offer:
             right = text[place] == self.tokens[node]
             source = self.sources[node]
             chances[source].learn(self.cells[node], right)
-            moved = FADE * (lean[source] + LEAN * (right - self.given[node]))
-            lean[source] = max(-MOST_LEAN, min(MOST_LEAN, moved))
+            moved = FADE * (shift[source] + SHIFT * (right - self.given[node]))
+            shift[source] = max(-MOST_SHIFT, min(MOST_SHIFT, moved))
             if right:
                 places[node] = place + 1
 
@@ -118,7 +118,7 @@ def weigh(
     sources: Sequence[int],
     scores: Sequence[float] | None,
     chances: Sequence[Chances],
-    lean: Sequence[float],
+    shift: Sequence[float],
 ) -> Offer:
     """The honest chance of every node of one tree.
 
@@ -126,10 +126,10 @@ def weigh(
         base: tokens of the text, the root included.
         tokens, parents, sources: of the nodes, the root first.
         scores: log of the drafter's own estimate for each path; None: it gives none, or none that may be used.
-        chances, lean: by source.
+        chances, shift: by source.
     """
     cells, given, path, depths = [0], [1.0], [1.0], [0]
-    factors = [exp(x) if x else 1.0 for x in lean]
+    factors = [exp(x) if x else 1.0 for x in shift]
     for node in range(1, len(tokens)):
         parent, source = parents[node], sources[node]
         depth = depths[parent] + 1

@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any
 
 from ..core.tree import TokenTree
-from .chances import DEPTHS, EDGES, FADE, LEAN, MEMORY, MOST_LEAN, UNKNOWN, Offer, weigh
-from .worth import Book
+from .chances import DEPTHS, EDGES, FADE, MEMORY, MOST_SHIFT, SHIFT, UNKNOWN, Offer, weigh
+from .histories import History
 
 Ranked = list[tuple[float, int, int]]  # chance of a node's path, its tree, its node; the chances fall
-_NUMBERS = array("d", (UNKNOWN, MEMORY, LEAN, FADE, MOST_LEAN, *EDGES))
+_NUMBERS = array("d", (UNKNOWN, MEMORY, SHIFT, FADE, MOST_SHIFT, *EDGES))
 
 
 class Offers:
@@ -21,9 +21,9 @@ class Offers:
 
     __slots__ = ("bases", "cells", "chances", "counts", "nodes", "starts")
 
-    def __init__(self, books: Sequence[Book], lists: TokenTree) -> None:
+    def __init__(self, histories: Sequence[History], lists: TokenTree) -> None:
         self.counts = lists.counts
-        self.bases = [len(book.view.tokens) for book in books]
+        self.bases = [len(history.view.tokens) for history in histories]
         self.starts, total = [0], 0
         for count in self.counts:
             total += count
@@ -41,13 +41,13 @@ class Offers:
 
 
 def weigh_all(
-    library: Any, books: Sequence[Book], lists: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
+    library: Any, histories: Sequence[History], lists: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
 ) -> tuple[Ranked, int]:
-    """Weigh the proposals for several sequences, and note them in their books.
+    """Weigh the proposals for several sequences, and note them in their histories.
 
     Args:
         library: the compiled kernels; None: the long way.
-        books: [B] of the sequences.
+        histories: [B] of the sequences.
         lists: [B] what is proposed, drafted nodes among it.
         scores: [B] log of the drafter's own estimates; None: it gives none, or none that may be used.
         most: nodes to rank at most.
@@ -59,12 +59,12 @@ def weigh_all(
         ValueError: these are no trees, or a node's mark is none of the drafter's kinds.
     """
     if library is None:
-        return _weigh_long(books, lists, scores, most)
-    offers, kinds = Offers(books, lists), len(books[0].lean)
-    most = min(most, offers.starts[-1] - len(books))
-    numbers = [len(books), kinds, DEPTHS, len(EDGES), most]
-    for book, count in zip(books, lists.counts, strict=True):
-        numbers += (count, book.lean.buffer_info()[0], *book.kind.odds_at)
+        return _weigh_long(histories, lists, scores, most)
+    offers, kinds = Offers(histories, lists), len(histories[0].shift)
+    most = min(most, offers.starts[-1] - len(histories))
+    numbers = [len(histories), kinds, DEPTHS, len(EDGES), most]
+    for history, count in zip(histories, lists.counts, strict=True):
+        numbers += (count, history.shift.buffer_info()[0], *history.kind.odds_at)
     given = array("q", numbers) + offers.nodes[offers.starts[-1] :]
     own = None if scores is None else array("d", chain(*scores))
     if len(offers.nodes) != 3 * offers.starts[-1] or (own is not None and len(own) != offers.starts[-1]):
@@ -75,19 +75,19 @@ def weigh_all(
     deepest = library.pl_weigh(given.buffer_info()[0], _NUMBERS.buffer_info()[0], own_at, *made)
     if deepest < 0:
         raise ValueError("trees whose parents or marks are out of range")
-    for b, book in enumerate(books):
-        book.offer = offers, b
+    for b, history in enumerate(histories):
+        history.offer = offers, b
     return [*zip(best.tolist(), places[:most].tolist(), places[most:].tolist(), strict=True)], deepest
 
 
 def _weigh_long(
-    books: Sequence[Book], lists: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
+    histories: Sequence[History], lists: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
 ) -> tuple[Ranked, int]:
     offers = []
-    for b, book in enumerate(books):
+    for b, history in enumerate(histories):
         columns = lists.tokens[b], lists.parents[b], lists.sources[b], None if scores is None else scores[b]
-        book.offer = weigh(len(book.view.tokens), *columns, book.kind.chances, book.lean)
-        offers.append(book.offer)
+        history.offer = weigh(len(history.view.tokens), *columns, history.kind.chances, history.shift)
+        offers.append(history.offer)
     ranked = [(chance, b, i) for b, offer in enumerate(offers) for i, chance in enumerate(offer.path) if i]
     ranked.sort(key=_by_chance)
     return ranked[:most], max(offer.levels for offer in offers)
@@ -97,25 +97,31 @@ def _by_chance(node: tuple[float, int, int]) -> float:
     return -node[0]
 
 
-def judge_all(library: Any, books: Iterable[Book]) -> None:
+def judge_all(library: Any, histories: Iterable[History]) -> None:
     """Compare the last proposals for these sequences with what followed, one after the other."""
     numbers: list[int] = []
     texts: list[int] = []
     held: list[Offers] = []  # what the addresses mean must stay until the call
     kinds = 0
-    for book in books:
-        offer, book.offer = book.offer, None
+    for history in histories:
+        offer, history.offer = history.offer, None
         if isinstance(offer, Offer):
-            offer.judge(book.view.tokens, book.kind.chances, book.lean)
+            offer.judge(history.view.tokens, history.kind.chances, history.shift)
         elif offer is not None:
             made, b = offer
             nodes = made.counts[b]
-            followed = book.view.tokens[made.bases[b] : made.bases[b] + nodes - 1]
+            followed = history.view.tokens[made.bases[b] : made.bases[b] + nodes - 1]
             if followed and nodes > 1:
-                numbers += (*made.addresses(b), nodes, len(followed), book.lean.buffer_info()[0], *book.kind.counts_at)
+                numbers += (
+                    *made.addresses(b),
+                    nodes,
+                    len(followed),
+                    history.shift.buffer_info()[0],
+                    *history.kind.counts_at,
+                )
                 texts += followed
                 held.append(made)
-                kinds = len(book.lean)
+                kinds = len(history.shift)
     if held:
         given = array("q", [len(held), kinds, DEPTHS, len(EDGES), *numbers, *texts])
         library.pl_judge(given.buffer_info()[0], _NUMBERS.buffer_info()[0])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Worth:
+class AskGain:
     """What asking one source brings: for a sequence, or for a kind of requests at one batch size."""
 
     gain: float  # running mean: tokens of an ask beyond the price of their rows
@@ -23,7 +23,7 @@ class Worth:
     asked_at: int = -1  # step of the last ask
     begun: bool = False  # the last ask only prepared the next one
     seen: int = 0  # tokens of the text that the source has processed
-    kind: Worth | None = None  # of all requests of its kind
+    kind: AskGain | None = None  # of all requests of its kind
     tried: int = 0  # asks for this sequence; of a kind: completed trials
     lift: float = 0.0  # of a kind: running mean over trials: tokens an ask beyond its cost, where that is above 0
 
@@ -45,7 +45,7 @@ class Kind:
     """What requests of one kind (an application, or none) have in common."""
 
     chances: list[Chances]  # by source
-    worths: dict[tuple[int, int], Worth] = field(default_factory=dict)  # by source and bucket of batch sizes
+    worths: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
     odds_at: tuple[int, ...] = field(init=False)  # addresses for compiled code
     counts_at: tuple[int, ...] = field(init=False)  # of hits, tries and odds
 
@@ -55,21 +55,21 @@ class Kind:
 
 
 @dataclass(slots=True)
-class Book:
+class History:
     """What is known of one sequence."""
 
     kind: Kind
     view: SequenceView
     born: int  # step in which it was first seen
     rested_before: int  # steps at rest until then
-    lean: array[float]  # by kind of nodes; its place does not change
+    shift: array[float]  # by kind of nodes; its place does not change
     bucket: int  # of the batch sizes that `worths` are about
-    worths: list[Worth]  # by source
+    worths: list[AskGain]  # by source
     offer: Offer | tuple[Offers, int] | None = None  # the last proposal; see `weighing`
 
 
 @dataclass(slots=True)
-class Asked:
+class SourceStep:
     """One source in the coming step."""
 
     opens: dict[int, float] = field(default_factory=dict)  # sequence -> chance that it is needed; of those asked for
