@@ -295,8 +295,6 @@ class TestCommands:
             (["bench", "step", "--rows", "1,x"], "--rows 1,x"),
             (["bench", "step", "--out", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
             (["bench", "step", "--model", "random:1x0x64x64"], "random:1x0x64x64"),
-            (["bench", "decode", "--batch", "0"], "--batch 0"),
-            (["bench", "decode", "--repeats", "0"], "--repeats 0"),
         ],
     )
     def test_mistakes_end_in_one_line_and_status_2(self, run: Any, args: list[str], message: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters import registry
-from paceline.drafters.base import DrafterSpec, SequenceView, StepFeatures
+from paceline.drafters.base import Drafter, DrafterSpec, SequenceView, StepFeatures
 from paceline.drafters.levels import Said, best_levels, count, cut, product_trees
 from paceline.drafters.proposal import Proposal
 from paceline.drafters.registry import DrafterConfig, option
@@ -406,8 +406,9 @@ class GuestConfig(DrafterConfig):
     level_logits: bool = option(False, help="")
 
     def build(self, context: Any) -> Any:
-        spec = DrafterSpec(name="guest", level_logits=self.level_logits)
-        return SimpleNamespace(spec=spec, bind=id, observe=id, propose=id, release=id)
+        guest = Drafter()
+        guest.spec = DrafterSpec(name="guest", level_logits=self.level_logits)
+        return guest
 
 
 def test_a_drafter_that_says_it_cannot_is_not_asked_to() -> None:
