@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = (ROOT, ROOT / "src" / "paceline")
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "measured").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 SUFFIXES = r"(?:py|cpp|toml|md|json|jsonl|svg|txt)"
 FILE = re.compile(rf"[\w.-]+(?:/[\w.-]+)*\.{SUFFIXES}|(?:[\w.-]+/)+[\w.-]*")
 NAMES = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py)`: ((?:`[\w.]+`(?:, )?)+)")
@@ -53,7 +53,7 @@ def missing(text: str) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_name_what_exists(page: Path) -> None:
     assert missing(page.read_text(encoding="utf-8")) == []
 
