@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = (ROOT, ROOT / "src" / "paceline")
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "measured").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "measured").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 SUFFIXES = r"(?:py|cpp|toml|md|json|jsonl|svg|txt)"
 FILE = re.compile(rf"[\w.-]+(?:/[\w.-]+)*\.{SUFFIXES}|(?:[\w.-]+/)+[\w.-]*")
 NAMES = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py)`: ((?:`[\w.]+`(?:, )?)+)")
