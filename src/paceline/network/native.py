@@ -272,10 +272,10 @@ class Stack:
         Raises:
             ConfigError, ValueError: as `run`.
         """
-        held, chosen = list[Any](), array("q", bytes(8 * len(whole.wanted)))
-        given = whole.struct(chosen, self._model.vocab, held)
-        self._decide(self._choose, whole, cache, max(whole.positions), ctypes.byref(given), taps=taps)
-        return chosen.tolist()
+        held = list[Any]()
+        given = whole.packed(self._model.vocab, held)
+        self._decide(self._choose, whole, cache, max(whole.positions), given.buffer_info()[0], taps=taps)
+        return given[-len(whole.wanted) :].tolist() if whole.wanted else []
 
     def decide_streams(
         self, whole: TokenPass, streams: StreamRun, cache: KVCache, taps: NativeTaps | None = None
@@ -299,14 +299,13 @@ class Stack:
         Raises:
             ConfigError, ValueError: as `run`; a set that `NativeStreams` cannot hold.
         """
-        held, chosen = list[Any](), array("q", bytes(8 * len(whole.wanted)))
-        made = self.streams(streams.streams)
+        held, made = list[Any](), self.streams(streams.streams)
         run = streams.begin(made, held)
-        given = whole.struct(chosen, self._model.vocab, held, streams.rows)
+        given = whole.packed(self._model.vocab, held, streams.rows)
         highest = max(whole.positions) + made.gamma
-        both = ctypes.byref(given), ctypes.byref(run.struct)
+        both = given.buffer_info()[0], ctypes.byref(run.struct)
         self._decide(self._choose_streams, whole, cache, highest, *both, taps=taps)
-        return chosen.tolist(), run.read(), run.struct.late_us / 1e3
+        return given[-len(whole.wanted) :].tolist(), run.read(), run.struct.late_us / 1e3
 
     def _decide(
         self, call: Any, whole: TokenPass, cache: KVCache, highest: int, *given: Any, taps: NativeTaps | None

@@ -72,43 +72,72 @@ class TokenPass(NamedTuple):
     rules: bytes | None = None  # `SequenceSampler.rules` of every span in a row; None: all take the likeliest
     logits: Tensor | None = None  # [wanted and riders, vocab] float32, to be filled; goes with ``rules``
 
-    def struct(self, chosen: array[int], vocab: int, held: list[Any], riders: int = 0) -> abi.CTokenPass:
-        """As compiled code reads it; what must stay alive meanwhile is appended to ``held``.
+    def packed(self, vocab: int, held: list[Any], riders: int = 0) -> array[int]:
+        """As compiled code reads it: an `abi.CTokenPass`, its spans and its numbers; last is room for the choices.
+
+        One array, because a pass of a small model takes about a millisecond, and ctypes would take 3% of it to set the
+        same fields one by one. What else must stay alive is appended to ``held``.
 
         Raises:
             ValueError: rules or logits of another size.
         """
-        spans = (abi.CSpan * len(self.spans))()
-        for row, (start, stop, prefix, keys, parents) in zip(spans, self.spans, strict=True):
-            row.start, row.stop, row.prefix = start, stop, prefix
-            row.base, row.keys = keys_of(keys, prefix + stop - start, held)
-            row.drafted = -1
-            if parents is not None:
-                row.drafted, row.parents = len(parents), numbers(parents, held)
-        held.append(spans)
-        found = abi.CTokenPass(
-            rows=len(self.tokens),
-            tokens=numbers(self.tokens, held),
-            positions=numbers(self.positions, held),
-            spans=ctypes.addressof(spans),
-            num_spans=len(spans),
-            wanted=numbers(self.wanted, held),
-            num_wanted=len(self.wanted),
-            chosen=chosen.buffer_info()[0],
-        )
+        numbers, rows, spans = [*self.tokens, *self.positions, *self.wanted], len(self.tokens), list[int]()
+        begin = len(_PASS) + len(_SPAN) * len(self.spans)  # of the numbers; places are counted in fields
+        addresses = [*_OWN]  # places of the fields that point into the array
+        slots, slot_base = 0, 0
         if isinstance(self.slots, slice):
-            found.slot_base = self.slots.start
+            slot_base = self.slots.start
         else:
-            found.slots = numbers(self.slots, held)
+            slots = begin + len(numbers)
+            addresses.append(_SLOTS)
+            numbers += self.slots
+        for start, stop, prefix, keys, parents in self.spans:
+            base, at = keys_of(keys, prefix + stop - start, held)
+            drafted, nodes = -1, 0
+            if parents is not None:
+                drafted, nodes = len(parents), begin + len(numbers)
+                addresses.append(len(_PASS) + len(spans) + _PARENTS)
+                numbers += parents
+            spans += (start, stop, prefix, base, at or 0, drafted, nodes)  # in the order of _SPAN
+        rules, logits = self._drawing(vocab, held, riders)
+        head = (  # in the order of _PASS
+            *(rows, begin, begin + rows, slots, slot_base),
+            *(len(_PASS), len(self.spans), begin + 2 * rows, len(self.wanted)),
+            *(rules, logits, begin + len(numbers)),
+        )
+        made = array("q", [*head, *spans, *numbers, *self.wanted])
+        here = made.buffer_info()[0]
+        for place in addresses:
+            made[place] = here + 8 * made[place]
+        return made
+
+    def _drawing(self, vocab: int, held: list[Any], riders: int) -> tuple[int, int]:
+        """Addresses of the rules and of the logits; 0 where all take the likeliest token."""
         rules, logits = self.rules, self.logits
-        if rules is not None and logits is not None:
-            if len(rules) != native.RULES_BYTES * len(self.spans):
-                raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
-            if not logits.is_contiguous():
-                raise ValueError("logits that do not lie in one piece")
-            found.rules = rules_at(rules, held)
-            found.logits = hold(logits, (len(self.wanted) + riders, vocab), held, torch.float32)
-        return found
+        if rules is None or logits is None:
+            return 0, 0
+        if len(rules) != native.RULES_BYTES * len(self.spans):
+            raise ValueError(f"rules of {len(rules)} bytes for {len(self.spans)} sequences")
+        if not logits.is_contiguous():
+            raise ValueError("logits that do not lie in one piece")
+        shape = len(self.wanted) + riders, vocab
+        return rules_at(rules, held) or 0, hold(logits, shape, held, torch.float32)
+
+
+def _in_order(struct: Any, names: str) -> list[str]:
+    """The names of a struct's fields, which `TokenPass.packed` lists in this order, each of 8 bytes."""
+    own = [name for name, _ in struct._fields_]
+    if own != names.split() or ctypes.sizeof(struct) != 8 * len(own):
+        raise TypeError(f"{struct.__name__} has fields {own}: TokenPass.packed writes {names.split()}")
+    return own
+
+
+_PASS = _in_order(
+    abi.CTokenPass, "rows tokens positions slots slot_base spans num_spans wanted num_wanted rules logits chosen"
+)
+_SPAN = _in_order(abi.CSpan, "start stop prefix base keys drafted parents")
+_OWN = [_PASS.index(name) for name in ("tokens", "positions", "spans", "wanted", "chosen")]
+_SLOTS, _PARENTS = _PASS.index("slots"), _SPAN.index("parents")
 
 
 @dataclass(slots=True)
@@ -237,8 +266,8 @@ def rules_at(rules: bytes | None, held: list[Any]) -> int | None:
     """The address of a sampler's rules, which are kept in ``held``."""
     if not rules:
         return None
-    held.append(ctypes.create_string_buffer(rules, len(rules)))
-    return ctypes.addressof(held[-1])
+    held.append(array("q", rules))
+    return int(held[-1].buffer_info()[0])
 
 
 def keys_of(keys: slice | Tensor, count: int, held: list[Any]) -> tuple[int, int | None]:
