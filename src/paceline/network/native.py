@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
