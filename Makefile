@@ -24,7 +24,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(TORCH_ID)
 UNFINISHED := $(VENV)/.unfinished
 INPUTS := pyproject.toml constraints.txt
 
-# The runs of docs/benchmarks.md. DATA=FOLDER adds the workloads that cannot come along.
+# The runs of docs/measured/benchmarks.md. DATA=FOLDER adds the workloads that cannot come along.
 DATA ?=
 TASKS := spec_bench gsm8k humaneval humaneval_x mmlu wikisql books $(if $(DATA),drop triviaqa e2e dialogsum)
 HYBRID := hybrid:paceline-small-draft,dtype=int8
@@ -51,7 +51,7 @@ help:
 	@echo 'make install   only set up .venv'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make format    let ruff format the code'
-	@echo 'make bench     repeat the benchmark of docs/benchmarks.md (half an hour; make peers first, to have them in it)'
+	@echo 'make bench     repeat the benchmark of docs/measured/benchmarks.md (half an hour; make peers first, to have them in it)'
 	@echo 'make peers     the engines that studies/peers.py compares with, each in .peers/NAME (long; some gigabytes)'
 	@echo 'make peer-NAME one of them: $(PEERS)'
 	@echo 'make fuzz      random requests against plain decoding: MINUTES=60, from case SEED=0 on'

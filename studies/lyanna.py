@@ -5,7 +5,7 @@
 
 The functions, each a table or figure and named as in the paper, are in the folder `lyanna_parts` beside this file. They
 measure trained drafters, which the command line names; what is missing is said before anything runs. How the drafters
-are trained, and what came of it: docs/lyanna.md.
+are trained, and what came of it: docs/measured/lyanna.md.
 
 Source: Make Every Draft Count: Hidden State based Speculative Decoding (Lyanna).
 """

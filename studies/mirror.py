@@ -6,7 +6,7 @@
     python studies/mirror.py figure_6b figure_4 --streams FOLDER --out build/mirror     # and with streams in the draft
     python studies/mirror.py figure_9 --log RUN/log.jsonl --out build/mirror            # of `paceline train exits`
 
-The functions are in the folder `mirror_parts` beside this file. What came of it: docs/mirror.md.
+The functions are in the folder `mirror_parts` beside this file. What came of it: docs/measured/mirror.md.
 
 Source: Mirror Speculative Decoding: Breaking the Serial Barrier in LLM Inference.
 """

@@ -6,7 +6,7 @@
 
 Tokens, trees, levels in flight, pruning and K/V are real; the clock is computed: stages, links and the source take the
 times that are given here. The functions are in the folder `specpipe_parts` beside this file; what came of them:
-docs/specpipe.md.
+docs/measured/specpipe.md.
 
 Source: SpecPipe: Accelerating Pipeline Parallelism-based LLM Inference with Speculative Decoding.
 """

@@ -5,7 +5,7 @@
 
 The functions, each a table or figure and named as in the paper, are in the folder `streaming` beside this file. Where
 one of several settings is to be chosen, half of the prompts choose, and the tables show the other half. What came of
-them: docs/speculative-streaming.md.
+them: docs/measured/speculative-streaming.md.
 
 Source: Speculative Streaming: Efficient and Scalable Speculative Decoding with Multi-Stream Attention.
 """

@@ -16,11 +16,12 @@ from paceline.drafters.base import DraftRequest, SequenceView, StepFeatures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "write-a-drafter.md"
+NETWORK_PAGE = ROOT / "docs" / "write-a-network-drafter.md"
 EXAMPLE = ROOT / "examples" / "custom_drafter.py"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(language: str, page: Path = PAGE) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture
@@ -58,15 +59,28 @@ def test_the_drafter_learns_and_keeps_to_its_limits(example):
     assert not drafter.learned
 
 
-def test_the_code_of_the_page_runs_as_it_stands(monkeypatch, capsys):
-    """All blocks in order, as a stranger would paste them into one file; the one with a network compares answers."""
-    monkeypatch.setattr(registry, "_registered", {})
-    page = ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", page)  # dataclasses look their module up
-    for block in blocks("python"):
-        exec(compile(block, PAGE.name, "exec", dont_inherit=True), vars(page))
+@pytest.fixture
+def run_page(monkeypatch):
+    """Run all blocks of a page in order, as a stranger would paste them into one file."""
+
+    def run(path: Path) -> ModuleType:
+        monkeypatch.setattr(registry, "_registered", {})
+        page = ModuleType("page")
+        monkeypatch.setitem(sys.modules, "page", page)  # dataclasses look their module up
+        for block in blocks("python", path):
+            exec(compile(block, path.name, "exec", dont_inherit=True), vars(page))
+        return page
+
+    return run
+
+
+def test_the_code_of_the_page_runs_as_it_stands(run_page):
+    assert run_page(PAGE).alternatives.parents == [0, 1, 0]
+
+
+def test_the_code_of_the_page_on_networks_runs_as_it_stands(run_page, capsys):
+    run_page(NETWORK_PAGE)  # it compares answers itself
     assert "tokens" in capsys.readouterr().out
-    assert page.alternatives.parents == [0, 1, 0]
 
 
 def test_the_entry_point_is_in_the_group_that_is_read():
