@@ -5,8 +5,8 @@
     python studies/spire.py figure_5 --spire DRAFT --variants "no feedback"=DRAFT --drawn sql=FILE --out build/spire
 
 The functions are in the folder `spire_parts` beside this file. Those of `modelled` measure nothing; the others measure
-trained drafts, which the command line names. How the drafts are trained, and what came of it: docs/measured/spire.md; what is
-modelled: docs/measured/planning.md.
+trained drafts, which the command line names. How they are trained, and what came of it: docs/measured/spire.md; what
+is modelled: docs/measured/planning.md.
 
 Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding.
 """

@@ -88,7 +88,7 @@ def test_tables_of_costs_are_what_is_predicted() -> None:
     assert predicted_points(tiny, machine("cpu"))["context"] == 12
 
 
-# docs/measured/engine.md, measured on two threads of Zen 4: ms of passes over so many rows, of 24M and of 91M parameters
+# docs/measured/engine.md, measured on 2 threads of Zen 4: ms of passes over so many rows, of 24M and of 91M parameters
 CALIBRATED = ((1, 2.08), (2, 2.10), (4, 2.70), (8, 3.17), (16, 4.6))
 LARGER = ((1, 8.0), (8, 10.9), (64, 45.5))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-# In passes of streams that run after verification. Measured on two cores of Zen 4 without AMX (docs/measured/engine.md).
+# In passes of streams that run after verification. Measured on 2 cores of Zen 4 without AMX (docs/measured/engine.md).
 FIRST = 0.28  # what the first row of streams costs in a pass: adapters are read, and are computed beside all rows
 EACH = 0.09  # what a row beyond the free ones costs
 
