@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from paceline.bench import figures
-from paceline.bench.config import LogLines
+from paceline.bench.config import log_lines
 from paceline.bench.figures import Panel, Series
-from paceline.bench.journal import NAME as JOURNAL_NAME
-from paceline.bench.methods import with_plain
 from paceline.bench.records import Method, Report
 from paceline.bench.report import wording as say
 from paceline.bench.report import write_text
@@ -33,6 +31,7 @@ from paceline.bench.run import BenchConfig, Run
 from paceline.bench.summary import Row, Summary, overall_ratio, summarise
 from paceline.core.errors import ConfigError
 
+from .applications import with_plain
 from .halves import SEED, conversations, halves
 from .near_ties import NearTies
 from .peer_runs import starter
@@ -95,28 +94,26 @@ class Grid:
 
 
 def measure(grid: Grid, options: Options, folder: Path) -> Report:
-    """Run a grid, with its journal and raw report in a folder.
+    """Run a grid, with its raw report in a folder.
 
     Raises:
         ConfigError: anything that cannot be as it was asked for; found before the first trial.
-        KeyboardInterrupt: it was cut off; the report has what there is, and the journal lets it go on.
+        KeyboardInterrupt: it was cut off; the report in the folder has what there is.
     """
-    flags = {"overwrite": options.overwrite, "resume": options.resume and (folder / JOURNAL_NAME).is_file()}
-    watcher = LogLines(Console(stderr=True), "dim")
     config = grid.config(options)
     run = Run(
         config,
         out=folder,
+        overwrite=options.overwrite,
         command=options.command,
-        watcher=watcher,
+        progress=log_lines(Console(stderr=True), "dim"),
         start=starter(config),
         judge=NearTies,
-        **flags,
     )
-    outcome = run.execute()
-    if outcome.interrupted:
+    report = run.execute()
+    if report.interrupted:
         raise KeyboardInterrupt
-    return outcome.report
+    return report
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:

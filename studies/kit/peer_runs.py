@@ -16,8 +16,8 @@ from paceline.bench.measure import Group, Limits
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
+from paceline.bench.run import Start
 from paceline.bench.summary import Interval, Section, Summary, best, overall_ratio
-from paceline.bench.trials import Start
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest

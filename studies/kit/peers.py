@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.records import PLAIN, Method
-from paceline.bench.trials import Unavailable
+from paceline.bench.run import Unavailable
 from paceline.core.errors import ConfigError
 from paceline.core.options import suggest
 from paceline.network.loader import resolve_folder

@@ -3,7 +3,7 @@
 A study is a script. Each of its functions is a table or a figure, takes the options and returns a `Grid` (methods x
 workloads x settings, measured interleaved on the same prompts), or yields a `Table` that it makes in another way. The
 framework reads the command line, runs the functions named, prints the tables and writes NAME.json, NAME.md, NAME.svg
-and, of a grid, its journal and raw report in the folder NAME. docs/write-a-study.md has a complete example.
+and, of a grid, its raw report in the folder NAME. docs/write-a-study.md has a complete example.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Options:
     device: str = asked("cpu", "cpu or cuda.")
     threads: int | None = asked(None, "CPU threads; torch's choice where none is given.", "N")
     seed: int = asked(0, "Of the choice of prompts and of sampling.", "N")
-    resume: bool = asked(False, "Go on with runs in --out that were cut off.")
-    overwrite: bool = asked(False, "Start again where --out holds a run.")
+    overwrite: bool = asked(False, "Measure again where --out holds a report.")
     quick: bool = asked(False, "A small version of everything, with the models and prompts that come along.")
     command: tuple[str, ...] = ()  # that was given, for reports
 
@@ -163,7 +162,7 @@ class Study:
             print(f"error: {error}", file=sys.stderr)
             return WRONG
         except KeyboardInterrupt:
-            print("interrupted: the same command with --resume goes on", file=sys.stderr)
+            print("interrupted: the raw report has what was measured", file=sys.stderr)
             return INTERRUPTED
         return 0 if all(same) else DIFFERENT
 
@@ -261,7 +260,7 @@ def _parse(study: Study, arguments: Sequence[str]) -> dict[str, Any]:
     for name, texts in given.items():
         if name in options and get_origin(hints[name]) is dict:
             given[name] = named_values(_flag(name), texts)
-    told = [a for a in arguments if a not in ("--resume", "--overwrite")]
+    told = [a for a in arguments if a != "--overwrite"]
     return {**given, "command": ("python", sys.argv[0], *told)}
 
 

@@ -45,7 +45,7 @@ def bench(dtype: str, kernels: str = "auto", **changes: Any) -> Report:
         "repeats": 1,
         "threads": 1,
     }
-    return Run(BenchConfig(**(values | changes))).execute().report
+    return Run(BenchConfig(**(values | changes))).execute()
 
 
 def verdict(report: Report) -> Exactness:
@@ -217,7 +217,7 @@ def test_a_fault_reaches_the_report_that_people_read(plant: Any, tmp_path: Path)
         max_new_tokens=(LENGTH,),
         repeats=1,
     )
-    outcome = Run(config, out=tmp_path / "out").execute()
-    texts = {path.name: path.read_text(encoding="utf-8") for path in outcome.files}
+    Run(config, out=tmp_path / "out").execute()
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()}
     assert len(texts) == 3
     assert all("one token long" in text for text in texts.values())

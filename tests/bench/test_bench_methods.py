@@ -1,8 +1,6 @@
-"""Methods and sweeps as a user writes them."""
+"""Methods as a user writes them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -10,10 +8,8 @@ from paceline.bench.methods import (
     check,
     default_methods,
     drafter_config,
-    expand,
     parse_method,
     parse_methods,
-    parse_sweep,
     records_answers,
     with_plain,
 )
@@ -113,74 +109,6 @@ def test_plain_decoding_is_added_where_it_is_missing() -> None:
     mixed = with_plain(parse_methods(["ngram", "suffix;dtype=float32"]))
     assert [(m.name, m.dtype) for m in mixed[:2]] == [("plain dtype=auto", "auto"), ("plain dtype=float32", "float32")]
     assert [m.name for m in with_plain([PEER])] == ["plain", "vllm/plain"]
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("budget=1,2,none", (1, 2, None)),
-        ("batch=1,32", (1, 32)),
-        ("temperature=0,0.7", (0.0, 0.7)),
-        ("context=256", (256,)),
-        ("dtype=float32,bfloat16", ("float32", "bfloat16")),
-        ("exact=true,false", (True, False)),
-        ("ngram.depth=2,4", ("2", "4")),
-        ("synthetic.accept=0.9/0.8,0.5", ("0.9/0.8", "0.5")),
-    ],
-)
-def test_a_sweep_is_read(text: str, values: tuple[Any, ...]) -> None:
-    assert parse_sweep(text).values == values
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("budget", "write it like"),
-        ("=1,2", "write it like"),
-        ("budget=1,,2", "write it like"),
-        ("budget=1,1", "a value is there twice"),
-        ("batch=x", "no number"),
-        ("bach=1", "did you mean 'batch'"),
-        ("ngram.dept=1", "no option 'dept'"),
-        ("ngrm.depth=1", "no such drafter"),
-        ("round=sideways", "no round"),
-    ],
-)
-def test_a_bad_sweep_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match="(?i)" + message):
-        parse_sweep(text)
-
-
-def test_sweeps_multiply_the_methods_that_have_the_setting() -> None:
-    methods = [*parse_methods(["plain", "ngram,depth=3", "suffix"]), PEER]
-    found = expand(methods, [parse_sweep("budget=2,4"), parse_sweep("ngram.depth=5,6"), parse_sweep("batch=1,2")])
-    assert [m.name for m in found] == [
-        "plain",
-        "ngram,depth=3 budget=2 depth=5",
-        "ngram,depth=3 budget=2 depth=6",
-        "ngram,depth=3 budget=4 depth=5",
-        "ngram,depth=3 budget=4 depth=6",
-        "suffix budget=2",
-        "suffix budget=4",
-        "vllm/plain",
-    ]
-    assert found[2].drafter == "ngram,depth=6" and found[2].settings == {"budget": 2}
-
-
-def test_a_sweep_over_dtypes_takes_plain_decoding_and_peers_along() -> None:
-    found = expand([*parse_methods(["plain", "ngram"]), PEER], [parse_sweep("dtype=float32,bfloat16")])
-    assert [(m.name, m.dtype) for m in found][:2] == [
-        ("plain dtype=float32", "float32"),
-        ("plain dtype=bfloat16", "bfloat16"),
-    ]  # noqa: E501
-    assert len(found) == 6
-
-
-def test_a_sweep_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no method of this run has that setting"):
-        expand(parse_methods(["plain", "ngram"]), [parse_sweep("suffix.depth=1,2")])
-    with pytest.raises(ConfigError, match="depth must be 1 or more"):
-        expand(parse_methods(["plain", "ngram"]), [parse_sweep("ngram.depth=0,2")])
 
 
 def test_settings_are_checked_without_a_model() -> None:

@@ -1,4 +1,4 @@
-"""A benchmark run: its order, its book-keeping, going on after a cut, and what it refuses."""
+"""A benchmark run: its order, its book-keeping, what is kept of a cut one, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +21,13 @@ from kits.tiny import tiny_config, tiny_decoder
 from paceline import LLM, zoo
 from paceline.bench import measure
 from paceline.bench import run as bench
-from paceline.bench import trials as trials_module
-from paceline.bench.journal import Journal
 from paceline.bench.measure import Builder, Group, Limits, Memory, kv_bytes
 from paceline.bench.methods import parse_method, parse_methods
 from paceline.bench.models import materialised
-from paceline.bench.records import Cell, Method, PromptIds, Trial
+from paceline.bench.records import Cell, PromptIds, Trial
 from paceline.bench.report import load_report
 from paceline.bench.run import BenchConfig, Run
-from paceline.bench.schedule import cells_of, groups_of, interleaved, rotated
+from paceline.bench.schedule import cells_of, groups_of, interleaved
 from paceline.bench.workloads import load
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
@@ -62,29 +59,26 @@ class Seen:
     """Takes down what a run tells."""
 
     def __init__(self) -> None:
-        self.trials: list[tuple[str, str, int]] = []
+        self.trials: list[str] = []
         self.counts: list[tuple[int, int]] = []
-        self.stages: list[str] = []
 
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        self.trials.append((method.name, group.cell.workload, group.index))
-        self.counts.append((done, total))
+    def __call__(self, text: str, trials: tuple[int, int] | None) -> None:
+        if trials is not None:
+            self.trials.append(text)
+            self.counts.append(trials)
 
 
 class CutShort(Seen):
-    """Presses Ctrl-C when so many trials are behind."""
+    """Presses Ctrl-C when so many trials are behind, or lets another error happen."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         super().__init__()
-        self.after = after
+        self.after, self.error = after, error
 
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        super().trial(done, total, group, method)
-        if done == self.after:
-            raise KeyboardInterrupt
+    def __call__(self, text: str, trials: tuple[int, int] | None) -> None:
+        super().__call__(text, trials)
+        if trials and trials[0] == self.after:
+            raise self.error
 
 
 def key(trial: Trial) -> tuple[str, str, int, int]:
@@ -92,11 +86,6 @@ def key(trial: Trial) -> tuple[str, str, int, int]:
 
 
 class TestOrder:
-    def test_nobody_always_runs_first(self) -> None:
-        methods = [Method(name=n) for n in "abc"]
-        orders = ["".join(m.name for m in rotated(methods, turn)) for turn in range(4)]
-        assert orders == ["abc", "bca", "cab", "abc"]
-
     def test_workloads_advance_together_and_repeats_are_neighbours(self) -> None:
         cells = [Cell(workload=w) for w in ("x", "y")]
         groups = {c: groups_of(c, prompts_of(2 if c.workload == "x" else 1), 0) for c in cells}
@@ -122,12 +111,12 @@ class TestOrder:
 
     def test_a_batch_that_cannot_be_filled_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="3 prompts"):
-            groups_of(Cell(workload="x", batch=4), prompts_of(3), 0)
+            cells_of(config(batches=(4,)), [load("wikisql", limit=3)])
 
     def test_the_trials_of_a_run_are_interleaved(self) -> None:
         seen = Seen()
-        Run(config(check=False), watcher=seen).execute()
-        blocks = [[name for name, *_ in seen.trials[i : i + 3]] for i in range(0, len(seen.trials), 3)]
+        Run(config(check=False), progress=seen).execute()
+        blocks = [[text.split(", ")[1] for text in seen.trials[i : i + 3]] for i in range(0, len(seen.trials), 3)]
         assert [block[0] for block in blocks] == ["plain", "ngram", "suffix", "plain"]
         assert all(sorted(block) == ["ngram", "plain", "suffix"] for block in blocks)
         assert seen.counts == [(i, 12) for i in range(12)]
@@ -137,9 +126,9 @@ class TestOrder:
 def trials() -> list[Trial]:
     """Two batch sizes, greedy and sampled; all ids are as plain decoding's."""
     asked = config(batches=(1, 2), temperatures=(0.0, 0.8), methods=tuple(parse_methods(["plain", "suffix"])))
-    outcome = Run(asked).execute()
-    assert all(e.passed for e in outcome.report.exactness) and outcome.report.exactness
-    return outcome.report.trials
+    report = Run(asked).execute()
+    assert all(e.passed for e in report.exactness) and report.exactness
+    return report.trials
 
 
 class TestTrials:
@@ -274,146 +263,64 @@ class TestConversations:
         lines = [json.dumps({"id": f"c{i}", "category": "x", "turns": t}) for i, t in enumerate(turns)]
         (tmp_path / "talk.jsonl").write_text("\n".join(lines))
         asked = config(workloads=(str(tmp_path / "talk.jsonl"),), repeats=1)
-        report = Run(asked, out=tmp_path / "out").execute().report
+        report = Run(asked).execute()
         plain = {t.prompts[0]: t for t in report.trials if t.method == "plain"}
         assert sorted(plain) == ["c0", "c0/2", "c1"]
         assert plain["c0/2"].prompt_tokens[0] > plain["c0"].prompt_tokens[0] + 8  # the first turn, its answer, and more
         assert all(e.identical == e.sequences == 3 for e in report.exactness)
-        journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
-        assert [r["answer"] for r in journal if "answer" in r] == [plain["c0"].outputs[0]]
 
 
-class TestGoingOn:
-    def test_an_interrupted_run_reports_and_goes_on_where_it_was(self, tmp_path: Path) -> None:
-        outcome = Run(config(), out=tmp_path, watcher=CutShort(5)).execute()
-        assert outcome.interrupted and len(outcome.report.trials) == 5
-        assert any("interrupted after 5 of 12" in note for note in outcome.report.notes)
-        cut = [(key(t), t.outputs, t.wall_ms) for t in load_report(tmp_path).trials]
-        seen = Seen()
-        whole = Run(config(), out=tmp_path, resume=True, watcher=seen).execute()
-        assert not whole.interrupted and len(seen.trials) == 7 and seen.counts[0] == (5, 12)
-        found = [(key(t), t.outputs, round(t.wall_ms, 3)) for t in whole.report.trials]
-        assert found[:5] == cut and len({k for k, *_ in found}) == 12
-        straight = Seen()
-        Run(config(), watcher=straight).execute()
-        assert [k[0] for k, *_ in found] == [name for name, *_ in straight.trials]
+class TestCutShort:
+    def test_an_interrupted_run_reports_what_it_measured(self, tmp_path: Path) -> None:
+        report = Run(config(), out=tmp_path, progress=CutShort(5)).execute()
+        assert report.interrupted and len(report.trials) == 5
+        assert any("interrupted after 5 of 12" in note for note in report.notes)
+        assert [key(t) for t in load_report(tmp_path).trials] == [key(t) for t in report.trials]
 
-    def test_a_killed_run_goes_on(self, tmp_path: Path) -> None:
-        """A real process, ended without warning in the middle of its trials."""
-        out = tmp_path / "out"
-        journal = out / "journal.jsonl"
-        arguments = ["--workload", "wikisql", "--method", "ngram", "--prompts", "3", "--repeats", "4"]
-        arguments += ["--max-new-tokens", "16", "--threads", "1", "--out", str(out)]
-        command = [sys.executable, "-m", "paceline", "bench", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline and process.poll() is None:
-                if journal.exists() and journal.read_text().count('{"trial"') >= 3:
-                    break
-                time.sleep(0.01)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        before = journal.read_text().count('{"trial"')
-        assert 3 <= before < 24
-        with journal.open("a") as file:
-            file.write('{"trial": {"method": "pl')  # the write that the kill cut in two
-        with pytest.raises(ConfigError, match="--resume"):
-            Run(config(), out=out).execute()
-        done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        report = load_report(out)
-        assert len({key(t) for t in report.trials}) == len(report.trials) == 24
-        assert "--resume" not in report.command and report.command[:2] == ["paceline", "bench"]
+    def test_so_does_one_that_an_error_ends(self, tmp_path: Path) -> None:
+        with pytest.raises(MemoryError):
+            Run(config(), out=tmp_path, progress=CutShort(4, MemoryError)).execute()
+        kept = load_report(tmp_path)
+        assert kept.interrupted and len(kept.trials) == 4 and not kept.exactness
 
     def test_ctrl_c_ends_with_a_report_and_status_130(self, tmp_path: Path) -> None:
-        journal = tmp_path / "journal.jsonl"
         command = [sys.executable, "-m", "paceline", "bench", "--workload", "wikisql", "--method", "ngram"]
-        command += ["--prompts", "8", "--repeats", "9", "--threads", "1", "--out", str(tmp_path)]
+        command += ["--prompts", "8", "--repeats", "40", "--threads", "1", "--out", str(tmp_path)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None:
-            if journal.exists() and '{"trial"' in journal.read_text():
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if " trials, wikisql, " in line:  # a while after the first one
                 process.send_signal(signal.SIGINT)
                 break
-            time.sleep(0.01)
         stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == 130, stderr
-        assert "--resume" in stderr and "report.html" in stdout
+        assert process.returncode == 130, said + stderr
+        assert "measured so far" in stderr and "report.html" in stdout
         report = load_report(tmp_path)
-        assert 1 <= len(report.trials) < 144 and report.settings["interrupted"]
-
-    def test_a_journal_of_other_settings_is_refused_and_says_what_differs(self, tmp_path: Path) -> None:
-        Run(config(), out=tmp_path, watcher=CutShort(2)).execute()
-        kept = (tmp_path / "journal.jsonl").read_bytes()
-        with pytest.raises(ConfigError, match="repeats was 2, is 3"):
-            Run(config(repeats=3), out=tmp_path, resume=True).execute()
-        with pytest.raises(ConfigError, match="methods was"):
-            Run(config(methods=tuple(parse_methods(["plain", "ngram"]))), out=tmp_path, resume=True).execute()
-        assert (tmp_path / "journal.jsonl").read_bytes() == kept
+        assert 1 <= len(report.trials) < 640 and report.interrupted
 
     def test_what_is_there_is_not_spoilt(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="Leave --resume out"):
-            Run(config(), out=tmp_path, resume=True).execute()
         Run(config(prompts=1, repeats=1), out=tmp_path).execute()
         with pytest.raises(ConfigError, match="it holds the report"):
             Run(config(prompts=1, repeats=1), out=tmp_path).execute()
-        with pytest.raises(ConfigError, match="Give one of them"):
-            Run(config(), out=tmp_path, resume=True, overwrite=True).execute()
         again = Run(config(prompts=1, repeats=2), out=tmp_path, overwrite=True).execute()
-        assert len(again.report.trials) == len(load_report(tmp_path).trials) == 6
-
-    def test_a_journal_that_is_none_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal.jsonl"
-        path.write_text('{"something": "else"}\n')
-        with pytest.raises(ConfigError, match="no journal of this version"):
-            Journal(path, {}, resume=True)
-
-    def test_a_journal_with_a_record_of_another_form_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal.jsonl"
-        Journal(path, {}, resume=False).close()
-        with path.open("a") as file:
-            file.write('{"trial": {"method": "plain", "colour": "blue"}}\n')
-        with pytest.raises(ConfigError, match="what no run writes"):
-            Journal(path, {}, resume=True)
-
-    def test_a_journal_gives_back_what_it_was_given(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal.jsonl"
-        group = Group(cell=Cell(workload="ä"), index=0, prompts=tuple(prompts_of(1)), seed=0)
-        trial = group.blank("plain", 0)
-        trial.outputs, trial.budget = [[1, 2]], {"kind": "fixed"}
-        with Journal(path, {"a": (1, 2)}, resume=False) as journal:
-            journal.add(trial)
-            journal.add_answer("x/1", [5, 6])
-        with path.open("ab") as file:
-            file.write(b'{"trial": 1')
-        with Journal(path, {"a": [1, 2]}, resume=True) as journal:
-            assert journal.trials == [trial] and journal.answers == {"x/1": [[5, 6]]}
-            journal.add(replace_method(trial, "ngram"))
-        with Journal(path, {"a": [1, 2]}, resume=True) as journal:
-            assert [t.method for t in journal.trials] == ["plain", "ngram"]
+        assert len(again.trials) == len(load_report(tmp_path).trials) == 6
 
     def test_a_time_limit_ends_a_run_between_comparisons(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = iter(range(0, 100_000, 10))
-        for module in (bench, trials_module):
-            monkeypatch.setattr(module, "perf_counter", lambda: float(next(clock)))
-        report = Run(config(time_limit_s=25.0)).execute().report
+        monkeypatch.setattr(bench, "perf_counter", lambda: float(next(clock)))
+        report = Run(config(time_limit_s=25.0)).execute()
         assert 0 < len(report.trials) < 12 and len(report.trials) % 3 == 0
         assert any("stopped after 25 s" in note for note in report.notes)
-
-
-def replace_method(trial: Trial, name: str) -> Trial:
-    return Trial.from_dict({**trial.as_dict(), "method": name})
 
 
 class TestSynthetic:
     def test_a_random_model_runs_at_a_stated_acceptance(self) -> None:
         methods = tuple(parse_methods(["plain", "synthetic,accept=1,depth=4;budget=4", "synthetic,accept=0;budget=4"]))
         asked = config(model=RANDOM, workloads=(), methods=methods, batches=(1, 2), max_new_tokens=(21,))
-        report = Run(asked).execute().report
+        report = Run(asked).execute()
         assert all(t.cell.ignore_eos and set(map(len, t.outputs)) == {21} for t in report.trials)
         always = [t for t in report.trials if "accept=1" in t.method]
         never = [t for t in report.trials if "accept=0" in t.method]
@@ -460,7 +367,7 @@ class TestRefusals:
     def test_mistakes_are_found_before_the_first_trial(self, changes: dict[str, Any], message: str) -> None:
         seen = Seen()
         with pytest.raises(ConfigError, match=message):
-            Run(config(**changes), watcher=seen).execute()
+            Run(config(**changes), progress=seen).execute()
         assert not seen.trials
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
@@ -470,7 +377,7 @@ class TestRefusals:
 
 
 def test_the_report_says_what_is_needed_to_repeat_it() -> None:
-    report = Run(config(prompts=1, repeats=1), command=["paceline", "bench"]).execute().report
+    report = Run(config(prompts=1, repeats=1), command=["paceline", "bench"]).execute()
     card = next(e for e in zoo.available() if e.name == MODEL)
     assert report.model["parameters"] == pytest.approx(card.parameters, rel=1e-3)  # norms are not counted
     assert report.machine["threads"] == 1 and report.machine["read_bandwidth_bytes_per_s"] > 1e8
@@ -508,7 +415,7 @@ class TestStretched:
     def test_a_report_says_so_wherever_it_names_the_model(self, tmp_path: Path) -> None:
         methods = tuple(parse_methods(["plain", "ngram;budget=4"]))
         asked = config(model="stretch:paceline-small,times=2", methods=methods, prompts=1, repeats=1)
-        report = Run(asked, out=tmp_path).execute().report
+        report = Run(asked, out=tmp_path).execute()
         assert report.model["name"] == self.LABEL and report.model["stretched"] == 2
         assert report.model["layers"] == 12 and report.title.startswith(self.LABEL)
         plain = Builder(MODEL, "cpu", 1).llm(methods[0]).decoder

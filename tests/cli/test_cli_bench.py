@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import zoo
-from paceline.bench.config import LINE_EVERY_S, LogLines, duration
-from paceline.bench.records import Cell, Method
+from paceline.bench.config import LINE_EVERY_S, duration, log_lines
 from paceline.bench.report import load_report
 from paceline.cli import app
 
@@ -34,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_help_names_options_and_subcommands(run: Any) -> None:
     output = run("--help").output
-    for word in ("--method", "--sweep", "--workload", "--quick", "--resume", "--out", "--check"):
+    for word in ("--method", "--workload", "--batch", "--quick", "--overwrite", "--out", "--check"):
         assert word in output
     for command in ("compare", "calibrate", "workloads", "step"):
         assert command in output
@@ -108,20 +106,16 @@ def test_calibrate_writes_beside_the_model(run: Any, tmp_path: Path) -> None:
         (["--method", "ngrm"], "ngram"),
         (["--method", "ngram;bugdet=2"], "budget"),
         (["--method", "vllm/ngram"], "studies/peers.py"),
-        (["--sweep", "bach=1,2"], "batch"),
-        (["--sweep", "ngram.depth=1", "--method", "suffix"], "no method of this run"),
-        (["--sweep", "batch=1,2", "--batch", "4"], "--batch 4"),
-        (["--sweep", "batch=1", "--sweep", "batch=2"], "swept twice"),
         (["--batch", "1,x"], "--batch 1,x"),
         (["--batch", "64"], "batch 64"),
-        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "-1"], "--temperature -1"),
         (["--workload", "boks"], "books"),
         (["--workload", "drop"], "--data"),
         (["--data", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--prompts", "0"], "prompts=0"),
         (["--prompt-tokens", "8"], "--prompt-tokens 8"),
         (["--model", "random:1x64x64x64", "--workload", "books"], "no tokenizer"),
-        (["--resume"], "--out DIR"),
+        (["--overwrite"], "--out DIR"),
         (["--out", "/dev/null"], "/dev/null"),
         (["compare", "/nowhere/a.json", "/nowhere/b.json"], "/nowhere/a.json"),
         (["calibrate", "--model", "random:1x64x64x64"], "a model that stays"),
@@ -139,15 +133,14 @@ def test_mistakes_end_in_one_line_before_anything_runs(run: Any, args: list[str]
 
 def test_a_log_gets_lines_now_and_then_with_the_time_left() -> None:
     now, text = [0.0], io.StringIO()
-    lines = LogLines(Console(file=text, width=200), clock=lambda: now[0])
-    group: Any = SimpleNamespace(cell=Cell(workload="books"))
+    tell = log_lines(Console(file=text, width=200), clock=lambda: now[0])
     for done in range(30):
-        lines.trial(done, 60, group, Method(name="ngram"))
+        tell("books, ngram", (done, 60))
         now[0] += 1.0
     said = text.getvalue().splitlines()
     assert len(said) == int(29 // LINE_EVERY_S)
     assert said[0] == "10 of 60 trials, books, ngram, about 50 s left"
-    lines.stage("and now this")
+    tell("and now this", None)
     assert text.getvalue().splitlines()[-1] == "and now this"
 
 

@@ -22,8 +22,7 @@ from kit.peers import PEERS, WORKERS, Peer, PeerError, PeerKind, PeerMode, PeerR
 from kits.reports import World
 
 from paceline import LLM, SamplingParams
-from paceline.bench.config import BenchConfig, RunWatcher
-from paceline.bench.measure import Group
+from paceline.bench.config import BenchConfig, Progress
 from paceline.bench.models import materialised
 from paceline.bench.records import Method, Report
 from paceline.bench.run import Run
@@ -474,18 +473,8 @@ def config(**changes: Any) -> BenchConfig:
     return BenchConfig(**{**values, "max_new_tokens": (8,), "threads": 1, **changes})
 
 
-class Seen(RunWatcher):
-    """Takes down which methods run."""
-
-    def __init__(self) -> None:
-        self.trials: list[str] = []
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        self.trials.append(method.name)
-
-
-def run(asked: BenchConfig, watcher: RunWatcher | None = None) -> Report:
-    return Run(asked, start=peer_runs.starter(asked), watcher=watcher).execute().report
+def run(asked: BenchConfig, progress: Progress | None = None) -> Report:
+    return Run(asked, start=peer_runs.starter(asked), progress=progress).execute()
 
 
 class FakePeer:
@@ -527,13 +516,14 @@ class TestPeers:
 
     def test_peers_run_in_turns_and_one_that_cannot_says_why(self) -> None:
         texts = ["plain", "llama.cpp/plain", "llama.cpp/ngram-mod", "transformers/plain"]
-        seen = Seen()
-        report = run(config(methods=tuple(peer_runs.read_methods(texts))), seen)
+        seen: list[str] = []
+        progress = lambda text, trials: seen.append(text.partition(", ")[2]) if trials else None  # noqa: E731
+        report = run(config(methods=tuple(peer_runs.read_methods(texts))), progress)
         assert report.unavailable == {
             "llama.cpp/ngram-mod": "it does not start: no such flag",
             "transformers/plain": "it is not built",
         }
-        assert [name for name in seen.trials[:4]] == ["plain", "llama.cpp/plain", "llama.cpp/plain", "plain"]
+        assert seen[:4] == ["plain", "llama.cpp/plain", "llama.cpp/plain", "plain"]
         theirs = [t for t in report.trials if t.method == "llama.cpp/plain"]
         assert len(theirs) == 4 and all(t.wall_ms == 10.0 and t.tokens == 8 and t.passes == 8 for t in theirs)
         assert all(t.cell.ignore_eos for t in report.trials)  # so that all give the same number of tokens

@@ -99,9 +99,7 @@ def test_help_lists_what_there_is_and_what_it_needs(run: Any, capsys: pytest.Cap
         assert re.search(line, said, re.MULTILINE), line
     for flag in ("--model", "--data", "--tasks", "--prompts", "--repeats", "--max-new-tokens", "--dtype", "--threads"):
         assert flag in said
-    assert all(
-        flag in said for flag in ("--seed", "--resume", "--overwrite", "--quick", "--depth", "--sets NAME=FOLDER")
-    )
+    assert all(flag in said for flag in ("--seed", "--overwrite", "--quick", "--depth", "--sets NAME=FOLDER"))
 
 
 def test_a_figure_has_defaults_of_its_own_and_the_user_the_last_word(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,23 +188,18 @@ def test_a_stretched_target_is_in_every_title(run: Any, tmp_path: Path, capsys: 
     assert run("table_1", "--model", "stretch:x,times=1", "--out", tmp_path) == study.WRONG
 
 
-def test_ctrl_c_keeps_the_journal_and_resume_goes_on(
+def test_ctrl_c_keeps_what_was_measured(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(self: Any, done: int, total: int, group: Any, method: Any) -> None:
-        if done == 2:
+    def stop(text: str, trials: tuple[int, int] | None) -> None:
+        if trials and trials[0] == 2:
             raise KeyboardInterrupt
 
-    given = ("figure_1", *SMALL, "--out", tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(grid.LogLines, "trial", stop)
-        assert run(*given) == study.INTERRUPTED
-    assert "--resume" in capsys.readouterr().err and not (tmp_path / "figure_1.json").exists()
-    journal = tmp_path / "figure_1" / "journal.jsonl"
-    kept = journal.read_text().splitlines()
-    assert sum('"trial"' in line for line in kept) == 2
-    assert run(*given, "--resume") == 0
-    assert journal.read_text().splitlines()[: len(kept)] == kept and (tmp_path / "figure_1.svg").is_file()
+    monkeypatch.setattr(grid, "log_lines", lambda *_: stop)
+    assert run("figure_1", *SMALL, "--out", tmp_path) == study.INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err and not (tmp_path / "figure_1.json").exists()
+    kept = load_report(tmp_path / "figure_1")
+    assert kept.interrupted and len(kept.trials) == 2
 
 
 def test_all_that_can_be_made_is_made_where_nothing_is_named(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -15,9 +15,7 @@ from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from .records import Method
 
-if TYPE_CHECKING:
-    from .measure import Group
-
+N = TypeVar("N", int, float)
 LINE_EVERY_S = 10.0  # between lines of progress
 # Settings that take several values, and what a user calls them.
 NAMES = {
@@ -34,7 +32,7 @@ class BenchConfig:
     """What to measure."""
 
     model: str
-    methods: tuple[Method, ...]  # swept ones included; plain decoding among them
+    methods: tuple[Method, ...]  # plain decoding among them
     workloads: tuple[str, ...] = ()  # names or paths; empty: all that come with the package
     data: Path | None = None  # folder of the workloads that do not
     prompts: int = 10  # of each workload
@@ -56,32 +54,21 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        self._check_stretch()
         if not self.methods:
             raise ConfigError("no method", "nothing would be measured", "name one with --method")
+        peer = next((m for m in self.methods if not m.own), None)
+        if peer is not None and parse_model(self.model).stretch > 1:  # it would be measured on a smaller model
+            wrong = "other engines cannot stretch a model"
+            raise ConfigError(f"{peer.name} with model {self.model}", wrong, "leave one of the two out")
         if self.random and self.workloads:
             raise ConfigError(
                 f"workload {self.workloads[0]} with model {self.model}",
                 "a random model has no tokenizer, so its prompts are random ids",
                 "leave the workload out",
             )
-        unknown = next((m for m in self.methods if m.application and m.application not in self.applications), None)
-        if unknown is not None:
-            raise ConfigError(
-                f"method {unknown.name} of application {unknown.application!r}",
-                "no folder is given for it",
-                f"add --application {unknown.application}=FOLDER",
-            )
         for name in self.workloads:
             if self.workloads.count(name) > 1:
                 raise ConfigError(f"workload {name}", "it is named twice", "name it once")
-
-    def _check_stretch(self) -> None:
-        """Other engines cannot stretch a model: they would be measured on a smaller one."""
-        peer = next((m for m in self.methods if not m.own), None)
-        if peer is not None and parse_model(self.model).stretch > 1:
-            wrong = "other engines cannot stretch a model"
-            raise ConfigError(f"{peer.name} with model {self.model}", wrong, "leave one of the two out")
 
     def _check_numbers(self) -> None:
         """Every setting of a cell has values of its range, none of them twice; counts are 1 or more."""
@@ -112,36 +99,28 @@ class BenchConfig:
         return self.random or any(not m.own for m in self.methods) if chosen is None else chosen
 
 
-class RunWatcher:
-    """Who is told how far a run is; this one does nothing with it."""
-
-    def stage(self, text: str) -> None:
-        """A new part of the run begins."""
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """A trial is about to begin; ``done`` of ``total`` are behind."""
+Progress = Callable[[str, tuple[int, int] | None], None]
+"""Is told what a run does now, and, where it is a trial, how many are done of how many."""
 
 
-class LogLines(RunWatcher):
-    """Progress in a log: a line for each stage, and one now and then."""
+def log_lines(console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Progress in a log: a line for each stage, and one about trials now and then, with the time left."""
+    last = first = clock()
 
-    def __init__(self, console: Console, style: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._style, self._clock = console, style, clock
-        self._last = clock()
-        self._first: tuple[float, int] | None = None  # time and trials done when the first trial began
+    def tell(text: str, trials: tuple[int, int] | None) -> None:
+        nonlocal last, first
+        now = clock()
+        if trials is not None:
+            done, total = trials
+            first = first if done else now
+            if now - last < LINE_EVERY_S:
+                return
+            left = duration((now - first) / max(done, 1) * (total - done))
+            text = f"{done} of {total} trials, {text}, about {left} left"
+        last = now
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def stage(self, text: str) -> None:
-        """A line."""
-        self._last = self._clock()
-        self._console.print(text, style=self._style, markup=False, highlight=False, soft_wrap=True)
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        """A line with the time left, if the latest one is long ago."""
-        now = self._clock()
-        began, already = self._first = self._first or (now, done)
-        if now - self._last >= LINE_EVERY_S:
-            left = duration((now - began) / max(done - already, 1) * (total - done))
-            self.stage(f"{done} of {total} trials, {group.cell.workload}, {method.name}, about {left} left")
+    return tell
 
 
 def duration(seconds: float) -> str:
@@ -151,9 +130,13 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def numbers(flag: str, text: str) -> list[int]:
+def numbers(flag: str, text: str, kind: Callable[[str], N] = int, least: float = 1) -> tuple[N, ...]:
     """``1,8`` as numbers; ``flag`` is what the error names."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{flag} {text}", "not whole numbers above 0, with commas between", f"write {flag} 1,8")
-    return [int(part) for part in parts]
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(value >= least for value in found):
+        wrong = f"not {'whole ' if kind is int else ''}numbers of {least:g} or more, with commas between"
+        raise ConfigError(f"{flag} {text}", wrong, f"write {flag} 1,8")
+    return found

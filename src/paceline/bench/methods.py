@@ -1,4 +1,4 @@
-"""Methods as a user writes them, and sweeps over their settings.
+"""Methods as a user writes them.
 
 A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the registry reads it, then ``round``,
 ``dtype`` and options of `LLM`:
@@ -7,22 +7,13 @@ A method is written ``[NAME=]DRAFTER[;OPTION=VALUE]...``: a drafter as the regis
     fast=ngram,depth=4;budget=8
     hybrid:paceline-small-draft,dtype=int8
     hybrid:suffix;depth=14+streams:paceline-small-streams;budget=16
-    sql=streams,k=2;application=sql
-
-``application`` names a trained set of the run (``--application NAME=FOLDER``). Its answers are other than the base
-model's, so it is held against plain decoding of its own: `with_plain` adds that.
-
-A sweep is written ``SETTING=VALUE,VALUE,...``. ``batch``, ``context``, ``temperature``, ``top_k`` and
-``max_new_tokens`` make cells, in which all methods run; every other setting makes methods, whose names get the
-value. ``DRAFTER.OPTION`` is an option of one drafter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 from .. import zoo
@@ -31,44 +22,20 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
-from ..network.loader import resolve_folder
-from ..network.streams import read_config
 from ..rounds import AUTO, ROUNDS, parse_round
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding
 ANSWERS = "answers"  # the option of a drafter that looks at recorded answers
 RECORDED = "recorded"  # stands for the file that the run records
-CELL_SETTINGS: dict[str, Callable[[str], Any]] = {
-    "batch": int,
-    "context": int,
-    "temperature": float,
-    "top_k": int,
-    "max_new_tokens": int,
-}
 # What a run decides for all its methods, or what has a place of its own in a `Method`.
 _SHARED = {"model", "drafter", "round", "dtype", "device", "threads", "kv_memory", "max_model_len", "max_sequences"}
 _SHARED |= {"revision", "offline", "trust_remote_code", "applications"}
 _SHARED |= {"pipeline"}  # its processes serve one engine, and a run's engines share their target
 SETTINGS = tuple(f.name for f in fields(LLMConfig) if f.name not in _SHARED)
-_OF_METHODS = {*SETTINGS, "round", "dtype", "application"}
 _NEED_DRAFTS = {"budget", "costs", "verifier"}  # mean nothing to plain decoding
-_OF_TARGET = ("exact", "kernels", "attention")  # settings on which an application's answers may depend
 _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
 _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """One setting and the values it takes."""
-
-    setting: str
-    values: tuple[Any, ...]  # text for a drafter's option, else of the setting's type
-
-    @property
-    def text(self) -> str:
-        """As it was written."""
-        return f"{self.setting}={','.join(map(show, self.values))}"
 
 
 # -- reading
@@ -110,47 +77,12 @@ def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
     return renamed
 
 
-def parse_sweep(text: str, asked: str = "") -> Sweep:
-    """Read one sweep; ``asked`` is what errors call it.
-
-    Raises:
-        ConfigError: no such setting, no value, a value twice or of the wrong type.
-    """
-    asked = asked or f"--sweep {text}"
-    setting, equals, rest = (part.strip() for part in text.partition("="))
-    values = [value.strip() for value in _COMMA.split(rest)]
-    if not equals or not setting or not all(values):
-        raise ConfigError(asked, "not a setting and its values", "write it like budget=1,2,4,8")
-    if len(set(values)) < len(values):
-        raise ConfigError(asked, "a value is there twice", "give each once")
-    return Sweep(setting=setting, values=tuple(_sweep_value(setting, value, asked) for value in values))
-
-
-def _sweep_value(setting: str, value: str, asked: str) -> Any:
-    if "." in setting:
-        drafter, _, option = setting.partition(".")
-        known = [f.name for f in fields(registry.config_class(drafter))]
-        if option not in known:
-            raise ConfigError(asked, f"{drafter} has no option {option!r}", suggest(option, known, "option"))
-        return value
-    if setting in CELL_SETTINGS:
-        try:
-            return CELL_SETTINGS[setting](value)
-        except ValueError as error:
-            raise ConfigError(asked, f"{value!r} is no number of this kind", "write it like batch=1,2,4") from error
-    if setting == "round":
-        return _known_round(value, asked)
-    if setting == "dtype":
-        return value
-    return _setting_value(setting, value, asked, [*CELL_SETTINGS, "dtype", "round", "DRAFTER.OPTION"])
-
-
 def _cut(text: str) -> tuple[str, list[str]]:
     """A method's drafter, and its settings. Options of drafters inside of a drafter stand behind ; as well: what comes
     before the first setting and is an option of some drafter is theirs."""
     head, *rest = (part.strip() for part in text.split(";"))
     if registry.nests(_kind(_named(head)[1])):
-        options = {option.name for row in registry.describe() for option in row.options} - _OF_METHODS
+        options = {option.name for row in registry.describe() for option in row.options} - {*SETTINGS, "round", "dtype"}
         while rest and rest[0].partition("=")[0].strip() in options:
             head += ";" + rest.pop(0)
     return head, rest
@@ -175,9 +107,8 @@ def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, s
     config = _parse_drafter(drafter, RECORDED)
     found = dict(settings)
     round_ = _known_round(found.pop("round", AUTO), asked)
-    dtype, application = found.pop("dtype", dtype), found.pop("application", None)
-    others = ["round", "dtype", "application"]
-    values = {key: _setting_value(key, value, asked, others) for key, value in found.items()}
+    dtype = found.pop("dtype", dtype)
+    values = {key: _setting_value(key, value, asked) for key, value in found.items()}
     if config.kind == NONE:
         useless = sorted(_NEED_DRAFTS & values.keys())
         if useless:
@@ -189,7 +120,6 @@ def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, s
         settings=values,
         dtype=dtype,
         synthetic=_answers_of(config) is not None,
-        application=application,
     )
     check(method)
     return method
@@ -209,9 +139,10 @@ def _known_round(name: str, asked: str) -> str:
     return name
 
 
-def _setting_value(name: str, text: str, asked: str, others: Sequence[str]) -> Any:
+def _setting_value(name: str, text: str, asked: str) -> Any:
     if name not in SETTINGS:
-        raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, [*SETTINGS, *others], "setting"))
+        known = [*SETTINGS, "round", "dtype"]
+        raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, known, "setting"))
     hint = get_type_hints(LLMConfig)[name]
     try:
         return read(text, hint)
@@ -301,107 +232,14 @@ def default_methods(model: str, dtype: str = "auto") -> list[Method]:
     return parse_methods(named, dtype)
 
 
-def with_plain(methods: Sequence[Method], applications: Mapping[str, str] | None = None) -> list[Method]:
-    """The same, with plain decoding in front of each dtype and application that has none: all speed-ups are over it.
-
-    An application that is adapters alone decodes plainly without a drafter. One whose main rows attend to their streams
-    decodes with a budget of 0 under the drafter of its first method: the streams ride on, nothing is drafted.
-
-    Args:
-        applications: folders of the trained sets that methods name.
-
-    Raises:
-        ConfigError: a trained set that cannot be read, or methods whose options make an application answer differently.
-    """
+def with_plain(methods: Sequence[Method]) -> list[Method]:
+    """The same, with plain decoding in front of each dtype that has none: all speed-ups are over it."""
     own = [m for m in methods if m.own]
-    covered = {(m.dtype, m.application) for m in own if m.plain}
-    firsts: dict[tuple[str, str | None], Method] = {}
-    for method in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")]:
-        firsts.setdefault((method.dtype, method.application), method)
-    missing = [method for key, method in firsts.items() if key not in covered]
-    for name in dict.fromkeys(m.application for m in own if m.application is not None):
-        _refuse_other_answers([m for m in own if m.application == name])
-    taken = any(m.name == PLAIN for m in methods)
-    dtypes = len({m.dtype for m in missing}) > 1 or (taken and any(m.application is None for m in missing))
-    named = taken or len({m.application for m in missing}) > 1
-    return [*(_plain_for(method, dtypes, named, applications or {}) for method in missing), *methods]
-
-
-def _plain_for(method: Method, dtypes: bool, named: bool, applications: Mapping[str, str]) -> Method:
-    """Plain decoding that a method can be held against; its name says the dtype and the application where asked to."""
-    parts = [PLAIN, *([f"dtype={method.dtype}"] if dtypes else [])]
-    parts += [f"application={method.application}"] if named and method.application is not None else []
-    plain = Method(name=" ".join(parts), dtype=method.dtype, application=method.application)
-    if method.application is None:
-        return plain
-    kept = {key: method.settings[key] for key in _OF_TARGET if key in method.settings}
-    if method.application not in applications:
-        known = ", ".join(applications) or "none"
-        wrong = f"no folder is given for it (known: {known})"
-        raise ConfigError(f"application {method.application!r}", wrong, "--application NAME=FOLDER")
-    if not read_config(Path(resolve_folder(applications[method.application]))).gamma:
-        return replace(plain, settings=kept)
-    return replace(plain, drafter=method.drafter, round=method.round, settings={**kept, "budget": 0})
-
-
-def _refuse_other_answers(methods: Sequence[Method]) -> None:
-    """Methods of one application must answer alike, so that one plain decoding serves them all."""
-    limits = {getattr(drafter_config(m), "attention_limit", None) for m in methods if m.drafter not in PLAIN_MODES}
-    if len(limits) > 1:
-        raise ConfigError(
-            f"methods of application {methods[0].application!r} with attention_limit {sorted(map(str, limits))}",
-            "what its streams attend to changes its answers, so these cannot be held against one plain decoding",
-            "measure them in runs of their own",
-        )
-
-
-def expand(methods: Sequence[Method], sweeps: Sequence[Sweep]) -> list[Method]:
-    """Methods for every value of the sweeps that are not over cells.
-
-    Raises:
-        ConfigError: a sweep that no method has, or a value that a method refuses.
-    """
-    found = list(methods)
-    for sweep in sweeps:
-        if sweep.setting in CELL_SETTINGS:
-            continue
-        hit = [_takes(method, sweep.setting) for method in found]
-        if not any(hit):
-            raise ConfigError(f"--sweep {sweep.text}", "no method of this run has that setting", "name one that has it")
-        found = [
-            made
-            for method, yes in zip(found, hit, strict=True)
-            for made in ([_with(method, sweep, value) for value in sweep.values] if yes else [method])
-        ]
-    _refuse_twins(found)
-    for method in found:
-        if method.own:
-            check(method)
-            drafter_config(method)
-    return found
-
-
-def _takes(method: Method, setting: str) -> bool:
-    if setting == "dtype":
-        return True
-    if not method.own:
-        return False
-    if "." in setting:
-        return _kind(method.drafter) == setting.partition(".")[0]
-    return not (method.plain and (setting in _NEED_DRAFTS or setting == "round"))
-
-
-def _with(method: Method, sweep: Sweep, value: Any) -> Method:
-    setting = sweep.setting
-    shown = setting.partition(".")[2] or setting
-    name = f"{method.name} {shown}={show(value)}"
-    if setting in ("dtype", "round"):
-        return replace(method, name=name, **{setting: value})
-    if "." not in setting:
-        return replace(method, name=name, settings={**method.settings, setting: value})
-    head, *options = _COMMA.split(method.drafter)
-    kept = [o for o in options if o.partition("=")[0].strip() != shown]
-    return replace(method, name=name, drafter=",".join([head, *kept, f"{shown}={value}"]))
+    dtypes = dict.fromkeys(m.dtype for m in own or [Method(name=PLAIN, dtype=methods[0].dtype if methods else "auto")])
+    missing = [dtype for dtype in dtypes if not any(m.plain and m.dtype == dtype for m in own)]
+    unnamed = len(missing) == 1 and not any(m.name == PLAIN for m in methods)
+    names = {dtype: PLAIN if unnamed else f"{PLAIN} dtype={dtype}" for dtype in missing}
+    return [*(Method(name=name, dtype=dtype) for dtype, name in names.items()), *methods]
 
 
 def _refuse_twins(methods: Sequence[Method]) -> None:

@@ -184,7 +184,7 @@ class Report(Record):
     machine: dict[str, Any]  # as bench.machine.describe gives it, and read_bandwidth_bytes_per_s
     versions: dict[str, str]  # paceline, torch, transformers, each peer that ran
     commit: str | None  # of the project, with "-dirty" where the tree was changed
-    settings: dict[str, Any]  # seeds, repeats, limits, sweeps, calibration in use
+    settings: dict[str, Any]  # seeds, repeats, limits
     workloads: dict[str, dict[str, Any]]  # by name: title, source, licence, prompts used
     methods: list[Method]
     trials: list[Trial]
@@ -192,6 +192,11 @@ class Report(Record):
     unavailable: dict[str, str] = field(default_factory=dict)  # method -> why it could not run
     notes: list[str] = field(default_factory=list)
     schema: int = SCHEMA
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was cut off: its trials are not all of them."""
+        return bool(self.settings.get("interrupted"))
 
     def is_own(self, name: str) -> bool:
         """Whether a method of that name ran in this engine; one that is not listed counts as ours."""

@@ -1,52 +1,75 @@
-"""A benchmark from start to report: load, run every method interleaved (`schedule`, `trials`), compare ids, write."""
+"""A benchmark from start to report: load, run every method interleaved (see `schedule`), compare ids, write.
+
+Trials do not see each other's text: prefix caches and drafters' memories are emptied before each. What a draft budget
+has learned of costs and acceptance stays, as in an engine that has run for a while.
+"""
 
 from __future__ import annotations
 
+import gc
+import logging
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from .. import __version__
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PacelineError
 from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from ..network.applications import identity
 from ..network.loader import resolve_folder
 from . import lossless, machine, workloads
-from .config import BenchConfig, RunWatcher
-from .journal import NAME as JOURNAL_NAME
-from .journal import Journal, holds_trials
-from .measure import Builder, model_facts
+from .config import BenchConfig, Progress
+from .measure import Builder, EngineRunner, Group, Limits, model_facts
+from .methods import records_answers
 from .models import materialised
 from .records import Cell, Method, Report, Trial
 from .report import JSON_NAME, load_report, write_all
-from .schedule import cells_of, prepare, random_workload
-from .trials import WARM_UP_TOKENS, Start, Trials
+from .schedule import cells_of, groups_of, interleaved, limits_of, prompt_ids, random_workload
 from .workloads import Workload
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
+log = logging.getLogger(__name__)
 
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
+WARM_UP_TOKENS = 16
 
 RequestOf = Callable[[Trial, int], tuple[Sequence[int], SamplingParams]]  # of a trial's sequence, by its place
 Judges = Callable[[Callable[[Method], LLM], RequestOf], lossless.Judgement]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """The result of a run."""
+class Unavailable(PacelineError):
+    """Another engine is not there, or failed: its method does not run any more."""
 
-    report: Report
-    files: tuple[Path, ...] = ()
-    interrupted: bool = False
+
+class OtherEngine(Protocol):
+    """A method of another engine. `Unavailable` may be raised by each of its methods."""
+
+    method: Method
+    version: str
+
+    def warm_up(self, group: Group, max_new_tokens: int) -> None:
+        """Run a group without counting it."""
+
+    def run(self, group: Group, repeat: int) -> Trial:
+        """One trial."""
+
+    def refuses(self, cell: Cell) -> str | None:
+        """Why it has no place in a cell; None where it has."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+Start = Callable[[Method, Path, Sequence[Cell], Limits], OtherEngine]  # of a method, for a model's folder
 
 
 class Run:
@@ -54,11 +77,10 @@ class Run:
 
     Args:
         config: what to measure.
-        out: folder for journal and report; None keeps nothing.
-        resume: go on with the journal in ``out``.
-        overwrite: start again even if ``out`` holds a run.
+        out: folder for the report; None keeps nothing.
+        overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
-        watcher: is told the progress.
+        progress: is told how far it is.
         start: starts methods of other engines.
         judge: makes the judge of differences in ids, from the engines and requests of the run.
     """
@@ -68,24 +90,30 @@ class Run:
         config: BenchConfig,
         *,
         out: Path | None = None,
-        resume: bool = False,
         overwrite: bool = False,
         command: Sequence[str] = (),
-        watcher: RunWatcher | None = None,
+        progress: Progress | None = None,
         start: Start | None = None,
         judge: Judges | None = None,
     ) -> None:
-        self.config, self.out = config, out
-        self.resume, self.overwrite = resume, overwrite
-        self.command = list(command)
-        self.watcher = watcher or RunWatcher()
-        self.start, self.judge = start, judge
+        self.config, self.out, self.overwrite = config, out, overwrite
+        self.command, self.start, self.judge = list(command), start, judge
         self.commit = commit()
+        self.trials: list[Trial] = []
+        self.notes: list[str] = []
+        self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
+        self._tell = progress or (lambda *_: None)
+        self._versions: dict[str, str] = {}  # of other engines
+        self._groups: dict[Cell, list[Group]] = {}
+        self._runners: dict[tuple[str, Cell | None], EngineRunner] = {}  # a cell where recorded answers are its own
+        self._others: dict[str, OtherEngine] = {}
+        self._plain = next(m for m in config.methods if m.own and m.plain)
 
-    def execute(self) -> RunOutcome:
+    def execute(self) -> Report:
         """Prepare, measure, check, report.
 
-        An interrupt (Ctrl-C) during the measurement ends it early: the report has the trials so far.
+        Ctrl-C during the measurement ends it early: the report has the trials so far, and says that it was
+        interrupted. So has the report of a run that an error ends.
 
         Raises:
             ConfigError: options that cannot be used; found before the first trial.
@@ -94,80 +122,193 @@ class Run:
         config = self.config
         loaded = _load_workloads(config)
         cells = cells_of(config, loaded)
-        for cell in cells:
-            _enough(cell, loaded)
-        _check_out(self.out, self.resume, self.overwrite)
+        _check_out(self.out, self.overwrite)
+        stopped: BaseException | None = None
         with ExitStack() as stack:
-            self.watcher.stage(f"loading {config.model}")
+            self._tell(f"loading {config.model}", None)
             folder = stack.enter_context(materialised(config.model))
-            builder = Builder(folder, config.device, config.threads, config.applications)
-            target = builder.llm(next(m for m in config.methods if m.own and m.plain))
+            self._builder = Builder(folder, config.device, config.threads, config.applications)
+            target = self._builder.llm(self._plain)
             if target.tokenizer is None and not config.random:
-                raise ConfigError(
-                    f"model {config.model}", "it has no tokenizer, so text means nothing to it", "add its files"
-                )
-            settings = self._settings(loaded, cells)
-            path = None if self.out is None else self.out / JOURNAL_NAME
-            journal = stack.enter_context(Journal(path, settings, resume=self.resume))
-            prepared = prepare(config, builder, loaded, journal, self.watcher)
-            at = Path(resolve_folder(parse_model(folder).name))
-            trials = Trials(config, builder, prepared, journal, self.watcher, at, self.start, stack, began)
-            interrupted = trials.run()
-            report = self._report(loaded, settings, target, trials)
-            report.trials, report.notes = journal.trials, [*prepared.notes, *trials.notes]
-            if interrupted:
-                done = f"{len(journal.trials)} of {trials.total} trials"
-                report.notes.append(f"interrupted after {done}; ids were not compared")
+                wrong = "it has no tokenizer, so text means nothing to it"
+                raise ConfigError(f"model {config.model}", wrong, "add its files")
+            self._prepare(cells, {workload.name: workload for workload in loaded})
+            self._limits = limits_of(self._groups)
+            self._answers = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
+            self._build(Path(resolve_folder(parse_model(folder).name)), stack)
+            points = interleaved(self._groups, config.repeats)
+            total = sum(self._wanted(m, group) for point in points for group, _ in point for m in config.methods)
+            try:
+                self._measure(points, total, began)
+            except BaseException as error:  # what was measured is kept, whatever ends the run
+                stopped = error
+            report = self._report(loaded, target)
+            if stopped is not None:
+                report.notes.append(f"interrupted after {len(self.trials)} of {total} trials; ids were not compared")
                 report.settings["interrupted"] = True
             elif config.check:
-                self.watcher.stage("comparing token ids with plain decoding's")
-                judge = self.judge and self.judge(trials.llm, prepared.request)
+                self._tell("comparing token ids with plain decoding's", None)
+                judge = self.judge and self.judge(self._llm, self._request)
                 report.exactness = lossless.check(report, judge)
                 report.notes += lossless.unchecked(report, judge is not None)
-        files = write_all(report, self.out) if self.out is not None else []
-        return RunOutcome(report=report, files=tuple(files), interrupted=interrupted)
+        if self.out is not None:
+            write_all(report, self.out)
+        if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+            raise stopped
+        return report
 
-    def _settings(self, loaded: Sequence[Workload], cells: Sequence[Cell]) -> dict[str, Any]:
-        """Everything on which trials depend."""
-        config = self.config
-        facts = machine.describe(config.device)
-        return {
-            "model": config.model,
-            "methods": [asdict(m) for m in config.methods],
-            "cells": [asdict(c) for c in cells],
-            "prompts": {w.name: w.fingerprint for w in loaded},
-            "prompt_tokens": config.prompt_tokens if config.random else None,
-            "applications": {name: identity(resolve_folder(at)) for name, at in config.applications.items()},
-            "repeats": config.repeats,
-            "seed": config.seed,
-            "device": config.device,
-            "threads": facts.threads,
-            "processor": facts.processor,
-            "torch": facts.torch,
-            "paceline": __version__,
-            "commit": self.commit,
-        }
+    # -- before the first trial
 
-    def _report(self, loaded: Sequence[Workload], settings: dict[str, Any], target: LLM, trials: Trials) -> Report:
-        """The report, without its trials."""
+    def _prepare(self, cells: Sequence[Cell], loaded: dict[str, Workload]) -> None:
+        """Groups of prompts for every cell."""
+        self._tell("preparing the prompts", None)
+        known: dict[tuple[str, int | None], Any] = {}
+        for cell in cells:
+            key = (cell.workload, cell.context)
+            if key not in known:
+                longest = max(c.max_new_tokens for c in cells if (c.workload, c.context) == key)
+                workload, asked = loaded[cell.workload], (cell.context, longest, self._plain.application)
+                known[key], notes = prompt_ids(self.config, workload, self._engine, *asked)
+                self.notes += notes
+            self._groups[cell] = groups_of(cell, known[key], self.config.seed)
+            spare = -len(known[key]) % cell.batch
+            if spare:
+                where = f"{cell.workload}, batch {cell.batch}"
+                self.notes.append(f"{where}: {spare} of {len(known[key])} prompts are in two groups, to fill the last")
+
+    def _engine(self, limits: Limits | None) -> LLM:
+        return self._builder.llm(self._plain, limits)
+
+    def _build(self, folder: Path, stack: ExitStack) -> None:
+        """Every method's runner, so that what cannot be is found before the first trial."""
+        for method in self.config.methods:
+            self._tell(f"preparing {method.name}", None)
+            if not method.own:
+                self._start(method, folder, stack)
+            elif not records_answers(method):
+                self._runners[method.name, None] = self._builder.runner(method, self._limits)
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection between trials looks at it again
+        stack.callback(gc.unfreeze)
+
+    def _start(self, method: Method, folder: Path, stack: ExitStack) -> None:
+        """Another engine, for the cells that it can run."""
+        try:
+            if self.start is None:
+                raise Unavailable(f"nothing here starts {method.engine}")
+            runner = self.start(method, folder, list(self._groups), self._limits)
+        except (Unavailable, ConfigError) as error:
+            self.unavailable[method.name] = str(error)
+            return
+        stack.callback(runner.close)
+        self._others[method.name] = runner
+        self._versions[method.engine] = runner.version
+
+    def _llm(self, method: Method) -> LLM:
+        return self._runners[method.name, None].llm
+
+    def _request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
+        """Ids and parameters of one sequence of a trial."""
+        group = self._groups[trial.cell][trial.group]
+        return group.prompts[index].ids, group.params(group.prompts[index])
+
+    # -- measuring
+
+    def _wanted(self, method: Method, group: Group) -> bool:
+        if method.name in self.unavailable:
+            return False
+        return method.own or self._others[method.name].refuses(group.cell) is None
+
+    def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
+        """All trials; none is begun after the time limit."""
+        limit, turn = self.config.time_limit_s, 0
+        for point in points:
+            warm: set[str] = set()
+            for group, repeat in point:
+                # Here and not between methods: what is compared stays complete.
+                if limit is not None and perf_counter() - began >= limit:
+                    self.notes.append(f"stopped after {limit:g} s, with {len(self.trials)} of {total} trials done")
+                    return
+                wanted = [m for m in self.config.methods if m.name not in self.unavailable]
+                first = turn % len(wanted)
+                turn += 1
+                for method in [*wanted[first:], *wanted[:first]]:  # A B C, B C A, ..: nobody always runs first
+                    if self._wanted(method, group):
+                        self._tell(f"{group.cell.workload}, {method.name}", (len(self.trials), total))
+                        self._trial(method, group, repeat, warm)
+
+    def _trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
+        try:
+            runner = self._runner(method, group.cell)
+            if method.name not in warm:
+                warm.add(method.name)
+                self._warm_up(runner, group)
+            self.trials.append(runner.run(group, repeat))
+        except Unavailable as error:
+            log.warning("%s: %s", method.name, error)
+            self.unavailable[method.name] = str(error)
+
+    def _warm_up(self, runner: EngineRunner | OtherEngine, group: Group) -> None:
+        try:
+            runner.warm_up(group, min(WARM_UP_TOKENS, group.cell.max_new_tokens))
+        except Unavailable:
+            raise
+        except Exception as error:  # the trial that follows will meet and record it
+            log.warning("%s failed in its warm-up", runner.method.name, exc_info=error)
+
+    def _runner(self, method: Method, cell: Cell) -> EngineRunner | OtherEngine:
+        if not method.own:
+            return self._others[method.name]
+        if not records_answers(method):
+            return self._runners[method.name, None]
+        if (method.name, cell) not in self._runners:
+            answers = str(self._recorded(method, cell))
+            self._runners[method.name, cell] = self._builder.runner(method, self._limits, answers)
+        return self._runners[method.name, cell]
+
+    def _recorded(self, method: Method, cell: Cell) -> Path:
+        """A file of what the target says to the cell's prompts, asked in the cell's own batches."""
+        from ..drafters.synthetic import write_answers
+
+        kind = (method.dtype, method.application)
+        own = [m for m in self.config.methods if m.own and m.plain]
+        plain = next(m for m in own if (m.dtype, m.application) == kind)
+        path = self._answers / f"{own.index(plain)}-{list(self._groups).index(cell)}.jsonl"
+        if path.exists():
+            return path
+        pairs: list[tuple[tuple[int, ...], list[int]]] = []
+        for group in self._groups[cell]:
+            trial = self._runners[plain.name, None].run(group, 0)
+            if trial.error:
+                raise ConfigError(f"method {method.name}", f"plain decoding failed ({trial.error})", "see its error")
+            pairs += zip([p.ids for p in group.prompts], trial.outputs, strict=True)
+        write_answers(path, pairs)
+        return path
+
+    # -- the report
+
+    def _report(self, loaded: Sequence[Workload], target: LLM) -> Report:
         config = self.config
-        self.watcher.stage("measuring the memory's read bandwidth")
+        self._tell("measuring the memory's read bandwidth", None)
         facts = machine.describe(config.device).as_dict()
         # The faster of reading from memory, and of reading again and again what may lie in a cache: the weights.
         weights = target.decoder.pass_bytes
         facts["read_bandwidth_bytes_per_s"] = max(
             machine.read_bandwidth(config.device), machine.read_bandwidth(config.device, weights)
         )
+        ran = {trial.method for trial in self.trials}
         return Report(
             title=config.title or f"{parse_model(config.model).label}: what speculation is worth",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             command=self.command,
             model=model_facts(target, config.model),
             machine=facts,
-            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | trials.versions,
+            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self._versions,
             commit=self.commit,
             settings={
-                **{name: settings[name] for name in ("repeats", "seed", "device", "threads", "prompt_tokens")},
+                **{name: getattr(config, name) for name in ("repeats", "seed", "device")},
+                "threads": torch.get_num_threads(),
+                "prompt_tokens": config.prompt_tokens if config.random else None,
                 "batches": list(config.batches),
                 "temperatures": list(config.temperatures),
                 **({"top_ks": list(config.top_ks)} if config.top_ks != (0,) else {}),
@@ -181,16 +322,17 @@ class Run:
                 "warm_up_tokens": WARM_UP_TOKENS,
             },
             workloads={w.name: w.as_dict() for w in loaded},
-            methods=[m for m in config.methods if m.name in trials.ran or m.name not in trials.unavailable],
-            trials=[],
-            unavailable=trials.unavailable,
+            methods=[m for m in config.methods if m.name in ran or m.name not in self.unavailable],
+            trials=self.trials,
+            unavailable=self.unavailable,
+            notes=self.notes,
         )
 
 
 def _load_workloads(config: BenchConfig) -> list[Workload]:
     if config.random:
         return [random_workload(config)]
-    packaged = tuple(row.name for row in workloads.available(config.data) if row.packaged)
+    packaged = tuple(name for name, facts in workloads.WORKLOADS.items() if facts.packaged)
     loaded = [
         workloads.load(name, folder=config.data, limit=config.prompts, seed=config.seed)
         for name in config.workloads or packaged
@@ -202,48 +344,25 @@ def _load_workloads(config: BenchConfig) -> list[Workload]:
     return loaded
 
 
-def _enough(cell: Cell, loaded: Sequence[Workload]) -> None:
-    """Refuse a batch that cannot be filled, before the model is loaded."""
-    workload = next(w for w in loaded if w.name == cell.workload)
-    count = sum(len(p.turns) for p in workload.prompts)
-    if count < cell.batch:
-        raise ConfigError(
-            f"batch {cell.batch} of {cell.workload}",
-            f"{count} prompts were asked for, of {workload.total} that there are",
-            "raise --prompts, or lower the batch",
-        )
-
-
-def _check_out(out: Path | None, resume: bool, overwrite: bool) -> None:
-    """Make the folder, and refuse to overwrite its content.
+def _check_out(out: Path | None, overwrite: bool) -> None:
+    """Make the folder, and refuse to overwrite a report in it.
 
     Raises:
-        ConfigError: it cannot be written, holds a run already, or has nothing to resume.
+        ConfigError: it cannot be written, or holds a report already.
     """
     if out is None:
-        if resume or overwrite:
-            raise ConfigError(
-                "--resume or --overwrite without --out", "there is no folder to look in", "name it: --out DIR"
-            )
+        if overwrite:
+            raise ConfigError("--overwrite without --out", "there is no folder to look in", "name it: --out DIR")
         return
-    if resume and overwrite:
-        raise ConfigError("--resume with --overwrite", "one goes on, the other starts again", "give one of them")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
         raise ConfigError(f"--out {out}", f"cannot be written ({error})", "name a folder that can") from error
-    journal = out / JOURNAL_NAME
-    if resume and not journal.exists():
-        raise ConfigError(f"--resume with --out {out}", f"it has no {JOURNAL_NAME}", "leave --resume out")
-    if resume or overwrite:
-        return
-    if (out / JSON_NAME).exists():
+    if (out / JSON_NAME).exists() and not overwrite:
         title = load_report(out / JSON_NAME).title
         raise ConfigError(f"--out {out}", f"it holds the report {title!r}", "name another folder, or give --overwrite")
-    if journal.exists() and holds_trials(journal):
-        raise ConfigError(f"--out {out}", "it holds a run that was cut off", "go on with --resume, or give --overwrite")
 
 
 def commit() -> str | None:

@@ -1,6 +1,6 @@
 """Who is asked what, and in which order.
 
-    for each sweep point (temperature, context, batch, new tokens)
+    for each point (temperature, top-k, context, batch)
         warm up every method, uncounted
         for each group number, for each workload, for each repeat
             the methods one right after the other, each time another one first
@@ -11,21 +11,18 @@ some of each), and nobody always runs first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
 from ..llm import LLM
-from . import encoding, workloads
-from .config import BenchConfig, RunWatcher
-from .encoding import Encoded
-from .journal import Journal
-from .measure import Builder, Group, Limits
-from .records import Cell, Method, PromptIds, Trial
-from .workloads import Workload
+from .config import BenchConfig
+from .encoding import Encoded, random_prompts
+from .measure import Group, Limits
+from .records import Cell, PromptIds
+from .workloads import Prompt, Workload
 
 RANDOM = "random"  # the workload of a model without a tokenizer
 SPARE_TOKENS = 64  # slots a sequence beside prompt and answer: drafts, rounding to blocks, a block of headroom
@@ -33,35 +30,37 @@ PREPARE_TOGETHER = 8  # conversations whose earlier turns are answered at once
 
 
 def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
-    """Every cell; those of one sweep point are next to each other."""
+    """Every cell; those of one point are next to each other.
+
+    Raises:
+        ConfigError: a batch that the prompts of a workload cannot fill.
+    """
     points = product(config.temperatures, config.top_ks, config.contexts, config.max_new_tokens, config.batches)
-    return [
-        Cell(
-            workload=workload.name,
-            batch=batch,
-            temperature=temperature,
-            top_k=top_k,
-            context=context,
-            max_new_tokens=new or workload.max_new_tokens,
-            ignore_eos=config.ignores_eos,
-        )
-        for temperature, top_k, context, new, batch in points
-        for workload in loaded
-    ]
+    found = []
+    for temperature, top_k, context, new, batch in points:
+        for workload in loaded:
+            count = sum(len(p.turns) for p in workload.prompts)
+            if count < batch:
+                raise ConfigError(
+                    f"batch {batch} of {workload.name}",
+                    f"{count} prompts were asked for, of {workload.total} that there are",
+                    "raise --prompts, or lower the batch",
+                )
+            cell = Cell(
+                workload=workload.name,
+                batch=batch,
+                temperature=temperature,
+                top_k=top_k,
+                context=context,
+                max_new_tokens=new or workload.max_new_tokens,
+                ignore_eos=config.ignores_eos,
+            )
+            found.append(cell)
+    return found
 
 
 def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group]:
-    """Batches of prompts, in their order. The last one is filled up with prompts from the front.
-
-    Raises:
-        ConfigError: fewer prompts than the batch has room for.
-    """
-    if len(prompts) < cell.batch:
-        raise ConfigError(
-            f"batch {cell.batch} of {cell.workload}",
-            f"it has {len(prompts)} prompts here, and no prompt is in a batch twice",
-            f"ask for {cell.batch} prompts or more, or for smaller batches",
-        )
+    """Batches of prompts, in their order. The last one is filled up with prompts from the front."""
     count = -(-len(prompts) // cell.batch)
     ring = [*prompts, *prompts]
     batches = [tuple(ring[i * cell.batch : (i + 1) * cell.batch]) for i in range(count)]
@@ -69,7 +68,7 @@ def groups_of(cell: Cell, prompts: Sequence[PromptIds], seed: int) -> list[Group
 
 
 def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[list[tuple[Group, int]]]:
-    """For each sweep point its (group, repeat) pairs, in the order in which they are run."""
+    """For each point its (group, repeat) pairs, in the order in which they are run."""
     points: dict[tuple[Any, ...], list[Sequence[Group]]] = {}
     for cell, of_cell in groups.items():
         point = cell.temperature, cell.top_k, cell.context, cell.batch  # not new tokens: they may be a workload's own
@@ -86,10 +85,14 @@ def interleaved(groups: Mapping[Cell, Sequence[Group]], repeats: int) -> list[li
     ]
 
 
-def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
-    """A B C, B C A, C A B, ..: nobody always runs first."""
-    start = turn % len(methods) if methods else 0
-    return [*methods[start:], *methods[:start]]
+def limits_of(groups: Mapping[Cell, Sequence[Group]]) -> Limits:
+    """Room for the largest of everything."""
+    lengths = [[len(p.ids) + g.cell.max_new_tokens for p in g.prompts] for of in groups.values() for g in of]
+    return Limits(
+        max_sequences=max(map(len, lengths)),
+        max_model_len=max(map(max, lengths)),
+        pool_tokens=max(sum(each) + len(each) * SPARE_TOKENS for each in lengths),
+    )
 
 
 # -- prompts
@@ -97,10 +100,8 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
 
 def random_workload(config: BenchConfig) -> Workload:
     """Stands for the prompts of a model without a tokenizer."""
-    prompts = tuple(
-        workloads.Prompt(id=f"{RANDOM}-{i}", category=RANDOM, turns=(f"{config.prompt_tokens} random ids",))
-        for i in range(config.prompts)
-    )
+    text = f"{config.prompt_tokens} random ids"
+    prompts = tuple(Prompt(id=f"{RANDOM}-{i}", category=RANDOM, turns=(text,)) for i in range(config.prompts))
     return Workload(
         name=RANDOM,
         title="Random prompts",
@@ -115,119 +116,47 @@ def random_workload(config: BenchConfig) -> Workload:
     )
 
 
-@dataclass(kw_only=True)
-class Prepared:
-    """What stands before the first trial."""
+def prompt_ids(
+    config: BenchConfig,
+    workload: Workload,
+    engine: Callable[[Limits | None], LLM],
+    context: int | None,
+    max_new_tokens: int,
+    application: str | None = None,
+) -> tuple[list[PromptIds], list[str]]:
+    """All prompts of a workload, first turns before later ones, and what must be said about them.
 
-    groups: dict[Cell, list[Group]]
-    notes: list[str] = field(default_factory=list)
+    Later turns follow on answers of plain, greedy decoding.
 
-    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
-        """Ids and parameters of one sequence of a trial."""
-        group = self.groups[trial.cell][trial.group]
-        prompt = group.prompts[index]
-        return prompt.ids, group.params(prompt)
-
-    def limits(self) -> Limits:
-        """Room for the largest of everything."""
-        every = [group for of_cell in self.groups.values() for group in of_cell]
-        lengths = [[len(p.ids) + g.cell.max_new_tokens for p in g.prompts] for g in every]
-        return Limits(
-            max_sequences=max(map(len, lengths)),
-            max_model_len=max(map(max, lengths)),
-            pool_tokens=max(sum(lengths) + len(lengths) * SPARE_TOKENS for lengths in lengths),
-        )
-
-
-def prepare(
-    config: BenchConfig, builder: Builder, loaded: Sequence[Workload], journal: Journal, watcher: RunWatcher
-) -> Prepared:
-    """Ids of all prompts. Later turns of conversations follow on answers of plain, greedy decoding.
+    Args:
+        config, workload: what is asked.
+        engine: plain decoding, with room for so much.
+        context: as of `Encoded`.
+        max_new_tokens: of the longest answer.
+        application: whose adapters give those answers.
 
     Raises:
-        ConfigError: a prompt that does not fit, a batch that cannot be filled.
+        ConfigError: a prompt that does not fit.
     """
-    cells = cells_of(config, loaded)
-    known = {workload.name: workload for workload in loaded}
-    prompts: dict[tuple[str, int | None], list[PromptIds]] = {}
-    prepared = Prepared(groups={})
-    asker = _Asker(config, builder, journal, watcher)
-    for cell in cells:
-        key = (cell.workload, cell.context)
-        if key not in prompts:
-            longest = max(c.max_new_tokens for c in cells if (c.workload, c.context) == key)
-            prompts[key], notes = asker.ids(known[cell.workload], cell.context, longest)
-            prepared.notes += notes
-        prepared.groups[cell] = groups_of(cell, prompts[key], config.seed)
-        spare = -len(prompts[key]) % cell.batch
-        if spare:
-            prepared.notes.append(
-                f"{cell.workload}, batch {cell.batch}: {spare} of {len(prompts[key])} prompts are in two groups, "
-                "to fill the last one"
-            )
-    return prepared
-
-
-class _Asker:
-    """Makes prompts into ids; answers the earlier turns of conversations."""
-
-    def __init__(self, config: BenchConfig, builder: Builder, journal: Journal, watcher: RunWatcher) -> None:
-        self._config, self._builder = config, builder
-        self._journal, self._watcher = journal, watcher
-        self._plain = next(m for m in config.methods if m.plain and m.own)
-        self._target = builder.llm(self._plain)
-
-    def ids(self, workload: Workload, context: int | None, max_new_tokens: int) -> tuple[list[PromptIds], list[str]]:
-        """All prompts of a workload, first turns before later ones, and what must be said about them."""
-        shape, config = self._target.decoder.config, self._config
-        if config.random:
-            length = context or config.prompt_tokens
-            return encoding.random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
-        encoded = Encoded(
-            workload,
-            self._target.tokenizer,
-            context=context,
-            max_model_len=shape.max_position,
-            max_new_tokens=max_new_tokens,
-        )
-        found = list(encoded.prompts)
-        turns = max(len(p.turns) for p in workload.prompts)
-        if turns > 1:
-            self._watcher.stage(f"answering the earlier turns of {workload.name}'s conversations")
-            room = (shape.max_position + SPARE_TOKENS) * PREPARE_TOGETHER
-            limits = Limits(max_sequences=PREPARE_TOGETHER, max_model_len=shape.max_position, pool_tokens=room)
-            llm = self._builder.llm(self._plain, limits)
-            latest = {p.id: list(ids.ids) for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
-            for turn in range(1, turns):
-                found += self._turn(llm, workload, encoded, turn, latest, max_new_tokens)
-        return found, encoded.notes()
-
-    def _turn(
-        self,
-        llm: LLM,
-        workload: Workload,
-        encoded: Encoded,
-        turn: int,
-        latest: dict[str, list[int]],
-        max_new_tokens: int,
-    ) -> list[PromptIds]:
-        """Turn number ``turn`` (from 1) of the conversations that have one, each on the answers before it.
-
-        Args:
-            latest: by conversation, the ids of its latest prompt; brought up to date.
-        """
-        answers = self._journal.answers
-        going_on = [p for p in workload.prompts if len(p.turns) > turn]
-        names = {p.id: f"{workload.name}/{encoded.context}/{p.id}" for p in going_on}
-        missing = [p.id for p in going_on if len(answers.get(names[p.id], [])) < turn]
+    shape, tokenizer = (llm := engine(None)).decoder.config, llm.tokenizer
+    if config.random:
+        length = context or config.prompt_tokens
+        return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
+    lengths = {"max_model_len": shape.max_position, "max_new_tokens": max_new_tokens}
+    encoded = Encoded(workload, tokenizer, context=context, **lengths)
+    found = list(encoded.prompts)
+    latest = {p.id: list(ids.ids) for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
+    answers: dict[str, list[str]] = {name: [] for name in latest}
+    turn, room = 1, (shape.max_position + SPARE_TOKENS) * PREPARE_TOGETHER
+    limits = Limits(max_sequences=PREPARE_TOGETHER, max_model_len=shape.max_position, pool_tokens=room)
+    while going_on := [p for p in workload.prompts if len(p.turns) > turn]:
+        llm = engine(limits) if turn == 1 else llm
         params = SamplingParams(temperature=0, max_tokens=max_new_tokens)
-        going = [{"prompt_token_ids": latest[name]} for name in missing]
-        outputs = llm.generate(going, params, application=self._plain.application)
-        for name, output in zip(missing, outputs, strict=True):
-            self._journal.add_answer(names[name], output.outputs[0].token_ids)
-        found = []
-        for prompt in going_on:
-            said = [llm.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers[names[prompt.id]][:turn]]
-            found.append(encoded.next_turn(prompt, turn, said))
+        asked = [{"prompt_token_ids": latest[p.id]} for p in going_on]
+        for prompt, output in zip(going_on, llm.generate(asked, params, application=application), strict=True):
+            ids = output.outputs[0].token_ids
+            answers[prompt.id].append(tokenizer.decode(ids, skip_special_tokens=True))
+            found.append(encoded.next_turn(prompt, turn, answers[prompt.id]))
             latest[prompt.id] = list(found[-1].ids)
-        return found
+        turn += 1
+    return found, encoded.notes()

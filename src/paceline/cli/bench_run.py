@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..bench import config as settings
 from ..bench import methods as known
-from ..bench.config import NAMES, BenchConfig, LogLines, RunWatcher
-from ..bench.measure import Group
-from ..bench.methods import CELL_SETTINGS, Sweep
-from ..bench.records import Method
+from ..bench.config import BenchConfig, log_lines, numbers
+from ..bench.report import FILES
 from ..bench.report.terminal import render
 from ..bench.run import Run
 from ..core.errors import ConfigError
@@ -34,6 +33,7 @@ THREADS_HELP = "CPU threads; default: torch's choice."
 Many = list[str] | None
 Text = str | None
 Count = int | None
+CELL_VALUES = {"temperature": (float, 0), "top_k": (int, 0)}  # kind and least, where it is not a whole number above 0
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -73,20 +73,12 @@ class RunOptions:
         "Default: every drafter that fits the model.",
         metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
     )
-    sweep: Many = _option(
-        "Run every value: budget=2,8,auto, dtype=float32,bfloat16, ngram.depth=2,8, batch=1,8, context=256; repeat it.",
-        metavar="SETTING=V,V,..",
-    )
     batch: Text = _option("Prompts at once [default: 1]", metavar="N,N,..")
     context_length: Text = _option(
         "Cut and fill prompts to so many tokens [default: as they are]", metavar="N,N,..", flag="--context"
     )
     temperature: Text = _option("Of sampling; 0 is greedy [default: 0]", metavar="T,T,..")
     top_k: Text = _option("Likeliest tokens that sampling chooses from [default: 0, all]", metavar="N,N,..")
-    application: dict[str, str] | None = _option(
-        "A trained set that methods may name: 'sql=streams;application=sql'; repeat it for several.",
-        metavar="NAME=FOLDER",
-    )
     repeats: Count = _option(f"Times each prompt runs [default: {FULL.repeats}]", metavar="N")
     seed: int = _option("Of the choice of prompts and of sampling.", 0)
     dtype: str = _option(DTYPE_HELP, "auto")
@@ -104,9 +96,8 @@ class RunOptions:
         flag="--quick",
     )
     title: str = _option("Of the report.", "")
-    out: Text = _option("Write report.json, report.html and report.md there, and a journal.", metavar="DIR")
-    resume: bool = _option("Go on with the run in --out that was cut off.", False, flag="--resume")
-    overwrite: bool = _option("Start again where --out holds a run.", False, flag="--overwrite")
+    out: Text = _option("Write report.json, report.html and report.md there.", metavar="DIR")
+    overwrite: bool = _option("Measure again where --out holds a report.", False, flag="--overwrite")
 
 
 @takes(options=RunOptions)
@@ -119,12 +110,15 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
     if context.invoked_subcommand is not None:
         return
     asked = RunOptions(**options)
-    sweeps = _sweeps(asked)
     size = QUICK if asked.quick else FULL
-    cells: dict[str, Any] = {many: sweeps[name].values for many, name in NAMES.items() if name in sweeps}
+    chosen = known.parse_methods(asked.method, asked.dtype) if asked.method else None
+    cells: dict[str, Any] = {
+        field_: numbers(f"--{name.replace('_', '-')}", text, *CELL_VALUES.get(name, (int, 1)))
+        for field_, name in settings.NAMES.items()
+        if (text := options["context_length" if name == "context" else name]) is not None
+    }
     config = BenchConfig(
-        methods=_methods(asked, sweeps.values()),
-        applications=asked.application or {},
+        methods=tuple(known.with_plain(chosen or known.default_methods(asked.model, asked.dtype))),
         workloads=tuple(asked.workload or ()),
         data=Path(asked.data) if asked.data else None,
         prompts=size.prompts if asked.prompts is None else asked.prompts,
@@ -134,28 +128,19 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
         **{name: options[name] for name in ("model", "seed", "device", "threads", "ignore_eos", "check", "title")},
         **_prompt_tokens(asked.model, asked.prompt_tokens),
     )
-    _run(config, Path(asked.out) if asked.out else None, asked.resume, asked.overwrite)
-
-
-def _run(config: BenchConfig, out: Path | None, resume: bool, overwrite: bool) -> None:
-    command = ["paceline", *(a for a in sys.argv[1:] if a not in ("--resume", "--overwrite"))]
-    with watching() as watcher:
-        run = Run(config, out=out, resume=resume, overwrite=overwrite, command=command, watcher=watcher)
-        outcome = run.execute()
-    console, report = stdout(), outcome.report
+    out, console = Path(asked.out) if asked.out else None, stdout()
+    command = ["paceline", *(a for a in sys.argv[1:] if a != "--overwrite")]
+    with watching() as progress:
+        report = Run(config, out=out, overwrite=asked.overwrite, command=command, progress=progress).execute()
     if report.trials:
         console.print(render(report))
-    for file in outcome.files:
-        console.print(str(file), markup=False, highlight=False)
-    if outcome.interrupted:
-        how = "the same command with --resume goes on" if out else "with --out DIR a run can be resumed"
-        stderr().print(f"interrupted: {how}", style="yellow", markup=False)
+    for name in FILES if out else ():
+        console.print(f"{out}/{name}", markup=False, highlight=False)
+    if report.interrupted:
+        stderr().print("interrupted: this is what was measured so far", style="yellow", markup=False)
         raise typer.Exit(INTERRUPTED)
     if any(not e.passed and report.is_own(e.method) for e in report.exactness):
         raise typer.Exit(1)
-
-
-# -- options
 
 
 def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
@@ -168,56 +153,20 @@ def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
     return {"prompt_tokens": given}
 
 
-def _sweeps(asked: RunOptions) -> dict[str, Sweep]:
-    """By setting; what makes cells has a flag of its own too."""
-    texts = [(f"--sweep {text}", text) for text in asked.sweep or []]
-    for setting in CELL_SETTINGS:
-        text = getattr(asked, "context_length" if setting == "context" else setting)
-        texts += [(f"--{setting.replace('_', '-')} {text}", f"{setting}={text}")] if text is not None else []
-    found: dict[str, tuple[str, Sweep]] = {}
-    for said, text in texts:
-        sweep = known.parse_sweep(text, said)
-        if sweep.setting in found:
-            raise ConfigError(
-                f"{found[sweep.setting][0]} with {said}", f"{sweep.setting} is swept twice", "give one of them"
-            )
-        found[sweep.setting] = (said, sweep)
-    return {setting: sweep for setting, (_, sweep) in found.items()}
-
-
-def _methods(asked: RunOptions, sweeps: Iterable[Sweep]) -> tuple[Method, ...]:
-    texts = asked.method
-    chosen = known.parse_methods(texts, asked.dtype) if texts else known.default_methods(asked.model, asked.dtype)
-    return tuple(known.expand(known.with_plain(chosen, asked.application or {}), list(sweeps)))
-
-
-# -- progress
-
-
-class Bar(RunWatcher):
-    """Progress on a terminal: a bar with the time left."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-
-    def stage(self, text: str) -> None:
-        self._progress.update(self._task, description=text, refresh=True)
-
-    def trial(self, done: int, total: int, group: Group, method: Method) -> None:
-        self._progress.update(
-            self._task, description=f"{group.cell.workload}, {method.name}", completed=done, total=total, refresh=True
-        )
-
-
 @contextmanager
-def watching() -> Iterator[Bar | LogLines]:
+def watching() -> Iterator[settings.Progress]:
     """A bar on stderr, or lines where stderr is no terminal."""
     console = stderr()
     if not console.is_terminal:
-        yield LogLines(console)
+        yield log_lines(console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Drawn between trials alone: a thread that draws would take time from what is measured.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        yield Bar(progress, progress.add_task("starting", total=None))
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def tell(text: str, trials: tuple[int, int] | None) -> None:
+            done, total = trials or (None, None)
+            bar.update(task, description=text, completed=done, total=total, refresh=True)
+
+        yield tell

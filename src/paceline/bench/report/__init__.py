@@ -11,7 +11,7 @@ from typing import Any
 from ...core.errors import ConfigError
 from ..records import Report
 
-JSON_NAME, PAGE_NAME, MARKDOWN_NAME = "report.json", "report.html", "report.md"
+FILES = JSON_NAME, PAGE_NAME, MARKDOWN_NAME = "report.json", "report.html", "report.md"
 
 
 def load_report(path: Path | str) -> Report:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import transformers  # noqa: F401  (first loaded in a command, its log would go to a stream that is closed afterwards)
+from kit.applications import with_plain
 from kits.reports import World
 from kits.stream_sets import MODEL, save_all
-from typer.testing import CliRunner
 
-from paceline.bench.methods import parse_method, with_plain
+from paceline.bench.methods import parse_method
 from paceline.bench.records import Cell, Method, Trial
-from paceline.bench.report import load_report, markdown
+from paceline.bench.report import markdown
 from paceline.bench.run import BenchConfig, Run
 from paceline.bench.summary import summarise
-from paceline.cli import app
 from paceline.core.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,8 +80,8 @@ def test_call_reduction_is_tokens_a_pass_and_row_layers_are_a_pass() -> None:
 def test_an_application_is_held_against_its_own_plain_decoding(sets: dict[str, str]) -> None:
     methods = [
         parse_method("ngram"),
-        parse_method("a=ngram;application=adapter"),
-        parse_method("s=streams,k=2;application=shared;budget=4"),
+        replace(parse_method("a=ngram"), application="adapter"),
+        replace(parse_method("s=streams,k=2;budget=4"), application="shared"),
     ]
     base, adapter, shared, *rest = with_plain(methods, sets)
     assert rest == methods
@@ -100,24 +98,21 @@ def test_an_application_is_held_against_its_own_plain_decoding(sets: dict[str, s
 
 
 def test_an_application_of_no_folder_is_refused(sets: dict[str, str]) -> None:
-    method = parse_method("ngram;application=sql")
     with pytest.raises(ConfigError, match="no folder is given"):
-        with_plain([method], {})
-    with pytest.raises(ConfigError, match="no folder is given"):
-        BenchConfig(model=MODEL, methods=(method,))
+        with_plain([replace(parse_method("ngram"), application="sql")], {})
 
 
 def test_methods_that_make_an_application_answer_differently_are_refused(sets: dict[str, str]) -> None:
-    texts = ["a=streams;application=shared", "b=streams,at=nodes,attention_limit=4;application=shared;kernels=torch"]
+    texts = ["a=streams", "b=streams,at=nodes,attention_limit=4;kernels=torch"]
     with pytest.raises(ConfigError, match="attention_limit"):
-        with_plain([parse_method(text) for text in texts], sets)
+        with_plain([replace(parse_method(text), application="shared") for text in texts], sets)
 
 
 def test_a_run_gives_applications_their_own_ids_and_compares_within_them(sets: dict[str, str]) -> None:
     folders = {name: sets[name] for name in ("adapter", "shared")}
-    texts = ["ngram", "a=ngram;application=adapter", "s=streams,k=2;application=shared;budget=3"]
-    methods = with_plain([parse_method(text) for text in texts], folders)
-    report = Run(BenchConfig(methods=tuple(methods), applications=folders, **small())).execute().report
+    texts = {"ngram": None, "a=ngram": "adapter", "s=streams,k=2;budget=3": "shared"}
+    methods = with_plain([replace(parse_method(text), application=own) for text, own in texts.items()], folders)
+    report = Run(BenchConfig(methods=tuple(methods), applications=folders, **small())).execute()
     assert not [t.error for t in report.trials if t.error]
     assert {e.method: e.reference for e in report.exactness} == {
         "ngram": "plain",
@@ -128,29 +123,3 @@ def test_a_run_gives_applications_their_own_ids_and_compares_within_them(sets: d
     answers = {t.method: t.outputs for t in report.trials}
     assert answers["ngram"] != answers["s"]  # the set changes the answer, so the test is worth something
     assert answers["a"] != answers["ngram"]
-
-
-# -- on the command line
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs ``paceline bench ARGS`` in this process: wide lines, no colours."""
-    monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    return lambda *args: CliRunner().invoke(app, ["bench", *map(str, args)])
-
-
-SMALL = ("--model", MODEL, "--prompts", 1, "--repeats", 1, "--max-new-tokens", 6, "--threads", 1)
-
-
-def test_the_bench_takes_applications(run: Any, sets: dict[str, str], tmp_path: Path) -> None:
-    method = ("--method", "a=ngram;application=mine", "--application", f"mine={sets['adapter']}")
-    result = run(*method, "--workload", "wikisql", "--out", tmp_path, *SMALL)
-    assert result.exit_code == 0, result.output
-    report = load_report(tmp_path)
-    assert [(m.name, m.application, m.plain) for m in report.methods] == [("plain", "mine", True), ("a", "mine", False)]
-    assert report.exactness[0].passed and "application mine" in (tmp_path / "report.md").read_text()
-    unnamed = run(*method[:2], "--workload", "wikisql", *SMALL)
-    assert unnamed.exit_code and "no folder is given" in unnamed.output + unnamed.stderr
