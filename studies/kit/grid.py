@@ -28,7 +28,7 @@ from paceline.bench.report import write_text
 from paceline.bench.report.markdown import bullets, table, text
 from paceline.bench.report.terminal import figures_table
 from paceline.bench.run import BenchConfig, Run
-from paceline.bench.summary import Row, Summary, overall_ratio, summarise
+from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError
 
 from .applications import with_plain
@@ -175,7 +175,7 @@ class GridLine:
 
 def lines_of(grid: Grid, report: Report) -> list[GridLine]:
     """Every method of the grid on every task and over all, at every value of the cells."""
-    summary = summarise(report)
+    summary = Summary(report)
     entries = {entry.method.name: entry for entry in grid.entries}
     totals = [row for row in summary.overall if len(summary.workloads(row.section)) > 1]
     rows = [row for row in (*summary.rows, *totals) if row.method.name in entries]

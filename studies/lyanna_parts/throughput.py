@@ -29,7 +29,7 @@ from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.report import wording as say
-from paceline.bench.summary import overall_ratio, summarise
+from paceline.bench.summary import Summary, overall_ratio
 from paceline.core.model_spec import STRETCH, parse_model
 
 BATCHES = (1, 2, 4, 8, 16)
@@ -144,7 +144,7 @@ def cells_at(report: Report, batch: int | None = None) -> set[Cell]:
 
 def beside_eagle(report: Report) -> list[str]:
     """Lyanna over EAGLE-2 at batch 2, with both budgets."""
-    summary, said = summarise(report), []
+    summary, said = Summary(report), []
     for mark, words in (("", "fixed budgets"), (AUTO, "automatic budgets")):
         ratio = overall_ratio(summary, LYANNA + mark, EAGLE + mark, cells_at(report, 2))
         told = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else ""
@@ -163,7 +163,7 @@ def hybrid_verdict(ask: LyannaFlags, report: Report) -> list[str]:
     a, b = best_of(chosen_by, new), best_of(chosen_by, before)
     if a is None or b is None:
         return ["the best hybrid: not measured"]
-    ratio = overall_ratio(summarise(reporting), a, b, cells_at(reporting))
+    ratio = overall_ratio(Summary(reporting), a, b, cells_at(reporting))
     told = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else ""
     how_many = ", ".join(f"{n} of {w}" for w, n in conversations(chosen_by.trials).items())
     what = f"best hybrid ({a}) over the best before ({b}), all batches (chosen on {how_many})"
@@ -172,7 +172,7 @@ def hybrid_verdict(ask: LyannaFlags, report: Report) -> list[str]:
 
 def best_of(report: Report, names: Iterable[str]) -> str | None:
     """The method that is fastest over plain decoding in the mean over all cells; None where none ran."""
-    summary, cells = summarise(report), cells_at(report)
+    summary, cells = Summary(report), cells_at(report)
     found = {name: overall_ratio(summary, name, PLAIN, cells) for name in names}
     return max((n for n, r in found.items() if r), key=lambda n: found[n].value, default=None)  # type: ignore[union-attr]
 

@@ -17,7 +17,7 @@ from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.bench.records import PLAIN, Method, Report, Trial
 from paceline.bench.report import wording as say
-from paceline.bench.summary import overall_ratio, summarise
+from paceline.bench.summary import Summary, overall_ratio
 from streaming.applications import BASE, scored, scores_of
 from streaming.common import CHOOSE, CUT, StreamingFlags, TrainedSet, grid_of, study, written
 
@@ -173,7 +173,7 @@ def costs_of(report: Report, drafted: Method, streamed: Method, workload: str) -
     trials = by_task_and_method(report.trials)
     plain, two, one = (trials[workload, name] for name in (PLAIN, drafted.name, streamed.name))
     cells = {trial.cell for trial in two}
-    ratio = overall_ratio(summarise(report), streamed.name, drafted.name, cells)
+    ratio = overall_ratio(Summary(report), streamed.name, drafted.name, cells)
     calls = _sum(two, "drafted")
     return Costs(
         task=workload,

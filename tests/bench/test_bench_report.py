@@ -28,7 +28,7 @@ from paceline.bench.figures import Panel
 from paceline.bench.records import Method, Report
 from paceline.bench.report import load_report, markdown, page, plots, save_report, terminal, write_all
 from paceline.bench.report import wording as say
-from paceline.bench.summary import summarise
+from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
 
 EVIL = '<img src="http://evil.example/x" onerror=alert(1)> | `*_[x](y) & "quotes"'
@@ -140,7 +140,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 def on_terminal(report: Report, width: int = 80) -> str:
     console = Console(width=width, force_terminal=False)
     with console.capture() as capture:
-        console.print(terminal.render(report))
+        console.print(terminal.render(Summary(report)))
     return capture.get()
 
 
@@ -150,7 +150,7 @@ def on_terminal(report: Report, width: int = 80) -> str:
 @cache
 def rendered(case: str) -> str:
     """The page of one of `CASES`."""
-    return page.render(made(case))
+    return page.render(Summary(made(case)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -188,7 +188,7 @@ def test_terminal_fits_80_columns_and_cuts_nothing(report: Report) -> None:
 
 
 def test_markdown_tables_are_whole(report: Report) -> None:
-    text = markdown.render(report)
+    text = markdown.render(Summary(report))
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     for lines in blocks:
         assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(re.findall(r"\|", lines[1]))}
@@ -207,86 +207,74 @@ def test_json_comes_back(report: Report, tmp_path: Path) -> None:
 
 def test_every_view_says_what_the_summary_says() -> None:
     report = World().report()
-    summary = summarise(report)
+    summary = Summary(report)
     section = summary.sections[0]
-    found = Page(page.render(report))
-    total, each = found.table("method", "tokens/s"), found.table("workload", "method", "tokens/s", "p10 to p90")
-    console, text = on_terminal(report), markdown.render(report)
+    found = Page(page.render(summary))
+    total = found.table("method", "tokens/s")
+    console, text = on_terminal(report), markdown.render(Summary(report))
     for row in summary.total(section):
         expected = [say.number(row.speed), say.speedup(row), say.length(row.figures.accepted_length)]
         cells = total[row.method.name]
         assert [cells[1], cells[3], cells[4]] == expected
         assert re.search(re.escape(row.method.name) + r" +" + " +".join(map(re.escape, expected)), console)
         assert f"| {row.method.name} | {expected[0]} |" in text
-    by_name = {f"{say.workload_title(report, r.workload)} / {r.method.name}": r for r in summary.of(section)}
-    full = next(t for t in found.tables if t[0][:2] == ["workload", "method"] and len(t[0]) > 12)
-    assert len(full) == 1 + len(by_name) == 1 + 5 * 9
-    for cells in full[1:]:
-        row = by_name[f"{cells[0]} / {cells[1]}"]
-        waits, shares = row.figures.waits, row.figures.shares
-        assert dict(zip(full[0], cells, strict=True)) == {
-            "workload": say.workload_title(report, row.workload),
-            "method": row.method.name,
-            "tokens/s": say.number(row.speed),
-            "p10 to p90": f"{say.number(row.figures.speed.p10)} to {say.number(row.figures.speed.p90)}",  # type: ignore[union-attr]
-            "speed-up": say.speedup(row),
-            "accepted length": say.length(row.figures.accepted_length),
-            "of the floor": say.share(row.figures.floor_share),
-            "exact": say.exact_mark(row.exact),
-            "first token, ms": say.number(row.figures.ttft_ms),
-            "a token, ms": say.number(waits and waits.mean_ms),
-            "wait p50, ms": say.number(waits and waits.p50_ms),
-            "p90, ms": say.number(waits and waits.p90_ms),
-            "p99, ms": say.number(waits and waits.p99_ms),
-            "draft": say.share(shares and shares.draft),
-            "verify": say.share(shares and shares.verify),
-            "host": say.share(shares and shares.host),
-            "peak memory": say.size(row.figures.peak_bytes),
-            "tokens": f"{row.figures.tokens:,}",
-            "call reduction": say.length(row.figures.call_reduction),
-            "row-layers a pass": say.number(row.figures.row_layers),
-            "upper ones": say.number(row.figures.upper_row_layers),
-        }
-    assert each  # the table of the best methods by workload
+    [*_, last] = [rows for rows in found.tables if rows[0][:2] == ["method", "first token, ms"]]
+    cells = dict(zip(last[0], next(row for row in last if row[0] == "hybrid"), strict=True))
+    figures = next(r for r in summary.of(section) if (r.method.name, r.workload) == ("hybrid", "books")).figures
+    assert cells == {
+        "method": "hybrid",
+        "first token, ms": say.number(figures.ttft_ms),
+        "a token, ms": say.number(figures.wait_mean_ms),
+        "wait p50, ms": say.number(figures.wait_p50_ms),
+        "p90, ms": say.number(figures.wait_p90_ms),
+        "p99, ms": say.number(figures.wait_p99_ms),
+        "draft": say.share(figures.draft),
+        "verify": say.share(figures.verify),
+        "host": say.share(figures.host),
+        "peak memory": say.size(figures.peak_bytes),
+    }
+    by_workload = found.table("workload", "ngram")
+    ratio = next(r for r in summary.of(section) if (r.method.name, r.workload) == ("hybrid", "gsm8k")).speedup
+    assert say.interval(ratio) in by_workload["GSM8K (school maths)"]
 
 
 def test_the_headline_names_the_best_method_with_its_interval() -> None:
     report = World().report()
-    summary = summarise(report)
+    summary = Summary(report)
     row = next(r for r in summary.overall if r.method.name == "hybrid")
     assert row.speedup is not None
     line = say.headline(summary)
     assert line.startswith(f"Best method: hybrid, {row.speedup.value:.2f}× plain decoding over 5 workloads")
     assert f"{row.speedup.low:.2f} to {row.speedup.high:.2f}" in line
-    for text in (page.render(report), " ".join(on_terminal(report).split()), markdown.render(report)):
+    for text in (page.render(Summary(report)), " ".join(on_terminal(report).split()), markdown.render(Summary(report))):
         assert line in text
 
 
 def test_the_headline_admits_that_the_best_method_is_not_exact() -> None:
     report = World().report()
-    assert "differ" not in say.headline(summarise(report))
+    assert "differ" not in say.headline(Summary(report))
     differ(report, "hybrid", "wikisql")
-    assert say.headline(summarise(report)).endswith("Its ids differ from plain decoding's.")
+    assert say.headline(Summary(report)).endswith("Its ids differ from plain decoding's.")
 
 
 def test_synthetic_methods_carry_the_word_in_every_view() -> None:
     method = replace(TRUTHS[4].method, name="right-at-0.9")
     report = World(truths=(*TRUTHS[:4], replace(TRUTHS[4], method=method)), batches=(1, 8)).report()
     marked = "right-at-0.9 (synthetic)"
-    for text in (on_terminal(report, 160), markdown.render(report)):
+    for text in (on_terminal(report, 160), markdown.render(Summary(report))):
         assert text.count("right-at-0.9") == text.count(marked) > 3
-    found = Page(page.render(report))
+    found = Page(page.render(Summary(report)))
     cells = [cell for table in found.tables for row in table for cell in row if cell.startswith("right-at-0.9")]
     assert cells and all(cell.startswith(marked) for cell in cells)
     labels = [a["aria-label"] or "" for t, a in found.tags if "right-at" in (a.get("aria-label") or "")]
     assert labels and all(label.count("right-at-0.9") == label.count(marked) for label in labels)
-    assert "right-at-0.9" not in say.headline(summarise(report))
+    assert "right-at-0.9" not in say.headline(Summary(report))
 
 
 def test_trouble_is_told_in_every_view() -> None:
     report = troubled()
     flat = " ".join(on_terminal(report, 200).split())
-    for text in (flat, " ".join(Page(page.render(report)).words), markdown.render(report)):
+    for text in (flat, " ".join(Page(page.render(Summary(report))).words), markdown.render(Summary(report))):
         assert "vllm did not run: not built" in text
         assert "1 of 6 trials failed: RuntimeError: pool is full" in text
         assert "draft_model depth=4, wikisql, batch 1, greedy: 1 sequence of 3 failed; first: wikisql-3 another" in text
@@ -297,34 +285,26 @@ def test_trouble_is_told_in_every_view() -> None:
 
 def test_unavailable_methods_with_one_reason_share_a_line() -> None:
     report = replace(World().report(), unavailable={"a": "not built", "b": "too old", "c": "not built"})
-    assert say.unavailable_lines(report) == ["a, c did not run: not built", "b did not run: too old"]
+    assert say.troubles(Summary(report))["unavailable"] == ["a, c did not run: not built", "b did not run: too old"]
 
 
 def test_peers_differences_are_no_failures_of_this_engine() -> None:
     report = World().report()
     found = replace(report.exactness[0], method="llama.cpp", identical=2, failures=[{"prompt": "x", "what": "y"}])
     report.exactness.append(found)
-    summary = summarise(report)
-    assert say.failures(report) == []
-    assert summary.exact is not None and summary.exact.passed
+    summary = Summary(report)
+    assert say.troubles(summary)["differing"] == []
+    assert summary.exact and all(compared.passed for compared in summary.exact)
 
 
 def test_the_command_is_ready_for_a_shell() -> None:
-    assert say.command_line(World().report()).endswith("--title 'a b' --out out")
-    assert "paceline bench --model paceline-small --title &#39;a b&#39; --out out" in page.render(World().report())
-
-
-def test_a_wide_terminal_shows_everything() -> None:
-    narrow, wide = on_terminal(World().report(), 80), on_terminal(World().report(), 160)
-    for name in ("p99", "verify", "memory"):
-        assert name in wide and not re.search(rf"\b{name} *$|\b{name} +[a-z]", narrow.split("all 5")[0])
+    assert "paceline bench --model paceline-small --title 'a b' --out out" in page.render(Summary(World().report()))
 
 
 def test_other_sections_show_their_totals_alone_on_the_terminal() -> None:
     text = on_terminal(World(batches=(1, 8)).report())
     assert text.count("GSM8K (school maths)") == 1
     assert text.count("all 5 workloads") == 2
-    assert "The other tables by workload are in the report." in text
 
 
 @pytest.mark.parametrize(
@@ -351,9 +331,9 @@ def test_a_plot_shows_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each workload and for all of them; the whiskers end where the intervals do."""
     drawn: list[tuple[Panel, str]] = []
     monkeypatch.setattr(figures, "svg", lambda panels, kind: drawn.append((panels[0], kind)) or "")
-    summary = summarise(World().report())
+    summary = Summary(World().report())
     section = summary.sections[0]
-    words = plots.speedups(summary, section, plots.looks(summary.report.methods))
+    words = plots.speedups(summary, section)
     [(panel, kind)] = drawn
     assert kind == "dots" and panel.line_at == 1.0
     rows = {row.method.name: row for row in summary.total(section) if row.speedup}
@@ -369,11 +349,20 @@ def test_a_plot_shows_the_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(say.interval(ratio) in words for ratio in ratios)
 
 
+def test_speed_ups_by_batch_size() -> None:
+    [(section, curves)] = markdown.batch_curves(Summary(World(batches=(1, 2, 16)).report())).items()
+    assert section.batch == 1
+    assert set(curves) == {"ngram", "draft_model depth=4", "hybrid", "synthetic accept=0.9"}  # peers: batch 1 alone
+    assert list(curves["ngram"]) == [1, 2, 16]
+    assert curves["ngram"][1].value > curves["ngram"][2].value > curves["ngram"][16].value
+    assert markdown.batch_curves(Summary(World().report())) == {}
+
+
 def test_without_matplotlib_the_page_is_written_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_plots = Page(page.render(World().report()))
+    with_plots = Page(page.render(Summary(World().report())))
     monkeypatch.setattr(figures, "drawable", lambda: False)
     monkeypatch.setattr(page, "drawable", lambda: False)
-    without = Page(page.render(World().report()))
+    without = Page(page.render(Summary(World().report())))
     assert without.tables == with_plots.tables and without.tables
     assert any(tag == "svg" for tag, _ in with_plots.tags) and not any(tag == "svg" for tag, _ in without.tags)
     assert "pip install 'paceline[bench]'" in " ".join(without.words)
@@ -489,16 +478,10 @@ Promise.all(frames.map((entry) => entry[2])).then(() => {
   for (const [width, frame] of frames) {
     const page = frame.contentDocument;
     for (const details of page.querySelectorAll("details")) details.open = true;
-    const table = page.querySelector("table[data-filter]");
-    const speeds = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[2].dataset.v));
-    const visible = () => [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
-    const all = visible();
-    table.tHead.rows[0].cells[2].querySelector("button").click();
-    const sorted = speeds();
-    const input = page.querySelector(".filter input");
-    input.value = "gsm8k hybrid";
-    input.dispatchEvent(new Event("input"));
-    const outside = [...page.querySelectorAll(".plot, .tile, h1, h2, h3, h4, p, li")].filter((element) => {
+    const table = page.querySelector("table");
+    table.tHead.rows[0].cells[1].querySelector("button").click();
+    const sorted = [...table.tBodies[0].rows].map((row) => parseFloat(row.cells[1].textContent.replaceAll(",", "")));
+    const outside = [...page.querySelectorAll(".plot, h1, h2, h3, p, li")].filter((element) => {
       const box = element.getBoundingClientRect();
       return box.width && (box.left < -0.5 || box.right > width + 0.5);
     });
@@ -508,7 +491,6 @@ Promise.all(frames.map((entry) => entry[2])).then(() => {
       plots: [...page.querySelectorAll(".plot svg")].every((plot) => plot.getBoundingClientRect().width > 200),
       requests: frame.contentWindow.performance.getEntriesByType("resource").map((entry) => entry.name),
       descending: sorted.every((speed, i) => !i || sorted[i - 1] >= speed),
-      all, filtered: visible(),
     };
   }
   document.getElementById("found").textContent = JSON.stringify(found);
@@ -550,7 +532,7 @@ def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.skipif(browser() is None, reason="no Chromium found (PATH, or the variable CHROME)")
 @pytest.mark.parametrize("case", ["many", "evil names"])
 def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
-    """No request but for the page, nothing wider than the screen, sorting and filtering work."""
+    """No request but for the page, nothing wider than the screen, sorting works."""
     report = CASES[case]()
     if case == "evil names":
         report.workloads[EVIL]["title"] = f"gsm8k hybrid {'very' * 30} {EVIL}"
@@ -571,7 +553,6 @@ def test_in_a_headless_browser(case: str, tmp_path: Path) -> None:
         assert seen["plots"], f"plots are squeezed at {width} px"
         assert seen["requests"] == []
         assert seen["descending"]
-        assert 0 < seen["filtered"] < seen["all"]
     assert set(asked) <= {"/probe.html", "/report.html", "/favicon.ico"}
 
 

@@ -15,7 +15,7 @@ from paceline.bench.methods import parse_method
 from paceline.bench.records import Cell, Method, Trial
 from paceline.bench.report import markdown
 from paceline.bench.run import BenchConfig, Run
-from paceline.bench.summary import summarise
+from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,12 +66,12 @@ def test_call_reduction_is_tokens_a_pass_and_row_layers_are_a_pass() -> None:
     report = World(groups=1, repeats=1).report()
     report.methods, report.trials = [Method(name="plain"), Method(name="streams", drafter="streams:x")], trials
     report.exactness = []
-    plain, streams = (row.figures for row in summarise(report).rows)
+    plain, streams = (row.figures for row in Summary(report).rows)
     assert streams.call_reduction == 12 / 5 and plain.call_reduction == 1
     assert (streams.row_layers, streams.upper_row_layers, streams.pruned) == (40, 10, 2)
     assert (plain.row_layers, plain.upper_row_layers, plain.pruned) == (12, None, None)
     assert (streams.rode, plain.rode) == (0.25, None)
-    assert "| streams | 2.40 | 40.0 | 10.0 | 2.00 |" in markdown.render(report)
+    assert "| streams | 2.40 | 40.0 | 10.0 | 2.00 |" in markdown.render(Summary(report))
 
 
 # -- the yardstick of an application
@@ -93,7 +93,7 @@ def test_an_application_is_held_against_its_own_plain_decoding(sets: dict[str, s
     report = World(groups=1, repeats=1).report()
     report.methods = [base, adapter, shared, *methods]
     report.trials, report.exactness = [], []
-    index = summarise(report)
+    index = Summary(report)
     assert [index.reference(m) for m in methods] == [base.name, adapter.name, shared.name]
 
 

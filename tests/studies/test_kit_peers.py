@@ -26,7 +26,7 @@ from paceline.bench.config import BenchConfig, Progress
 from paceline.bench.models import materialised
 from paceline.bench.records import Method, Report
 from paceline.bench.run import Run
-from paceline.bench.summary import summarise
+from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
 from paceline.zoo import find
 
@@ -592,7 +592,7 @@ def test_other_engines_stretch_no_model() -> None:
 
 def test_against_holds_every_method_against_every_peer() -> None:
     report = World().report()
-    summary = summarise(report)
+    summary = Summary(report)
     found = peer_runs.against(summary, summary.sections[0])
     assert list(found) == ["llama.cpp", "transformers"]
     assert found["llama.cpp"]["transformers"].value == pytest.approx(1 / found["transformers"]["llama.cpp"].value)
@@ -605,4 +605,4 @@ def test_agreement_is_counted_and_the_fastest_peer_named() -> None:
     found = replace(report.exactness[0], method="llama.cpp", identical=2, failures=[{"prompt": "x", "what": "y"}])
     report.exactness.append(found)
     assert peer_runs.agreement_line(report) == "peers' ids equal our plain decoding: 2 of 5 sequences"
-    assert str(peer_runs.peer_headline(summarise(report))).startswith("Against the fastest peer: hybrid is ")
+    assert str(peer_runs.peer_headline(Summary(report))).startswith("Against the fastest peer: hybrid is ")

@@ -17,32 +17,21 @@ from zlib import crc32
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from .records import Cell, Report
 from .report import wording as say
-from .report.tables import NONE, TableCell
-from .report.terminal import add_block, figures_table, rich_table
+from .report.terminal import BAD, FAINT, GOOD, add_rows, figures_table, rich_table
 from .summary import SEED, Floats, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
-MARKS: dict[Verdict, tuple[str, str]] = {  # mark, kind of the cell
-    "faster": ("▲", "good"),
-    "slower": ("▼", "bad"),
+MARKS: dict[Verdict, tuple[str, str]] = {  # mark, and its style
+    "faster": ("▲", GOOD),
+    "slower": ("▼", BAD),
     "same": ("=", ""),
     "unknown": ("?", ""),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Something about the runs that is not the same."""
-
-    what: str  # "machine.cores"
-    a: str
-    b: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +51,7 @@ class ReportComparison:
 
     a: str  # titles
     b: str
-    differences: tuple[Difference, ...]
+    differences: list[tuple[str, str, str]]  # what of the runs is not the same (machine.cores, ..), and both values
     rows: tuple[ComparedRow, ...]  # over all cells first, then by cell
     only_a: tuple[str, ...]  # methods in cells that the other one lacks
     only_b: tuple[str, ...]
@@ -88,31 +77,31 @@ def compare(a: Report, b: Report) -> ReportComparison:
     return ReportComparison(
         a=a.title,
         b=b.title,
-        differences=tuple(differences(a, b)),
+        differences=differences(a, b),
         rows=tuple((*totals, *each)),
         only_a=tuple(_key_label(left, key) for key in mine if key not in theirs),
         only_b=tuple(_key_label(right, key) for key in theirs if key not in mine),
     )
 
 
-def differences(a: Report, b: Report) -> list[Difference]:
+def differences(a: Report, b: Report) -> list[tuple[str, str, str]]:
     """What is not the same about two runs: machine, versions, commit, model, settings, methods, workloads."""
     found = []
     for part in ("machine", "versions", "model", "settings", "workloads", "unavailable"):
         found += _different(part, getattr(a, part), getattr(b, part))
     if a.commit != b.commit:
-        found.append(Difference(what="commit", a=str(a.commit), b=str(b.commit)))
+        found.append(("commit", str(a.commit), str(b.commit)))
     ours, theirs = ({m.name: asdict(m) for m in report.methods} for report in (a, b))
     for name in ours.keys() & theirs.keys():
         found += _different(f"method {name}", ours[name], theirs[name])
-    return sorted(found, key=lambda d: d.what)
+    return sorted(found)
 
 
-def _different(what: str, a: Any, b: Any) -> list[Difference]:
+def _different(what: str, a: Any, b: Any) -> list[tuple[str, str, str]]:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         keys = dict.fromkeys((*a, *b))
         return [d for key in keys for d in _different(f"{what}.{key}", a.get(key, "none"), b.get(key, "none"))]
-    return [] if a == b else [Difference(what=what, a=str(a), b=str(b))]
+    return [] if a == b else [(what, str(a), str(b))]
 
 
 # -- ratios
@@ -197,10 +186,13 @@ def _difference(a: Logs, b: Logs, generator: np.random.Generator) -> Floats:
 def render_terminal(comparison: ReportComparison) -> RenderableType:
     """Differences of the runs first, then the figures, then what only one of them has."""
     parts: list[RenderableType] = [Text(f"A: {comparison.a}"), Text(f"B: {comparison.b}"), Text()]
-    found = [(d.what, d.a, d.b) for d in comparison.differences]
-    differing = figures_table(["differs", "A", "B"], found, words=3, header_style="dim", padding=(0, 1, 0, 0))
-    parts.append(differing if found else Text("the runs differ in nothing known"))
-    parts += [Text(), _main_table(comparison) if comparison.rows else Text("no method ran in the same cell in both")]
+    differing = figures_table(["differs", "A", "B"], comparison.differences, words=3)
+    parts.append(differing if comparison.differences else Text("the runs differ in nothing known"))
+    table = rich_table("method", "A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A")
+    for cell in dict.fromkeys(row.cell for row in comparison.rows):
+        title = "all common cells" if cell is None else say.cell_label(cell)
+        add_rows(table, title, (_cells(row) for row in comparison.rows if row.cell == cell))
+    parts += [Text(), table if comparison.rows else Text("no method ran in the same cell in both")]
     for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
         parts += [Text(f"\nonly in {side}:"), *(Text(f"  {line}") for line in only)] if only else []
     note = (
@@ -208,23 +200,12 @@ def render_terminal(comparison: ReportComparison) -> RenderableType:
         "The runs were not interleaved: a machine that was slower at "
         "the time moves tok/s, and hardly the speed-ups over plain decoding, which are paired within each run."
     )
-    return Group(*parts, Text(f"\n{note}", style="dim"))
+    return Group(*parts, Text(f"\n{note}", style=FAINT))
 
 
-def _main_table(comparison: ReportComparison) -> Table:
-    """The figures: over all common cells, then by cell."""
-    table = rich_table("method", "A tok/s", "B tok/s", "tok/s B/A", "speed-up B/A")
-    for cell in dict.fromkeys(row.cell for row in comparison.rows):
-        title = "all common cells" if cell is None else say.cell_label(cell)
-        add_block(table, title, (_cells(row) for row in comparison.rows if row.cell == cell))
-    return table
-
-
-def _cells(row: ComparedRow) -> list[TableCell]:
-    speeds = (TableCell(text=say.number(speed)) for speed in row.tokens_per_s)
-    return [TableCell(text=row.method), *speeds, _judged(row.ratio), _judged(row.speedup_ratio)]
-
-
-def _judged(ratio: Interval | None) -> TableCell:
-    mark, kind = MARKS[verdict(ratio)]
-    return TableCell(text=f"{say.interval(ratio)} {mark}", kind=kind) if ratio else NONE
+def _cells(row: ComparedRow) -> list[Text]:
+    ratios = []
+    for ratio in (row.ratio, row.speedup_ratio):
+        mark, style = MARKS[verdict(ratio)]
+        ratios.append(Text(f"{say.interval(ratio)} {mark}" if ratio else say.NOTHING, style=style if ratio else ""))
+    return [Text(row.method), *(Text(say.number(speed)) for speed in row.tokens_per_s), *ratios]

@@ -13,7 +13,7 @@ Axis letters: G groups, R repeats, S resamples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -51,85 +51,38 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Speeds of single trials, tokens/s."""
-
-    median: float
-    p10: float
-    p90: float
-    low: float
-    high: float
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """Time between tokens. The tokens of one pass arrive together."""
-
-    mean_ms: float  # a token: first to last arrival over the tokens that came after the first arrival
-    p50_ms: float  # of the waits between two arrivals, whatever number of tokens came at their end
-    p90_ms: float
-    p99_ms: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeShares:
-    """Where the wall time went; the four add up to 1."""
-
-    draft: float
-    verify: float
-    host: float
-    rest: float  # within the wall time, outside the engine's own clock
-
-
-@dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What the trials of one method say, ratios apart. None where the engine does not tell."""
+    """What the trials of one method say, ratios apart. None where the engine does not tell.
+
+    The tokens of one pass arrive together: waits are between two arrivals, whatever number of tokens came at their end.
+    """
 
     trials: int  # that went well
     failed: int
     error: str | None  # of the first failed trial
     tokens: int
     wall_ms: float
-    speed: Spread | None
+    speed: float | None  # tokens/s: median over trials; over several workloads the geometric mean of theirs
+    speed_p10: float | None
+    speed_p90: float | None
     accepted_length: float | None  # 1 + accepted / passes
     call_reduction: float | None  # passes of plain decoding for the same tokens, over those taken
     drafted: float | None  # nodes that a pass checked; None where none was
     row_layers: float | None  # a pass: rows times the layers that each went through
     upper_row_layers: float | None  # a pass: those in the layers that streams go through; None where none does
     pruned: float | None  # proposed nodes a pass that were pruned in mid-pass; None where none was
-    rode: (
-        float | None
-    )  # share of passes, of those with streams, whose last accepted node carried them; else they ran later
+    rode: float | None  # share of passes with streams whose last accepted node carried them; else they ran later
     acceptance: tuple[float, ...]  # [d-1] share accepted at depth d, of the passes that had a node there
-    offered: tuple[int, ...]  # [d-1] those passes
-    shares: TimeShares | None
+    draft: float | None  # share of the wall time, like the next two
+    verify: float | None
+    host: float | None
     peak_bytes: int | None
     ttft_ms: float | None  # median over requests
-    waits: Waits | None
+    wait_mean_ms: float | None  # a token: first to last arrival over the tokens that came after the first arrival
+    wait_p50_ms: float | None
+    wait_p90_ms: float | None
+    wait_p99_ms: float | None
     floor_share: float | None  # time the reads alone would take, over the wall time
-    floor_tokens_per_s: float | None  # tokens over the time the reads alone would take
-    off_reason: str | None  # of the first trial in which speculation was off
-
-    @property
-    def ms_per_token(self) -> float | None:
-        """Wall time over new tokens."""
-        return self.wall_ms / self.tokens if self.tokens else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactCount:
-    """Sequences whose ids were compared with plain decoding's."""
-
-    sequences: int
-    identical: int
-    explained: int  # first difference at a top-2 gap below the tolerance
-    failures: int
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing is left unexplained."""
-        return not self.failures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,28 +106,23 @@ class Row:
     """One method on one workload, or over all workloads of a section."""
 
     section: Section
-    workload: str | None  # None: over all workloads
     cell: Cell | None  # None: over all workloads
     method: Method
     figures: Figures
     reference: str | None  # the plain decoding that the speed-up is over
     speedup: Interval | None  # None: of the reference itself, or where no trial could be paired
-    exact: ExactCount | None
+    exact: list[Exactness]  # what ids were compared
     workloads: int = 1  # behind the row
+
+    @property
+    def workload(self) -> str | None:
+        """Its name; None: over all workloads."""
+        return self.cell.workload if self.cell else None
 
     @property
     def speed(self) -> float | None:
         """Median tokens/s; over all workloads the geometric mean of the medians."""
-        return self.figures.speed.median if self.figures.speed else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Speed-up of one method against the batch size."""
-
-    method: Method
-    section: Section  # of its first point; the others differ in the batch size alone
-    points: tuple[tuple[int, Interval], ...]  # batch size, speed-up over plain at it
+        return self.figures.speed
 
 
 # -- the whole
@@ -194,7 +142,7 @@ class Summary:
         bare = list(self._bare.values())
         self._many_lengths = {cell for cell, key in self._bare.items() if bare.count(key) > 1}
         found = [self.section(cell, name) for cell, name in self.trials]
-        # Dtypes in the order of the methods, then what a sweep raises.
+        # Dtypes in the order of the methods, then the values of what a cell is made of.
         dtypes = list(dict.fromkeys(self.dtype(method) for method in report.methods))
         self.sections = tuple(sorted(dict.fromkeys(found), key=lambda s: (dtypes.index(s.dtype), _order(s))))
         self.samples: dict[tuple[str, str, Cell], tuple[float, Floats, int, int] | None] = {}
@@ -208,7 +156,13 @@ class Summary:
     @cached_property
     def overall(self) -> tuple[Row, ...]:
         """By section, method: over all workloads."""
-        return tuple(row for section in self.sections for row in self._totals(section))
+        found = []
+        for section in self.sections:
+            entries = self.in_section(section)
+            for name, method in self.methods.items():
+                mine = {cell: trials for cell, other, trials in entries if other.name == name}
+                found += [self._row(section, method, mine)] if mine else []
+        return tuple(found)
 
     @cached_property
     def main(self) -> Section | None:
@@ -216,10 +170,10 @@ class Summary:
         able = [s for s in self.sections if any(row.speedup and row.method.own for row in self.total(s))]
         return next(iter((*able, *self.sections)), None)
 
-    @cached_property
-    def exact(self) -> ExactCount | None:
-        """Over all methods of this engine."""
-        return _exact_count(e for e in self.report.exactness if self.report.is_own(e.method))
+    @property
+    def exact(self) -> list[Exactness]:
+        """What was compared of this engine's methods."""
+        return [e for e in self.report.exactness if self.report.is_own(e.method)]
 
     def of(self, section: Section) -> list[Row]:
         """The rows of one section."""
@@ -275,34 +229,25 @@ class Summary:
             self.samples[key] = _sample(logs, f"{a}|{b}|{cell}") if logs else None
         return self.samples[key]
 
-    def _totals(self, section: Section) -> Iterator[Row]:
-        entries = self.in_section(section)
-        for method in self.methods.values():
-            mine = {cell: trials for cell, other, trials in entries if other == method}
-            if mine:
-                row = self._row(section, method, mine)
-                each = [spread for trials in mine.values() if (spread := _spread(speeds(trials).values()))]
-                yield replace(row, figures=replace(row.figures, speed=_mean_spread(each)), workloads=len(each))
-
     def _row(
         self, section: Section, method: Method, of: Mapping[Cell, Sequence[Trial]], cell: Cell | None = None
     ) -> Row:
         reference, bandwidth = self.reference(method), self.report.machine.get("read_bandwidth_bytes_per_s")
+        found = figures([trial for trials in of.values() for trial in trials], bandwidth)
+        spreads = [spread for trials in of.values() if (spread := _spread(trials))]
+        if len(spreads) > 1:
+            speed, p10, p90 = map(geometric_mean, zip(*spreads, strict=True))
+            found = replace(found, speed=speed, speed_p10=p10, speed_p90=p90)
         return Row(
             section=section,
-            workload=cell.workload if cell else None,
             cell=cell,
             method=method,
-            figures=figures([trial for trials in of.values() for trial in trials], bandwidth),
+            figures=found,
             reference=reference,
             speedup=overall_ratio(self, method.name, reference, of) if reference not in (None, method.name) else None,
-            exact=_exact_count(e for e in self.report.exactness if e.method == method.name and e.cell in of),
+            exact=[e for e in self.report.exactness if e.method == method.name and e.cell in of],
+            workloads=len(spreads),
         )
-
-
-def summarise(report: Report | Summary) -> Summary:
-    """The same, where it is one already."""
-    return report if isinstance(report, Summary) else Summary(report)
 
 
 def _order(section: Section) -> tuple[float, ...]:
@@ -313,13 +258,12 @@ def _order(section: Section) -> tuple[float, ...]:
 # -- ratios
 
 
-def overall_ratio(report: Report | Summary, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
+def overall_ratio(summary: Summary, a: str, b: str, cells: Iterable[Cell]) -> Interval | None:
     """How many times as fast as ``b`` method ``a`` is: the geometric mean over the cells in which both ran.
 
     Any two methods may be asked about: a drafter over plain decoding, plain decoding over a peer's. None where no
     trials pair.
     """
-    summary = summarise(report)
     found = [sample for cell in cells if (sample := summary.sample(a, b, cell)) is not None]
     if not found:
         return None
@@ -391,18 +335,6 @@ def percentile_bounds(resamples: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _exact_count(found: Iterable[Exactness]) -> ExactCount | None:
-    rows = list(found)
-    if not rows:
-        return None
-    return ExactCount(
-        sequences=sum(e.sequences for e in rows),
-        identical=sum(e.identical for e in rows),
-        explained=sum(e.explained for e in rows),
-        failures=sum(len(e.failures) for e in rows),
-    )
-
-
 # -- figures of one method
 
 
@@ -424,7 +356,12 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
 
     tokens, wall, passes = total("tokens"), total("wall_ms"), total("passes")
     offered, taken = _sum_lists(t.depth_offered for t in good), _sum_lists(t.depth_accepted for t in good)
+    speed, p10, p90 = _spread(good) or (None,) * 3
     ttft = [value for t in good for value in t.ttft_ms]
+    waits, came = [wait for t in good for wait in t.waits_ms], sum(sum(t.arrivals) for t in good)
+    p50_ms, p90_ms, p99_ms = map(float, np.quantile(waits, [0.5, 0.9, 0.99])) if waits else (None,) * 3
+    known = sum(total(f"{part}_ms") for part in ("draft", "verify", "host"))
+    whole = max(known, wall)  # two clocks may disagree by a hair: the parts never add up to more than the whole
     floor_ms = 1000 * total("bytes_read") / bandwidth if bandwidth and wall else None
     return Figures(
         trials=len(good),
@@ -432,59 +369,32 @@ def figures(trials: Sequence[Trial], bandwidth: float | None) -> Figures:
         error=failed[0].error if failed else None,
         tokens=tokens,
         wall_ms=wall,
-        speed=_spread(speeds(good).values()),
+        speed=speed,
+        speed_p10=p10,
+        speed_p90=p90,
         accepted_length=1 + total("accepted") / passes if passes else None,
         call_reduction=tokens / passes if passes else None,
-        drafted=a_pass("drafted"),
-        row_layers=a_pass("row_layers"),
-        upper_row_layers=a_pass("upper_row_layers"),
-        pruned=a_pass("pruned"),
+        **{name: a_pass(name) for name in ("drafted", "row_layers", "upper_row_layers", "pruned")},
         rode=total("rode") / total("stream_drafts") if total("stream_drafts") else None,
         acceptance=tuple(a / o if o else 0.0 for a, o in zip(taken, offered, strict=True)),
-        offered=tuple(offered),
-        shares=_shares(total("draft_ms"), total("verify_ms"), total("host_ms"), wall),
+        **{part: total(f"{part}_ms") / whole if known else None for part in ("draft", "verify", "host")},
         peak_bytes=max((t.peak_bytes for t in good if t.peak_bytes is not None), default=None),
         ttft_ms=median(ttft) if ttft else None,
-        waits=_waits(good),
+        wait_mean_ms=sum(waits) / came if came else None,
+        wait_p50_ms=p50_ms,
+        wait_p90_ms=p90_ms,
+        wait_p99_ms=p99_ms,
         floor_share=floor_ms / wall if floor_ms else None,
-        floor_tokens_per_s=1000 * tokens / floor_ms if floor_ms else None,
-        off_reason=next((t.off_reason for t in good if t.off_reason), None),
     )
 
 
-def _spread(values: Iterable[float]) -> Spread | None:
-    found = np.array(list(values))
-    if not found.size:
+def _spread(trials: Iterable[Trial]) -> tuple[float, float, float] | None:
+    """Median, 10th and 90th percentile of tokens/s; None where no trial has any."""
+    found = list(speeds(trials).values())
+    if not found:
         return None
-    low, p10, middle, p90, high = (float(value) for value in np.quantile(found, [0.0, 0.1, 0.5, 0.9, 1.0]))
-    return Spread(median=middle, p10=p10, p90=p90, low=low, high=high, count=found.size)
-
-
-def _mean_spread(each: Sequence[Spread]) -> Spread | None:
-    """Geometric means of the workloads' own figures."""
-    if not each:
-        return None
-    names = ("median", "p10", "p90", "low", "high")
-    means = {name: geometric_mean(getattr(spread, name) for spread in each) for name in names}
-    return Spread(count=sum(spread.count for spread in each), **means)
-
-
-def _shares(draft: float, verify: float, host: float, wall: float) -> TimeShares | None:
-    known = draft + verify + host
-    if not known:
-        return None
-    # Two clocks may disagree by a hair: the parts never add up to more than the whole.
-    whole = max(known, wall)
-    return TimeShares(draft=draft / whole, verify=verify / whole, host=host / whole, rest=1 - known / whole)
-
-
-def _waits(trials: Sequence[Trial]) -> Waits | None:
-    waits = np.array([wait for t in trials for wait in t.waits_ms])
-    tokens = sum(sum(t.arrivals) for t in trials)
-    if not waits.size or not tokens:
-        return None
-    p50, p90, p99 = (float(value) for value in np.quantile(waits, [0.5, 0.9, 0.99]))
-    return Waits(mean_ms=float(waits.sum()) / tokens, p50_ms=p50, p90_ms=p90, p99_ms=p99)
+    middle, p10, p90 = (float(value) for value in np.quantile(found, [0.5, 0.1, 0.9]))
+    return middle, p10, p90
 
 
 def _sum_lists(lists: Iterable[list[int]]) -> list[int]:
@@ -505,21 +415,3 @@ def slower_cells(summary: Summary) -> list[Row]:
     """Rows of speculative methods of this engine, synthetic ones apart, that may be slower than plain decoding."""
     able = [row for row in summary.rows if row.method.own and not row.method.synthetic]
     return [row for row in able if row.speedup and row.speedup.low < NEVER_SLOWER]
-
-
-def batch_curve(report: Report | Summary) -> list[Curve]:
-    """Speed-up against batch size, over all workloads; methods measured at a single size are left out."""
-    summary = summarise(report)
-    points: dict[tuple[Section, str], list[Row]] = {}
-    for row in summary.overall:
-        if row.speedup is not None:
-            points.setdefault((replace(row.section, batch=0), row.method.name), []).append(row)
-    return [
-        Curve(
-            method=rows[0].method,
-            section=rows[0].section,
-            points=tuple((row.section.batch, row.speedup) for row in rows if row.speedup),
-        )
-        for rows in points.values()
-        if len(rows) > 1
-    ]

@@ -18,6 +18,7 @@ from ..bench.config import BenchConfig, log_lines, numbers
 from ..bench.report import FILES
 from ..bench.report.terminal import render
 from ..bench.run import Run
+from ..bench.summary import Summary
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from .console import stderr, stdout
@@ -133,7 +134,7 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
     with watching() as progress:
         report = Run(config, out=out, overwrite=asked.overwrite, command=command, progress=progress).execute()
     if report.trials:
-        console.print(render(report))
+        console.print(render(Summary(report)))
     for name in FILES if out else ():
         console.print(f"{out}/{name}", markup=False, highlight=False)
     if report.interrupted:

@@ -1,4 +1,4 @@
-"""The report of a benchmark: JSON with all raw trials, one HTML page, Markdown, tables for the terminal."""
+"""The report of a benchmark: JSON with all raw trials, Markdown, the same as a page with plots; a terminal's table."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ def write_all(report: Report, folder: Path | str) -> list[Path]:
     Raises:
         ConfigError: they cannot be written.
     """
-    from ..summary import summarise
+    from ..summary import Summary
     from . import markdown, page
 
-    target = Path(folder)
-    summary = summarise(report)
+    target, summary = Path(folder), Summary(report)
     return [
         save_report(report, target / JSON_NAME),
-        write_text(target / PAGE_NAME, page.render(summary, JSON_NAME)),
+        write_text(target / PAGE_NAME, page.render(summary)),
         write_text(target / MARKDOWN_NAME, markdown.render(summary)),
     ]
 

@@ -6,21 +6,26 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from typing import Any
-
-from markupsafe import Markup
 
 from .. import figures
 from ..figures import COLOURS, Panel, Series
 from ..records import Method
-from ..summary import Curve, Row, Section, Summary
+from ..summary import Interval, Section, Summary
 from . import wording as say
+from .markdown import batch_curves
 
 GREY = "#7d858c"  # plain decoding
 PALETTE = COLOURS[:6]  # without black, which a dark page swallows
 MARKERS, PEER_MARKERS = ("o", "^", "D", "v"), ("s", "P", "X", "*")
-PARTS = {"draft": "#E69F00", "verify": "#0072B2", "host": "#CC79A7", "rest": "#B0B5BA"}
 NAME_WIDTH = 26  # letters of a name in one line
+
+
+def plot(kind: str, summary: Summary, section: Section) -> str:
+    """One plot of a section: ``speed-up``, ``acceptance`` or ``batches``; empty where there is nothing to draw."""
+    draw = {"speed-up": speedups, "acceptance": acceptance, "batches": batches}[kind]
+    return draw(summary, section) if figures.drawable() else ""
 
 
 def looks(methods: Sequence[Method]) -> dict[str, Series]:
@@ -44,97 +49,73 @@ def looks(methods: Sequence[Method]) -> dict[str, Series]:
     return found
 
 
-def speedups(summary: Summary, section: Section, look: Mapping[str, Series]) -> Markup:
+def speedups(summary: Summary, section: Section) -> str:
     """A dot with a whisker for each method in a row of each workload; a line at 1."""
     names, total = summary.workloads(section), summary.total(section)
     shown: list[str | None] = [None, *names] if len(names) > 1 else [*names]
     found = {(row.workload, row.method.name): row.speedup for row in (*total, *summary.of(section))}
     titles = [say.workload_title(summary.report, name) for name in shown]
-    series, words = [], []
-    for method in (row.method for row in total if row.speedup):
-        ratios = [found.get((name, method.name)) for name in shown]
-        value, low, high = zip(*((r.value, r.low, r.high) if r else (math.nan,) * 3 for r in ratios), strict=True)
-        series.append(replace(look[method.name], x=_all_wrapped(titles), y=value, low=low, high=high))
-        said = (f"{title} {say.interval(ratio)}" for title, ratio in zip(titles, ratios, strict=True))
-        words.append(f"{say.method_name(method)}, times plain decoding: " + ", ".join(said))
-    return _plot("dots", series, words, line_at=1.0)
+    ratios = {
+        row.method.name: dict(zip(titles, (found.get((name, row.method.name)) for name in shown), strict=True))
+        for row in total
+        if row.speedup
+    }
+    caption = "Times plain decoding of the same engine, by task, with 95% intervals. Squares, crosses: other engines."
+    return _intervals("dots", summary, ratios, caption, wrap=True)
 
 
-def acceptance(rows: Sequence[Row], look: Mapping[str, Series]) -> Markup:
-    """Share accepted at each depth; a line a method."""
-    found = [(row, row.figures.acceptance) for row in rows if row.figures.acceptance]
-    series = [
-        replace(look[row.method.name], x=range(1, len(shares) + 1), y=[100 * share for share in shares])
-        for row, shares in found
-    ]
-    words = [f"{say.method_name(row.method)}: " + ", ".join(map(say.share, shares)) for row, shares in found]
-    return _plot("lines", series, words, x="position in the draft", y="accepted, %", y_from=0.0)
-
-
-def time_shares(rows: Sequence[Row]) -> Markup:
-    """Where the wall time of each method went."""
-    found = [(row, row.figures.shares) for row in rows if row.figures.shares]
-    names = [f"{say.method_name(row.method)}: {say.number(row.figures.ms_per_token)} ms" for row, _ in found]
-    series = [
-        Series(label=part, x=_all_wrapped(names), y=[100 * getattr(shares, part) for _, shares in found], colour=colour)
-        for part, colour in PARTS.items()
-    ]
-    shown = [", ".join(f"{part} {say.share(getattr(shares, part))}" for part in PARTS) for _, shares in found]
-    return _plot("stacked", series, [f"{n}, {s}" for n, s in zip(names, shown, strict=True)], x="% of the wall time")
-
-
-def floor(rows: Sequence[Row], plain_floor: float | None) -> Markup:
-    """Tokens/s as a bar, the floor of the same method as a tick, that of plain decoding as a line."""
-    rows = [row for row in rows if row.speed is not None]
-    shares = [row.figures.floor_share for row in rows]
-    names = [
-        say.method_name(row.method) + ("" if share is None else f": {say.share(share)}")
-        for row, share in zip(rows, shares, strict=True)
-    ]
-    kinds = [2 if row.method.plain else int(not row.method.own) for row in rows]
-    pairs = list(zip(rows, kinds, strict=True))
-    bars = (("speculative, this engine", COLOURS[0]), ("speculative, other engines", COLOURS[1]), ("plain", GREY))
-    floors = [row.figures.floor_tokens_per_s for row in rows]
-    shown = _all_wrapped(names)
-    series = [
-        Series(label=label, x=shown, y=[r.speed or 0.0 if kind == k else 0.0 for r, kind in pairs], colour=colour)
-        for k, (label, colour) in enumerate(bars)
-        if k in kinds
-    ]
-    ticks = [math.nan if value is None else value for value in floors]
-    series.append(Series(label="floor of the method", x=shown, y=ticks, colour="#808080", ticks=True))
-    words = [
-        f"{name}, {say.number(row.speed)} tokens/s" + (f", floor {say.number(value)} tokens/s" if value else "")
-        for name, value, row in zip(names, floors, rows, strict=True)
-    ]
-    return _plot("stacked", series, words, x="tokens/s", line_at=plain_floor)
-
-
-def batches(curves: Sequence[Curve], look: Mapping[str, Series]) -> Markup:
+def batches(summary: Summary, section: Section) -> str:
     """Speed-up against batch size with whiskers; a line at 1."""
-    series, words = [], []
-    for curve in curves:
-        sizes, ratios = zip(*curve.points, strict=True)
-        value, low, high = zip(*((ratio.value, ratio.low, ratio.high) for ratio in ratios), strict=True)
-        series.append(replace(look[curve.method.name], x=sizes, y=value, low=low, high=high))
-        shown = ", ".join(f"batch {size}: {say.interval(ratio)}" for size, ratio in curve.points)
-        words.append(f"{say.method_name(curve.method)}, {shown}")
-    return _plot("lines", series, words, x="batch size", y="times plain decoding", line_at=1.0, log_x=True)
+    labels: dict[str, Any] = {"x_label": "batch size", "y_label": "times plain decoding", "log_x": True}
+    caption = "Over all workloads, with 95% intervals; the broken line is plain decoding at the same batch size."
+    return _intervals("lines", summary, batch_curves(summary)[section], caption, **labels)
 
 
-def _plot(kind: str, series: Sequence[Series], words: Sequence[str], x: str = "", y: str = "", **more: Any) -> Markup:
-    """The figure, in words too; nothing where there is no matplotlib."""
-    if not figures.drawable() or not series:
-        return Markup("")
-    panel = Panel(title="", x_label=x, y_label=y, series=series, columns=2, **more)
-    frame = Markup('<div class="plot" role="img" aria-label="{}">{}</div>')
-    return frame.format("; ".join(words), Markup(figures.svg([panel], kind)))
+def acceptance(summary: Summary, section: Section) -> str:
+    """Share accepted at each depth; a line a method."""
+    look = looks(summary.report.methods)
+    found = [(row.method, row.figures.acceptance) for row in summary.total(section) if row.figures.acceptance]
+    series = [
+        replace(look[method.name], x=range(1, len(shares) + 1), y=[100 * share for share in shares])
+        for method, shares in found
+    ]
+    words = [f"{say.method_name(method)}: " + ", ".join(map(say.share, shares)) for method, shares in found]
+    labels: dict[str, Any] = {"x_label": "position in the draft", "y_label": "accepted, %", "y_from": 0.0}
+    caption = "Of the passes that accepted all before a position and had a draft there, the share that accepted it."
+    return _framed("lines", series, words, caption, **labels)
+
+
+def _intervals(
+    kind: str,
+    summary: Summary,
+    ratios: Mapping[str, Mapping[Any, Interval | None]],
+    caption: str,
+    wrap: bool = False,
+    **more: Any,
+) -> str:
+    """Ratios of methods, by what they are at."""
+    look, series, words = looks(summary.report.methods), [], []
+    for name, points in ratios.items():
+        ends = ((r.value, r.low, r.high) if r else (math.nan,) * 3 for r in points.values())
+        value, low, high = zip(*ends, strict=True)
+        at: list[Any] = [_wrapped(place) for place in points] if wrap else list(points)
+        series.append(replace(look[name], x=at, y=value, low=low, high=high))
+        said = ", ".join(f"{place} {say.interval(ratio)}" for place, ratio in points.items())
+        words.append(f"{say.method_name(summary.methods[name])}, times plain decoding: {said}")
+    return _framed(kind, series, words, caption, line_at=1.0, **more)
+
+
+def _framed(kind: str, series: Sequence[Series], words: Sequence[str], caption: str, **more: Any) -> str:
+    """The figure, in words too."""
+    if not series:
+        return ""
+    panel = Panel(**{"title": "", "x_label": "", "y_label": "", "series": series, "columns": 2, **more})
+    drawn = figures.svg([panel], kind)
+    label = escape("; ".join(words))
+    framed = f'<div class="plot" role="img" aria-label="{label}">{drawn}</div>'
+    return f"<figure><figcaption>{caption}</figcaption>{framed}</figure>"
 
 
 def _wrapped(name: str) -> str:
     """In lines, and a very long one without its end."""
     return "\n".join(textwrap.wrap(name, NAME_WIDTH, max_lines=3, placeholder=" ..")) or name
-
-
-def _all_wrapped(names: Sequence[str]) -> list[str]:
-    return list(map(_wrapped, names))

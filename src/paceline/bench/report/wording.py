@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from ..records import Cell, Exactness, Method, Report
-from ..summary import (
-    CONFIDENCE,
-    NEVER_SLOWER,
-    RESAMPLES,
-    ExactCount,
-    Interval,
-    Row,
-    Summary,
-    best,
-    slower_cells,
-)
+from ..summary import CONFIDENCE, NEVER_SLOWER, RESAMPLES, Interval, Row, Summary, best, slower_cells
 
 NOTHING = "–"  # where there is no figure
 SYNTHETIC = "synthetic"
@@ -76,13 +65,11 @@ def length(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}"
 
 
-def exact_mark(count: ExactCount | None) -> str:
-    """``yes``, ``yes*`` where differences were explained, ``NO`` or nothing where it was not checked."""
-    if count is None:
-        return NOTHING
-    if not count.passed:
+def exact_mark(compared: Sequence[Exactness]) -> str:
+    """``yes``, ``yes*`` where differences were explained, ``NO`` or nothing where nothing was compared."""
+    if not all(found.passed for found in compared):
         return "NO"
-    return "yes*" if count.explained else "yes"
+    return "yes*" if any(found.explained for found in compared) else "yes" if compared else NOTHING
 
 
 def method_name(method: Method) -> str:
@@ -116,11 +103,6 @@ def cell_label(cell: Cell) -> str:
     return ", ".join(parts + ([f"context {cell.context}"] if cell.context is not None else []))
 
 
-def row_label(row: Row) -> str:
-    """Where a row belongs, in words."""
-    return row.section.label() if row.cell is None else cell_label(row.cell)
-
-
 def upper(line: str) -> str:
     """With a capital letter in front."""
     return line[:1].upper() + line[1:]
@@ -131,7 +113,7 @@ def count_of(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
 
 
-# -- lines
+# -- what was measured, and how
 
 
 Shown = Mapping[str, Callable[[Any], str]]  # fact of the model or the machine -> how it is shown
@@ -170,34 +152,9 @@ def machine_line(report: Report) -> str:
 def run_line(report: Report) -> str:
     """Versions, commit (short; ``-dirty`` where the tree was changed) and date in one line."""
     name, dash, changed = (report.commit or "").partition("-")
+    versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
     commit = f"commit {name[:12]}{dash}{changed}" if report.commit else "no commit known"
-    return ", ".join(filter(None, [versions_line(report), commit, created(report)]))
-
-
-def versions_line(report: Report) -> str:
-    """Packages and their versions."""
-    return ", ".join(f"{name} {version}" for name, version in report.versions.items())
-
-
-def created(report: Report) -> str:
-    """When, to the minute."""
-    return report.created.replace("T", " ")[:16] + " UTC"
-
-
-def command_line(report: Report) -> str:
-    """What repeats the run, ready for a shell."""
-    return shlex.join(report.command)
-
-
-def exactness_line(summary: Summary) -> str:
-    """How many sequences of this engine's methods equal plain decoding's."""
-    count = summary.exact
-    if count is None:
-        return "ids were not compared with plain decoding's"
-    line = f"ids equal plain decoding: {count.identical:,} of {count_of(count.sequences, 'sequence')}"
-    if count.explained:
-        line += f"; {count.explained:,} explained by near ties"
-    return line + (f"; {count.failures:,} FAILED" if count.failures else "")
+    return ", ".join(filter(None, [versions, commit, report.created.replace("T", " ")[:16] + " UTC"]))
 
 
 def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
@@ -206,60 +163,21 @@ def how_lines(report: Report, facts: Iterable[str] = ()) -> list[str]:
     return [*lines, *(f"{key}: {setting(value)}" for key, value in report.settings.items()), *report.notes]
 
 
-def failures(report: Report) -> list[Exactness]:
-    """Comparisons of this engine's methods that failed."""
-    return [e for e in report.exactness if not e.passed and report.is_own(e.method)]
+def setting(value: object) -> str:
+    """A value of the settings in words."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(setting, value)) or "none"
+    return "none" if value is None else str(value)
 
 
-def failure_line(found: Exactness) -> str:
-    """One failed comparison: how many, and the first of them."""
-    first = dict(found.failures[0])
-    lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
-    rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
-    many = count_of(len(found.failures), "sequence")
-    where = f"{found.method}, {cell_label(found.cell)}"
-    return f"{where}: {many} of {found.sequences:,} failed; first: {lead}" + (f" ({rest})" if rest else "")
-
-
-def troubles(summary: Summary) -> dict[str, list[str]]:
-    """Lines on what is not as it should be: ids that differ, what is slower than plain, what failed or did not run."""
-    slow = slower_cells(summary)
-    return {
-        "differing": [failure_line(found) for found in failures(summary.report)],
-        "slower": [f"{method_name(row.method)}, {row_label(row)}: {interval(row.speedup)}" for row in slow],
-        "failed": [_failed(row) for row in summary.rows if row.figures.failed],
-        "unavailable": unavailable_lines(summary.report),
-    }
-
-
-def _failed(row: Row) -> str:
-    many = f"{row.figures.failed} of {count_of(row.figures.failed + row.figures.trials, 'trial')} failed"
-    return f"{method_name(row.method)}, {row_label(row)}: {many}: {row.figures.error}"
-
-
-def unavailable_lines(report: Report) -> list[str]:
-    """What did not run and why, one line a reason."""
-    names: dict[str, list[str]] = {}
-    for name, why in report.unavailable.items():
-        names.setdefault(why, []).append(name)
-    return [f"{', '.join(many)} did not run: {why}" for why, many in names.items()]
-
-
-def slower_line(summary: Summary) -> str:
-    """Whether any method of this engine is slower than plain decoding anywhere."""
-    looked_at = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
-    if not looked_at:
-        return "no speculative method was compared with plain decoding"
-    slow, bound = len(slower_cells(summary)), f"lower bound below {NEVER_SLOWER:g} of plain decoding"
-    cells = count_of(len(looked_at), "row")
-    return f"slower: {slow} of {cells} with a {bound}" if slow else f"never slower: no {bound} in {cells}"
-
-
-def pairs_line(summary: Summary) -> str:
-    """How much lies behind the intervals."""
-    trials = sum(row.figures.trials for row in summary.rows)
-    repeats = len({trial.repeat for trial in summary.report.trials})
-    return f"{count_of(trials, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts"
+def definitions(report: Report) -> list[tuple[str, str]]:
+    """Term and meaning, of the words that the report uses."""
+    known = tomllib.loads(resources.files(__package__).joinpath("definitions.toml").read_text(encoding="utf-8"))
+    filled = [(term, text.format(confidence=CONFIDENCE, resamples=RESAMPLES)) for term, text in known.items()]
+    used = any(method.synthetic for method in report.methods)
+    return [(term, text) for term, text in filled if term != SYNTHETIC or used]
 
 
 # -- findings
@@ -274,7 +192,7 @@ def headline(summary: Summary) -> str:
     stretched = summary.report.model.get("stretched")
     where += f", on a target stretched {stretched}x" if stretched else ""
     first = f"Best method: {method_name(row.method)}, {times(row.speedup.value)} plain decoding {where}"
-    broken = " Its ids differ from plain decoding's." if row.exact and not row.exact.passed else ""
+    broken = "" if all(found.passed for found in row.exact) else " Its ids differ from plain decoding's."
     return f"{first} ({bracket(row.speedup)}; {row.section.label()}).{broken}"
 
 
@@ -286,27 +204,59 @@ def bracket(ratio: Interval) -> str:
 
 
 def findings(summary: Summary) -> list[str]:
-    """The remarks under the headline."""
-    lines = [exactness_line(summary), slower_line(summary), pairs_line(summary)]
-    return [upper(line) for line in lines]
+    """The remarks under the headline: ids, whether anything is slower than plain decoding, how much was measured."""
+    trials = sum(row.figures.trials for row in summary.rows)
+    repeats = len({trial.repeat for trial in summary.report.trials})
+    much = f"{count_of(trials, 'trial')}, {count_of(repeats, 'repeat')}, methods in turns on the same prompts"
+    return [upper(line) for line in (_exactness(summary), _slower(summary), much)]
 
 
-def has_synthetic(methods: Iterable[Method]) -> bool:
-    """Whether the word needs its definition."""
-    return any(method.synthetic for method in methods)
+def _exactness(summary: Summary) -> str:
+    compared = summary.exact
+    if not compared:
+        return "ids were not compared with plain decoding's"
+    sequences, explained = sum(e.sequences for e in compared), sum(e.explained for e in compared)
+    failed = sum(len(e.failures) for e in compared)
+    line = f"ids equal plain decoding: {sum(e.identical for e in compared):,} of {count_of(sequences, 'sequence')}"
+    line += f"; {explained:,} explained by near ties" if explained else ""
+    return line + (f"; {failed:,} FAILED" if failed else "")
 
 
-def definitions(report: Report) -> list[tuple[str, str]]:
-    """Term and meaning, of the words that the report uses."""
-    known = tomllib.loads(resources.files(__package__).joinpath("definitions.toml").read_text(encoding="utf-8"))
-    filled = [(term, text.format(confidence=CONFIDENCE, resamples=RESAMPLES)) for term, text in known.items()]
-    return [(term, text) for term, text in filled if term != SYNTHETIC or has_synthetic(report.methods)]
+def _slower(summary: Summary) -> str:
+    looked_at = [r for r in summary.rows if r.speedup and r.method.own and not r.method.synthetic]
+    if not looked_at:
+        return "no speculative method was compared with plain decoding"
+    slow, bound = len(slower_cells(summary)), f"lower bound below {NEVER_SLOWER:g} of plain decoding"
+    cells = count_of(len(looked_at), "row")
+    return f"slower: {slow} of {cells} with a {bound}" if slow else f"never slower: no {bound} in {cells}"
 
 
-def setting(value: object) -> str:
-    """A value of the settings in words."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(setting, value)) or "none"
-    return "none" if value is None else str(value)
+def troubles(summary: Summary) -> dict[str, list[str]]:
+    """Lines on what is not as it should be: ids that differ, what is slower than plain, what failed or did not run."""
+
+    def where(row: Row) -> str:
+        return f"{method_name(row.method)}, {cell_label(row.cell) if row.cell else row.section.label()}"
+
+    names: dict[str, list[str]] = {}
+    for name, why in summary.report.unavailable.items():
+        names.setdefault(why, []).append(name)
+    return {
+        "differing": [_failure(found) for found in summary.exact if not found.passed],
+        "slower": [f"{where(row)}: {interval(row.speedup)}" for row in slower_cells(summary)],
+        "failed": [
+            f"{where(row)}: {f.failed} of {count_of(f.failed + f.trials, 'trial')} failed: {f.error}"
+            for row in summary.rows
+            if (f := row.figures).failed
+        ],
+        "unavailable": [f"{', '.join(many)} did not run: {why}" for why, many in names.items()],
+    }
+
+
+def _failure(found: Exactness) -> str:
+    """One failed comparison: how many, and the first of them."""
+    first = dict(found.failures[0])
+    lead = " ".join(str(first.pop(key)) for key in ("prompt", "what") if key in first)
+    rest = ", ".join(f"{key} {first[key]}" for key in ("position", "gap") if first.get(key) is not None)
+    many = count_of(len(found.failures), "sequence")
+    where = f"{found.method}, {cell_label(found.cell)}"
+    return f"{where}: {many} of {found.sequences:,} failed; first: {lead}" + (f" ({rest})" if rest else "")
