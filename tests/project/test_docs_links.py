@@ -45,6 +45,16 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if dead(link, page)] == []
 
 
+@pytest.mark.parametrize("diary", sorted((ROOT / "docs" / "measured").glob("*.md")), ids=lambda page: page.name)
+def test_both_shelves_lead_to_each_other(diary: Path) -> None:
+    reader = ROOT / "docs" / diary.name
+    if reader.exists():
+        assert f"](../{diary.name})" in diary.read_text(encoding="utf-8")
+        assert f"](measured/{diary.name})" in reader.read_text(encoding="utf-8")
+    else:
+        assert f"](measured/{diary.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
 def test_pages_that_code_names_exist() -> None:
     named = {(file, page) for file in SOURCES for page in NAMED.findall(file.read_text(encoding="utf-8"))}
     assert len(named) > 10
