@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kit import figures
 from kit.grid import ALL, GridLine, how, lines_of, whole
 from kit.halves import conversations, halves
 from kit.study import Entry, Grid, Table, measure
@@ -25,7 +26,6 @@ from lyanna_parts.common import (
     study,
     verdict,
 )
-from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.bench.records import PLAIN, Cell, Method, Report
 from paceline.bench.report import wording as say

@@ -11,13 +11,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
+from kit import figures
 from kit.study import Table
 
 from mirror_parts.common import MirrorFlags, drafter_of, listen, mirror_of, plain_llm, prompts_of, study
 from mirror_parts.modelled import HALF as BEHIND
 from mirror_parts.modelled import TABLE_1, TASKS, constant, exception, ratios
 from paceline import LLM
-from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.distributed.clock import VIRTUAL, VirtualClock

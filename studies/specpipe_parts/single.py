@@ -7,10 +7,9 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from kit import timeline
+from kit import figures, timeline
 from kit.study import Table
 
-from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.distributed.clock import VIRTUAL
 from paceline.rounds.pipeline import PipelineConfig

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from kit import figures
 from kit.study import Table
 
-from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.drafters.spire.model import read_shape

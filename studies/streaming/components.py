@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kit import figures
 from kit.grid import ALL, METRIC_NAMES, best_by, panel, series_of, whole
 from kit.study import Entry, Grid, GridLine, Table
 
-from paceline.bench import figures
 from paceline.drafters.streams import StreamsConfig
 from streaming.common import CHOOSE, PRUNING, USUAL, StreamingFlags, TrainedSet, grid_of, study
 

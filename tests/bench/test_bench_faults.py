@@ -189,7 +189,7 @@ def test_a_reordered_prompt_list_is_caught(plant: Any):
     report = bench("float32")
     assert output_of(report, FAST) == output_of(report, "plain")[::-1]
     found = verdict(report)
-    assert all(failure["what"].startswith("prompts in another order: ") for failure in found.failures)
+    assert all(failure["what"].endswith("or in another order") for failure in found.failures)
     assert len(found.failures) == 2
 
 
@@ -201,7 +201,7 @@ def test_reordered_outputs_are_caught(plant: Any):
 
     plant(drive, "_drive")
     found = verdict(bench("float32"))
-    assert all(failure["what"].startswith("outputs in another order: this is") for failure in found.failures)
+    assert all(failure["what"] == "wrong token" for failure in found.failures)
     assert len(found.failures) == 2
 
 

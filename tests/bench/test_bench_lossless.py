@@ -35,6 +35,7 @@ def failing(found: Any) -> list[tuple[str, str]]:
     return [(failure["prompt"], failure["what"]) for failure in found.failures]
 
 
+OTHER = "other prompts than plain decoding's, or in another order"
 OUTPUTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 PLAIN = trial("plain", OUTPUTS)
 
@@ -61,29 +62,23 @@ def test_identical_outputs_pass():
         ),
         (
             {"prompts": ["p1", "p0", "p2"], "outputs": [[4, 5, 6], [1, 2, 3], [7, 8, 9]]},
-            [
-                ("p1", "prompts in another order: 'p0' belongs here"),
-                ("p0", "prompts in another order: 'p1' belongs here"),
-            ],
+            [(p, OTHER) for p in ("p1", "p0", "p2")],
         ),
         (
             {"outputs": [[4, 5, 6], [1, 2, 3], [7, 8, 9]]},
-            [
-                ("p0", "outputs in another order: this is the output of prompt 'p1'"),
-                ("p1", "outputs in another order: this is the output of prompt 'p0'"),
-            ],
+            [("p0", "wrong token"), ("p1", "wrong token")],
         ),
         (
             {"prompt_tokens": [8, 8, 7]},
-            [("p2", "another prompt: of 7 tokens, plain decoding's has 8")],
+            [(p, "prompts of other lengths than plain decoding's") for p in ("p0", "p1", "p2")],
         ),
         (
             {"prompts": ["p0", "p1", "p1"]},
-            [(p, "prompt 'p1' is listed twice") for p in ("p0", "p1", "p1")],
+            [(p, OTHER) for p in ("p0", "p1", "p1")],
         ),
         (
             {"prompts": ["p0", "p1", "p9"]},
-            [(p, "other prompts: ['p2', 'p9'] are in one of the two alone") for p in ("p0", "p1", "p9")],
+            [(p, OTHER) for p in ("p0", "p1", "p9")],
         ),
         (
             {"outputs": [[1, 2, 3], [4, 5, 6]]},
@@ -108,7 +103,7 @@ def test_a_failure_says_where_and_what():
 
 def test_a_group_with_fewer_prompts_fails():
     found = compare_outputs([PLAIN], [trial("ngram", OUTPUTS[:2])])
-    assert len(found.failures) == 2 and "['p2']" in found.failures[0]["what"]
+    assert failing(found) == [("p0", OTHER), ("p1", OTHER)]
 
 
 def test_trials_pair_by_group_and_repeat():

@@ -1,4 +1,4 @@
-"""Figures of documents and of reports: panels of lines, points and bars, all in one look.
+"""Figures of reports and of plans: panels of lines, or of dots in rows, all in one look.
 
 matplotlib draws them; it comes with ``pip install 'paceline[bench]'`` and nothing else needs it.
 """
@@ -10,7 +10,6 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
-BAR_HEIGHT, DOT_HEIGHT, ROW_HEIGHT = 0.25, 0.15, 0.32  # inches a bar, a dot, a row of stacked bars
+DOT_HEIGHT = 0.15  # inches
 TICK_LETTERS = 48  # under a panel, with two for the space behind each number
 _STYLE: Any = {
     "font.size": 9.5,
@@ -70,7 +69,6 @@ class Series:
     colour: int | str | None = None  # a colour, or an index into `COLOURS`; default: the place among the series
     marker: str | None = None  # default: by the colour's place
     hollow: bool = False  # of markers
-    ticks: bool = False  # of stacked bars: a tick at each value in place of a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +120,11 @@ def lines(panels: Sequence[Panel], path: Path, width: float = 1.0, kind: str = "
     return path
 
 
-spans = partial(lines, kind="spans")  # bars from ``low`` to ``high`` in the rows that ``x`` names
-points = partial(lines, kind="points")  # that no line joins
-bars = partial(lines, kind="bars")  # horizontal: words ``x`` at the left, the first on top, a bar for each series
-
-
 def svg(panels: Sequence[Panel], kind: str) -> str:
     """Panels as an ``<svg>`` for a page: as wide as its place there, and never wider than drawn.
 
     Args:
-        kind: lines, points or bars; dots in place of bars; stacked (the bars of a row one behind the other); or spans.
+        kind: of `KINDS`: lines, or dots with whiskers in rows.
 
     Raises:
         CapabilityError: there is no matplotlib.
@@ -156,33 +149,35 @@ def figure(panels: Sequence[Panel], kind: str, width: float = 1.0) -> Figure:
     """The drawn panels, in whatever style is in force."""
     from matplotlib.figure import Figure
 
-    draw, across, down = _KINDS[kind]
-    size = (width * across * len(panels), down or _rows_high(panels, kind))
+    how = KINDS[kind]
+    size = (width * how.across * len(panels), how.down(panels))
     made = Figure(figsize=size, layout="constrained")
     axes = made.subplots(1, len(panels), squeeze=False)[0]
     for place, (panel, axis) in enumerate(zip(panels, axes, strict=True)):
         axis.set_title(panel.title, loc="left")
         axis.set_xlabel(panel.x_label)
         axis.set_ylabel(panel.y_label)
-        draw(axis, panel, place)
+        how.draw(axis, panel, place)
     _legend(made, axes[0], panels[0])
     return made
 
 
-def _colour(series: Series, place: int) -> str:
+def series_colour(series: Series, place: int) -> str:
+    """Its own, or by its place."""
     number = place if series.colour is None else series.colour
     return number if isinstance(number, str) else COLOURS[number % len(COLOURS)]
 
 
-def _look(series: Series, place: int) -> dict[str, Any]:
+def series_look(series: Series, place: int) -> dict[str, Any]:
+    """Colour, marker and line."""
     number = series.colour if isinstance(series.colour, int) else place
     marker = series.marker or MARKERS[number % len(MARKERS)]
-    look: dict[str, Any] = {"color": _colour(series, place), "marker": marker}
+    look: dict[str, Any] = {"color": series_colour(series, place), "marker": marker}
     look |= {"markerfacecolor": "none"} if series.hollow else {}
     return look | ({"linestyle": "--", "marker": series.marker} if series.dashed else {})
 
 
-def _spread(series: Series) -> list[list[float]] | None:
+def series_spread(series: Series) -> list[list[float]] | None:
     """Lengths of the whiskers below and above."""
     if series.low is None or series.high is None:
         return None
@@ -193,61 +188,24 @@ def _spread(series: Series) -> list[list[float]] | None:
 
 def _lines(axis: Axes, panel: Panel, place: int) -> None:
     for number, series in enumerate(panel.series):
-        look = _look(series, number)
+        look = series_look(series, number)
         x: Any = list(series.x)
-        axis.errorbar(x, series.y, yerr=_spread(series), label=series.label, capsize=2.5, **look)
-    _finish(axis, panel)
+        axis.errorbar(x, series.y, yerr=series_spread(series), label=series.label, capsize=2.5, **look)
+    finish_axis(axis, panel)
     _whole_ticks(axis, panel)
 
 
-def _points(axis: Axes, panel: Panel, place: int) -> None:
-    for number, series in enumerate(panel.series):
-        places: Any = list(series.x)
-        axis.plot(places, series.y, label=series.label, **{**_look(series, number), "linestyle": "none"})
-        for x, y in zip(series.x, series.y, strict=True) if panel.names else ():
-            axis.annotate(series.label, (x, y), (4, 4), textcoords="offset points", fontsize=8, rotation=35)
-    axis.margins(0.12, 0.18)  # room for the names
-    _finish(axis, panel)
-
-
-def _bars(axis: Axes, panel: Panel, place: int, dots: bool = False) -> None:
+def _dots(axis: Axes, panel: Panel, place: int) -> None:
+    """Dots with whiskers: words ``x`` at the left, the first on top, a dot for each series."""
     thick = 0.8 / max(1, len(panel.series))
     for number, series in enumerate(panel.series):
         places = [i + thick * (number - (len(panel.series) - 1) / 2) for i in range(len(series.x))]
-        look: dict[str, Any] = {"xerr": _spread(series), "label": series.label}
-        if dots:
-            axis.errorbar(series.y, places, capsize=2, **look, **{**_look(series, number), "linestyle": "none"})
-        else:
-            whiskers = {"elinewidth": 1.0, "capsize": 2, "ecolor": "#444444"}
-            axis.barh(places, series.y, thick, color=_colour(series, number), error_kw=whiskers, **look)
-    _rows(axis, panel, [str(x) for x in panel.series[0].x] if panel.series else [], place)
+        look: dict[str, Any] = {**series_look(series, number), "linestyle": "none"}
+        axis.errorbar(series.y, places, xerr=series_spread(series), label=series.label, capsize=2, **look)
+    named_rows(axis, panel, [str(x) for x in panel.series[0].x] if panel.series else [], place)
 
 
-def _stacked(axis: Axes, panel: Panel, place: int) -> None:
-    names = [str(x) for x in panel.series[0].x]
-    left = [0.0] * len(names)
-    for number, series in enumerate(panel.series):
-        look: dict[str, Any] = {"label": series.label, "color": _colour(series, number)}
-        if series.ticks:
-            axis.plot(series.y, range(len(names)), "|", markersize=13, **look)
-        else:
-            axis.barh(range(len(names)), series.y, 0.6, left=left, **look)
-            left = [a + b for a, b in zip(left, series.y, strict=True)]
-    _rows(axis, panel, names, place)
-
-
-def _spans(axis: Axes, panel: Panel, place: int) -> None:
-    """Bars from ``low`` to ``high`` in the rows that ``x`` names."""
-    names = list(dict.fromkeys(str(x) for series in panel.series for x in series.x))
-    for number, series in enumerate(panel.series):
-        low, high = series.low or (), series.high or ()
-        rows, widths = [names.index(str(x)) for x in series.x], [b - a for a, b in zip(low, high, strict=True)]
-        edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
-        axis.barh(rows, widths, 0.6, left=low, label=series.label, color=_colour(series, number), **edge)
-    _rows(axis, panel, names, place)
-
-
-def _rows(axis: Axes, panel: Panel, names: Sequence[str], place: int) -> None:
+def named_rows(axis: Axes, panel: Panel, names: Sequence[str], place: int) -> None:
     """Names of rows at the left, the first on top, whatever rows are missing."""
     axis.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
     axis.set_ylim(len(names) - 0.5, -0.5)
@@ -270,7 +228,8 @@ def _whole_ticks(axis: Axes, panel: Panel) -> None:
         axis.minorticks_off()
 
 
-def _finish(axis: Axes, panel: Panel) -> None:
+def finish_axis(axis: Axes, panel: Panel) -> None:
+    """Scale, broken line and beginning of the value axis."""
     if panel.log_x:
         axis.set_xscale("log")
     if panel.line_at is not None:
@@ -286,20 +245,19 @@ def _legend(figure: Figure, axis: Axes, panel: Panel) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=panel.columns or len(labels))
 
 
-def _rows_high(panels: Sequence[Panel], kind: str) -> float:
-    """Inches for the rows of a kind that has rows."""
-    if kind in ("stacked", "spans"):
-        return 1.0 + ROW_HEIGHT * len({x for series in panels[0].series for x in series.x})
+def _rows_high(panels: Sequence[Panel], inches: float) -> float:
+    """Inches for a mark of every series in every row."""
     marks = max((len(s.x) * len(p.series) for p in panels for s in p.series), default=1)
-    return 1.1 + (DOT_HEIGHT if kind == "dots" else BAR_HEIGHT) * marks
+    return 1.1 + inches * marks
 
 
-# How a kind is drawn, and the inches of a panel across and down (None: by its rows).
-_KINDS: dict[str, tuple[Callable[..., None], float, float | None]] = {
-    "lines": (_lines, PANEL_WIDTH, PANEL_HEIGHT),
-    "points": (_points, 1.5 * PANEL_WIDTH, 1.4 * PANEL_HEIGHT),
-    "bars": (_bars, PANEL_WIDTH, None),
-    "dots": (partial(_bars, dots=True), 1.5 * PANEL_WIDTH, None),
-    "stacked": (_stacked, 1.5 * PANEL_WIDTH, None),
-    "spans": (_spans, 2 * PANEL_WIDTH, None),
-}
+@dataclass(frozen=True)
+class Kind:
+    """How panels of a kind are drawn: on an axis, and how large, in inches."""
+
+    draw: Callable[[Axes, Panel, int], None]
+    across: float = PANEL_WIDTH
+    down: Callable[[Sequence[Panel]], float] = lambda panels: PANEL_HEIGHT
+
+
+KINDS = {"lines": Kind(_lines), "dots": Kind(_dots, 1.5 * PANEL_WIDTH, lambda panels: _rows_high(panels, DOT_HEIGHT))}

@@ -7,9 +7,8 @@ near tie of the target's own scores: ids are compared there only if somebody jud
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -78,9 +77,6 @@ def compare_sequence(
     return None
 
 
-# -- all trials of one method in one cell
-
-
 Explain = Callable[[Trial, int, OutputIds, OutputIds, int], Finding]
 """(trial, index of the prompt in its group, reference's output, trial's output, first difference) -> verdict"""
 
@@ -90,8 +86,8 @@ def compare_outputs(
 ) -> Exactness:
     """A method's outputs against the reference's in one cell.
 
-    Trials are paired by group and repeat, prompts within them by id, and their order must be the same. Trials
-    that failed have no outputs; they are counted where errors are.
+    Trials are paired by group and repeat, and their prompts must be the same. Trials that failed have no outputs; they
+    are counted where errors are.
 
     Args:
         reference: trials of plain decoding in the cell.
@@ -99,79 +95,47 @@ def compare_outputs(
         explain: judges differences (see `Explain`); without it none is explained.
         finish: whether the reasons for ending are compared (a peer may have its own words).
     """
-    method, plain, cell = other[0].method, reference[0].method, other[0].cell
-    found = Exactness(method=method, reference=plain, cell=cell, sequences=0, identical=0)
-    for base, trial in _paired(reference, other):
-        for prompt, finding in _compare_group(base, trial, explain, finish):
-            _count_in(found, trial, prompt, finding)
-    return found
-
-
-def _count_in(found: Exactness, trial: Trial, prompt: str, finding: Finding | None) -> None:
-    found.sequences += 1
-    if finding is None:
-        found.identical += 1
-        return
-    if finding.tolerance is not None:
-        found.tolerance = max(found.tolerance or 0.0, finding.tolerance)
-    if finding.explained:
-        found.explained += 1
-    else:
-        found.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **finding.as_dict()})
-
-
-def _paired(reference: Sequence[Trial], other: Sequence[Trial]) -> Iterator[tuple[Trial, Trial]]:
-    """Trials of one group and repeat; greedy ones fall back to another repeat, whose ids are the same."""
+    found = Exactness(
+        method=other[0].method, reference=reference[0].method, cell=other[0].cell, sequences=0, identical=0
+    )
     exact = {(t.group, t.repeat): t for t in reference if t.error is None}
     any_repeat = {t.group: t for t in reversed(reference) if t.error is None and t.cell.temperature == 0}
     for trial in other:
-        base = exact.get((trial.group, trial.repeat)) or any_repeat.get(trial.group)
-        if base is not None and trial.error is None:
-            yield base, trial
+        base = exact.get((trial.group, trial.repeat)) or any_repeat.get(trial.group)  # greedy ids are the same
+        if base is None or trial.error is not None:
+            continue
+        wrong = _mismatch(base, trial)
+        for i, prompt in enumerate(trial.prompts):
+            finding = Finding(what=wrong) if wrong else None
+            if not wrong:
+                said = OutputIds(base.outputs[i], base.finish[i])
+                own = OutputIds(trial.outputs[i], trial.finish[i])
+                look = partial(explain, trial, i, said, own) if explain else None
+                finding = compare_sequence(said, own, look, finish)
+            found.sequences += 1
+            if finding is None:
+                found.identical += 1
+                continue
+            if finding.tolerance is not None:
+                found.tolerance = max(found.tolerance or 0.0, finding.tolerance)
+            if finding.explained:
+                found.explained += 1
+                continue
+            found.failures.append({"prompt": prompt, "group": trial.group, "repeat": trial.repeat, **finding.as_dict()})
+    return found
 
 
-def _compare_group(
-    base: Trial, trial: Trial, explain: Explain | None, finish: bool
-) -> Iterator[tuple[str, Finding | None]]:
-    """What is found of each prompt of the trial, in its order."""
-    malformed = _malformed(base, trial)
-    if malformed is not None:
-        yield from ((prompt, Finding(what=malformed)) for prompt in trial.prompts or base.prompts)
-        return
-    said = {p: OutputIds(ids, end) for p, ids, end in zip(base.prompts, base.outputs, base.finish, strict=True)}
-    for i, prompt in enumerate(trial.prompts):
-        tokens, expected = trial.prompt_tokens[i], base.prompt_tokens[i]
-        if prompt != base.prompts[i]:
-            yield prompt, Finding(what=f"prompts in another order: {base.prompts[i]!r} belongs here")
-        elif tokens != expected:
-            yield prompt, Finding(what=f"another prompt: of {tokens} tokens, plain decoding's has {expected}")
-        else:
-            other = OutputIds(trial.outputs[i], trial.finish[i])
-            look = partial(explain, trial, i, said[prompt], other) if explain else None
-            yield prompt, _named(compare_sequence(said[prompt], other, look, finish), prompt, other, said)
-
-
-def _malformed(base: Trial, trial: Trial) -> str | None:
-    """Why the prompts of two trials cannot be paired at all."""
+def _mismatch(base: Trial, trial: Trial) -> str | None:
+    """Why the outputs of two trials cannot be compared, prompt by prompt."""
     for name in ("outputs", "finish", "prompt_tokens"):
         for which in (base, trial):
             if len(getattr(which, name)) != len(which.prompts):
                 return f"{which.method} has {len(getattr(which, name))} {name} for {len(which.prompts)} prompts"
-    if len(set(trial.prompts)) < len(trial.prompts):
-        return f"prompt {Counter(trial.prompts).most_common(1)[0][0]!r} is listed twice"
-    if set(trial.prompts) != set(base.prompts):
-        return f"other prompts: {sorted(set(trial.prompts) ^ set(base.prompts))} are in one of the two alone"
+    if trial.prompts != base.prompts:
+        return "other prompts than plain decoding's, or in another order"
+    if trial.prompt_tokens != base.prompt_tokens:
+        return "prompts of other lengths than plain decoding's"
     return None
-
-
-def _named(finding: Finding | None, prompt: str, other: OutputIds, said: Mapping[str, OutputIds]) -> Finding | None:
-    """A failure that another prompt's output explains, by that name."""
-    if finding is None or finding.explained:
-        return finding
-    owner = next((p for p, s in said.items() if p != prompt and other.ids and list(s.ids) == list(other.ids)), None)
-    if owner is None:
-        return finding
-    return replace(finding, what=f"outputs in another order: this is the output of prompt {owner!r}")
 
 
 # -- a whole report
@@ -187,7 +151,10 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, judged: bool = F
     Args:
         judged: whether somebody judges which differences rounding explains.
     """
-    if not judged and _rounds(summary, method):
+    asked = method.settings.get("kernels", "auto")
+    kernels = str(summary.report.model.get("kernels", "") if asked == "auto" else asked)
+    wide = summary.dtype(method) in ("float32", "float64")
+    if not judged and kernels.startswith("torch") and not wide and not method.settings.get("exact"):
         return "torch's kernels round by the rows of a pass in 16 bits; exact=true and float32 are compared"
     if cell.temperature == 0:
         return None
@@ -200,14 +167,6 @@ def why_unchecked(summary: Summary, method: Method, cell: Cell, judged: bool = F
     if kind is not None and kind.lossy:
         return f"verifier {verifier!r} is lossy: what it gives is not the target's"
     return None
-
-
-def _rounds(summary: Summary, method: Method) -> bool:
-    """Whether a row's bits depend on the rows beside it."""
-    asked = method.settings.get("kernels", "auto")
-    kernels = str(summary.report.model.get("kernels", "") if asked == "auto" else asked)
-    wide = summary.dtype(method) in ("float32", "float64")
-    return kernels.startswith("torch") and not wide and not method.settings.get("exact")
 
 
 def unchecked(report: Report, judged: bool = False) -> list[str]:
@@ -245,8 +204,12 @@ def check(report: Report, judge: Judgement | None = None) -> list[Exactness]:
         if reference is None or why_unchecked(summary, method, cell, judge is not None):
             continue
         base = summary.trials.get((cell, reference), [])
-        if name == reference:
-            found += _against_itself(trials)
+        if name == reference:  # of plain decoding the repeats, which are listed where they are not the first
+            done = [t for t in trials if t.error is None and t.cell.temperature == 0]
+            first = {t.group: t for t in reversed(done)}
+            again = [t for t in done if t is not first[t.group]]
+            compared = compare_outputs(list(first.values()), again) if again else None
+            found += [compared] if compared and not compared.passed else []
         elif base:
             # The judge runs the base model: it has no word on what an application says.
             judged = judge is not None and method.application is None
@@ -254,14 +217,3 @@ def check(report: Report, judge: Judgement | None = None) -> list[Exactness]:
             compared = compare_outputs(base, trials, explain, finish=method.own)
             found += [compared] if compared.sequences else []
     return found
-
-
-def _against_itself(trials: Sequence[Trial]) -> list[Exactness]:
-    """Repeats of greedy plain decoding against its first, where they are not the same."""
-    done = [t for t in trials if t.error is None and t.cell.temperature == 0]
-    first = {t.group: t for t in reversed(done)}
-    again = [t for t in done if t is not first[t.group]]
-    if not again:
-        return []
-    found = compare_outputs(list(first.values()), again)
-    return [] if found.passed else [found]

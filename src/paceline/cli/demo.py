@@ -33,7 +33,7 @@ SETTLE_S = 1.0  # each prompt is asked for at least this long, both ways togethe
 MAX_TURNS = 15
 
 
-class Prompt(TypedDict):
+class DemoPrompt(TypedDict):
     """One line of ``data/demo_prompts.jsonl`` (where they are from: ``data/SOURCES.md``)."""
 
     domain: str
@@ -58,7 +58,7 @@ class Side:
 class Comparison:
     """One prompt, answered both ways in turns; the first answers, and the medians of the rates."""
 
-    prompt: Prompt
+    prompt: DemoPrompt
     plain: Side
     speculative: Side
 
@@ -114,14 +114,14 @@ def demo(
         raise typer.Exit(1)
 
 
-def _load(count: int) -> list[Prompt]:
+def _load(count: int) -> list[DemoPrompt]:
     lines = resources.files("paceline").joinpath("data/demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()
     if not 1 <= count <= len(lines):
         raise ConfigError(f"--prompts {count}", f"there are {len(lines)} of them", f"give 1 to {len(lines)}")
     return [json.loads(line) for line in lines[:count]]
 
 
-def _compare(plain: LLM, speculative: LLM, prompt: Prompt, repeats: int) -> Comparison:
+def _compare(plain: LLM, speculative: LLM, prompt: DemoPrompt, repeats: int) -> Comparison:
     """Both ways in turns, so that a slow moment of the machine falls on both.
 
     Short answers get more turns than asked for, since a few milliseconds say little. Every turn is asked as if it were
@@ -136,16 +136,16 @@ def _compare(plain: LLM, speculative: LLM, prompt: Prompt, repeats: int) -> Comp
     return Comparison(prompt, *sides)
 
 
-def _ask(model: LLM, prompt: Prompt) -> Side:
+def _ask(model: LLM, prompt: DemoPrompt) -> Side:
     [output], seconds = ask(model, [_token_ids(model, prompt)], _params(prompt))
     return Side(output, len(output.outputs[0].token_ids) / seconds)
 
 
-def _params(prompt: Prompt) -> SamplingParams:
+def _params(prompt: DemoPrompt) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=prompt["max_tokens"])
 
 
-def _token_ids(model: LLM, prompt: Prompt) -> list[int]:
+def _token_ids(model: LLM, prompt: DemoPrompt) -> list[int]:
     tokenizer = model.tokenizer
     if prompt["chat"]:
         messages = [{"role": "user", "content": prompt["text"]}]
