@@ -6,18 +6,24 @@ Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sect
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from paceline.planning.throughput import Counting, Network, RoundCost, Speculation, first_that, pass_cost, round_of
+from paceline.engine.costs import CostTable
+from paceline.planning.throughput import Cost, Network, RoundCost, Speculation, first_that, pass_cost, round_of
 
 
-def round_cost(
-    speculation: Speculation, batch: int, context: float, hoi: float, counting: Counting | None = None
-) -> RoundCost:
+def paper_cost(network: Network, batch: int, context: float, rows: int) -> Cost:
+    """What a pass computes and reads as the paper counts: without the LM head and the arithmetic of attention."""
+    headless = replace(network, shape=replace(network.shape, vocab_size=0))
+    return replace(pass_cost(headless, batch, context, rows), attention=0.0)
+
+
+def round_cost(speculation: Speculation, batch: int, context: float, hoi: float) -> RoundCost:
     """A round in FLOPs or their equivalents, from HOI alone (section 2). ``hoi`` in FLOPs a byte."""
-    return round_of(speculation, lambda n, rows: pass_cost(n, batch, context, rows, counting).forward(hoi))
+    return round_of(speculation, lambda n, rows: paper_cost(n, batch, context, rows).forward(hoi))
 
 
-def critical_context(network: Network, hoi: float, rows: int, counting: Counting | None = None) -> int | None:
+def critical_context(network: Network, hoi: float, rows: int) -> int | None:
     """L_crit of section 4 and figure 3: the longest context for which some batch makes a pass compute-bound.
 
     The paper gives it as a power of two (`power_of_two`). None: at any context (a sparse view, or windows). 0: at no
@@ -25,11 +31,16 @@ def critical_context(network: Network, hoi: float, rows: int, counting: Counting
     """
 
     def memory_bound(context: int) -> bool:
-        cost = pass_cost(network, 1, context, rows, counting)
+        cost = paper_cost(network, 1, context, rows)
         return cost.compute < cost.kv * hoi  # in an endless batch each sequence has no part of the weights
 
     beyond = first_that(memory_bound)
     return None if beyond is None else beyond - 1
+
+
+def critical_batch(network: Network, context: float, hoi: float, rows: int) -> int | None:
+    """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none."""
+    return first_that(lambda batch: paper_cost(network, batch, context, rows).intensity >= hoi)
 
 
 def power_of_two(value: float) -> int:
@@ -48,3 +59,13 @@ def saved_units(decoding: float, multiplier: float, training: float = 0.0) -> fl
 def payback_units(training: float, multiplier: float) -> float:
     """Units of plain decoding after which a draft's training is paid for; infinite where nothing is saved."""
     return training / (1 - 1 / multiplier) if multiplier > 1 else math.inf
+
+
+def nodes_that_pay(table: CostTable, accept: float, batch: int, most: int = 16) -> int:
+    """Drafted nodes a sequence that give the most tokens a millisecond, of chains that cost nothing to draft and whose
+    tokens are all accepted with one chance: what the automatic budget comes to over many steps (`engine.auto`)."""
+
+    def speed(nodes: int) -> float:
+        return sum(accept**n for n in range(nodes + 1)) / table.step_ms(batch, batch * nodes)
+
+    return max(range(most + 1), key=lambda nodes: (speed(nodes), -nodes))

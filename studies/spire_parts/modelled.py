@@ -15,9 +15,9 @@ from kit.study import Table
 from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
-from paceline.planning import models, throughput
+from paceline.planning import models
 from paceline.planning.models import ModelShape
-from paceline.planning.throughput import PAPER, Network, Speculation
+from paceline.planning.throughput import Network, Speculation
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
 
@@ -44,7 +44,7 @@ def multiplier(target: ModelShape, draft: str, batch: int, context: int, window:
     shapes = {VANILLA: target.halved(), MAGICDEC: target, SPIRE: target.last_layers(target.num_layers // 4)}
     keys = None if draft == VANILLA else window
     spoken = Speculation(target=Network(shape=target), draft=Network(shape=shapes[draft], keys=keys), depth=DEPTH)
-    return law.round_cost(spoken, batch, context, hoi, PAPER).multiplier(TAUS[draft])
+    return law.round_cost(spoken, batch, context, hoi).multiplier(TAUS[draft])
 
 
 def checked(ask: SpireFlags) -> float:
@@ -126,7 +126,7 @@ def figure_3(ask: SpireFlags) -> Iterator[Table | None]:
     batches = [4**n for n in range(7)]
     for name in ("spire-8-layer", "llama-3-70b"):
         network = Network(shape=target_of(name))
-        longest = law.critical_context(network, hoi, DEPTH + 1, PAPER)
+        longest = law.critical_context(network, hoi, DEPTH + 1)
         if not longest:
             raise ConfigError(f"--hoi {hoi:g}", f"no context makes {name} compute-bound", "give less, such as 400")
         power = law.power_of_two(longest)
@@ -134,9 +134,9 @@ def figure_3(ask: SpireFlags) -> Iterator[Table | None]:
         series = []
         for words, share in AROUND.items():
             context = max(1, int(power * share))
-            found = [throughput.intensity(network, batch, context, DEPTH + 1, PAPER) for batch in batches]
+            found = [law.paper_cost(network, batch, context, DEPTH + 1).intensity for batch in batches]
             series.append(Series(label=words, x=batches, y=found))
-            critical = throughput.critical_batch(network, context, hoi, DEPTH + 1, PAPER)
+            critical = law.critical_batch(network, context, hoi, DEPTH + 1)
             rows.append([name, f"{context:,}", "none" if critical is None else f"{critical:,}", f"{max(found):.0f}"])
         axes: dict[str, Any] = {"x_label": "batch", "y_label": "FLOPs a byte", "log_x": True, "line_at": hoi}
         panels.append(Panel(title=f"{name}, L_crit = {power:,}", series=series, **axes))

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.bench import encoding, figures, machine, workloads
 from paceline.bench.calibrate import BATCHES, ROWS
 from paceline.bench.figures import Panel, Series
-from paceline.bench.law import LawConfig, LawFound, measure_law, nodes_that_pay
+from paceline.bench.law import LawConfig, LawFound, measure_law
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
@@ -48,6 +48,7 @@ from spire_parts.common import (
     verdict,
 )
 from spire_parts.judged import HEAD, Cells, JudgedCell
+from spire_parts.law import nodes_that_pay
 
 LONG = 3968  # tokens of a context for targets with 4,096 positions
 STEPS = 6  # timed steps of a cell: most answers are longer
@@ -301,7 +302,7 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
         parts={"": found.rows()},
         values={
             "cells": [asdict(one) for one in found.all],
-            "law": law.law.as_dict(),
+            "law": asdict(law.law),
             "law_error": median_error(law.law, law.held_out),
             "machine": machine.describe(ask.device).as_dict(),
         },
@@ -349,7 +350,7 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
             "nodes": rows,
             "calibrated": calibrated.as_dict(),
             "planned": planned.as_dict(),
-            "law": law.law.as_dict(),
+            "law": asdict(law.law),
             "law_errors": errors(law.law, law.held_out),
             "machine": machine.describe(ask.device).as_dict(),
         },

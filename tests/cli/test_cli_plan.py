@@ -62,13 +62,6 @@ def test_what_nobody_measured_is_said(run: Any) -> None:
     assert "spire  " not in narrow[0].partition("very pair")[2] and narrow[2].count("SPIRe, table 1") == 2
 
 
-def test_the_papers_figures_on_the_command_line(run: Any) -> None:
-    found = ranked(run(*LARGE, "--paper", "--depth", "4", "--width", "1", "--json"))
-    assert [round(found[name]["multiplier"], 2) for name in ("spire", "magicdec")] == [2.82, 2.14]
-    counted = ranked(run(*LARGE, "--depth", "4", "--width", "1", "--json"))
-    assert counted["spire"]["multiplier"] != found["spire"]["multiplier"]
-
-
 def test_commands_are_what_the_benchmark_reads(run: Any) -> None:
     """Every drafter of the planner is registered, and what is not trained is named as missing."""
     assert {PLAIN, *DRAFTERS} <= {*registry.names()}
@@ -214,7 +207,7 @@ def test_mistakes_end_in_one_line(run: Any, args: tuple[str, ...], wrong: str) -
         (("--target", "paceline-small"), "Add --machine NAME, or --measured"),
         (("--target", "spire-8-layer", "--measured", "--context", "512"), "there are no weights of this model to time"),
         (("--target", "paceline-small", "--measured", "--weights", "int4"), "they do not run here"),
-        (("--target", "paceline-small", "--measured", "--kv", "int8", "--paper"), "--kv, --paper with --measured"),
+        (("--target", "paceline-small", "--measured", "--kv", "int8", "--stages", "2"), "--kv, --stages with"),
     ],
 )
 def test_what_cannot_be_measured_here(run: Any, args: tuple[str, ...], wrong: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.planning import machines, models, throughput
 from paceline.planning.models import ModelShape
-from paceline.planning.throughput import PAPER, Cost, Counting, Network, Parallel, Precision, RoundCost, Speculation
+from paceline.planning.throughput import Cost, Network, Parallel, Precision, RoundCost, Speculation
 
 HOI = 400.0
 
@@ -28,10 +28,11 @@ SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
 
 def test_critical_batch_is_where_the_two_costs_cross() -> None:
     network = Network(shape=SMALL)
-    found = throughput.critical_batch(network, 16, HOI, 5, PAPER)
-    expected = 2 * 2**26 * HOI / (5 * 2 * 2**26 - 16 * 32_768 * HOI)
-    assert found == math.ceil(expected)
-    costs = [throughput.pass_cost(network, batch, 16, 5, PAPER) for batch in (found - 1, found)]
+    found = throughput.critical_batch(network, 16, HOI, 5)
+    weights = 2**26 + SMALL.head_parameters
+    flops = 5 * (2 * weights + 4 * SMALL.num_heads * SMALL.head_dim * SMALL.num_layers * 16)
+    assert found == math.ceil(2 * weights * HOI / (flops - 16 * 32_768 * HOI))
+    costs = [throughput.pass_cost(network, batch, 16, 5) for batch in (found - 1, found)]
     assert [cost.bound(HOI) for cost in costs] == ["weights", "compute"]
 
 
@@ -42,7 +43,8 @@ def test_the_head_is_a_large_part_of_a_small_draft() -> None:
     """Three layers of the embedded target's width and vocabulary: the head is over a third of what a pass reads."""
     small = replace(SMALL, d_model=384, d_ff=1024, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=64, gated=True)
     network = Network(shape=replace(small, vocab_size=8192))
-    cost, bare = throughput.pass_cost(network, 1, 0), throughput.pass_cost(network, 1, 0, counting=PAPER)
+    bare = throughput.pass_cost(replace(network, shape=replace(small, vocab_size=0)), 1, 0)
+    cost = throughput.pass_cost(network, 1, 0)
     assert cost.weights - bare.weights == 2 * 384 * 8192
     assert 0.3 < 1 - bare.weights / cost.weights < 0.4
     assert cost.compute - bare.compute == 2 * 384 * 8192
@@ -50,10 +52,9 @@ def test_the_head_is_a_large_part_of_a_small_draft() -> None:
 
 def test_attention_is_four_flops_a_key_a_head_and_a_dimension() -> None:
     network = Network(shape=LARGE)
-    with_it = throughput.pass_cost(network, 3, 1000, 5, Counting(head=False))
-    without = throughput.pass_cost(network, 3, 1000, 5, PAPER)
-    assert with_it.compute - without.compute == 3 * 5 * 4 * 64 * 128 * 80 * 1000
-    assert with_it.memory == without.memory
+    cost = throughput.pass_cost(network, 3, 1000, 5)
+    assert cost.attention == 3 * 5 * 4 * 64 * 128 * 80 * 1000
+    assert cost.forward(0.0) == cost.compute + cost.attention
 
 
 def test_quantised_weights_and_caches_are_read_in_fewer_bytes() -> None:
@@ -84,7 +85,10 @@ def test_a_tree_pays_for_its_rows() -> None:
     wide = replace(chain, width=8)
     assert (chain.rows, wide.rows) == (5, 33)
     machine = machines.machine("h100")
-    costs = [throughput.round_seconds(made, machine, 64, 128) for made in (chain, wide)]
+    costs = [
+        throughput.round_of(made, lambda n, rows: throughput.pass_seconds(n, machine, 64, 128, rows))
+        for made in (chain, wide)
+    ]
     assert costs[1].verify > 2 * costs[0].verify and costs[1].draft > costs[0].draft
 
 
@@ -92,7 +96,7 @@ def test_seconds_on_one_device_are_the_cost_over_its_arithmetic() -> None:
     machine = machines.machine("a100")
     spire = Network(shape=LARGE.last_layers(20), keys=8192)
     made = Speculation(target=Network(shape=LARGE), draft=spire)
-    seconds = throughput.round_seconds(made, machine, 64, 65_536)
+    seconds = throughput.round_of(made, lambda n, rows: throughput.pass_seconds(n, machine, 64, 65_536, rows))
     flops = throughput.round_of(made, lambda n, rows: throughput.pass_cost(n, 64, 65_536, rows).forward(machine.hoi))
     assert seconds.iteration_multiplier == pytest.approx(flops.iteration_multiplier)
     assert seconds.plain * machine.flops == pytest.approx(flops.plain)
@@ -111,19 +115,14 @@ def test_devices_share_the_work_and_talk() -> None:
     assert sixteen > fast / 2  # eight K/V heads cannot be shared by sixteen
 
 
-def test_an_all_reduce_is_a_rings_and_the_papers_is_a_fourteenth_of_it() -> None:
+def test_an_all_reduce_is_a_rings() -> None:
     """Two a layer, of 64 x 5 rows x 8,192 numbers in two bytes, on eight devices."""
     machine, network = machines.machine("h100"), Network(shape=LARGE)
     endless = replace(machine, link=1e30)
 
-    def talk(counting: Counting) -> float:
-        eight = {"counting": counting, "parallel": Parallel(tensor=8)}
-        on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, **eight) for m in (machine, endless))
-        return on - off
-
+    on, off = (throughput.pass_seconds(network, m, 64, 4096, 5, Parallel(tensor=8)) for m in (machine, endless))
     volume = 2 * 80 * 64 * 5 * 8192 * 2 / machine.link
-    assert talk(Counting()) == pytest.approx(volume * 2 * 7 / 8)
-    assert talk(PAPER) == pytest.approx(volume / 8)
+    assert on - off == pytest.approx(volume * 2 * 7 / 8)
 
 
 def test_stages_work_on_parts_of_the_batch() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from spire_parts import law
 
-from paceline.planning import models, throughput
+from paceline import zoo
+from paceline.engine.costs import CostTable
+from paceline.planning import models
+from paceline.planning.costs import cost_points
+from paceline.planning.measured import TimedPass, fit, median_error
 from paceline.planning.models import ModelShape
-from paceline.planning.throughput import PAPER, Network, Speculation
+from paceline.planning.throughput import Network, Speculation
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
@@ -33,7 +38,7 @@ def of_the_paper(target: ModelShape, drafter: str, window: int | None) -> Specul
 def multiplier(
     target: ModelShape, drafter: str, batch: int, context: int, window: int | None, hoi: float = HOI
 ) -> float:
-    made = law.round_cost(of_the_paper(target, drafter, window), batch, context, hoi, PAPER)
+    made = law.round_cost(of_the_paper(target, drafter, window), batch, context, hoi)
     return made.multiplier(TAUS[drafter])
 
 
@@ -81,15 +86,15 @@ def test_spire_with_a_dense_cache_does_not_depend_on_the_context() -> None:
 @pytest.mark.parametrize("hoi", [321, 400, 509])
 def test_critical_contexts_of_figure_3(hoi: float) -> None:
     for target, expected in ((SMALL, 32), (LARGE, 4096)):
-        longest = law.critical_context(Network(shape=target), hoi, rows=5, counting=PAPER)
+        longest = law.critical_context(Network(shape=target), hoi, rows=5)
         assert longest is not None and law.power_of_two(longest) == expected
-        assert throughput.critical_batch(Network(shape=target), longest, hoi, 5, PAPER) is not None
-        assert throughput.critical_batch(Network(shape=target), longest + 1, hoi, 5, PAPER) is None
+        assert law.critical_batch(Network(shape=target), longest, hoi, 5) is not None
+        assert law.critical_batch(Network(shape=target), longest + 1, hoi, 5) is None
 
 
 @pytest.mark.parametrize(("hoi", "target", "other"), [(320, SMALL, 64), (511, LARGE, 2048)])
 def test_other_intensities_give_other_critical_contexts(hoi: float, target: ModelShape, other: int) -> None:
-    longest = law.critical_context(Network(shape=target), hoi, rows=5, counting=PAPER)
+    longest = law.critical_context(Network(shape=target), hoi, rows=5)
     assert longest is not None and law.power_of_two(longest) == other
 
 
@@ -102,3 +107,43 @@ def test_cost_analysis_of_section_5() -> None:
     due = law.payback_units(0.25, 2.78)
     assert law.saved_units(due, 2.78, training=0.25) == pytest.approx(0, abs=1e-12)
     assert law.payback_units(0.25, 1.0) == math.inf
+
+
+# -- the planner's table of costs beside a calibrated one
+
+
+# docs/measured/engine.md, measured on 2 threads of Zen 4: ms of passes over so many rows, of 24M and of 91M parameters
+CALIBRATED = ((1, 2.08), (2, 2.10), (4, 2.70), (8, 3.17), (16, 4.6))
+LARGER = ((1, 8.0), (8, 10.9), (64, 45.5))
+
+
+def test_the_planners_table_chooses_within_one_node_of_a_calibrated_one() -> None:
+    """Real passes of two models: a law fitted to both, and the table of the one as it was measured."""
+    folder = zoo.find("paceline-small")
+    assert folder is not None
+    network = Network(shape=models.read_shape(folder))
+    sizes = {"d_model": 768, "d_ff": 2048, "num_heads": 12, "num_kv_heads": 12, "max_position": 4096}
+    larger = Network(shape=replace(network.shape, **sizes))
+    points = [
+        TimedPass(network=of, batch=1, context=context, rows=rows, seconds=ms / 1e3)
+        for of, context, measured in ((network, 256, CALIBRATED), (larger, 1024, LARGER))
+        for rows, ms in measured
+    ]
+    found = fit(points)
+    assert median_error(found, points) < 0.03
+    points_ = cost_points(lambda batch, context, rows: found.seconds(network, batch, context, rows), 2048)
+    planned = CostTable.from_dict(points_, "planned")
+    calibrated = CostTable(chain=CALIBRATED, plain=CALIBRATED, context=256)
+    chosen = {
+        (batch, accept): [law.nodes_that_pay(table, accept / 10, batch) for table in (calibrated, planned)]
+        for batch in (1, 2, 4)
+        for accept in range(1, 10)
+    }
+    assert max(abs(first - second) for first, second in chosen.values()) <= 1
+    assert {min(pair) for pair in chosen.values()} >= {0, 1, 2, 3, 4, 6, 10}  # they say something
+
+
+def test_nodes_that_pay_are_those_of_most_tokens_a_millisecond() -> None:
+    flat = CostTable(chain=((1, 1.0), (128, 1.0)), plain=((1, 1.0),))
+    steep = CostTable(chain=((1, 1.0), (128, 128.0)), plain=((1, 1.0),))
+    assert law.nodes_that_pay(flat, 0.5, 1, most=9) == 9 and law.nodes_that_pay(steep, 0.9, 1) == 0

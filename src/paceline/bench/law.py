@@ -5,7 +5,7 @@ Its table of costs takes the place of a calibration's (`calibrate`): the draft b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,12 +50,7 @@ class LawFound:
     law: PassLaw
     fitted: list[TimedPass] = field(default_factory=list)
     held_out: list[TimedPass] = field(default_factory=list)
-    repeats: int = 0
-
-
-def law_rounds(config: LawConfig) -> int:
-    """Calls of ``progress`` that `measure_law` makes."""
-    return config.repeats + 1
+    repeats: int = 0  # of each pass
 
 
 def measure_law(
@@ -74,9 +69,13 @@ def measure_law(
     """
     config, decoder = config or LawConfig(), llm.decoder
     quarter = max(1, decoder.num_layers // 4)
-    fitted, held_out = (_fitting(sizes, decoder.config.max_position) for sizes in (config.fitted, config.held_out))
+    room = decoder.config.max_position
+    fitted, held_out = ([s for s in sizes if s[1] + s[2] <= room] for sizes in (config.fitted, config.held_out))
     times: dict[Size, list[float]] = {size: [] for size in (*fitted, *held_out)}
-    timers = _timers(llm, list(times))
+    timers = {}
+    for context in dict.fromkeys(size[1] for size in times):
+        own = [size for size in times if size[1] == context]
+        timers[context] = PassTimer(decoder, max(s[0] for s in own), context, max(s[2] for s in own))
     for repeat in range(config.repeats + 1):  # in turns, so that a slow moment affects all alike; the first warms up
         for size, taken in times.items():
             batch, context, rows, part = size
@@ -86,32 +85,15 @@ def measure_law(
         if progress:
             progress(repeat + 1)
     lower = replace(network, shape=network.shape.last_layers(quarter * decoder.config.stretch))
-    found = {
-        size: TimedPass(
-            network=lower if size[3] else network,
-            batch=size[0],
-            context=size[1],
-            rows=size[2],
-            seconds=median(taken) / 1e3,
-        )
-        for size, taken in times.items()
-    }
-    known = [found[size] for size in fitted]
-    others = [found[size] for size in held_out]
+
+    def timed(size: Size) -> TimedPass:
+        batch, context, rows, part = size
+        of, seconds = lower if part else network, median(times[size]) / 1e3
+        return TimedPass(network=of, batch=batch, context=context, rows=rows, seconds=seconds)
+
+    known = [timed(size) for size in fitted]
+    others = [timed(size) for size in held_out]
     return LawFound(law=fit(known), fitted=known, held_out=others, repeats=config.repeats)
-
-
-def _fitting(sizes: Sequence[Size], max_position: int) -> list[Size]:
-    return [size for size in sizes if size[1] + size[2] <= max_position]
-
-
-def _timers(llm: LLM, sizes: Sequence[Size]) -> dict[int, PassTimer]:
-    """One for each context."""
-    made = {}
-    for context in dict.fromkeys(size[1] for size in sizes):
-        own = [size for size in sizes if size[1] == context]
-        made[context] = PassTimer(llm.decoder, max(s[0] for s in own), context, max(s[2] for s in own))
-    return made
 
 
 def calibrate_law(llm: LLM, network: Network, found: LawFound, draft: tuple[str, Network] | None) -> Path:
@@ -143,13 +125,3 @@ def calibrate_law(llm: LLM, network: Network, found: LawFound, draft: tuple[str,
         repeats=found.repeats,
     )
     return calibration.save(llm.folder, made)
-
-
-def nodes_that_pay(table: CostTable, accept: float, batch: int, most: int = 16) -> int:
-    """Drafted nodes a sequence that give the most tokens a millisecond, of chains that cost nothing to draft and whose
-    tokens are all accepted with one chance: what the automatic budget comes to over many steps (`engine.auto`)."""
-
-    def speed(nodes: int) -> float:
-        return sum(accept**n for n in range(nodes + 1)) / table.step_ms(batch, batch * nodes)
-
-    return max(range(most + 1), key=lambda nodes: (speed(nodes), -nodes))

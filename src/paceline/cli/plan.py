@@ -16,7 +16,7 @@ from ..core.options import named_values
 from ..planning import acceptance, machines, models
 from ..planning.models import ModelShape
 from ..planning.plan import DRAFTERS, PlanRequest, rank
-from ..planning.throughput import PAPER, Counting, Parallel, Precision
+from ..planning.throughput import Parallel, Precision
 from . import plan_measured, plan_view
 from .console import note
 
@@ -78,12 +78,6 @@ def plan(
     width: Annotated[
         Count, typer.Option(metavar="N", help="Chains of a draft. Default: the best of 1, 2 and 4.")
     ] = None,
-    paper: Annotated[
-        bool,
-        typer.Option(
-            "--paper", help="Count as the papers do: no LM head, no arithmetic of attention, all-reduces of 1/G."
-        ),
-    ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw multipliers by batch and by context (.svg or .png).")
     ] = None,
@@ -99,7 +93,7 @@ def plan(
     if devices < 1:
         raise ConfigError(f"--devices {devices}", "a model lies on one device at least", "give 1 or more")
     if measured:
-        given = {"--machine": machine, "--kv": kv, "--devices": devices > 1, "--stages": stages > 1, "--paper": paper}
+        given = {"--machine": machine, "--kv": kv, "--devices": devices > 1, "--stages": stages > 1}
         _refuse_beside_measured(given)
         kv = "float32" if weights == "float32" else "bfloat16"
     precision = Precision(weight_bytes=_bytes("--weights", weights), kv_bytes=_bytes("--kv", kv or "bfloat16"))
@@ -110,7 +104,6 @@ def plan(
         context=context,
         draft=_draft(target, draft),
         precision=precision,
-        counting=PAPER if paper else Counting(),
         parallel=Parallel(tensor=devices, stages=stages),
         window=window,
         depth=depth,

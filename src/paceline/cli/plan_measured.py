@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.law import LawConfig, LawFound, calibrate_law, law_rounds, measure_law
+from ..bench.law import LawConfig, LawFound, calibrate_law, measure_law
 from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
@@ -36,7 +36,7 @@ class MeasuredMachine:
         """Ready for JSON."""
         parts = {"fitted": self.found.fitted, "held_out": self.found.held_out}
         passes = {name: self._passes(part) for name, part in parts.items()}
-        return {"law": self.found.law.as_dict(), **passes, "file": str(self.file), "machine": asdict(self.machine)}
+        return {"law": asdict(self.found.law), **passes, "file": str(self.file), "machine": asdict(self.machine)}
 
     def _passes(self, points: Sequence[TimedPass]) -> list[dict[str, Any]]:
         return [
@@ -99,7 +99,7 @@ def look_here(
         raise ConfigError(f"--weights {weights} with --measured", "they do not run here", f"use {', '.join(DTYPES)}")
     config = config or LawConfig()
     llm = LLM(name, dtype=weights)
-    with counting("timing passes", law_rounds(config)) as progress:
+    with counting("timing passes", config.repeats + 1) as progress:
         found = measure_law(llm, network, config, progress)
     file = calibrate_law(llm, network, found, draft)
     return MeasuredMachine(machine=found.law.machine(processor("cpu"), _memory(), "cpu"), found=found, file=file)

@@ -10,7 +10,7 @@ rows x keys, is apart: on a CPU its rate is far from that of products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import ConfigError
 from .machines import Machine
-from .throughput import Counting, Network, pass_cost
+from .throughput import Network, pass_cost
 
 LEAST_POINTS = 8  # timed passes that a law of six figures is fitted to
 INTENSITIES = tuple(2 ** (n / 4) for n in range(41))  # FLOPs a byte that are tried: 1 to 1,024
@@ -66,10 +66,6 @@ class PassLaw:
         given = {"name": "here", "about": about, "memory": memory, "device": device, "source": source}
         return Machine(flops=bandwidth * self.hoi, bandwidth=bandwidth, **given)  # type: ignore[arg-type]
 
-    def as_dict(self) -> dict[str, float]:
-        """Ready for JSON."""
-        return asdict(self)
-
 
 def fit(points: Sequence[TimedPass]) -> PassLaw:
     """The law with the least relative errors, no term of it below 0.
@@ -103,10 +99,8 @@ def _fit(points: Sequence[TimedPass], hoi: float) -> PassLaw:
 
 def _parts(network: Network, batch: int, context: float, rows: int, hoi: float) -> Floats:
     """[5] what the law's times are multiplied with: pass, rows, bytes of weights, bytes of K/V, FLOPs of attention."""
-    cost = pass_cost(network, batch, context, rows, Counting(attention=False))
-    whole = pass_cost(network, batch, context, rows)
-    products = max(cost.weights, cost.compute / hoi)
-    return np.array([1.0, batch * rows, products, cost.kv, whole.compute - cost.compute])
+    cost = pass_cost(network, batch, context, rows)
+    return np.array([1.0, batch * rows, max(cost.weights, cost.compute / hoi), cost.kv, cost.attention])
 
 
 def errors(law: PassLaw, points: Sequence[TimedPass]) -> list[float]:

@@ -14,7 +14,6 @@ from .machines import Machine
 from .measured import PassLaw
 from .models import ModelShape
 from .throughput import (
-    Counting,
     Network,
     Parallel,
     Precision,
@@ -24,8 +23,8 @@ from .throughput import (
     held_bytes,
     link_seconds,
     pass_cost,
+    pass_seconds,
     round_of,
-    round_seconds,
 )
 
 PLAIN = "none"  # the drafter of plain decoding
@@ -70,7 +69,6 @@ class PlanRequest:
     context: int = option(1024, help="tokens that each sequence has", minimum=1)
     draft: ModelShape | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
     precision: Precision = field(default_factory=Precision)
-    counting: Counting = field(default_factory=Counting)
     parallel: Parallel = field(default_factory=Parallel)
     window: int | None = option(
         None,
@@ -124,10 +122,10 @@ class PlanRequest:
 
     def round_of(self, spoken: Speculation) -> RoundCost:
         """A round in seconds."""
-        law = self.law
-        if law is not None:
-            return round_of(spoken, lambda network, rows: law.seconds(network, self.batch, self.context, rows))
-        return round_seconds(spoken, self.machine, self.batch, self.context, self.counting, self.parallel)
+        size = self.batch, self.context
+        if (law := self.law) is not None:
+            return round_of(spoken, lambda network, rows: law.seconds(network, *size, rows))
+        return round_of(spoken, lambda n, rows: pass_seconds(n, self.machine, *size, rows, self.parallel))
 
     def assumptions(self) -> dict[str, Acceptance]:
         """The acceptance of every drafter; what is given changes no draft's size or window."""
@@ -227,7 +225,7 @@ def _network(q: PlanRequest, name: str, accepted: Acceptance) -> Network | None:
 def _bound(q: PlanRequest, rows: int) -> str:
     """What limits a target pass, as words have it."""
     part = math.ceil(q.batch / q.parallel.stages)
-    cost = pass_cost(q.network(q.target), part, q.context, rows, q.counting)
+    cost = pass_cost(q.network(q.target), part, q.context, rows)
     return {"weights": "weight"}.get(bound := cost.bound(q.machine.hoi), bound)
 
 
@@ -238,7 +236,7 @@ def _reason(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> st
     if verify > DEAR:
         words.append(f"verifying {made.rows} rows takes {verify:.2g} passes, {_bound(q, made.rows)}-bound")
     if q.parallel.devices > 1:
-        talk = link_seconds(made.target, q.machine, q.batch, made.rows, q.counting, q.parallel)
+        talk = link_seconds(made.target, q.machine, q.batch, made.rows, q.parallel)
         words.append(f"{talk / took.verify:.0%} of that is on the link")
     return "; ".join(words)
 
@@ -257,7 +255,7 @@ def _drafting(q: PlanRequest, name: str, made: Speculation, took: RoundCost) -> 
 def compute_bound_from(question: PlanRequest, rows: int) -> int | None:
     """The smallest batch from which a pass over so many rows a sequence is compute-bound (`critical_batch`)."""
     q = question
-    return critical_batch(q.network(q.target), q.context, q.machine.hoi, rows, q.counting)
+    return critical_batch(q.network(q.target), q.context, q.machine.hoi, rows)
 
 
 def devices_needed(question: PlanRequest, holds: float) -> int:

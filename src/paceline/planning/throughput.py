@@ -6,9 +6,8 @@
 A pass over several rows of a sequence (verification of k drafts has k + 1) computes that many times as much, and reads
 weights and K/V once. Reads and arithmetic overlap wholly, as the paper assumes.
 
-The paper leaves the LM head and the arithmetic of attention out of the model; both are counted here unless `PAPER` is
-given in the place of `Counting()`; it also has the all-reduces of tensor parallel as Mirror's paper prints them. Not in
-the model: activations, norms, sampling, launches, the host's time.
+The paper leaves the LM head and the arithmetic of attention out of the model; both are counted here. Not in the model:
+activations, norms, sampling, launches, the host's time.
 
 Source: SPIRe: Boosting LLM Inference Throughput with Speculative Decoding. Sections in docstrings are its.
 """
@@ -41,18 +40,6 @@ class Precision:
 
     def __post_init__(self) -> None:
         check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counting:
-    """What the model counts beside body, weights and K/V."""
-
-    head: bool = True  # the LM head: its weights are read, and every row is multiplied with them
-    attention: bool = True  # the arithmetic of attention: rows x keys
-    ring: bool = True  # all that a rank sends in an all-reduce; False: 1 / G of the sums, as Mirror prints (appendix C)
-
-
-PAPER = Counting(head=False, attention=False, ring=False)  # as the papers count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +86,8 @@ class Network:
 class Cost:
     """One forward pass. Zero is a pass that is not made."""
 
-    compute: float = 0.0  # FLOPs
+    compute: float = 0.0  # FLOPs of products with weights
+    attention: float = 0.0  # FLOPs of attention's own: rows x keys
     weights: float = 0.0  # bytes read
     kv: float = 0.0  # bytes read
 
@@ -108,31 +96,34 @@ class Cost:
         """Bytes read."""
         return self.weights + self.kv
 
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte read: figure 3 is that of verification by batch size."""
+        return (self.compute + self.attention) / self.memory
+
     def forward(self, hoi: float) -> float:
         """The forward cost of section 2, in FLOPs; ``hoi`` in FLOPs a byte."""
-        return max(self.compute, self.memory * hoi)
+        return max(self.compute + self.attention, self.memory * hoi)
 
     def bound(self, hoi: float) -> str:
         """What takes longest: compute, weights or KV."""
-        if self.compute >= self.memory * hoi:
+        if self.compute + self.attention >= self.memory * hoi:
             return "compute"
         return "KV" if self.kv > self.weights else "weights"
 
 
-def pass_cost(network: Network, batch: int, context: float, rows: int = 1, counting: Counting | None = None) -> Cost:
+def pass_cost(network: Network, batch: int, context: float, rows: int = 1) -> Cost:
     """What a pass over ``rows`` tokens of each of ``batch`` sequences with ``context`` tokens computes and reads.
 
     A product of a row with a matrix is 2 FLOPs a weight. Attention is 4 FLOPs for each key, query head and dimension of
     it (scores, then their sum of values). What the rows themselves add to the cache is left out, as in the paper.
     """
-    counted, shape, precision = counting or Counting(), network.shape, network.precision
-    keys = network.seen(context)
-    tokens = batch * rows
-    head = shape.head_parameters if counted.head else 0
-    attention = 4 * shape.num_heads * shape.head_dim * shape.key_layers(keys) if counted.attention else 0.0
+    shape, precision = network.shape, network.precision
+    keys, tokens = network.seen(context), batch * rows
     return Cost(
-        compute=tokens * (2 * (shape.active_parameters + head) + attention),
-        weights=precision.weight_bytes * (shape.read_parameters(tokens) + head),
+        compute=2 * tokens * (shape.active_parameters + shape.head_parameters),
+        attention=4 * tokens * shape.num_heads * shape.head_dim * shape.key_layers(keys),
+        weights=precision.weight_bytes * (shape.read_parameters(tokens) + shape.head_parameters),
         kv=precision.kv_bytes * batch * shape.kv_values(keys),
     )
 
@@ -145,20 +136,13 @@ def held_bytes(network: Network, batch: int, context: float) -> float:
 
 
 def pass_seconds(
-    network: Network,
-    machine: Machine,
-    batch: int,
-    context: float,
-    rows: int = 1,
-    counting: Counting | None = None,
-    parallel: Parallel | None = None,
+    network: Network, machine: Machine, batch: int, context: float, rows: int = 1, parallel: Parallel | None = None
 ) -> float:
     """Seconds of the pass of `pass_cost` on devices of one kind.
 
     Tensor parallel: every device has its share of weights, arithmetic and K/V heads (with more devices than heads some
-    hold the same ones), and each layer ends in two all-reduces on a ring (Mirror, appendix C; `Counting.ring`).
-    Pipeline parallel: every stage works on another part of the batch; by the time that all have moved on by a token,
-    each part has been through all layers once.
+    hold the same ones), and each layer ends in two all-reduces on a ring. Pipeline parallel: every stage works on
+    another part of the batch; when all have moved on by a token, each part has been through all layers once.
 
     Raises:
         ConfigError: several devices that no link joins.
@@ -167,25 +151,23 @@ def pass_seconds(
     if spread.devices > 1 and not machine.link:
         asked = f"{spread.devices} devices of {machine.name}"
         raise ConfigError(asked, "no link between them is known", "use one device, or another machine")
-    part = math.ceil(batch / spread.stages)
-    cost = pass_cost(network, part, context, rows, counting)
-    heads = min(spread.tensor, network.shape.num_kv_heads)
-    share = Cost(compute=cost.compute / spread.tensor, weights=cost.weights / spread.tensor, kv=cost.kv / heads)
-    return share.forward(machine.hoi) / machine.flops + link_seconds(network, machine, batch, rows, counting, spread)
+    cost, n = pass_cost(network, math.ceil(batch / spread.stages), context, rows), spread.tensor
+    heads = min(n, network.shape.num_kv_heads)
+    share = Cost(compute=cost.compute / n, attention=cost.attention / n, weights=cost.weights / n, kv=cost.kv / heads)
+    return share.forward(machine.hoi) / machine.flops + link_seconds(network, machine, batch, rows, spread)
 
 
-def link_seconds(
-    network: Network, machine: Machine, batch: int, rows: int, counting: Counting | None, parallel: Parallel
-) -> float:
-    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile (Mirror, appendix C)."""
+def link_seconds(network: Network, machine: Machine, batch: int, rows: int, parallel: Parallel) -> float:
+    """Of `pass_seconds` those in which devices talk: nothing is computed meanwhile (Mirror, appendix C).
+
+    In an all-reduce on a ring a device sends 2 (G - 1) shares of the sums; the paper prints one.
+    """
     if parallel.devices == 1:
         return 0.0
     part, per_word = math.ceil(batch / parallel.stages), ACTIVATION_BYTES / machine.link
     words = part * rows * network.shape.d_model
-    share = words / parallel.tensor if parallel.tensor > 1 else 0.0
-    sent = 2 * (parallel.tensor - 1) * share if (counting or Counting()).ring else share  # G - 1 shares, twice round
-    reduced = 2 * network.shape.num_layers * sent * per_word  # two all-reduces a layer
-    return reduced + (parallel.stages - 1) * words * per_word
+    reduced = 2 * network.shape.num_layers * 2 * (parallel.tensor - 1) * words / parallel.tensor  # two a layer
+    return (reduced + (parallel.stages - 1) * words) * per_word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,33 +222,13 @@ def round_of(speculation: Speculation, each: Callable[[Network, int], float]) ->
     return RoundCost(plain=each(s.target, 1), draft=drafted, verify=each(s.target, s.rows))
 
 
-def round_seconds(
-    speculation: Speculation,
-    machine: Machine,
-    batch: int,
-    context: float,
-    counting: Counting | None = None,
-    parallel: Parallel | None = None,
-) -> RoundCost:
-    """The same in seconds on a machine. The draft is spread over the devices as the target is."""
-    return round_of(speculation, lambda n, rows: pass_seconds(n, machine, batch, context, rows, counting, parallel))
-
-
-def intensity(network: Network, batch: int, context: float, rows: int, counting: Counting | None = None) -> float:
-    """FLOPs a byte read of a pass: figure 3 is that of verification by batch size."""
-    cost = pass_cost(network, batch, context, rows, counting)
-    return cost.compute / cost.memory
-
-
-def critical_batch(
-    network: Network, context: float, hoi: float, rows: int, counting: Counting | None = None
-) -> int | None:
+def critical_batch(network: Network, context: float, hoi: float, rows: int) -> int | None:
     """B_crit of section 4 and figure 3: the smallest batch for which a pass is compute-bound; None: there is none.
 
     Beyond it a larger batch adds latency and no throughput. The intensity rises with the batch, since weights are
     shared and K/V is not.
     """
-    return first_that(lambda batch: intensity(network, batch, context, rows, counting) >= hoi)
+    return first_that(lambda batch: pass_cost(network, batch, context, rows).intensity >= hoi)
 
 
 def first_that(holds: Callable[[int], bool]) -> int | None:
