@@ -33,7 +33,7 @@ class Proposed:
 
 
 @dataclass(slots=True)
-class Tally:
+class ReuseCounts:
     """What became of the trees of one task. Keys are (kind of node, depth)."""
 
     states: int = 0  # drafted
@@ -75,13 +75,13 @@ def _accepted(tree: Proposed, tokens: list[int]) -> list[int]:
     return path
 
 
-def watched(llm: LLM) -> tuple[Any, Tally]:
+def watched(llm: LLM) -> tuple[Any, ReuseCounts]:
     """The drafter of an engine, a `LyannaDrafter`, and what its trees are counted in from now on.
 
     A tree counts where another one follows it in its text: what came of the last one of an answer is not looked at.
     """
     drafter: Any = llm.engine.round.guard.drafter  # type: ignore[attr-defined]
-    inner, tally, waiting = drafter.propose, Tally(), dict[int, Proposed]()
+    inner, tally, waiting = drafter.propose, ReuseCounts(), dict[int, Proposed]()
 
     def propose(want: DraftRequest) -> TokenTree:
         for view in want.sequences:
@@ -97,7 +97,7 @@ def watched(llm: LLM) -> tuple[Any, Tally]:
     return drafter, tally
 
 
-def tally_of(ask: LyannaFlags, llm: LLM, task: str) -> Tally:
+def tally_of(ask: LyannaFlags, llm: LLM, task: str) -> ReuseCounts:
     """Answers the prompts of a task."""
     drafter, found = watched(llm)
     before = drafter.states_drafted, drafter.states_reused
@@ -144,13 +144,13 @@ def reuse(ask: LyannaFlags) -> Iterator[Table | None]:
     )
 
 
-def tallies(ask: LyannaFlags, method: Method, tasks: list[str]) -> dict[str, Tally]:
+def tallies(ask: LyannaFlags, method: Method, tasks: list[str]) -> dict[str, ReuseCounts]:
     """Of every task."""
     llm = LLM(ask.model, drafter=method.drafter, **method.settings, **ask.llm)
     return {task: tally_of(ask, llm, task) for task in tasks}
 
 
-def vars_of(tally: Tally) -> dict[str, Any]:
+def vars_of(tally: ReuseCounts) -> dict[str, Any]:
     """For JSON."""
     return {
         **{name: getattr(tally, name) for name in ("states", "reused", "trees", "winners")},
@@ -159,13 +159,13 @@ def vars_of(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _rows(way: str, task: str, tally: Tally) -> list[list[str]]:
+def _rows(way: str, task: str, tally: ReuseCounts) -> list[list[str]]:
     depths = sorted({depth for _, depth in tally.proposed})
     lines = [(str(d), *_line(tally, d)) for d in depths] + [("all", *tally.of(FRESH), *tally.of(AGAIN))]
     return [[way, task, depth, *map(str, n), _share(n[3], n[1] + n[3])] for depth, *n in lines]
 
 
-def _line(tally: Tally, depth: int) -> tuple[int, int, int, int]:
+def _line(tally: ReuseCounts, depth: int) -> tuple[int, int, int, int]:
     (a, b), (c, d) = ((tally.proposed[kind, depth], tally.won[kind, depth]) for kind in (FRESH, AGAIN))
     return a, b, c, d
 
@@ -174,7 +174,7 @@ def _share(part: int, of: int) -> str:
     return f"{part / of:.1%}" if of else "-"
 
 
-def _said(way: str, found: Mapping[str, Tally]) -> list[str]:
+def _said(way: str, found: Mapping[str, ReuseCounts]) -> list[str]:
     """What was used again, and what was won by it, over all tasks."""
     sums = [sum(getattr(t, name) for t in found.values()) for name in ("reused", "states", "winners", "trees")]
     nodes, won = (sum(t.of(AGAIN)[i] for t in found.values()) for i in range(2))

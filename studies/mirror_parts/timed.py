@@ -32,7 +32,7 @@ KINDS = "reuse", "fallback"  # what went before a step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class TimedRun:
     """One way of decoding: its times in ms, and what came out."""
 
     wall: float  # of all requests, from their first tokens on
@@ -59,7 +59,7 @@ WAYS = {  # name: round behind "mirror", threads, whether the drafter has a core
 }
 
 
-def ran(ask: MirrorFlags, way: str, gammas: Sequence[int]) -> list[Ran]:
+def ran(ask: MirrorFlags, way: str, gammas: Sequence[int]) -> list[TimedRun]:
     """Answer the prompts of all tasks, one after the other, with windows of each of these lengths; in a fresh process,
     which it keeps to some cores."""
     here, (_, threads, _) = cores(), WAYS[way]
@@ -72,7 +72,7 @@ def ran(ask: MirrorFlags, way: str, gammas: Sequence[int]) -> list[Ran]:
     return found
 
 
-def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> Ran:
+def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> TimedRun:
     more, threads, alone = WAYS[way]
     if alone and not more:  # the cores that the mirror round's target has
         pin([core for core in cores() if core != ask.core][:1])
@@ -92,7 +92,7 @@ def _answered(ask: MirrorFlags, way: str, gamma: int, base: LLM) -> Ran:
     listen(llm, prompts[:1], ask, 0.0)  # what the first pass prepares
     heard = listen(llm, prompts, ask, 0.0, alone=True)
     stats = [output.stats for output in heard.outputs]
-    return Ran(
+    return TimedRun(
         wall=sum(s.elapsed_ms - (s.ttft_ms or 0.0) for s in stats),
         tokens=sum(s.emitted - 1 for s in stats),
         passes=sum(s.passes - 1 for s in stats),
@@ -168,7 +168,7 @@ def law(ask: MirrorFlags) -> Iterator[Table | None]:
     said = forecast(ask)
     # One process has no other device.
     ways = [way for way in WAYS if ask.level_ms is None or way != "mirror, one process"]
-    found: dict[str, list[Ran]] = {way: [] for way in ways}
+    found: dict[str, list[TimedRun]] = {way: [] for way in ways}
     for _ in range(ask.repeats):  # in turns
         for way, runs in found.items():
             runs += apart(ran, ask, way, [ask.gamma])
@@ -210,7 +210,7 @@ def _steps_of_parts(own: Parts) -> list[tuple[str, float]]:
     return [*zip(KINDS, (own.reuse, own.fallback), strict=True)]
 
 
-def saved_of(mirror: Ran, serial: Ran, steps: Sequence[Step], said: Forecast, gamma: int) -> dict[str, Any]:
+def saved_of(mirror: TimedRun, serial: TimedRun, steps: Sequence[Step], said: Forecast, gamma: int) -> dict[str, Any]:
     """What is saved a step of serial speculation's, in ms, beside min(budget, chain) less both rendezvous."""
     chain, pass_ms = serial.draft / serial.passes, serial.wall / serial.passes
     alone = said.parts[ALONE].law
@@ -332,7 +332,7 @@ def figure_6b(ask: MirrorFlags) -> Iterator[Table | None]:
     yield None
     rows, values = [], {}
     for task in ask.names:
-        best: dict[str, Ran] = {}
+        best: dict[str, TimedRun] = {}
         for _ in range(ask.repeats):  # in turns
             for name, one in _drafts(replace(ask, tasks=task)).items():
                 (run,) = apart(ran, one, SERIAL, [ask.gamma])

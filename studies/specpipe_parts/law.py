@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.planning.models import ModelShape
+from paceline.planning.models import ModelSizes
 from paceline.planning.throughput import Precision
 
 
@@ -99,7 +99,7 @@ def choose_tree(candidates: Iterable[MeasuredTree], step_time: Callable[[int], f
 
 
 def stage_bytes(
-    shape: ModelShape, stages: int, kv_tokens: int, runtime: float = 0.0, precision: Precision | None = None
+    shape: ModelSizes, stages: int, kv_tokens: int, runtime: float = 0.0, precision: Precision | None = None
 ) -> list[float]:
     """Bytes that each stage holds: layers, K/V and runtime, the first with the embedding, the last with the head.
 

@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {  # the options of each, beside those that al
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class StageRun:
     """One way of decoding."""
 
     tbt: float  # ms, mean of each prompt
@@ -59,7 +59,7 @@ class Ran:
     bubble: float  # ticks without a token for each one with a token
 
 
-def ran(ask: PipeFlags, way: str, found: Sequence[Sequence[int]], answers: str) -> Ran:
+def ran(ask: PipeFlags, way: str, found: Sequence[Sequence[int]], answers: str) -> StageRun:
     """Answer prompts one after the other, in a fresh process."""
     options = dict(WAYS[way])
     if options.pop("pipeline", False):
@@ -89,7 +89,9 @@ def ran(ask: PipeFlags, way: str, found: Sequence[Sequence[int]], answers: str) 
         counts = [tick.said for tick in ticks]
         empty += counts[next((place for place, count in enumerate(counts) if count), 0) :].count(0)
     hits = sum(verdict.hit for verdict in verdicts)
-    return Ran(tbt=fmean(times), said=said, rate=hits / max(1, len(verdicts)), bubble=empty / max(1, len(verdicts)))
+    return StageRun(
+        tbt=fmean(times), said=said, rate=hits / max(1, len(verdicts)), bubble=empty / max(1, len(verdicts))
+    )
 
 
 def _stage(ask: PipeFlags, index: int) -> tuple[Stage, Any]:
@@ -205,7 +207,7 @@ def real(ask: PipeFlags) -> Iterator[Table | None]:
     found = prompts(ask, tokens)
     yield None
     alone, both = alone_and_both(ask)
-    runs: dict[str, list[Ran]] = {way: [] for way in WAYS}
+    runs: dict[str, list[StageRun]] = {way: [] for way in WAYS}
     same = True
     with TemporaryDirectory() as folder:
         answers = str(Path(folder) / "answers.jsonl")

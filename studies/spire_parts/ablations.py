@@ -23,7 +23,7 @@ from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.data import Encoder, SourceSpec, TokenBatch, load_source
 from paceline.training.job import held_out
 from paceline.training.network import Network
-from spire_parts.common import DEPTH, SPIRE, Floats, Mean, SpireFlags, mean_of, path_of, ratio_of, study
+from spire_parts.common import DEPTH, SPIRE, BoundedMean, Floats, SpireFlags, mean_of, path_of, ratio_of, study
 
 LENGTH, ROWS = 512, 4  # of a row; rows of a batch
 DEEPEST = 8
@@ -38,11 +38,11 @@ class Estimate:
     sums: Floats  # [rows, depth]
     starts: Floats  # [rows]
 
-    def mean(self, depth: int = 0) -> Mean:
+    def mean(self, depth: int = 0) -> BoundedMean:
         """Tau at a depth; 0: the deepest."""
         return mean_of(*ratio_of(np.stack([self.sums[:, depth - 1], self.starts], 1)))
 
-    def over(self, other: Estimate) -> Mean:
+    def over(self, other: Estimate) -> BoundedMean:
         """By how much tau is higher than another's at the deepest."""
         if not np.array_equal(self.starts, other.starts):
             raise ConfigError("a paired difference", "the drafts have other starts", "train them for the same depth")
@@ -133,7 +133,7 @@ def figure_5(ask: SpireFlags) -> Iterator[Table | None]:
     )
 
 
-def _bars(means: Mapping[str, Mean]) -> Panel:
+def _bars(means: Mapping[str, BoundedMean]) -> Panel:
     low, high = ([getattr(mean, end) for mean in means.values()] for end in ("low", "high"))
     values = [mean.value for mean in means.values()]
     one = Series(label="tau", x=[*means], y=values, low=low, high=high)

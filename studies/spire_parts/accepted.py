@@ -22,7 +22,7 @@ from spire_parts.common import (
     MIDDLE,
     SPIRE,
     VANILLA,
-    Mean,
+    BoundedMean,
     SpireFlags,
     contestants,
     mean_of,
@@ -45,7 +45,7 @@ TAU = "tau: mean tokens of a pass with a draft, the target's own included; a mea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells:
+class TaskCells:
     """Which trials a figure is of."""
 
     method: str
@@ -54,7 +54,7 @@ class Cells:
     temperature: float
 
 
-def tau_of(report: Report, cells: Cells) -> Mean | None:
+def tau_of(report: Report, cells: TaskCells) -> BoundedMean | None:
     """The mean over tasks, each alike; None where a task has no trial that went well."""
     values, drawn = [], []
     for stream, task in enumerate(cells.tasks):
@@ -79,7 +79,7 @@ def texts_of(ask: SpireFlags) -> dict[str, list[str]]:
     return {OWN: ask.names, **({OTHER: others} if others else {})}
 
 
-def shown(found: Mean | None) -> str:
+def shown(found: BoundedMean | None) -> str:
     """In a table."""
     return "failed" if found is None else found.text
 
@@ -109,7 +109,7 @@ def rows_of(reports: Mapping[str, Report], names: Sequence[str], tasks: Sequence
         for name in names:
             row: dict[str, Any] = {"context": context, "draft": name}
             for kind, (verifier, temperature) in KINDS.items():
-                cells = Cells(method=name, tasks=tasks, context=context, temperature=temperature)
+                cells = TaskCells(method=name, tasks=tasks, context=context, temperature=temperature)
                 row[kind] = tau_of(reports[verifier], cells)
             rows.append(row)
     return rows
@@ -151,7 +151,7 @@ def _told(row: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.listed if isinstance(value, Mean) else value for name, value in row.items()}
+    return {name: value.listed if isinstance(value, BoundedMean) else value for name, value in row.items()}
 
 
 def _verdicts(rows: Rows) -> list[str]:
@@ -204,7 +204,7 @@ def verification(ask: SpireFlags) -> Iterator[Table | None]:
     for name in contestants(ask):
         found = {
             words: tau_of(
-                report, Cells(method=methods[name, words].name, tasks=ask.names, context=context, temperature=1.0)
+                report, TaskCells(method=methods[name, words].name, tasks=ask.names, context=context, temperature=1.0)
             )
             for words in verifiers
         }

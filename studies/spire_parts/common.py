@@ -118,7 +118,7 @@ def method_of(ask: SpireFlags, name: str, depth: int = DEPTH, verifier: str = "r
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
+class BoundedMean:
     """A figure and the ends of its 95% interval."""
 
     value: float
@@ -145,9 +145,9 @@ def ratio_of(counts: Floats, stream: int = 0) -> tuple[float, Floats]:
     return (float(top / bottom) if bottom else 0.0), resampled
 
 
-def mean_of(value: float, resampled: Floats) -> Mean:
+def mean_of(value: float, resampled: Floats) -> BoundedMean:
     """With percentile bounds."""
-    return Mean(value, *percentile_bounds(resampled))
+    return BoundedMean(value, *percentile_bounds(resampled))
 
 
 def tau(trials: Sequence[Trial], stream: int = 0) -> tuple[float, Floats]:

@@ -16,7 +16,7 @@ from paceline.bench import figures
 from paceline.bench.figures import Panel, Series
 from paceline.core.errors import ConfigError
 from paceline.planning import models
-from paceline.planning.models import ModelShape
+from paceline.planning.models import ModelSizes
 from paceline.planning.throughput import Network, Speculation
 from spire_parts import law
 from spire_parts.common import DEPTH, MAGICDEC, SPIRE, VANILLA, SpireFlags, study
@@ -32,14 +32,14 @@ TRAINING = {VANILLA: 1 / 8, MAGICDEC: 0.0, SPIRE: 1 / 4}  # section 5, in units 
 DECODING = 10.0  # units that plain decoding would cost
 
 
-def target_of(name: str) -> ModelShape:
+def target_of(name: str) -> ModelSizes:
     """A model that the planner knows."""
     found = models.named(name)
     assert found is not None, name
     return found
 
 
-def multiplier(target: ModelShape, draft: str, batch: int, context: int, window: int, hoi: float) -> float:
+def multiplier(target: ModelSizes, draft: str, batch: int, context: int, window: int, hoi: float) -> float:
     """The throughput multiplier of section 2 of one of the three drafts."""
     shapes = {VANILLA: target.halved(), MAGICDEC: target, SPIRE: target.last_layers(target.num_layers // 4)}
     keys = None if draft == VANILLA else window
@@ -59,13 +59,13 @@ def checked(ask: SpireFlags) -> float:
 
 
 def curves(
-    target: ModelShape, contexts: Sequence[int], windows: Mapping[int, int], hoi: float
+    target: ModelSizes, contexts: Sequence[int], windows: Mapping[int, int], hoi: float
 ) -> dict[str, list[float]]:
     """Multipliers at batch 64 by context, of every draft."""
     return {d: [multiplier(target, d, BATCH, c, windows[c], hoi) for c in contexts] for d in TAUS}
 
 
-def by_context(target: ModelShape, contexts: Sequence[int], windows: Mapping[int, int], hoi: float) -> Table:
+def by_context(target: ModelSizes, contexts: Sequence[int], windows: Mapping[int, int], hoi: float) -> Table:
     """A table and a plot of `curves`."""
     found = curves(target, contexts, windows, hoi)
     series = [Series(label=draft, x=contexts, y=values) for draft, values in found.items()]
@@ -81,7 +81,7 @@ def by_context(target: ModelShape, contexts: Sequence[int], windows: Mapping[int
     )
 
 
-def grid(target: ModelShape, contexts: Sequence[int], windows: Mapping[int, int], hoi: float) -> Table:
+def grid(target: ModelSizes, contexts: Sequence[int], windows: Mapping[int, int], hoi: float) -> Table:
     """Multipliers by batch and context: a part for each draft."""
     found = {
         draft: [[multiplier(target, draft, b, c, windows[c], hoi) for c in contexts] for b in BATCHES] for draft in TAUS

@@ -82,16 +82,16 @@ def draft_of(ask: SpireFlags, name: str, target: Network) -> Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class LentPrompts:
     """Prompts and their K/V, to be lent to engines of the same target: none of them computes it again."""
 
     prompts: list[list[int]]
     kv: list[tuple[Tensor, Tensor]]  # of each prompt [layers, kv_heads, tokens, head_dim], of whole blocks
 
-    def part(self, turn: int, count: int) -> Computed:
+    def part(self, turn: int, count: int) -> LentPrompts:
         """So many prompts, in every turn the next ones."""
         at = [(turn * count + n) % len(self.prompts) for n in range(count)]
-        return Computed([self.prompts[n] for n in at], [self.kv[n] for n in at])
+        return LentPrompts([self.prompts[n] for n in at], [self.kv[n] for n in at])
 
     def lend(self, llm: LLM, room: int) -> None:
         """Put them into an engine's cache, where requests find them.
@@ -135,7 +135,7 @@ def prompts_of(ask: SpireFlags, llm: LLM, count: int, context: int, room: int) -
     return mixed[:count]
 
 
-def computed(llm: LLM, prompts: list[list[int]]) -> Computed:
+def computed(llm: LLM, prompts: list[list[int]]) -> LentPrompts:
     """Compute prompts with the target, and take their K/V out of its cache."""
     pool, found = llm.engine.pool, list[tuple[Tensor, Tensor]]()
     pool.forget()
@@ -147,7 +147,7 @@ def computed(llm: LLM, prompts: list[list[int]]) -> Computed:
         found.append((keys, values))
         cache.release()
     pool.forget()
-    return Computed(prompts, found)
+    return LentPrompts(prompts, found)
 
 
 def decode_speed(
@@ -178,17 +178,17 @@ def room_of(steps: int) -> int:
     return (DEPTH + 1) * (steps + 4)
 
 
-def made_up(llm: LLM, prompts: list[list[int]]) -> Computed:
+def made_up(llm: LLM, prompts: list[list[int]]) -> LentPrompts:
     """K/V of prompts that nobody computed, for models whose answers mean nothing: what a step costs is the same."""
     layers, heads, width = llm.decoder.cache_shape
     tokens = (len(prompts[0]) - 1) // llm.engine.pool.block_size * llm.engine.pool.block_size
     one = torch.full((layers, heads, tokens, width), 0.1, dtype=llm.decoder.dtype)
-    return Computed(prompts, [(one, one)] * len(prompts))
+    return LentPrompts(prompts, [(one, one)] * len(prompts))
 
 
-def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) -> dict[int, Computed]:
+def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) -> dict[int, LentPrompts]:
     """By context the prompts of the largest batch, computed once for all methods."""
-    count, found = max(ask.numbers("batches")), dict[int, Computed]()
+    count, found = max(ask.numbers("batches")), dict[int, LentPrompts]()
     for context in contexts:
         llm = Builder(model, ask.device, ask.threads).llm(
             _at_once(Method(name=PLAIN), ask.dtype), _limits(count, context, 0)
@@ -198,7 +198,7 @@ def prepare(ask: SpireFlags, model: str, contexts: Sequence[int], steps: int) ->
     return found
 
 
-def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, Computed], steps: int) -> list[JudgedCell]:
+def measured_cells(ask: SpireFlags, model: str, known: Mapping[int, LentPrompts], steps: int) -> list[JudgedCell]:
     """Every method in every cell; a K/V pool that the largest cell fits into, so that nothing is preempted.
 
     A method goes through all cells once a repeat, so that a slow moment is in one turn of a cell. Small batches take

@@ -83,7 +83,7 @@ def _cells(line: GridLine, found: Mapping[str, Mapping[str, Distance]]) -> list[
 
 
 @dataclass(slots=True)
-class Mean:
+class TokenMean:
     """Of what each of many tokens says."""
 
     total: float = 0.0
@@ -94,8 +94,8 @@ class Mean:
         """0 where there is no token."""
         return self.total / self.tokens if self.tokens else 0.0
 
-    def __add__(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.tokens + other.tokens)
+    def __add__(self, other: TokenMean) -> TokenMean:
+        return TokenMean(self.total + other.total, self.tokens + other.tokens)
 
 
 @dataclass(slots=True)
@@ -104,8 +104,10 @@ class Distance:
 
     draws: int = DRAWS
     noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-    lossy: Mean = field(default_factory=Mean)  # eq. 9 on trees of likeliest tokens
-    exact: Mean = field(default_factory=Mean)  # sample and match on the same trees, estimated in the same way: noise
+    lossy: TokenMean = field(default_factory=TokenMean)  # eq. 9 on trees of likeliest tokens
+    exact: TokenMean = field(
+        default_factory=TokenMean
+    )  # sample and match on the same trees, estimated in the same way: noise
 
     def add(self, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], p: Tensor) -> None:
         """One tree.
@@ -192,5 +194,5 @@ def distances_of(ask: StreamingFlags, trained: TrainedSet, method: Method) -> di
         given = [{"prompt_token_ids": ids} for ids in encoded_prompts(llm, workload, params.max_tokens)[0]]
         llm.generate(given, params, application=trained.application)
     parts = found.values()
-    whole = (sum((getattr(part, name) for part in parts), start=Mean()) for name in ("lossy", "exact"))
+    whole = (sum((getattr(part, name) for part in parts), start=TokenMean()) for name in ("lossy", "exact"))
     return {**found, ALL: Distance(DRAWS, torch.Generator(), *whole)}

@@ -128,7 +128,7 @@ def test_windows_are_read_as_the_engine_reads_them(
 def test_layers_before_a_mixture_are_dense() -> None:
     experts = models.Experts(count=4, per_token=2, d_ff=32, layers=3, shared_d_ff=16)
     sizes = {"d_model": 64, "d_ff": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
-    shape = models.ModelShape(name="mixed", vocab_size=100, max_position=256, experts=experts, **sizes)
+    shape = models.ModelSizes(name="mixed", vocab_size=100, max_position=256, experts=experts, **sizes)
     attention, router = 4 * 64 * 64, 64 * 4
     assert shape.body_parameters == 4 * attention + 3 * 64 * (128 + 3 * (4 * 32 + 16)) + 3 * router
     assert shape.last_layers(2).experts is not None and shape.halved().experts is None

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.planning import machines, models, throughput
-from paceline.planning.models import ModelShape
+from paceline.planning.models import ModelSizes
 from paceline.planning.throughput import Cost, Network, Parallel, Precision, RoundCost, Speculation
 
 HOI = 400.0
 
 
-def shape(name: str) -> ModelShape:
+def shape(name: str) -> ModelSizes:
     found = models.named(name)
     assert found is not None
     return found
@@ -146,7 +146,7 @@ BATCH, CONTEXT, ROWS = st.integers(1, 4096), st.integers(1, 131_072), st.integer
 
 
 @given(SHAPES, BATCH, CONTEXT, ROWS, st.floats(1.0, 10.0))
-def test_a_better_machine_is_never_slower(model: ModelShape, batch: int, context: int, rows: int, times: float) -> None:
+def test_a_better_machine_is_never_slower(model: ModelSizes, batch: int, context: int, rows: int, times: float) -> None:
     network, base = Network(shape=model), machines.machine("rtx-3090")
     seconds = throughput.pass_seconds(network, base, batch, context, rows)
     for better in (replace(base, bandwidth=base.bandwidth * times), replace(base, flops=base.flops * times)):
@@ -154,7 +154,7 @@ def test_a_better_machine_is_never_slower(model: ModelShape, batch: int, context
 
 
 @given(SHAPES, BATCH, CONTEXT, ROWS)
-def test_more_work_never_costs_less(model: ModelShape, batch: int, context: int, rows: int) -> None:
+def test_more_work_never_costs_less(model: ModelSizes, batch: int, context: int, rows: int) -> None:
     network, machine = Network(shape=model), machines.machine("l40")
     seconds = throughput.pass_seconds(network, machine, batch, context, rows)
     for more in ((batch + 1, context, rows), (batch, context + 1, rows), (batch, context, rows + 1)):
@@ -164,7 +164,7 @@ def test_more_work_never_costs_less(model: ModelShape, batch: int, context: int,
 
 
 @given(SHAPES, BATCH, CONTEXT)
-def test_one_pass_for_the_batch_is_cheaper_than_one_a_sequence(model: ModelShape, batch: int, context: int) -> None:
+def test_one_pass_for_the_batch_is_cheaper_than_one_a_sequence(model: ModelSizes, batch: int, context: int) -> None:
     network, machine = Network(shape=model), machines.machine("h200")
     together = throughput.pass_seconds(network, machine, batch, context)
     assert together <= batch * throughput.pass_seconds(network, machine, 1, context) * (1 + 1e-12)

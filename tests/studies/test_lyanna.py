@@ -229,7 +229,7 @@ def test_accepted_nodes_are_counted_by_kind_and_depth() -> None:
     last = reuse.Proposed(
         length=5, tokens=[9, 1, 2, 3, 4], parents=[-1, 0, 1, 0, 3], marks=[0, FRESH, FRESH, AGAIN, AGAIN]
     )
-    tally = reuse.Tally()
+    tally = reuse.ReuseCounts()
     for new, won in (([3, 4, 7], {(AGAIN, 1): 1, (AGAIN, 2): 1}), ([1, 8], {(FRESH, 1): 1}), ([6], {})):
         before = tally.won.copy()
         view: Any = SimpleNamespace(tokens=[0, 0, 0, 0, 9, *new])

@@ -13,14 +13,14 @@ from paceline.engine.costs import CostTable
 from paceline.planning import models
 from paceline.planning.costs import cost_points
 from paceline.planning.measured import TimedPass, fit, median_error
-from paceline.planning.models import ModelShape
+from paceline.planning.models import ModelSizes
 from paceline.planning.throughput import Network, Speculation
 
 HOI = 400.0  # any from 321 to 509 gives the same figures (to 510 with all digits of the parameters)
 TAUS = {"spire": 3.401, "magicdec": 3.891, "vanilla": 2.647}  # Table 1 at context 512
 
 
-def shape(name: str) -> ModelShape:
+def shape(name: str) -> ModelSizes:
     found = models.named(name)
     assert found is not None
     return found
@@ -29,14 +29,14 @@ def shape(name: str) -> ModelShape:
 SMALL, LARGE = shape("spire-8-layer"), shape("llama-3-70b")
 
 
-def of_the_paper(target: ModelShape, drafter: str, window: int | None) -> Speculation:
+def of_the_paper(target: ModelSizes, drafter: str, window: int | None) -> Speculation:
     drafts = {"spire": target.last_layers(target.num_layers // 4), "magicdec": target, "vanilla": target.halved()}
     keys = None if drafter == "vanilla" else window
     return Speculation(target=Network(shape=target), draft=Network(shape=drafts[drafter], keys=keys))
 
 
 def multiplier(
-    target: ModelShape, drafter: str, batch: int, context: int, window: int | None, hoi: float = HOI
+    target: ModelSizes, drafter: str, batch: int, context: int, window: int | None, hoi: float = HOI
 ) -> float:
     made = law.round_cost(of_the_paper(target, drafter, window), batch, context, hoi)
     return made.multiplier(TAUS[drafter])
@@ -93,7 +93,7 @@ def test_critical_contexts_of_figure_3(hoi: float) -> None:
 
 
 @pytest.mark.parametrize(("hoi", "target", "other"), [(320, SMALL, 64), (511, LARGE, 2048)])
-def test_other_intensities_give_other_critical_contexts(hoi: float, target: ModelShape, other: int) -> None:
+def test_other_intensities_give_other_critical_contexts(hoi: float, target: ModelSizes, other: int) -> None:
     longest = law.critical_context(Network(shape=target), hoi, rows=5)
     assert longest is not None and law.power_of_two(longest) == other
 

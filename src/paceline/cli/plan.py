@@ -14,7 +14,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import named_values
 from ..planning import acceptance, machines, models
-from ..planning.models import ModelShape
+from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
 from ..planning.throughput import Parallel, Precision
 from . import plan_measured, plan_view
@@ -144,7 +144,7 @@ def _no_machine(measured: bool) -> str:
     return "cpu"
 
 
-def resolve(text: str) -> ModelShape:
+def resolve(text: str) -> ModelSizes:
     """The sizes of what ``--target`` or ``--draft`` names.
 
     Raises:
@@ -158,7 +158,7 @@ def resolve(text: str) -> ModelShape:
     return shape.stretched(spec.stretch)
 
 
-def _from_files(name: str) -> ModelShape | None:
+def _from_files(name: str) -> ModelSizes | None:
     folder = zoo.find(name)
     if folder is not None:
         return replace(models.read_shape(folder), source=f"the embedded model's config.json ({name})")
@@ -166,7 +166,7 @@ def _from_files(name: str) -> ModelShape | None:
     return models.read_shape(path) if path.exists() else None
 
 
-def _draft(target: str, draft: str | None) -> ModelShape | None:
+def _draft(target: str, draft: str | None) -> ModelSizes | None:
     name = _draft_name(target, draft)
     return None if name is None else resolve(name)
 

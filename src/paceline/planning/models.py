@@ -35,7 +35,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelSizes:
     """The sizes of a decoder. Parameters are matrices alone: norms and biases are below a thousandth of them."""
 
     name: str
@@ -99,7 +99,7 @@ class ModelShape:
     def _mlp(self, d_ff: int) -> int:
         return (3 if self.gated else 2) * self.d_model * d_ff
 
-    def last_layers(self, count: int) -> ModelShape:
+    def last_layers(self, count: int) -> ModelSizes:
         """A draft of that many of its layers, such as SPIRe's (SPIRe, section 3.2).
 
         Raises:
@@ -117,7 +117,7 @@ class ModelShape:
             experts=replace(self.experts, layers=mixed) if self.experts and mixed else None,
         )
 
-    def halved(self) -> ModelShape:
+    def halved(self) -> ModelSizes:
         """A dense draft of half the layers and half the width: an eighth of the body, a quarter of the K/V.
 
         It is the vanilla draft of SPIRe, section 4 (4 layers of width 512 for 8 of 1,024). Of a mixture, the width that
@@ -138,7 +138,7 @@ class ModelShape:
             experts=None,
         )
 
-    def stretched(self, times: int) -> ModelShape:
+    def stretched(self, times: int) -> ModelSizes:
         """The same with so many layers for each (`core.model_spec`)."""
         experts = replace(self.experts, layers=self.experts.layers * times) if self.experts else None
         layers, sliding = self.num_layers * times, self.sliding_layers * times
@@ -151,7 +151,7 @@ def names() -> list[str]:
     return list(_table())
 
 
-def named(name: str) -> ModelShape | None:
+def named(name: str) -> ModelSizes | None:
     """The model of that name or alias, or None."""
     for own, values in _table().items():
         if name in (own, *values.get("aliases", ())):
@@ -159,7 +159,7 @@ def named(name: str) -> ModelShape | None:
             experts = Experts(**values["experts"]) if "experts" in values else None
             hub, source = values.get("hub"), values.get("source")
             said = ", ".join(filter(None, (hub and f"config.json of {hub}", source)))
-            return ModelShape(**sizes, name=own, experts=experts, source=said)
+            return ModelSizes(**sizes, name=own, experts=experts, source=said)
     return None
 
 
@@ -169,7 +169,7 @@ def unknown(name: str, more: list[str]) -> ConfigError:
     return ConfigError(f"model {shown(name)}", "there is no such model, folder or config.json", remedy)
 
 
-def read_shape(path: Path) -> ModelShape:
+def read_shape(path: Path) -> ModelSizes:
     """The model of a ``config.json``, or of the folder that holds one, as the engine reads it.
 
     Raises:
@@ -182,12 +182,12 @@ def read_shape(path: Path) -> ModelShape:
     return replace(shape, source=str(file))
 
 
-def shape_of(config: DecoderConfig, name: str = "") -> ModelShape:
+def shape_of(config: DecoderConfig, name: str = "") -> ModelSizes:
     """The sizes of a decoder, its stretch included."""
     sliding = [window for window in config.windows if window is not None]
     names = ("d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in (*names, "gated")}
-    shape = ModelShape(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
+    shape = ModelSizes(name=name, window=min(sliding, default=None), sliding_layers=len(sliding), **sizes)
     return shape.stretched(config.stretch)
 
 

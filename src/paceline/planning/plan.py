@@ -12,7 +12,7 @@ from ..core.options import check, option
 from .acceptance import Acceptance, assumed
 from .machines import Machine
 from .measured import PassLaw
-from .models import ModelShape
+from .models import ModelSizes
 from .throughput import (
     Network,
     Parallel,
@@ -63,11 +63,11 @@ class PlanRequest:
         ConfigError: a number out of bounds, a context that target or draft cannot have, more devices than parts.
     """
 
-    target: ModelShape = option(help="the target's sizes")
+    target: ModelSizes = option(help="the target's sizes")
     machine: Machine = option(help="one device")
     batch: int = option(1, help="sequences at once, 1 or more", minimum=1, maximum=2**30)
     context: int = option(1024, help="tokens that each sequence has", minimum=1)
-    draft: ModelShape | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
+    draft: ModelSizes | None = option(None, help="the draft model's sizes; none: half the target's layers and width")
     precision: Precision = field(default_factory=Precision)
     parallel: Parallel = field(default_factory=Parallel)
     window: int | None = option(
@@ -112,11 +112,11 @@ class PlanRequest:
         return min(self.context, self.last_keys(drafter) + SINK)
 
     @property
-    def drafting(self) -> ModelShape:
+    def drafting(self) -> ModelSizes:
         """The draft model: the one that is named, or one as in SPIRe's comparison."""
         return self.draft or self.target.halved()
 
-    def network(self, shape: ModelShape, keys: int | None = None) -> Network:
+    def network(self, shape: ModelSizes, keys: int | None = None) -> Network:
         """A model as it is served here."""
         return Network(shape=shape, precision=self.precision, keys=keys)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from ..core.errors import ConfigError
 from ..core.options import check, option
 from .machines import Machine
-from .models import ModelShape
+from .models import ModelSizes
 
 MOST_ROWS = 2**40  # sequences or tokens: beyond it nothing changes
 ACTIVATION_BYTES = 2  # of one number on its way to another device
@@ -70,7 +70,7 @@ class Network:
         ConfigError: a view of less than one key.
     """
 
-    shape: ModelShape = option(help="the sizes of the model")
+    shape: ModelSizes = option(help="the sizes of the model")
     precision: Precision = field(default_factory=Precision)
     keys: int | None = option(None, help="keys of a sparse view, sinks and window together; none: all", minimum=1)
 
