@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from paceline.bench import figures
-from paceline.bench.config import log_lines
+from paceline.bench.config import BenchConfig, log_lines
 from paceline.bench.figures import Panel, Series
 from paceline.bench.records import Method, Report
 from paceline.bench.report import wording as say
 from paceline.bench.report import write_text
 from paceline.bench.report.markdown import bullets, table, text
 from paceline.bench.report.terminal import figures_table
-from paceline.bench.run import BenchConfig, Run
 from paceline.bench.summary import Row, Summary, overall_ratio
 from paceline.core.errors import ConfigError
 
 from .applications import with_plain
+from .filled import encoded
 from .halves import SEED, conversations, halves
 from .near_ties import NearTies
-from .peer_runs import starter
+from .peer_runs import PeerRun
 from .scores import workload_of
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
         KeyboardInterrupt: it was cut off; the report in the folder has what there is.
     """
     config = grid.config(options)
-    run = Run(
+    run = PeerRun(
         config,
         out=folder,
         overwrite=options.overwrite,
         command=options.command,
         progress=log_lines(Console(stderr=True), "dim"),
-        start=starter(config),
         judge=NearTies,
+        encode=encoded,
     )
     report = run.execute()
     if report.interrupted:

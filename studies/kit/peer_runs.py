@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,11 @@ from typing import Any
 import torch
 
 from paceline import zoo
-from paceline.bench.config import BenchConfig
 from paceline.bench.measure import Group, Limits
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
 from paceline.bench.report import wording as say
-from paceline.bench.run import Start
+from paceline.bench.run import Run
 from paceline.bench.summary import Interval, Section, Summary, best, overall_ratio
 from paceline.core.errors import ConfigError
 from paceline.core.model_spec import parse_model
@@ -24,6 +25,8 @@ from paceline.core.options import named_values, read, suggest
 from paceline.network.loader import resolve_folder
 
 from .peers import PEERS, Peer, PeerError, PeerResult, available, check, kind_of
+
+log = logging.getLogger(__name__)
 
 PEER_TEXT = re.compile(r"([^=,:;/]+=)?[^=,:;/]+/")  # a name, then ENGINE/
 
@@ -88,20 +91,49 @@ class PeerRunner:
             self.peer.pause()
 
 
-def starter(config: BenchConfig) -> Start:
-    """Starts the peers among the methods of a run.
+class PeerRun(Run):
+    """A run in which modes of peers take their turns.
 
-    Their draft model is the embedded target's own, or the one that a method of ours names.
+    Their draft model is the embedded target's own, or the one that a method of ours names. A peer that is not there, or
+    that fails on the way, is named in the report and stops nothing.
     """
-    entry = next((e for e in zoo.available() if e.name == parse_model(config.model).name), None)
-    names = [entry.draft if entry is not None else None]
-    names += [getattr(drafter_config(method), "model", None) for method in config.methods if method.own]
-    name = next(filter(None, names), None)
 
-    def start(method: Method, folder: Path, cells: Sequence[Cell], limits: Limits) -> PeerRunner:
-        return PeerRunner(method, folder, cells, limits, Path(resolve_folder(name)) if name else None)
+    peers: dict[str, PeerRunner]
 
-    return start
+    def build(self, folder: Path, stack: ExitStack) -> None:
+        self.peers = {}
+        entry = next((e for e in zoo.available() if e.name == parse_model(self.config.model).name), None)
+        names = [entry.draft if entry is not None else None]
+        names += [getattr(drafter_config(method), "model", None) for method in self.config.methods if method.own]
+        name = next(filter(None, names), None)
+        draft = Path(resolve_folder(name)) if name else None
+        for method in self.config.methods:
+            if method.own:
+                continue
+            try:
+                peer = PeerRunner(method, folder, list(self.groups), self.limits, draft)
+            except (PeerError, ConfigError) as error:
+                self.unavailable[method.name] = str(error)
+                continue
+            stack.callback(peer.close)
+            self.peers[method.name] = peer
+            self.versions[method.engine] = peer.version
+        super().build(folder, stack)
+
+    def wanted(self, method: Method, group: Group) -> bool:
+        if method.name in self.unavailable:
+            return False
+        return method.own or self.peers[method.name].refuses(group.cell) is None
+
+    def runner(self, method: Method, cell: Cell) -> Any:
+        return super().runner(method, cell) if method.own else self.peers[method.name]
+
+    def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
+        try:
+            super().trial(method, group, repeat, warm)
+        except PeerError as error:
+            log.warning("%s: %s", method.name, error)
+            self.unavailable[method.name] = str(error)
 
 
 def peer_methods(engines: Iterable[str], dtype: str = "auto") -> list[Method]:

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.records import PLAIN, Method
-from paceline.bench.run import Unavailable
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import suggest
 from paceline.network.loader import resolve_folder
 
@@ -33,7 +32,7 @@ LOG_LINES = 12  # of a worker's log, quoted when it fails
 KILL_AFTER_S = 5.0
 
 
-class PeerError(Unavailable):
+class PeerError(PacelineError):
     """A peer that is not there, or that failed. The text says why, with the last lines of its log."""
 
 

@@ -12,11 +12,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from kit.filled import Filled
 from kit.scores import workload_of
 from kit.study import Table
 from torch import Tensor
 
-from paceline.bench import encoding, figures, machine, workloads
+from paceline.bench import figures, machine, workloads
 from paceline.bench.calibrate import BATCHES, ROWS
 from paceline.bench.figures import Panel, Series
 from paceline.bench.law import LawConfig, LawFound, measure_law
@@ -126,7 +127,7 @@ def prompts_of(ask: SpireFlags, llm: LLM, count: int, context: int, room: int) -
         each = -(-count // len(ask.names))
         workload = workloads.load(workload_of(task), folder=ask.data, limit=each, seed=ask.seed)
         longest = {"max_model_len": llm.decoder.config.max_position, "max_new_tokens": room}
-        made = encoding.Encoded(workload, llm.tokenizer, context=context, **longest)
+        made = Filled(workload, llm.tokenizer, context=context, **longest)
         found.append([list(prompt.ids) for prompt in made.prompts])
     mixed = [ids for turn in zip_longest(*found) for ids in turn if ids is not None]
     if len(mixed) < count:

@@ -359,7 +359,6 @@ class TestRefusals:
             ({"workloads": ("boks",)}, "books"),
             ({"batches": (4,)}, "batch 4 of wikisql"),
             ({"model": "./nowhere"}, "nowhere"),
-            ({"contexts": (4000,)}, "context=4000"),
             ({"methods": tuple(parse_methods(["plain", "draft_model:./nowhere"]))}, "nowhere"),
             ({"methods": tuple(parse_methods(["plain", "suffix;verifier=rejection"]))}, "rejection"),
         ],

@@ -25,7 +25,6 @@ from paceline import LLM, SamplingParams
 from paceline.bench.config import BenchConfig, Progress
 from paceline.bench.models import materialised
 from paceline.bench.records import Method, Report
-from paceline.bench.run import Run
 from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
 from paceline.zoo import find
@@ -474,7 +473,7 @@ def config(**changes: Any) -> BenchConfig:
 
 
 def run(asked: BenchConfig, progress: Progress | None = None) -> Report:
-    return Run(asked, start=peer_runs.starter(asked), progress=progress).execute()
+    return peer_runs.PeerRun(asked, progress=progress).execute()
 
 
 class FakePeer:

@@ -39,7 +39,7 @@ class BenchConfig:
     batches: tuple[int, ...] = (1,)
     temperatures: tuple[float, ...] = (0.0,)
     top_ks: tuple[int, ...] = (0,)  # of sampling; 0: all tokens
-    contexts: tuple[int | None, ...] = (None,)
+    contexts: tuple[int | None, ...] = (None,)  # tokens that prompts are brought to (see `Run`); None: as they are
     max_new_tokens: tuple[int | None, ...] = (None,)  # None: the workload's own
     prompt_tokens: int = 64  # of a random prompt
     repeats: int = 3

@@ -1,69 +1,56 @@
-"""Token ids of prompts: as the engine would render them, cut or filled to a context where that is asked for."""
+"""Token ids of prompts: as the engine would render them, cut where they do not fit."""
 
 from __future__ import annotations
 
 import random
-import re
-import zlib
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
+from os.path import commonprefix
 from typing import Any
 
 from ..core.errors import ConfigError
 from ..engine.tokens import chat_ids
 from ..engine.tokens import encode as encode_text
 from .records import PromptIds
-from .workloads import Prompt, Workload, load
+from .workloads import Prompt, Workload
 
 SEPARATOR = "\n\n"  # between turns and answers of a conversation, for a model without a chat template
-Pieces = list[list[int]]  # a prompt's ids: in turns what must stay (template, BOS, separators), and text
 
 
 class Encoded:
     """The ids of a workload's prompts: those that ``LLM.chat`` or ``LLM.generate`` would compute.
 
     ``prompts`` holds the first turns. `next_turn` encodes later ones, under the same limits, once the answers
-    before them are known. Prompts that do not fit are cut, the oldest text first; what stays is BOS, the chat
-    template, and the end of the text. Cuts and fills are counted: say them with `notes`.
+    before them are known. A prompt that does not fit loses its oldest tokens behind BOS and the beginning of the chat
+    template; cuts are counted: say them with `notes`.
 
     Args:
-        context: bring every prompt to exactly this many tokens: longer ones are cut, shorter ones get text of
-            books in the public domain in front; None: prompts as they are.
         max_model_len: most tokens of prompt and answer.
         max_new_tokens: of the answer.
 
     Raises:
-        ConfigError: no tokenizer, no room for a prompt, a context that does not fit, or a chat template that
-            leaves nothing to cut.
+        ConfigError: no tokenizer, or no room for a prompt.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        tokenizer: Any,
-        *,
-        context: int | None = None,
-        max_model_len: int,
-        max_new_tokens: int,
-    ) -> None:
+    def __init__(self, workload: Workload, tokenizer: Any, *, max_model_len: int, max_new_tokens: int) -> None:
         if tokenizer is None:
             wrong = "this model has no tokenizer, so text means nothing to it"
             raise ConfigError(f"workload {workload.name!r}", wrong, "add its files")
-        most = max_model_len - max_new_tokens
-        if max_new_tokens < 1 or most < 1:
-            wrong = f"max_model_len={max_model_len} leaves no room for a prompt and an answer"
-            raise ConfigError(f"max_new_tokens={max_new_tokens}", wrong, "give 1 or more, or raise max_model_len")
-        if context is not None and not 1 <= context <= most:
-            wrong = f"max_model_len={max_model_len} leaves {most} tokens for a prompt with {max_new_tokens} new ones"
-            raise ConfigError(f"context={context}", wrong, f"give 1 to {most}")
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}", "nothing would be generated", "give 1 or more")
+        self.workload, self.tokenizer = workload, tokenizer
+        self.most = max_model_len - max_new_tokens  # tokens of a prompt
+        self.uses_template = workload.chat and bool(getattr(tokenizer, "chat_template", None))
+        first, second = (self.render([text])[0] for text in "01")
+        self._head = len(commonprefix([first, second]))  # BOS and the beginning of the template
+        tail = len(commonprefix([first[self._head + 1 :][::-1], second[self._head + 1 :][::-1]]))
+        if self.most <= self._head + tail:
+            asked = f"max_model_len={max_model_len} with max_new_tokens={max_new_tokens}"
+            wrong = f"no room for a prompt, around which the chat template has {self._head + tail} tokens"
+            raise ConfigError(asked, wrong, "raise max_model_len, or give fewer new tokens")
         self.cut: dict[str, int] = {}  # tokens taken away, by id of the prompt
-        self.filled: dict[str, int] = {}  # tokens put in front, by id of the prompt
-        self._context, self._length = context, context or most
-        self._workload, self._tokenizer = workload, tokenizer
-        self._uses_template = workload.chat and bool(getattr(tokenizer, "chat_template", None))
-        self._count = 0  # of prompts, later turns included
-        self._books: list[tuple[Any, list[int]]] = []  # (book, ids) of each passage, once needed
-        self.prompts = [self._fit(prompt, prompt.id, prompt.turns[:1]) for prompt in workload.prompts]
+        self.count = 0  # of prompts, later turns included
+        self.prompts = [self._encoded(prompt, prompt.id, prompt.turns[:1]) for prompt in workload.prompts]
 
     def next_turn(self, prompt: Prompt, turn_index: int, answers: Sequence[str]) -> PromptIds:
         """A later turn, with the conversation before it.
@@ -78,88 +65,37 @@ class Encoded:
 
         Returns:
             Ids; the id of the prompt ends in ``/2`` for the second turn.
-
-        Raises:
-            ConfigError: it cannot be made to fit.
         """
         turns = zip_longest(prompt.turns[: turn_index + 1], answers)
         texts = [text for pair in turns for text in pair if text is not None]
-        return self._fit(prompt, f"{prompt.id}/{turn_index + 1}", texts)
+        return self._encoded(prompt, f"{prompt.id}/{turn_index + 1}", texts)
 
     def notes(self) -> list[str]:
-        """What was cut and filled, in sentences; empty where prompts are as they were."""
-        most, name = self._length, self._workload.name
-        said = []
-        if self.cut:
-            said.append(f"{name}: {len(self.cut)} of {self._count} prompts cut to {most:,} tokens, oldest text first")
-        if self.filled:
-            said.append(f"{name}: {len(self.filled)} of {self._count} prompts filled to {most:,} tokens with book text")
-        return said
+        """What was cut, in a sentence; empty where prompts are as they were."""
+        said = f"{len(self.cut)} of {self.count} prompts cut to {self.most:,} tokens, the oldest first"
+        return [f"{self.workload.name}: {said}"] if self.cut else []
 
-    def _fit(self, prompt: Prompt, name: str, texts: Sequence[str]) -> PromptIds:
-        self._count += 1
-        if self._uses_template:
-            ids, rendered = chat_ids(_messages(texts), self._tokenizer, "this model")
-        else:
-            rendered = SEPARATOR.join(texts)
-            ids = encode_text(rendered, self._tokenizer)[0]
-        most, own = self._length, len(ids)
-        if own > most or (self._context and own < most):
-            pieces = self._pieces(texts, ids, rendered)
-            _cut_oldest(pieces, most, name)
-            missing = most - sum(map(len, pieces)) if self._context else 0
-            # Apart, the pieces may be a token or so longer or shorter than together.
-            pieces[0] += self._book_ids(prompt, missing) if missing else []
-            ids = [*chain.from_iterable(pieces)]
-            changed, by = (self.cut, own - len(ids)) if own > most else (self.filled, len(ids) - own)
-            changed[name] = by
-        return PromptIds(id=name, category=prompt.category, ids=tuple(ids))
+    def render(self, texts: Sequence[str]) -> tuple[list[int], str]:
+        """Ids and text of a conversation."""
+        if self.uses_template:
+            roles = ("user", "assistant")
+            messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+            return chat_ids(messages, self.tokenizer, "this model")
+        text = SEPARATOR.join(texts)
+        return encode_text(text, self.tokenizer)[0], text
 
-    def _pieces(self, texts: Sequence[str], ids: list[int], rendered: str) -> Pieces:
-        """The prompt apart into texts and what is around them."""
-        marks = [f"paceline{i:04d}mark" for i in range(len(texts))]
-        shown = SEPARATOR.join(marks)
-        if self._uses_template:
-            shown = chat_ids(_messages(marks), self._tokenizer, "this model")[1]
-        around = re.split("|".join(marks), shown)
-        for said in (list(texts), [text.strip() for text in texts]):  # most templates trim
-            parts = [part for pair in zip_longest(around, said, fillvalue="") for part in pair][:-1]
-            if re.findall("|".join(marks), shown) == marks and "".join(parts) == rendered:
-                pieces = [self._plain(part) for part in parts]
-                if not self._uses_template:  # what the tokenizer puts before and after plain text (BOS, say)
-                    plain = self._plain(rendered)
-                    starts = range(len(ids) - len(plain) + 1)
-                    start = next((i for i in starts if ids[i : i + len(plain)] == plain), 0)
-                    pieces[0], pieces[-1] = ids[:start], ids[start + len(plain) :]
-                return pieces
-        raise ConfigError(
-            f"prompts of {self._workload.name} at {self._length} tokens",
-            "the model's chat template rewrites its messages, so that a text in it can be neither cut nor filled",
-            "leave the context out, give fewer new tokens, or raise max_model_len",
-        )
+    def fit(self, prompt: Prompt, name: str, texts: Sequence[str]) -> list[int]:
+        """The ids of a prompt called ``name``, brought to the length that it may have."""
+        ids = self.render(texts)[0]
+        gone = len(ids) - self.most
+        if gone <= 0:
+            return ids
+        self.cut[name] = gone
+        return ids[: self._head] + ids[self._head + gone :]
 
-    def _plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
-
-    def _book_ids(self, prompt: Prompt, count: int) -> list[int]:
-        """Exactly ``count`` ids of book text that end where a passage ends.
-
-        Never text of the prompt's own book: the answer might be in it. Prompts begin at different passages, so
-        that a batch of them is not one long common prefix.
-        """
-        if not self._books:
-            texts = [(p, " ".join((*p.turns, *p.reference)) + "\n\n") for p in load("books").prompts]
-            self._books = [(p.extra.get("book"), self._plain(text)) for p, text in texts]
-        passages = [ids for book, ids in self._books if book != prompt.extra.get("book")]
-        start = zlib.crc32(prompt.id.encode()) % len(passages)
-        ids = [*chain.from_iterable(reversed(passages[start:] + passages[:start]))]
-        if len(ids) < count:
-            raise ConfigError(
-                f"context={self._context}",
-                f"the packaged books have {len(ids):,} tokens of text to put in front of a prompt",
-                "give a smaller context, or a file of prompts that are long by themselves",
-            )
-        return ids[-count:]
+    def _encoded(self, prompt: Prompt, name: str, texts: Sequence[str]) -> PromptIds:
+        self.count += 1
+        return PromptIds(id=name, category=prompt.category, ids=tuple(self.fit(prompt, name, texts)))
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[PromptIds]:
@@ -173,28 +109,3 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
         ids = tuple(int(draw() * vocab_size) for _ in range(length))
         made.append(PromptIds(id=f"random-{i}", category="random", ids=ids))
     return made
-
-
-def _messages(texts: Sequence[str]) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def _cut_oldest(pieces: Pieces, room: int, name: str) -> None:
-    """Take text away from the front, at least one token of the last text stays.
-
-    Raises:
-        ConfigError: what must stay does not fit.
-    """
-    excess = sum(map(len, pieces)) - room
-    last = len(pieces) - 2
-    for i in range(1, len(pieces), 2):
-        spare = len(pieces[i]) - (i == last)
-        gone = max(0, min(spare, excess))
-        pieces[i] = pieces[i][gone:]
-        excess -= gone
-    if excess > 0:
-        raise ConfigError(
-            f"prompt {name} in {room} tokens",
-            f"the chat template alone takes {room + excess - 1}",
-            f"leave room for {room + excess} tokens",
-        )

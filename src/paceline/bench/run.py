@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .. import __version__
-from ..core.errors import ConfigError, PacelineError
+from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.sampling import SamplingParams
 from ..llm import LLM
@@ -34,7 +34,7 @@ from .methods import records_answers
 from .models import materialised
 from .records import Cell, Method, Report, Trial
 from .report import JSON_NAME, load_report, write_all
-from .schedule import cells_of, groups_of, interleaved, limits_of, prompt_ids, random_workload
+from .schedule import Encode, cells_of, groups_of, interleaved, limits_of, prompt_ids, random_workload
 from .workloads import Workload
 
 log = logging.getLogger(__name__)
@@ -46,32 +46,6 @@ RequestOf = Callable[[Trial, int], tuple[Sequence[int], SamplingParams]]  # of a
 Judges = Callable[[Callable[[Method], LLM], RequestOf], lossless.Judgement]
 
 
-class Unavailable(PacelineError):
-    """Another engine is not there, or failed: its method does not run any more."""
-
-
-class OtherEngine(Protocol):
-    """A method of another engine. `Unavailable` may be raised by each of its methods."""
-
-    method: Method
-    version: str
-
-    def warm_up(self, group: Group, max_new_tokens: int) -> None:
-        """Run a group without counting it."""
-
-    def run(self, group: Group, repeat: int) -> Trial:
-        """One trial."""
-
-    def refuses(self, cell: Cell) -> str | None:
-        """Why it has no place in a cell; None where it has."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-Start = Callable[[Method, Path, Sequence[Cell], Limits], OtherEngine]  # of a method, for a model's folder
-
-
 class Run:
     """A benchmark.
 
@@ -81,8 +55,8 @@ class Run:
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
         progress: is told how far it is.
-        start: starts methods of other engines.
         judge: makes the judge of differences in ids, from the engines and requests of the run.
+        encode: makes ids of prompts, where the settings name contexts to bring them to.
     """
 
     def __init__(
@@ -93,20 +67,20 @@ class Run:
         overwrite: bool = False,
         command: Sequence[str] = (),
         progress: Progress | None = None,
-        start: Start | None = None,
         judge: Judges | None = None,
+        encode: Encode | None = None,
     ) -> None:
         self.config, self.out, self.overwrite = config, out, overwrite
-        self.command, self.start, self.judge = list(command), start, judge
+        self.command, self.judge = list(command), judge
+        self.encode: dict[str, Any] = {"encode": encode} if encode else {}
         self.commit = commit()
         self.trials: list[Trial] = []
         self.notes: list[str] = []
         self.unavailable: dict[str, str] = {}  # methods that cannot run here, or stopped on the way, and why
         self._tell = progress or (lambda *_: None)
-        self._versions: dict[str, str] = {}  # of other engines
-        self._groups: dict[Cell, list[Group]] = {}
+        self.versions: dict[str, str] = {}  # of other engines
+        self.groups: dict[Cell, list[Group]] = {}
         self._runners: dict[tuple[str, Cell | None], EngineRunner] = {}  # a cell where recorded answers are its own
-        self._others: dict[str, OtherEngine] = {}
         self._plain = next(m for m in config.methods if m.own and m.plain)
 
     def execute(self) -> Report:
@@ -133,11 +107,11 @@ class Run:
                 wrong = "it has no tokenizer, so text means nothing to it"
                 raise ConfigError(f"model {config.model}", wrong, "add its files")
             self._prepare(cells, {workload.name: workload for workload in loaded})
-            self._limits = limits_of(self._groups)
+            self.limits = limits_of(self.groups)
             self._answers = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
-            self._build(Path(resolve_folder(parse_model(folder).name)), stack)
-            points = interleaved(self._groups, config.repeats)
-            total = sum(self._wanted(m, group) for point in points for group, _ in point for m in config.methods)
+            self.build(Path(resolve_folder(parse_model(folder).name)), stack)
+            points = interleaved(self.groups, config.repeats)
+            total = sum(self.wanted(m, group) for point in points for group, _ in point for m in config.methods)
             try:
                 self._measure(points, total, began)
             except BaseException as error:  # what was measured is kept, whatever ends the run
@@ -168,9 +142,9 @@ class Run:
             if key not in known:
                 longest = max(c.max_new_tokens for c in cells if (c.workload, c.context) == key)
                 workload, asked = loaded[cell.workload], (cell.context, longest, self._plain.application)
-                known[key], notes = prompt_ids(self.config, workload, self._engine, *asked)
+                known[key], notes = prompt_ids(self.config, workload, self._engine, *asked, **self.encode)
                 self.notes += notes
-            self._groups[cell] = groups_of(cell, known[key], self.config.seed)
+            self.groups[cell] = groups_of(cell, known[key], self.config.seed)
             spare = -len(known[key]) % cell.batch
             if spare:
                 where = f"{cell.workload}, batch {cell.batch}"
@@ -179,45 +153,34 @@ class Run:
     def _engine(self, limits: Limits | None) -> LLM:
         return self._builder.llm(self._plain, limits)
 
-    def _build(self, folder: Path, stack: ExitStack) -> None:
-        """Every method's runner, so that what cannot be is found before the first trial."""
+    def build(self, folder: Path, stack: ExitStack) -> None:
+        """Every method's runner, so that what cannot be is found before the first trial.
+
+        Args:
+            folder: of the model.
+            stack: closes what is opened here.
+        """
         for method in self.config.methods:
-            self._tell(f"preparing {method.name}", None)
-            if not method.own:
-                self._start(method, folder, stack)
-            elif not records_answers(method):
-                self._runners[method.name, None] = self._builder.runner(method, self._limits)
+            if method.own and not records_answers(method):
+                self._tell(f"preparing {method.name}", None)
+                self._runners[method.name, None] = self._builder.runner(method, self.limits)
         gc.collect()
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
-
-    def _start(self, method: Method, folder: Path, stack: ExitStack) -> None:
-        """Another engine, for the cells that it can run."""
-        try:
-            if self.start is None:
-                raise Unavailable(f"nothing here starts {method.engine}")
-            runner = self.start(method, folder, list(self._groups), self._limits)
-        except (Unavailable, ConfigError) as error:
-            self.unavailable[method.name] = str(error)
-            return
-        stack.callback(runner.close)
-        self._others[method.name] = runner
-        self._versions[method.engine] = runner.version
 
     def _llm(self, method: Method) -> LLM:
         return self._runners[method.name, None].llm
 
     def _request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
         """Ids and parameters of one sequence of a trial."""
-        group = self._groups[trial.cell][trial.group]
+        group = self.groups[trial.cell][trial.group]
         return group.prompts[index].ids, group.params(group.prompts[index])
 
     # -- measuring
 
-    def _wanted(self, method: Method, group: Group) -> bool:
-        if method.name in self.unavailable:
-            return False
-        return method.own or self._others[method.name].refuses(group.cell) is None
+    def wanted(self, method: Method, group: Group) -> bool:
+        """Whether it is to run a group."""
+        return method.own
 
     def _measure(self, points: Sequence[Sequence[tuple[Group, int]]], total: int, began: float) -> None:
         """All trials; none is begun after the time limit."""
@@ -233,37 +196,28 @@ class Run:
                 first = turn % len(wanted)
                 turn += 1
                 for method in [*wanted[first:], *wanted[:first]]:  # A B C, B C A, ..: nobody always runs first
-                    if self._wanted(method, group):
+                    if self.wanted(method, group):
                         self._tell(f"{group.cell.workload}, {method.name}", (len(self.trials), total))
-                        self._trial(method, group, repeat, warm)
+                        self.trial(method, group, repeat, warm)
 
-    def _trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
-        try:
-            runner = self._runner(method, group.cell)
-            if method.name not in warm:
-                warm.add(method.name)
-                self._warm_up(runner, group)
-            self.trials.append(runner.run(group, repeat))
-        except Unavailable as error:
-            log.warning("%s: %s", method.name, error)
-            self.unavailable[method.name] = str(error)
+    def trial(self, method: Method, group: Group, repeat: int, warm: set[str]) -> None:
+        """One trial, behind a warm-up if the method is not in ``warm``."""
+        runner = self.runner(method, group.cell)
+        if method.name not in warm:
+            warm.add(method.name)
+            try:
+                runner.warm_up(group, min(WARM_UP_TOKENS, group.cell.max_new_tokens))
+            except Exception as error:  # the trial that follows will meet and record it
+                log.warning("%s failed in its warm-up", method.name, exc_info=error)
+        self.trials.append(runner.run(group, repeat))
 
-    def _warm_up(self, runner: EngineRunner | OtherEngine, group: Group) -> None:
-        try:
-            runner.warm_up(group, min(WARM_UP_TOKENS, group.cell.max_new_tokens))
-        except Unavailable:
-            raise
-        except Exception as error:  # the trial that follows will meet and record it
-            log.warning("%s failed in its warm-up", runner.method.name, exc_info=error)
-
-    def _runner(self, method: Method, cell: Cell) -> EngineRunner | OtherEngine:
-        if not method.own:
-            return self._others[method.name]
+    def runner(self, method: Method, cell: Cell) -> Any:
+        """What runs a method in a cell: it has `warm_up` and `run`, as `EngineRunner` has."""
         if not records_answers(method):
             return self._runners[method.name, None]
         if (method.name, cell) not in self._runners:
             answers = str(self._recorded(method, cell))
-            self._runners[method.name, cell] = self._builder.runner(method, self._limits, answers)
+            self._runners[method.name, cell] = self._builder.runner(method, self.limits, answers)
         return self._runners[method.name, cell]
 
     def _recorded(self, method: Method, cell: Cell) -> Path:
@@ -273,11 +227,11 @@ class Run:
         kind = (method.dtype, method.application)
         own = [m for m in self.config.methods if m.own and m.plain]
         plain = next(m for m in own if (m.dtype, m.application) == kind)
-        path = self._answers / f"{own.index(plain)}-{list(self._groups).index(cell)}.jsonl"
+        path = self._answers / f"{own.index(plain)}-{list(self.groups).index(cell)}.jsonl"
         if path.exists():
             return path
         pairs: list[tuple[tuple[int, ...], list[int]]] = []
-        for group in self._groups[cell]:
+        for group in self.groups[cell]:
             trial = self._runners[plain.name, None].run(group, 0)
             if trial.error:
                 raise ConfigError(f"method {method.name}", f"plain decoding failed ({trial.error})", "see its error")
@@ -303,7 +257,7 @@ class Run:
             command=self.command,
             model=model_facts(target, config.model),
             machine=facts,
-            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self._versions,
+            versions={"paceline": __version__} | {p: metadata.version(p) for p in PACKAGES} | self.versions,
             commit=self.commit,
             settings={
                 **{name: getattr(config, name) for name in ("repeats", "seed", "device")},

@@ -27,6 +27,7 @@ from .workloads import Prompt, Workload
 RANDOM = "random"  # the workload of a model without a tokenizer
 SPARE_TOKENS = 64  # slots a sequence beside prompt and answer: drafts, rounding to blocks, a block of headroom
 PREPARE_TOGETHER = 8  # conversations whose earlier turns are answered at once
+Encode = Callable[..., Encoded]  # of workload, tokenizer, context, max_model_len and max_new_tokens
 
 
 def cells_of(config: BenchConfig, loaded: Sequence[Workload]) -> list[Cell]:
@@ -123,6 +124,7 @@ def prompt_ids(
     context: int | None,
     max_new_tokens: int,
     application: str | None = None,
+    encode: Encode = lambda workload, tokenizer, context, **lengths: Encoded(workload, tokenizer, **lengths),
 ) -> tuple[list[PromptIds], list[str]]:
     """All prompts of a workload, first turns before later ones, and what must be said about them.
 
@@ -131,9 +133,10 @@ def prompt_ids(
     Args:
         config, workload: what is asked.
         engine: plain decoding, with room for so much.
-        context: as of `Encoded`.
+        context: tokens that ``encode`` brings every prompt to; None: prompts as they are.
         max_new_tokens: of the longest answer.
         application: whose adapters give those answers.
+        encode: makes ids of the prompts.
 
     Raises:
         ConfigError: a prompt that does not fit.
@@ -143,7 +146,7 @@ def prompt_ids(
         length = context or config.prompt_tokens
         return random_prompts(len(workload.prompts), length, shape.vocab_size, config.seed), []
     lengths = {"max_model_len": shape.max_position, "max_new_tokens": max_new_tokens}
-    encoded = Encoded(workload, tokenizer, context=context, **lengths)
+    encoded = encode(workload, tokenizer, context, **lengths)
     found = list(encoded.prompts)
     latest = {p.id: list(ids.ids) for p, ids in zip(workload.prompts, encoded.prompts, strict=True)}
     answers: dict[str, list[str]] = {name: [] for name in latest}

@@ -75,9 +75,6 @@ class RunOptions:
         metavar="[NAME=]DRAFTER[;OPTION=VALUE]..",
     )
     batch: Text = _option("Prompts at once [default: 1]", metavar="N,N,..")
-    context_length: Text = _option(
-        "Cut and fill prompts to so many tokens [default: as they are]", metavar="N,N,..", flag="--context"
-    )
     temperature: Text = _option("Of sampling; 0 is greedy [default: 0]", metavar="T,T,..")
     top_k: Text = _option("Likeliest tokens that sampling chooses from [default: 0, all]", metavar="N,N,..")
     repeats: Count = _option(f"Times each prompt runs [default: {FULL.repeats}]", metavar="N")
@@ -116,7 +113,7 @@ def bench(context: typer.Context, options: dict[str, Any]) -> None:
     cells: dict[str, Any] = {
         field_: numbers(f"--{name.replace('_', '-')}", text, *CELL_VALUES.get(name, (int, 1)))
         for field_, name in settings.NAMES.items()
-        if (text := options["context_length" if name == "context" else name]) is not None
+        if (text := options.get(name)) is not None
     }
     config = BenchConfig(
         methods=tuple(known.with_plain(chosen or known.default_methods(asked.model, asked.dtype))),
@@ -149,7 +146,7 @@ def _prompt_tokens(model: str, given: int | None) -> dict[str, Any]:
         return {}
     if not parse_model(model).random:
         raise ConfigError(
-            f"--prompt-tokens {given}", "only a random model's prompts have a length of choice", "use --context"
+            f"--prompt-tokens {given}", "only a random model's prompts have a length of choice", "leave it out"
         )
     return {"prompt_tokens": given}
 

@@ -122,7 +122,7 @@ def how_to_run(question: PlanRequest, made: RankedDrafter, names: ModelNames) ->
     missing = _missing(question, made, names)
     if missing:
         return None, missing
-    asked = f"--model {names.target} --batch {question.batch} --context {question.context}"
+    asked = f"--model {names.target} --batch {question.batch}"
     dtype = DTYPES[question.precision.weight_bytes]
     more = (f" --dtype {dtype}" if dtype else "") + (" --device cuda" if question.machine.device == "cuda" else "")
     method = PLAIN if made.drafter == PLAIN else f"{_drafter(question, made, names)};budget={made.depth * made.width}"
