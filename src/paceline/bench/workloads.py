@@ -30,6 +30,7 @@ from ..core.errors import ConfigError
 from ..core.options import suggest
 
 FORM = 'one JSON record a line: {"id", "category", "turns": [...], "reference": [...]} or {"prompt", "completion"}'
+PACKAGED = "packaged sample"  # where a workload that comes along is read from
 _KNOWN_KEYS = {"id", "category", "turns", "reference", "prompt", "completion", "references"}
 
 
@@ -90,14 +91,6 @@ class Workload(WorkloadFacts):
         return {**found, "prompts": len(self.prompts)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkloadRow(WorkloadFacts):
-    """One line of the list of workloads."""
-
-    found: bool  # it can be loaded: from the folder, or as the packaged sample
-    origin: str  # what `load` would read, or what is needed
-
-
 _CATALOGUE = tomllib.loads((resources.files(__package__) / "workloads.toml").read_text(encoding="utf-8"))
 WORKLOADS = {name: WorkloadFacts(name=name, **facts) for name, facts in _CATALOGUE.items()}
 
@@ -105,18 +98,16 @@ WORKLOADS = {name: WorkloadFacts(name=name, **facts) for name, facts in _CATALOG
 # -- finding and loading
 
 
-def available(folder: str | Path | None = None) -> list[WorkloadRow]:
-    """Every workload that is known by name, and where it would be read from.
+def available(folder: str | Path | None = None) -> list[tuple[WorkloadFacts, str | None]]:
+    """Every workload that is known by name, and what it would be read from; None: its file is not there.
 
     Raises:
         ConfigError: ``folder`` is no folder.
     """
-    rows = []
-    for entry in WORKLOADS.values():
-        path = _in_folder(entry, _folder(folder))
-        origin = str(path) if path else "packaged sample" if entry.packaged else f"needs --data with {entry.file}"
-        rows.append(WorkloadRow(**vars(entry), found=entry.packaged or path is not None, origin=origin))
-    return rows
+    return [
+        (entry, str(path) if (path := _in_folder(entry, folder)) else PACKAGED if entry.packaged else None)
+        for entry in WORKLOADS.values()
+    ]
 
 
 def load(
@@ -126,15 +117,14 @@ def load(
     limit: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Prompts by the name of a workload, or from a file or a folder of files.
+    """Prompts by the name of a workload, or from a file.
 
-    A name is read from ``folder`` where its file is there, else from the packaged sample. A path of a file
-    gives its records as they are; a folder gives those of all its .jsonl and .jsonl.gz files, each file one
-    category. Records of the form prompt and completion that have the same prompt become one prompt with
-    several references.
+    A name is read from ``folder`` where its file is there, else from the packaged sample; a path gives the records of
+    its file. Records of the form prompt and completion that have the same prompt become one prompt with several
+    references.
 
     Args:
-        name_or_path: a name of `WORKLOADS` (write ``./books`` for a folder of that name), or a path.
+        name_or_path: a name of `WORKLOADS`, or the path of a file.
         folder: where the files of known workloads are.
         limit: prompts to choose, spread evenly over the categories (see `choose`); None: all, in their
             order. More than there are gives all of them: see ``Workload.total``.
@@ -146,13 +136,19 @@ def load(
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"{limit} prompts of {name_or_path}", "nothing would be asked", "give 1 or more")
-    entry = WORKLOADS.get(_normal(name_or_path))
+    name = name_or_path.lower().replace("-", "_") if isinstance(name_or_path, str) else ""
+    entry = WORKLOADS.get(name)
     if entry is not None:
-        data, origin = _known_data(entry, _folder(folder))
-        prompts = _parse(data, origin, entry.name)
+        data, origin = _known_data(entry, folder)
     else:
-        path = _existing_path(name_or_path)
-        entry, origin, prompts = _unnamed(path), str(path), _read_path(path)
+        path = Path(name_or_path).expanduser()
+        if not path.is_file() and name and "/" not in name and "." not in name:
+            wrong = "it is neither a known workload nor a file"
+            raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
+        if not path.is_file():
+            raise ConfigError(f"workload {name_or_path}", "there is no such file", "check the path")
+        entry, origin, data = _unnamed(path), str(path), _bytes(path)
+    prompts = _parse(data, origin, entry.name)
     chosen = prompts if limit is None else choose(prompts, limit, seed, entry.strata)
     return Workload(**vars(entry), origin=origin, prompts=tuple(chosen), total=len(prompts))
 
@@ -179,27 +175,22 @@ def choose(prompts: Sequence[Prompt], limit: int, seed: int = 0, strata: str = "
     return [prompt for turn in zip_longest(*decks) for prompt in turn if prompt is not None][:limit]
 
 
-def _normal(name: str | Path) -> str:
-    return name.lower().replace("-", "_") if isinstance(name, str) else ""
-
-
-def _folder(folder: str | Path | None) -> Path | None:
-    if folder is not None and not Path(folder).is_dir():
+def _in_folder(entry: WorkloadFacts, folder: str | Path | None) -> Path | None:
+    """Its file in a folder of data."""
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
         raise ConfigError(f"data folder {folder}", "there is no such folder", "name a folder of .jsonl files")
-    return None if folder is None else Path(folder)
-
-
-def _in_folder(entry: WorkloadFacts, folder: Path | None) -> Path | None:
-    candidates = [folder / entry.file, folder / f"{entry.file}.gz"] if folder else []
+    candidates = (Path(folder) / entry.file, Path(folder) / f"{entry.file}.gz")
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _known_data(entry: WorkloadFacts, folder: Path | None) -> tuple[bytes, str]:
+def _known_data(entry: WorkloadFacts, folder: str | Path | None) -> tuple[bytes, str]:
     path = _in_folder(entry, folder)
     if path is not None:
         return _bytes(path), str(path)
     if entry.packaged:
-        return (resources.files(__package__) / "data" / f"{entry.name}.jsonl").read_bytes(), "packaged sample"
+        return (resources.files(__package__) / "data" / f"{entry.name}.jsonl").read_bytes(), PACKAGED
     where = f"{folder} has no {entry.file}" if folder else "it does not come with the package"
     raise ConfigError(
         f"workload {entry.name!r}",
@@ -208,50 +199,18 @@ def _known_data(entry: WorkloadFacts, folder: Path | None) -> tuple[bytes, str]:
     )
 
 
-def _existing_path(name_or_path: str | Path) -> Path:
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
-    name = _normal(name_or_path)
-    if not name or "/" in name or "." in name:
-        raise ConfigError(f"workload {name_or_path}", "there is no such file or folder", "check the path")
-    wrong = "it is neither a known workload nor a file or folder"
-    raise ConfigError(f"workload {name_or_path!r}", wrong, suggest(name, WORKLOADS, "workload"))
-
-
 def _unnamed(path: Path) -> WorkloadFacts:
-    name, kind = _stem(path), "a folder" if path.is_dir() else "a file"
+    name = path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
     return WorkloadFacts(
         name=name,
         title=name,
-        description=f"prompts from {kind}",
+        description="prompts from a file",
         source=str(path),
         licence="not stated",
         file=path.name,
         chat=True,
         max_new_tokens=128,
     )
-
-
-def _stem(path: Path) -> str:
-    return path.resolve().name.removesuffix(".gz").removesuffix(".jsonl")
-
-
-def _read_path(path: Path) -> list[Prompt]:
-    if path.is_file():
-        return _parse(_bytes(path), str(path), _stem(path))
-    files = sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz")))
-    if not files:
-        raise ConfigError(f"workload {path}", "the folder has no .jsonl or .jsonl.gz file", f"put files there, {FORM}")
-    [(name, count)] = Counter(map(_stem, files)).most_common(1)
-    if count > 1:
-        raise ConfigError(f"workload {path}", f"{name}.jsonl is there twice, plain and compressed", "keep one of them")
-    # The file names the category, and makes ids of different files differ.
-    return [
-        replace(prompt, id=f"{_stem(file)}/{prompt.id}", category=_stem(file))
-        for file in files
-        for prompt in _parse(_bytes(file), str(file), _stem(file))
-    ]
 
 
 def _bytes(path: Path) -> bytes:

@@ -50,8 +50,9 @@ def workloads(
 ) -> None:
     """List the workloads: those packaged with Paceline, and those read from a folder."""
     table = figures_table(("workload", "title", "read from", "licence", "source"), (), words=5)
-    for row in available(data):
-        table.add_row(row.name, row.title, row.origin, row.licence, row.source, style=None if row.found else "dim")
+    for row, origin in available(data):
+        shown = (row.name, row.title, origin or f"needs --data with {row.file}", row.licence, row.source)
+        table.add_row(*shown, style=None if origin else "dim")
     stdout().print(table)
 
 
