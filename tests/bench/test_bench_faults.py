@@ -133,9 +133,9 @@ def test_one_wrong_token_is_caught(one_wrong_token: None, dtype: str, kernels: s
 def test_an_output_one_token_short_is_caught(plant: Any, dtype: str):
     """An engine whose stop rule counts one too many."""
 
-    def drive(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
+    def drive(right: Any, runner: EngineRunner, group: Group, *rest: Any) -> Any:
         cell = replace(group.cell, max_new_tokens=group.cell.max_new_tokens - 1)
-        return right(runner, replace(group, cell=cell), most)
+        return right(runner, replace(group, cell=cell), *rest)
 
     plant(drive, "_drive")
     report = bench(dtype)
@@ -196,8 +196,8 @@ def test_a_reordered_prompt_list_is_caught(plant: Any):
 def test_reordered_outputs_are_caught(plant: Any):
     """The prompts are named in order, and the answers belong to each other's."""
 
-    def drive(right: Any, runner: EngineRunner, group: Group, most: int | None = None) -> Any:
-        return right(runner, replace(group, prompts=group.prompts[::-1]), most)
+    def drive(right: Any, runner: EngineRunner, group: Group, *rest: Any) -> Any:
+        return right(runner, replace(group, prompts=group.prompts[::-1]), *rest)
 
     plant(drive, "_drive")
     found = verdict(bench("float32"))

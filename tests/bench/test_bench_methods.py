@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from paceline.bench.methods import (
-    check,
     default_methods,
     drafter_config,
     parse_method,
@@ -112,6 +111,6 @@ def test_plain_decoding_is_added_where_it_is_missing() -> None:
 
 
 def test_settings_are_checked_without_a_model() -> None:
-    check(Method(name="a", drafter="ngram", settings={"budget": 4}))
+    parse_method("ngram;budget=4")
     with pytest.raises(ConfigError, match="budget"):
-        check(Method(name="a", drafter="ngram", settings={"budget": -1}))
+        parse_method("ngram;budget=-1")

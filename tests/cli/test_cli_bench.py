@@ -69,8 +69,8 @@ def test_wrong_ids_end_with_status_1(run: Any, monkeypatch: pytest.MonkeyPatch) 
 
     fill = measure._fill
 
-    def wrong(trial: Any, arrivals: Any) -> None:
-        fill(trial, arrivals)
+    def wrong(trial: Any, *found: Any) -> None:
+        fill(trial, *found)
         if trial.method != "plain":
             trial.outputs[0][3] += 1
 

@@ -77,9 +77,6 @@ class Group:
         )
 
 
-# -- memory
-
-
 class Memory:
     """Memory of the process or of the device, in bytes. Every figure is None where the system does not tell."""
 
@@ -118,17 +115,11 @@ def _status_bytes(name: str) -> int | None:
     return None
 
 
-# -- what a pass must read
-
-
 def kv_bytes(decoder: Decoder, tokens: int) -> int:
     """Bytes of K and V that one row's attention reads over ``tokens`` committed tokens, all layers."""
     _, heads, width = decoder.cache_shape
     keys = sum(tokens if window is None else min(tokens, window) for window in decoder.config.windows)
     return 2 * keys * decoder.config.stretch * heads * width * decoder.dtype.itemsize
-
-
-# -- our own methods
 
 
 def ask(
@@ -139,20 +130,6 @@ def ask(
     began = perf_counter()
     outputs = llm.generate([{"prompt_token_ids": [*ids]} for ids in prompts], params, application=application)
     return outputs, perf_counter() - began
-
-
-@dataclass(slots=True)
-class _Driven:
-    """A group on its way: its sequences in the order of submission, when their tokens came, and what that took."""
-
-    sequences: list[RunningSequence]
-    seen: Arrivals
-    steps: int = 0
-    bytes_read: int = 0  # what the passes had to read
-
-    def stats(self) -> SpecStats:
-        """Of all requests together."""
-        return reduce(SpecStats.merge, (sequence.state.stats for sequence in self.sequences))
 
 
 @contextmanager
@@ -190,52 +167,46 @@ class EngineRunner:
         Raises:
             Exception: whatever the engine raises.
         """
-        self._drive(group, max_new_tokens)
+        self._drive(group, group.blank(self.method.name, 0), max_new_tokens)
 
     def run(self, group: Group, repeat: int) -> Trial:
         """One trial. An error of the engine becomes the trial's."""
-        trial = group.blank(self.method.name, repeat)
+        trial, engine = group.blank(self.method.name, repeat), self.llm.engine
         before, can_peak = None, False
         try:
             with quiet_collector():
                 before, can_peak = self._memory.held(), self._memory.reset_peak()
-                driven = self._drive(group)
-        except Exception as error:
-            self._abort_all()
+                self._drive(group, trial)
+        except BaseException as error:
+            for request_id in list(engine.live):
+                engine.abort(request_id)
+            if not isinstance(error, Exception):
+                raise
             log.warning("%s failed on group %d of %s", self.method.name, group.index, group.cell, exc_info=error)
-            return replace(trial, error=f"{type(error).__name__}: {error}")
-        except BaseException:
-            self._abort_all()
-            raise
+            return replace(group.blank(self.method.name, repeat), error=f"{type(error).__name__}: {error}")
         trial.peak_bytes = self._peak(before) if can_peak else None
-        _fill(trial, driven)
-        trial.budget = _rounded(self.llm.engine.budget.describe())
-        off = None if self.method.plain else driven.stats().off_reason
-        trial.off_reason = self.llm.engine.round.failure or off
+        trial.budget = engine.budget.describe()
+        trial.off_reason = engine.round.failure or (None if self.method.plain else trial.off_reason)
         return trial
 
-    def _drive(self, group: Group, max_new_tokens: int | None = None) -> _Driven:
-        """Submit a group, and step until all are answered. Nothing of an earlier trial is found."""
+    def _drive(self, group: Group, trial: Trial, max_new_tokens: int | None = None) -> None:
+        """Submit a group, step until all are answered, and fill in the trial. Nothing of an earlier one is found."""
         engine, decoder, application = self.llm.engine, self.llm.decoder, self.method.application
         self.llm.forget()
         began = perf_counter()
         asked = [(prompt.ids, group.params(prompt, max_new_tokens)) for prompt in group.prompts]
         places = {engine.submit(ids, params, application=application): i for i, (ids, params) in enumerate(asked)}
-        driven = _Driven([engine.live[name].sequences[0] for name in places], Arrivals(len(places)))
+        sequences, seen = [engine.live[name].sequences[0] for name in places], Arrivals(len(places))
         while engine.busy:
             # What is committed before the pass must be read by it; what it writes itself is in the caches.
             held = [s.cache.committed for s in engine.scheduler.running if s.cache is not None]
-            driven.bytes_read += decoder.pass_bytes + sum(kv_bytes(decoder, tokens) for tokens in held)
+            trial.bytes_read += decoder.pass_bytes + sum(kv_bytes(decoder, tokens) for tokens in held)
             touched = engine.step()
             now_ms = 1000 * (perf_counter() - began)
             for place in (places[live.request.id] for live in touched):
-                driven.seen.note(place, len(driven.sequences[place].state.token_ids), now_ms)
-            driven.steps += 1
-        return driven
-
-    def _abort_all(self) -> None:
-        for request_id in list(self.llm.engine.live):
-            self.llm.engine.abort(request_id)
+                seen.note(place, len(sequences[place].state.token_ids), now_ms)
+            trial.steps += 1
+        _fill(trial, sequences, seen)
 
     def _peak(self, before: int | None) -> int | None:
         """What the method holds and what the trial added.
@@ -251,24 +222,15 @@ class EngineRunner:
         return found
 
 
-def _rounded(value: Any) -> Any:
-    """Floats to four digits, for a journal that is read by people too."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def _fill(trial: Trial, driven: _Driven) -> None:
+def _fill(trial: Trial, sequences: Sequence[RunningSequence], seen: Arrivals) -> None:
     """What the requests say about themselves."""
-    states, seen, stats = [sequence.state for sequence in driven.sequences], driven.seen, driven.stats()
-    trial.outputs = [list(state.token_ids) for state in states]
-    trial.finish = [str(state.checker.finish_reason) for state in states]
+    stats = reduce(SpecStats.merge, (sequence.state.stats for sequence in sequences))
+    trial.outputs = [list(sequence.state.token_ids) for sequence in sequences]
+    trial.finish = [str(sequence.state.checker.finish_reason) for sequence in sequences]
     trial.wall_ms = max(last for last in seen.last_ms if last is not None)
     trial.ttft_ms = [first for first in seen.first_ms if first is not None]
     trial.waits_ms, trial.arrivals = seen.waits_ms, seen.arrivals
-    trial.steps, trial.bytes_read = driven.steps, driven.bytes_read
+    trial.off_reason = stats.off_reason
     for name in COUNTED:
         setattr(trial, name, getattr(stats, name))
 
@@ -308,18 +270,10 @@ class Builder:
         Raises:
             ConfigError: the method and the model do not fit together.
         """
-        return self._make(method, limits)[0]
+        return self.runner(method, limits).llm
 
-    def runner(self, method: Method, limits: Limits, answers: str | None = None) -> EngineRunner:
+    def runner(self, method: Method, limits: Limits | None, answers: str | None = None) -> EngineRunner:
         """The same, ready to be measured; ``answers``: file of recorded ones, for a synthetic drafter without one."""
-        llm, target, own = self._make(method, limits, answers)
-        holds = None if target is None or own is None else target + own
-        return EngineRunner(method, llm, self.memory, holds)
-
-    def _make(
-        self, method: Method, limits: Limits | None, answers: str | None = None
-    ) -> tuple[LLM, int | None, int | None]:
-        """The engine, bytes that its target holds, bytes that the rest holds."""
         options = {
             **self._common,
             "drafter": drafter_config(method, answers),
@@ -336,7 +290,8 @@ class Builder:
             options["kv_memory"] = pool_bytes(target.decoder, limits)
         before = self.memory.held()
         llm = LLM(**options, share=target)
-        return llm, held, _growth(before, self.memory.held())
+        own = _growth(before, self.memory.held())
+        return EngineRunner(method, llm, self.memory, None if held is None or own is None else held + own)
 
     def _target(self, options: dict[str, Any]) -> tuple[LLM, int | None]:
         """The target that these options want, loaded where it is not there yet."""
@@ -368,11 +323,14 @@ def _growth(before: int | None, after: int | None) -> int | None:
 def model_facts(llm: LLM, name: str) -> dict[str, Any]:
     """What a report says about the target; of a stretched one, counts of layers and parameters are the model's own."""
     decoder, shape = llm.decoder, llm.decoder.config
+    attention = shape.d_model * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    mlp = shape.d_model * shape.d_ff * (3 if shape.gated else 2)
+    ends = shape.vocab_size * shape.d_model * (1 if shape.tied else 2)
     return {
         "name": parse_model(name).label,
         **({"stretched": shape.stretch} if shape.stretch > 1 else {}),
         "family": shape.family,
-        "parameters": parameters(decoder),
+        "parameters": shape.num_layers * (attention + mlp) + ends,  # norms and biases, some thousands, are left out
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "kernels": llm.kernels,
         "layers": shape.num_layers,
@@ -382,12 +340,3 @@ def model_facts(llm: LLM, name: str) -> dict[str, Any]:
         "pass_bytes": decoder.pass_bytes,
         "kv_bytes_per_token": kv_bytes(decoder, 1),
     }
-
-
-def parameters(decoder: Decoder) -> int:
-    """Weights of the linear layers and the embedding (norms and biases, some thousands, are left out)."""
-    c = decoder.config
-    attention = c.d_model * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    mlp = c.d_model * c.d_ff * (3 if c.gated else 2)
-    heads = 1 if c.tied else 2
-    return c.num_layers * (attention + mlp) + heads * c.vocab_size * c.d_model

@@ -22,7 +22,7 @@ from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import read, suggest, type_name, written
 from ..drafters import registry
-from ..rounds import AUTO, ROUNDS, parse_round
+from ..rounds import AUTO, ROUNDS
 from .records import PLAIN, PLAIN_MODES, Method
 
 NONE = "none"  # the drafter of plain decoding
@@ -38,9 +38,6 @@ _COMMA = re.compile(r",(?![^<]*>)")  # as the registry cuts: not inside <...>
 _FORM = "write [NAME=]DRAFTER[;OPTION=VALUE]..., such as 'fast=ngram,depth=4;budget=8'"
 
 
-# -- reading
-
-
 def parse_method(text: str, dtype: str = "auto") -> Method:
     """Read one method.
 
@@ -51,16 +48,43 @@ def parse_method(text: str, dtype: str = "auto") -> Method:
     Raises:
         ConfigError: no such drafter or option, or a value that does not fit.
     """
+    asked = f"--method {text!r}"
     head, rest = _cut(text)
-    name, body = _named(head)
-    if not body:
-        raise ConfigError(f"--method {text!r}", "it names no drafter", _FORM)
-    settings = dict(_assignment(item, text) for item in rest)
-    if len(settings) < len(rest):
-        raise ConfigError(f"--method {text!r}", "an option is given twice", "give it once")
-    if "/" in re.split(r"[,:=]", body, maxsplit=1)[0]:
-        raise ConfigError(f"--method {text!r}", "other engines are not run here", "python studies/peers.py runs them")
-    return _own_method(text, name, body, settings, dtype)
+    name, drafter = _named(head)
+    if not drafter:
+        raise ConfigError(asked, "it names no drafter", _FORM)
+    if "/" in re.split(r"[,:=]", drafter, maxsplit=1)[0]:
+        raise ConfigError(asked, "other engines are not run here", "python studies/peers.py runs them")
+    settings: dict[str, str] = {}
+    for item in rest:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not key or not equals or not value:
+            raise ConfigError(asked, f"{item!r} is not option=value", _FORM)
+        if key in settings:
+            raise ConfigError(asked, "an option is given twice", "give it once")
+        settings[key] = value
+    drafter = NONE if drafter == PLAIN else drafter
+    config = _parse_drafter(drafter, RECORDED)
+    round_, dtype = settings.get("round", AUTO), settings.get("dtype", dtype)
+    if round_.partition(",")[0].strip() not in (AUTO, *ROUNDS):
+        raise ConfigError(asked, f"there is no round {round_!r}", suggest(round_, [AUTO, *ROUNDS], "round"))
+    values = {key: _value(key, value, asked) for key, value in settings.items() if key not in ("round", "dtype")}
+    useless = sorted(_NEED_DRAFTS & values.keys()) if config.kind == NONE else []
+    if useless:
+        raise ConfigError(asked, f"{useless[0]} means nothing without a drafter", "leave it out")
+    first, *options = _COMMA.split(drafter)  # a name has no model
+    parts = [PLAIN if config.kind == NONE else _kind(first), *options]
+    method = Method(
+        name=name or ";".join([",".join(parts), *(f"{key}={value}" for key, value in settings.items())]),
+        drafter=drafter,
+        round=round_,
+        settings=values,
+        dtype=dtype,
+        synthetic=getattr(config, ANSWERS, None) is not None,
+    )
+    # What cannot be is refused without loading a model.
+    LLMConfig(model="any", drafter=drafter_config(method), round=round_, dtype=dtype, **values)
+    return method
 
 
 def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
@@ -73,7 +97,10 @@ def parse_methods(texts: Iterable[str], dtype: str = "auto") -> list[Method]:
     methods = [parse_method(text, dtype) for text in texts]
     names = [m.name for m in methods]
     renamed = [replace(m, name=t) if names.count(m.name) > 1 else m for m, t in zip(methods, texts, strict=True)]
-    _refuse_twins(renamed)
+    names = [m.name for m in renamed]
+    twin = next((name for name in names if names.count(name) > 1), None)
+    if twin is not None:
+        raise ConfigError(f"two methods called {twin!r}", "results go by the name", "give one a name: NAME=DRAFTER")
     return renamed
 
 
@@ -94,52 +121,8 @@ def _named(head: str) -> tuple[str | None, str]:
     return (match[1].strip(), match[2].strip()) if match else (None, head)
 
 
-def _assignment(item: str, text: str) -> tuple[str, str]:
-    key, equals, value = (part.strip() for part in item.partition("="))
-    if not key or not equals or not value:
-        raise ConfigError(f"--method {text!r}", f"{item!r} is not option=value", _FORM)
-    return key, value
-
-
-def _own_method(text: str, name: str | None, drafter: str, settings: dict[str, str], dtype: str) -> Method:
-    asked = f"--method {text!r}"
-    drafter = NONE if drafter == PLAIN else drafter
-    config = _parse_drafter(drafter, RECORDED)
-    found = dict(settings)
-    round_ = _known_round(found.pop("round", AUTO), asked)
-    dtype = found.pop("dtype", dtype)
-    values = {key: _setting_value(key, value, asked) for key, value in found.items()}
-    if config.kind == NONE:
-        useless = sorted(_NEED_DRAFTS & values.keys())
-        if useless:
-            raise ConfigError(asked, f"{useless[0]} means nothing without a drafter", "leave it out")
-    method = Method(
-        name=name or _default_name(drafter, settings),
-        drafter=drafter,
-        round=round_,
-        settings=values,
-        dtype=dtype,
-        synthetic=_answers_of(config) is not None,
-    )
-    check(method)
-    return method
-
-
-def _default_name(drafter: str, settings: dict[str, str]) -> str:
-    """The drafter's name and options without its model, then the settings."""
-    head, *options = _COMMA.split(drafter)
-    kind = _kind(head)
-    return ";".join([",".join([PLAIN if kind == NONE else kind, *options]), *(f"{k}={v}" for k, v in settings.items())])
-
-
-def _known_round(name: str, asked: str) -> str:
-    if name.partition(",")[0].strip() not in (AUTO, *ROUNDS):
-        raise ConfigError(asked, f"there is no round {name!r}", suggest(name, [AUTO, *ROUNDS], "round"))
-    parse_round(name)
-    return name
-
-
-def _setting_value(name: str, text: str, asked: str) -> Any:
+def _value(name: str, text: str, asked: str) -> Any:
+    """A setting's value, of the type that `LLM` takes."""
     if name not in SETTINGS:
         known = [*SETTINGS, "round", "dtype"]
         raise ConfigError(asked, f"there is no setting {name!r}", suggest(name, known, "setting"))
@@ -153,18 +136,6 @@ def _setting_value(name: str, text: str, asked: str) -> Any:
 def show(value: Any) -> str:
     """A setting's value as a user writes it."""
     return f"{value:g}" if isinstance(value, float) else written(value)
-
-
-# -- checking
-
-
-def check(method: Method) -> None:
-    """Refuse settings that cannot be, without loading a model.
-
-    Raises:
-        ConfigError: what `LLM` would say.
-    """
-    LLMConfig(model="any", drafter=drafter_config(method), round=method.round, dtype=method.dtype, **method.settings)
 
 
 def drafter_config(method: Method, answers: str | None = None) -> registry.DrafterConfig | None:
@@ -181,14 +152,7 @@ def drafter_config(method: Method, answers: str | None = None) -> registry.Draft
 
 def records_answers(method: Method) -> bool:
     """Whether the run must record the target's answers for this method's drafter."""
-    config = drafter_config(method) if method.own else None
-    return config is not None and _answers_of(config) == RECORDED
-
-
-def _answers_of(config: registry.DrafterConfig) -> str | None:
-    """The file of recorded answers that a drafter looks at, which makes its acceptance a setting; None: none."""
-    found: str | None = getattr(config, ANSWERS, None)
-    return found
+    return method.own and getattr(drafter_config(method), ANSWERS, None) == RECORDED
 
 
 def _parse_drafter(text: str, answers: str) -> registry.DrafterConfig:
@@ -240,10 +204,3 @@ def with_plain(methods: Sequence[Method]) -> list[Method]:
     unnamed = len(missing) == 1 and not any(m.name == PLAIN for m in methods)
     names = {dtype: PLAIN if unnamed else f"{PLAIN} dtype={dtype}" for dtype in missing}
     return [*(Method(name=name, dtype=dtype) for dtype, name in names.items()), *methods]
-
-
-def _refuse_twins(methods: Sequence[Method]) -> None:
-    names = [m.name for m in methods]
-    twins = sorted({name for name in names if names.count(name) > 1})
-    if twins:
-        raise ConfigError(f"two methods called {twins[0]!r}", "results go by the name", "give one a name: NAME=DRAFTER")
