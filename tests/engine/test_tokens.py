@@ -165,7 +165,7 @@ def test_a_lone_surrogate_in_a_conversation(zoo: Any):
 
 def test_what_a_tokenizer_raises_is_said_in_words():
     class Broken:
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, **options: bool) -> list[int]:
             raise TypeError("no such text")
 
     with pytest.raises(ConfigError, match="TypeError: no such text"):

@@ -63,7 +63,8 @@ def _checked_text(text: object) -> str:
 
 def _encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     try:
-        return list(tokenizer.encode(text, **options))
+        # Not verbose: the engine itself says when a prompt is too long, transformers would warn beside that.
+        return list(tokenizer.encode(text, verbose=False, **options))
     except Exception as error:  # tokenizers raise many kinds, plain Exception among them
         wrong = f"the tokenizer cannot encode it ({type(error).__name__}: {error})"
         raise ConfigError("a text prompt", wrong, "give other text, or token ids") from error
