@@ -22,7 +22,7 @@ from rich.text import Text
 from .records import Cell, Report
 from .report import wording as say
 from .report.terminal import BAD, FAINT, GOOD, add_rows, figures_table, rich_table
-from .summary import SEED, Floats, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
+from .summary import SEED, Interval, Summary, bootstrap, draw_groups, interval_of, speeds
 
 Verdict = Literal["faster", "slower", "same", "unknown"]
 Logs = dict[tuple[str, ...], list[float]]  # prompts of a group -> logs, one a repeat
@@ -69,18 +69,25 @@ def verdict(ratio: Interval | None) -> Verdict:
 def compare(a: Report, b: Report) -> ReportComparison:
     """How report ``b`` differs from report ``a``; every ratio is b over a."""
     left, right = Summary(a), Summary(b)
-    mine, theirs = _usable(left), _usable(right)
+    mine, theirs = ([key for key, trials in side.trials.items() if speeds(trials)] for side in (left, right))
     common = [key for key in mine if key in theirs]
     methods = list(dict.fromkeys(name for _, name in common))
     totals = [_row(left, right, name, [cell for cell, n in common if n == name], None) for name in methods]
-    each = [_row(left, right, name, [cell], cell) for cell, name in common]
+
+    def only(side: Summary, keys: list[tuple[Cell, str]]) -> tuple[str, ...]:
+        return tuple(
+            f"{say.method_name(side.methods[name])}, {say.cell_label(cell)}"
+            for cell, name in keys
+            if (cell, name) not in common
+        )
+
     return ReportComparison(
         a=a.title,
         b=b.title,
         differences=differences(a, b),
-        rows=tuple((*totals, *each)),
-        only_a=tuple(_key_label(left, key) for key in mine if key not in theirs),
-        only_b=tuple(_key_label(right, key) for key in theirs if key not in mine),
+        rows=(*totals, *(_row(left, right, name, [cell], cell) for cell, name in common)),
+        only_a=only(left, mine),
+        only_b=only(right, theirs),
     )
 
 
@@ -102,18 +109,6 @@ def _different(what: str, a: Any, b: Any) -> list[tuple[str, str, str]]:
         keys = dict.fromkeys((*a, *b))
         return [d for key in keys for d in _different(f"{what}.{key}", a.get(key, "none"), b.get(key, "none"))]
     return [] if a == b else [(what, str(a), str(b))]
-
-
-# -- ratios
-
-
-def _usable(summary: Summary) -> list[tuple[Cell, str]]:
-    return [key for key, trials in summary.trials.items() if speeds(trials)]
-
-
-def _key_label(summary: Summary, key: tuple[Cell, str]) -> str:
-    cell, name = key
-    return f"{say.method_name(summary.methods[name])}, {say.cell_label(cell)}"
 
 
 def _row(left: Summary, right: Summary, name: str, cells: Sequence[Cell], cell: Cell | None) -> ComparedRow:
@@ -153,31 +148,26 @@ def _mean(sides: Sequence[Logs]) -> float:
 
 
 def _ratio(sides: Sequence[tuple[Logs, Logs]], label: str) -> Interval | None:
-    """Geometric mean over cells of b over a, with a bootstrap interval."""
+    """Geometric mean over cells of b over a, with a bootstrap interval; matched by prompts where any are in both."""
     if not sides:
         return None
     generator = np.random.default_rng([SEED, crc32(label.encode())])
-    matched = [_matched(a, b) for a, b in sides]
-    resamples = [_difference(a, b, generator) for a, b in matched]
+    matched, resamples = [], []
+    for a, b in sides:
+        common = [key for key in a if key in b]
+        if common:
+            a, b = {key: a[key] for key in common}, {key: b[key] for key in common}
+        # Matched groups are drawn together, repeats never are.
+        groups = draw_groups(len(a), generator)
+        others = groups if common else draw_groups(len(b), generator)
+        resamples.append(bootstrap([*b.values()], generator, others) - bootstrap([*a.values()], generator, groups))
+        matched.append((a, b))
     return interval_of(
         _mean([b for _, b in matched]) - _mean([a for a, _ in matched]),
         resamples,
         groups=sum(min(len(a), len(b)) for a, b in matched),
         pairs=sum(min(sum(map(len, a.values())), sum(map(len, b.values()))) for a, b in matched),
     )
-
-
-def _matched(a: Logs, b: Logs) -> tuple[Logs, Logs]:
-    """The groups whose prompts are in both; all groups where no prompts are."""
-    common = [key for key in a if key in b]
-    return ({key: a[key] for key in common}, {key: b[key] for key in common}) if common else (a, b)
-
-
-def _difference(a: Logs, b: Logs, generator: np.random.Generator) -> Floats:
-    """[S] resampled means of b less those of a; matched groups are drawn together, repeats never are."""
-    groups = draw_groups(len(a), generator)
-    others = groups if a.keys() == b.keys() else draw_groups(len(b), generator)
-    return bootstrap([*b.values()], generator, others) - bootstrap([*a.values()], generator, groups)
 
 
 # -- on the terminal
