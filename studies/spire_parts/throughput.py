@@ -18,7 +18,7 @@ from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import figures, machine, workloads
-from paceline.bench.calibrate import BATCHES, ROWS
+from paceline.bench.calibrate import BATCHES
 from paceline.bench.figures import Panel, Series
 from paceline.bench.law import LawConfig, LawFound, measure_law
 from paceline.bench.measure import Builder, Limits
@@ -31,7 +31,7 @@ from paceline.engine import calibration
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
-from paceline.planning.costs import cost_points
+from paceline.planning.costs import ROWS, cost_points
 from paceline.planning.measured import errors, median_error
 from paceline.planning.models import read_shape, shape_of
 from paceline.planning.throughput import Network, Precision

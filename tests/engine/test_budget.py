@@ -709,7 +709,7 @@ def _check(
 
 def test_what_calibrate_writes_is_what_the_next_start_reads(tmp_path: Path) -> None:
     from paceline import LLM, zoo
-    from paceline.bench.calibrate import CalibrateConfig, calibrate, draft_of, rounds
+    from paceline.bench.calibrate import calibrate
 
     embedded = zoo.find("paceline-small")
     assert embedded is not None
@@ -719,14 +719,12 @@ def test_what_calibrate_writes_is_what_the_next_start_reads(tmp_path: Path) -> N
         if file.name != calibration.FILE:
             (folder / file.name).symlink_to(file)
     drafter = "draft_model:paceline-small-draft,depth=3,dtype=int8"
-    assert (
-        draft_of(drafter) == ("paceline-small-draft", "int8") and draft_of("ngram") is None and draft_of(None) is None
-    )
-    config = CalibrateConfig(repeats=1, rows=(1, 4, 16), batches=(1, 4), contexts=(16, 64))
-    seen: list[int] = []
+    sizes = {"rows": (1, 4, 16), "batches": (1, 4), "contexts": (16, 64)}
+    seen: list[tuple[str, int, int]] = []
     llm = LLM(str(folder), kv_memory="64MiB")
-    made, path = calibrate(llm, drafter, config, seen.append)
-    assert path == folder / calibration.FILE and seen[-1] == rounds(config, drafter) == 4
+    made, path = calibrate(llm, drafter, lambda *told: seen.append(told), repeats=1, **sizes)
+    assert path == folder / calibration.FILE and list(made.drafts) == ["paceline-small-draft,dtype=int8"]
+    assert [(done, of) for _, done, of in seen] == [(1, 2), (2, 2)] * 2
     assert llm.engine.budget.describe()["why"] == "no drafter was named"
 
     again = LLM(str(folder), kv_memory="64MiB", drafter=drafter).engine.budget

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,47 +13,32 @@ from ..engine import calibration
 from ..engine.calibration import Calibration
 from ..engine.costs import CostTable
 from ..llm import LLM
+from ..planning.costs import ROWS
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
 CONTEXTS = (128, 1024)  # committed tokens: of the table, and to see how costs grow
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrateConfig:
-    """How much is measured."""
-
-    repeats: int = 15  # passes of each kind; medians count
-    rows: tuple[int, ...] = ROWS
-    batches: tuple[int, ...] = BATCHES
-    contexts: tuple[int, ...] = CONTEXTS
-
-
-def rounds(config: CalibrateConfig, drafter: str | DrafterConfig | None) -> int:
-    """Calls of ``progress`` that `calibrate` makes, at most."""
-    return (config.repeats + 1) * (2 if draft_of(drafter) else 1)
-
-
-def draft_of(drafter: str | DrafterConfig | None) -> tuple[str, str] | None:
-    """(name, dtype) of the model that a drafter runs; None for those that run none."""
-    chosen = registry.parse(drafter)
-    name = getattr(chosen, "model", None)
-    return (str(name), str(getattr(chosen, "dtype", "auto"))) if name else None
 
 
 def calibrate(
     llm: LLM,
     drafter: str | DrafterConfig | None = None,
-    config: CalibrateConfig | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+    *,
+    repeats: int = 15,
+    rows: Sequence[int] = ROWS,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
 ) -> tuple[Calibration, Path]:
     """Measure the target's passes, and those of the model that ``drafter`` runs, and write them down.
 
     Args:
         llm: the model, loaded as it will be used (dtype, exact, kernels, threads).
         drafter: as ``LLM(drafter=...)`` takes it; None: the target alone.
-        config: how much is measured.
-        progress: called with the number of rounds done.
+        progress: called with whose passes are timed, the rounds done, and of how many.
+        repeats: passes of each kind; medians count.
+        rows: of one sequence.
+        batches: sequences of one row each.
+        contexts: committed tokens of each.
 
     Returns:
         The figures, and the file that they were written to.
@@ -62,35 +46,27 @@ def calibrate(
     Raises:
         ConfigError: no place to write to, or a drafter that cannot be loaded.
     """
-    config = config or CalibrateConfig()
-    table = _measured(llm, config, 0, progress)
-    drafts = {}
-    draft = draft_of(drafter)
-    if draft is not None:
-        name, dtype = draft
+
+    def measured(of: LLM, name: str) -> CostTable:
+        room = of.decoder.config.max_position
+        most = [count for count in rows if count < room]
+        return calibration.measure(
+            of.decoder,
+            rows=most,
+            batches=batches,
+            contexts=[context for context in contexts if context + most[-1] <= room] or [0],
+            repeats=repeats,
+            source="measured now",
+            progress=lambda done: progress(f"timing passes of {name}", done, repeats + 1),
+        )
+
+    chosen = registry.parse(drafter)
+    draft, dtype = getattr(chosen, "model", None), str(getattr(chosen, "dtype", "auto"))
+    table, drafts = measured(llm, "the target"), {}
+    if draft:
         wanted = str(llm.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        other = LLM(name, dtype=wanted, device=llm.config.device, kernels=llm.config.kernels)
-        drafts[draft_key(name, dtype)] = _measured(other, config, config.repeats + 1, progress)
-    made = Calibration(
-        fingerprint=llm.fingerprint,
-        table=table,
-        drafts=drafts,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        repeats=config.repeats,
-    )
+        other = LLM(str(draft), dtype=wanted, device=llm.config.device, kernels=llm.config.kernels)
+        drafts[draft_key(str(draft), dtype)] = measured(other, str(draft))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    made = Calibration(fingerprint=llm.fingerprint, table=table, drafts=drafts, created=created, repeats=repeats)
     return made, calibration.save(llm.folder, made)
-
-
-def _measured(llm: LLM, config: CalibrateConfig, done: int, progress: Callable[[int], None] | None) -> CostTable:
-    room = llm.decoder.config.max_position
-    rows = [r for r in config.rows if r < room]
-    contexts = [c for c in config.contexts if c + rows[-1] <= room] or [0]
-    return calibration.measure(
-        llm.decoder,
-        rows=rows,
-        batches=config.batches,
-        contexts=contexts,
-        repeats=config.repeats,
-        source="measured now",
-        progress=(lambda count: progress(done + count)) if progress else None,
-    )

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from .. import zoo
 from ..assembly import drafter_of
-from ..bench import calibrate as calibration
 from ..bench import machine
 from ..bench import step as stepping
+from ..bench.calibrate import calibrate as measure_costs
 from ..bench.compare import compare as compare_reports
 from ..bench.compare import render_terminal
 from ..bench.config import numbers
@@ -29,7 +29,7 @@ from ..engine.costs import CostTable
 from ..llm import LLM
 from .bench_run import DTYPE_HELP, MODEL_HELP, THREADS_HELP, bench
 from .console import stdout
-from .session import DEFAULT_MODEL, counting
+from .session import DEFAULT_MODEL, counting, steps
 
 app = typer.Typer(add_completion=False)
 app.callback(invoke_without_command=True)(bench)
@@ -84,10 +84,9 @@ def calibrate(
     if spec.random:
         raise ConfigError(f"--model {model}", "it is gone when the command ends", "name a model that stays")
     chosen = drafter_of(LLMConfig(model=model, drafter=zoo.default_drafter(model) if drafter is None else drafter))
-    config = calibration.CalibrateConfig(repeats=repeats)
     llm = LLM(model, dtype=dtype, device=device, exact=exact, threads=threads)
-    with counting("timing passes", calibration.rounds(config, chosen)) as progress:
-        made, file = calibration.calibrate(llm, chosen, config, progress)
+    with steps() as progress:
+        made, file = measure_costs(llm, chosen, progress, repeats=repeats)
     console = stdout()
     console.print(_cost_table({spec.label: made.table, **made.drafts}))
     console.print(f"written to {file}", markup=False)

@@ -140,10 +140,12 @@ def _name(row: Row) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
-    """Speeds, times and work of methods, and their acceptance by position."""
-    # Reports of older versions have no row-layers.
-    kinds = [SPEEDS, TIMES, *([WORK] if any(row.figures.row_layers for row in rows) else [])]
-    found = [_table(["method", *kind], ([_name(r), *(COLUMNS[c](r) for c in kind)] for r in rows)) for kind in kinds]
+    """Speeds, times and work of methods, columns without a figure left out, and their acceptance by position."""
+    found = []
+    for kind in (SPEEDS, TIMES, WORK):
+        columns = {name: [COLUMNS[name](row) for row in rows] for name in kind}
+        told = {name: cells for name, cells in columns.items() if set(cells) != {say.NOTHING}}
+        found.append(_table(["method", *told], zip(map(_name, rows), *told.values(), strict=True)) if told else "")
     deep = max((len(row.figures.acceptance) for row in rows), default=0)
     shares = [[_name(row), *map(say.share, row.figures.acceptance)] for row in rows if row.figures.acceptance]
     filled = (row + [say.NOTHING] * (deep + 1 - len(row)) for row in shares)
