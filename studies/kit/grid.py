@@ -33,7 +33,6 @@ from paceline.core.errors import ConfigError
 from .applications import with_plain
 from .filled import encoded
 from .halves import SEED, conversations, halves
-from .near_ties import NearTies
 from .peer_runs import PeerRun
 from .scores import workload_of
 
@@ -107,7 +106,6 @@ def measure(grid: Grid, options: Options, folder: Path) -> Report:
         overwrite=options.overwrite,
         command=options.command,
         progress=log_lines(Console(stderr=True), "dim"),
-        judge=NearTies,
         encode=encoded,
     )
     report = run.execute()

@@ -22,12 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.bench.lossless import Finding, OutputIds, count_tokens
-from paceline.bench.records import Method, Trial
+from paceline.bench import lossless
+from paceline.bench.lossless import count_tokens, difference, paired
+from paceline.bench.records import Exactness, Method, Report, Trial
+from paceline.bench.summary import Summary
 from paceline.core.errors import ConfigError
 from paceline.core.request import StopChecker
 from paceline.core.sampling import SamplingParams, SequenceSampler
@@ -155,6 +158,68 @@ class Tolerance:
 
 
 # -- one sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What is wrong with one sequence, or what explains it."""
+
+    what: str
+    explained: bool = False
+    position: int | None = None  # in the output
+    expected: int | None = None  # the reference's token
+    got: int | None = None  # the method's
+    gap: float | None = None  # how far the token in question lies below the best score; in logits over temperature
+    tolerance: float | None = None  # there
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is known, ready for JSON."""
+        names = ("what", "position", "expected", "got", "gap", "tolerance")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputIds:
+    """What came out for one prompt."""
+
+    ids: Sequence[int]
+    finish: str
+
+
+def compare_sequence(reference: OutputIds, other: OutputIds, explain: Callable[[int], Finding]) -> Finding | None:
+    """One output against the reference's; ``explain`` judges a difference where both have a token."""
+    found = difference(reference.ids, other.ids, (reference.finish, other.finish))
+    if "expected" in found and "got" in found:
+        return explain(found["position"])
+    return Finding(**found) if found else None
+
+
+def check(report: Report, judge: NearTies) -> list[Exactness]:
+    """As `bench.lossless.check`, of passes that round by their width, too: each difference is judged."""
+    summary, found = Summary(report), lossless.check(report, rounded=True)
+    for one in found:
+        method, reference = summary.methods[one.method], summary.methods[one.reference]
+        if method.application is not None or method.name == reference.name:
+            continue  # the judge runs the base model: it has no word on what an application says
+        base = summary.trials[one.cell, one.reference]
+        pairs = {(t.group, t.repeat): (b, t) for b, t in paired(base, summary.trials[one.cell, one.method])}
+        failures, one.failures = one.failures, []
+        for failure in failures:
+            said, trial = pairs[failure["group"], failure["repeat"]]
+            if not {"expected", "got"} <= failure.keys():
+                one.failures.append(failure)
+                continue
+            i = trial.prompts.index(failure["prompt"])
+            plain, other = (OutputIds(t.outputs[i], t.finish[i]) for t in (said, trial))
+            finding = judge(method, reference, base, trial, i, plain, other, failure["position"])
+            if finding.tolerance is not None:
+                one.tolerance = max(one.tolerance or 0.0, finding.tolerance)
+            if finding.explained:
+                one.explained += 1
+            else:
+                kept = {name: failure[name] for name in ("prompt", "group", "repeat")}
+                one.failures.append({**kept, **finding.as_dict()})
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline import zoo
+from paceline.bench import lossless
 from paceline.bench.measure import Group, Limits
 from paceline.bench.methods import drafter_config, parse_method
 from paceline.bench.records import PLAIN, Cell, Method, Report, Trial
@@ -24,6 +25,7 @@ from paceline.core.model_spec import parse_model
 from paceline.core.options import named_values, read, suggest
 from paceline.network.loader import resolve_folder
 
+from . import near_ties
 from .peers import PEERS, Peer, PeerError, PeerResult, available, check, kind_of
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,10 @@ class PeerRun(Run):
             self.peers[method.name] = peer
             self.versions[method.engine] = peer.version
         super().build(folder, stack)
+
+    def compare(self, report: Report) -> None:
+        report.exactness = near_ties.check(report, near_ties.NearTies(self.llm, self.request))
+        report.notes += lossless.unchecked(report, rounded=True)
 
     def wanted(self, method: Method, group: Group) -> bool:
         if method.name in self.unavailable:

@@ -216,6 +216,7 @@ def test_passes_that_round_by_their_width_are_left_to_a_judge():
     report = report_of(methods, trials)
     assert lossless.check(report) == []
     notes = lossless.unchecked(report)
+    assert [e.passed for e in lossless.check(report, rounded=True)] == [False]
     assert len(notes) == 2 and "torch's kernels round" in notes[0] and "float32" in notes[0]
     wide = report_of([replace(m, dtype="float32") for m in methods], trials)
     assert [e.passed for e in lossless.check(wide)] == [False] and lossless.unchecked(wide) == []

@@ -11,7 +11,7 @@ import logging
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib import metadata
@@ -42,9 +42,6 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions are reported
 WARM_UP_TOKENS = 16
 
-RequestOf = Callable[[Trial, int], tuple[Sequence[int], SamplingParams]]  # of a trial's sequence, by its place
-Judges = Callable[[Callable[[Method], LLM], RequestOf], lossless.Judgement]
-
 
 class Run:
     """A benchmark.
@@ -55,7 +52,6 @@ class Run:
         overwrite: start again even if ``out`` holds a report.
         command: the command line that repeats it.
         progress: is told how far it is.
-        judge: makes the judge of differences in ids, from the engines and requests of the run.
         encode: makes ids of prompts, where the settings name contexts to bring them to.
     """
 
@@ -67,11 +63,10 @@ class Run:
         overwrite: bool = False,
         command: Sequence[str] = (),
         progress: Progress | None = None,
-        judge: Judges | None = None,
         encode: Encode | None = None,
     ) -> None:
         self.config, self.out, self.overwrite = config, out, overwrite
-        self.command, self.judge = list(command), judge
+        self.command = list(command)
         self.encode: dict[str, Any] = {"encode": encode} if encode else {}
         self.commit = commit()
         self.trials: list[Trial] = []
@@ -122,9 +117,7 @@ class Run:
                 report.settings["interrupted"] = True
             elif config.check:
                 self._tell("comparing token ids with plain decoding's", None)
-                judge = self.judge and self.judge(self._llm, self._request)
-                report.exactness = lossless.check(report, judge)
-                report.notes += lossless.unchecked(report, judge is not None)
+                self.compare(report)
         if self.out is not None:
             write_all(report, self.out)
         if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
@@ -168,10 +161,11 @@ class Run:
         gc.freeze()  # what is there now stays: no collection between trials looks at it again
         stack.callback(gc.unfreeze)
 
-    def _llm(self, method: Method) -> LLM:
+    def llm(self, method: Method) -> LLM:
+        """The engine of one of our own methods."""
         return self._runners[method.name, None].llm
 
-    def _request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
+    def request(self, trial: Trial, index: int) -> tuple[tuple[int, ...], SamplingParams]:
         """Ids and parameters of one sequence of a trial."""
         group = self.groups[trial.cell][trial.group]
         return group.prompts[index].ids, group.params(group.prompts[index])
@@ -240,6 +234,11 @@ class Run:
         return path
 
     # -- the report
+
+    def compare(self, report: Report) -> None:
+        """Ids against plain decoding's."""
+        report.exactness = lossless.check(report)
+        report.notes += lossless.unchecked(report)
 
     def _report(self, loaded: Sequence[Workload], target: LLM) -> Report:
         config = self.config
