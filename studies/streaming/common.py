@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,6 +156,6 @@ def grid_of(sets: Sequence[TrainedSet], title: str, entries: Sequence[Entry], **
         entries=entries,
         applications={s.application: s.folder for s in sets if s.application},
         facts=[f"set {s.folder}: {s.line}" for s in sets],
-        values={"sets": [{"folder": s.folder, **s.config.to_json()} for s in sets]},
+        values={"sets": [{"folder": s.folder, **asdict(s.config)} for s in sets]},
         **more,
     )

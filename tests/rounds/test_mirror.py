@@ -475,7 +475,7 @@ def test_exits_that_do_not_fit_are_refused(changes: Any, options: str, wrong: st
     folder = save_exits(tmp_path, **changes)
     with pytest.raises(ConfigError, match=wrong):
         mirrored(f"mirror,{options},heads={folder}")
-    with pytest.raises(ConfigError, match="it holds no exits.json"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         mirrored(f"mirror,exit=2,heads={tmp_path / 'nowhere'}")
 
 

@@ -169,11 +169,11 @@ def test_broken_files_are_refused(tmp_path: Path, change: Any, why: str) -> None
 def test_tensors_that_are_missing_or_hold_nan_are_refused(tmp_path: Path) -> None:
     ExitHeads.fresh(make_config()).save(tmp_path)
     values = load_file(tmp_path / WEIGHTS_FILE)
-    for bad, why in (({"down": values["down"]}, "up is not there"), (values | {"up": values["up"] * torch.nan}, "NaN")):
+    for bad, why in (({"down": values["down"]}, "up is missing"), (values | {"up": values["up"] * torch.nan}, "NaN")):
         save_file(bad, tmp_path / WEIGHTS_FILE)
         with pytest.raises(ConfigError, match=why):
             load(tmp_path, torch.float32)
-    with pytest.raises(ConfigError, match="it holds no"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         load(tmp_path / "nowhere", torch.float32)
 
 

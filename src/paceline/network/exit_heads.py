@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 
-from ..core.errors import CapabilityError, ConfigError
+from ..core.errors import CapabilityError
 from ..core.options import check
 from .adapters import fill_normal
 from .decoder import Decoder
-from .files import check_target, is_file
+from .files import check_target
 from .linear import nan_parameter
 from .trained_files import TrainedFiles, correct
 
@@ -108,11 +108,9 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -
     Raises:
         ConfigError: files or tensors that are missing, broken, misshaped or left over.
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not is_file(folder / name):
-            raise ConfigError(f"early exits {str(folder)!r}", f"it holds no {name}", "name a folder of trained exits")
-    config = FILES.config(ExitsConfig, FILES.read(folder), str(folder / CONFIG_FILE), {"layers": tuple})
-    return FILES.fill(ExitHeads(config, dtype, "meta"), FILES.tensors(folder), folder / WEIGHTS_FILE, device)
+    config = FILES.config(ExitsConfig, folder, {"layers": tuple})
+    values = FILES.tensors(folder)
+    return FILES.fill(ExitHeads(config, dtype, "meta"), values, folder / WEIGHTS_FILE, device).requires_grad_(False)
 
 
 @dataclass(frozen=True, slots=True)

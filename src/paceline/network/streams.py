@@ -8,28 +8,24 @@ Source: Speculative Streaming, section 2 and appendices E.4, G.1, N.1.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core.errors import CapabilityError, ConfigError
-from ..core.options import check, shown
-from .adapters import MLP, AdapterConfig, LowRank, Shapes, fill_normal, not_loaded
+from ..core.errors import CapabilityError
+from ..core.options import check
+from .adapters import MLP, AdapterConfig, LowRank, Shapes, fill_normal
 from .families import MAX_LAYERS
 from .files import fingerprint as fingerprint
-from .files import free_bytes, is_file, read_json
 from .linear import nan_parameter
+from .trained_files import TrainedFiles, correct
 
 CONFIG_FILE, WEIGHTS_FILE = "streams.json", "streams.safetensors"
-FORMAT = 1
 EMBEDDING_DEVIATION = 0.02
 MAX_STREAMS, MAX_WIDTH = 1024, 2**20  # of gamma; of d_model and an adapter's rank
 
@@ -71,7 +67,7 @@ class StreamConfig:
         self._require("value_rotation", angle is None or 0 < angle < 3.15, "must be above 0 and at most pi")
         self._require_adapter()
         self._require_exits()
-        _check_types("streams", self)  # last: a number out of bounds has words of its own
+        check(self, "streams with ")  # last: a number out of bounds has words of its own
 
     def _require_adapter(self) -> None:
         layers = self.adapter.layers if self.adapter else ()
@@ -97,49 +93,12 @@ class StreamConfig:
         self._require("exits", [*self.exits] == sorted({*self.exits}), "must ascend")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"streams with {name}={shown(getattr(self, name))}", f"{name} {rule}", f"correct {name}")
+        correct("streams", self, name, holds, rule)
 
     @property
     def insertion(self) -> int:
         """N - Ns: the first layer that stream rows go through, and by default the one before which trees are pruned."""
         return self.num_layers - self.msa_layers
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `CONFIG_FILE`."""
-        return {"format": FORMAT, **asdict(self)}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any], where: str = CONFIG_FILE) -> StreamConfig:
-        """The inverse of `to_json`.
-
-        Raises:
-            ConfigError: another format, a key that is unknown or missing, a value that cannot be.
-        """
-        given = dict(values)
-        if given.pop("format", None) != FORMAT:
-            raise ConfigError(where, f"not written in format {FORMAT}", "train it again, or update Paceline")
-        unknown = sorted({*given} - {f.name for f in fields(StreamConfig)})
-        if unknown:
-            raise ConfigError(
-                where, f"unknown entries: {', '.join(unknown)[:200]}", "update Paceline, or train it again"
-            )
-        try:
-            if given.get("adapter") is not None:
-                lists = ("layers", "linears")
-                adapter: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in given["adapter"].items()}
-                given["adapter"] = AdapterConfig(**adapter)
-                _check_types("adapters", given["adapter"])
-            if isinstance(given.get("exits"), list):
-                given["exits"] = tuple(given["exits"])
-            return StreamConfig(**given)
-        except (TypeError, AttributeError) as error:
-            raise ConfigError(where, f"not a stream set's configuration ({error})", "restore the file") from error
-
-
-def _check_types(what: str, config: Any) -> None:
-    """Refuse values of other types than the fields have, such as a file may hold."""
-    check(config, f"{what} with ")
 
 
 class LowRankMap(nn.Module):
@@ -249,12 +208,6 @@ class StreamSet(nn.Module):
             counts[name.partition(".")[0]] += value.numel()
         return counts
 
-    def assert_loaded(self) -> None:
-        """Raises ConfigError where a parameter still holds NaN."""
-        for name, value in self.tensors().items():
-            if bool(value.isnan().any()):
-                raise not_loaded(f"the streams' {name}")
-
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write `CONFIG_FILE` and `WEIGHTS_FILE`; the folder is made where it is missing.
 
@@ -265,12 +218,7 @@ class StreamSet(nn.Module):
         Raises:
             ConfigError: a parameter that holds NaN.
         """
-        self.assert_loaded()
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        values = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.tensors().items()}
-        save_file(values, place / WEIGHTS_FILE, metadata={"format": "pt"})
-        (place / CONFIG_FILE).write_text(json.dumps(self.config.to_json(), indent=1) + "\n", encoding="utf-8")
+        FILES.save(self, self.config, Path(folder), dtype)
 
     @staticmethod
     def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> StreamSet:
@@ -285,17 +233,10 @@ class StreamSet(nn.Module):
             ConfigError: files or tensors that are missing, broken, misshaped or left over.
         """
         place = Path(folder)
-        config = read_config(place)
-        values = _read_tensors(place)
-        shapes = _shapes(values)
-        # Without memory first: the file may not hold what its configuration makes it out to.
-        _check_fit(StreamSet(config, shapes, device="meta").tensors(), values, place)
+        config, values = read_config(place), FILES.tensors(place)
         kind = dtype or next((v.dtype for v in values.values()), torch.float32)
-        made = StreamSet(config, shapes, dtype=kind, device=device)
-        for name, parameter in made.tensors().items():
-            parameter.data.copy_(values[name])
-        made.assert_loaded()
-        return made
+        made = StreamSet(config, _shapes(values), dtype=kind, device="meta")
+        return FILES.fill(made, values, place / WEIGHTS_FILE, device)
 
     def first(self, gamma: int) -> StreamSet:
         """The same set with its first ``gamma`` streams alone; the other parts are shared with this one."""
@@ -308,21 +249,30 @@ class StreamSet(nn.Module):
         return made
 
 
+FILES = TrainedFiles(
+    "a stream set", CONFIG_FILE, WEIGHTS_FILE, "restore the file, or train the set again", tensors_of=StreamSet.tensors
+)
+
+
 def read_config(folder: str | Path) -> StreamConfig:
     """The configuration of a trained set.
 
     Raises:
         ConfigError: no such folder, or a file that is missing or broken.
     """
-    place = Path(folder)
-    file = place / CONFIG_FILE
-    if not is_file(file):
-        wrong = f"it holds no {CONFIG_FILE}" if place.is_dir() else "there is no such folder"
-        raise ConfigError(f"stream set {str(place)!r}", wrong, "name a folder that holds a trained set")
-    values = read_json(file, "restore the file", "not JSON")
-    if not isinstance(values, dict):
-        raise ConfigError(str(file), "not a JSON object", "restore the file")
-    return StreamConfig.from_json(values, str(file))
+    return FILES.config(StreamConfig, Path(folder), {"adapter": _adapter, "exits": _as_tuple})
+
+
+def _adapter(values: Any) -> AdapterConfig | None:
+    if values is None:
+        return None
+    made = AdapterConfig(**{name: _as_tuple(value) for name, value in values.items()})
+    check(made, "adapters with ")
+    return made
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def check_exit(asked: str, streams: StreamSet, layer: int | None) -> None:
@@ -347,20 +297,6 @@ def check_exit(asked: str, streams: StreamSet, layer: int | None) -> None:
     )
 
 
-def _read_tensors(place: Path) -> dict[str, Tensor]:
-    file = place / WEIGHTS_FILE
-    if not is_file(file):
-        raise ConfigError(f"stream set {str(place)!r}", f"{WEIGHTS_FILE} is missing", "restore it, or train it again")
-    size, free = file.stat().st_size, free_bytes(torch.device("cpu"))
-    if free is not None and size > free:
-        wrong = f"it takes {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-        raise ConfigError(str(file), wrong, "free some memory, or use a smaller set")
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(str(file), f"cannot be read ({error})", "restore it, or train it again") from error
-
-
 def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each linear, from its first pair in the file."""
     found: dict[str, tuple[int, int]] = {}
@@ -371,19 +307,3 @@ def _shapes(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         if len(parts) == 4 and parts[0] == "adapters" and parts[3] == "down" and up is not None and paired:
             found.setdefault(parts[2], (down.shape[-1], up.shape[0]))
     return found
-
-
-def _check_fit(wanted: Mapping[str, Tensor], values: Mapping[str, Tensor], place: Path) -> None:
-    if missing := sorted({*wanted} - {*values}):
-        raise _misfit(place, f"{missing[0]} is missing")
-    if left := sorted({*values} - {*wanted}):
-        raise _misfit(place, f"{left[0]} has no place in this set")
-    for name, parameter in wanted.items():
-        if parameter.shape != values[name].shape:
-            raise _misfit(place, f"{name} is {tuple(values[name].shape)}, wanted {tuple(parameter.shape)}")
-        if not values[name].is_floating_point():
-            raise _misfit(place, f"{name} is {values[name].dtype}, no floating-point numbers")
-
-
-def _misfit(place: Path, wrong: str) -> ConfigError:
-    return ConfigError(str(place / WEIGHTS_FILE), wrong, f"restore it with its {CONFIG_FILE}, or train it again")

@@ -141,9 +141,8 @@ def read_config(folder: Path) -> HeadsConfig | None:
     Raises:
         ConfigError: neither, or a file that is broken.
     """
-    file = folder / CONFIG_FILE
-    if is_file(file):
-        return FILES.config(HeadsConfig, FILES.read(folder), str(file), {"accuracies": _rates})
+    if is_file(folder / CONFIG_FILE):
+        return FILES.config(HeadsConfig, folder, {"accuracies": _rates})
     if _published_file(folder) is None:
         wrong = f"it holds neither {CONFIG_FILE} nor {' or '.join(PUBLISHED)}"
         raise ConfigError(f"Medusa heads {str(folder)!r}", wrong, "name a folder that holds trained heads")
@@ -160,10 +159,8 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -
     config = read_config(folder)
     if config is None:
         return _load_published(folder, dtype, device)
-    file = folder / WEIGHTS_FILE
-    if not is_file(file):
-        raise ConfigError(str(file), "there is no such file", FILES.restore)
-    return FILES.fill(Heads(config, dtype, "meta"), FILES.tensors(folder), file, device)
+    values = FILES.tensors(folder)
+    return FILES.fill(Heads(config, dtype, "meta"), values, folder / WEIGHTS_FILE, device).requires_grad_(False)
 
 
 def _rates(rows: Any) -> tuple[tuple[float, ...], ...]:
@@ -201,7 +198,7 @@ def _load_published(folder: Path, dtype: torch.dtype, device: torch.device | str
         raise ConfigError(str(file), f"its heads differ in shape ({error})", "download it again") from error
     vocab, width = stacked["own"].shape[-2:] if stacked["own"].ndim == 3 else (0, 0)
     config = HeadsConfig(heads=count, d_model=width, vocab_size=vocab, own=True, target=_base_model(folder))
-    return FILES.fill(Heads(config, dtype, "meta"), stacked, file, device)
+    return FILES.fill(Heads(config, dtype, "meta"), stacked, file, device).requires_grad_(False)
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
