@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.task_scores import score_task
 from paceline.bench import encoding, workloads
 from paceline.bench.measure import ask
 from paceline.bench.workloads import Workload
@@ -18,7 +19,6 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.llm import LLM
 from paceline.training.data import Encoder, Example, SourceSpec, load_source
-from paceline.training.scores import score_task
 
 TASK_WORKLOADS = {"sql": "wikisql", "e2e": "e2e", "dialogsum": "dialogsum", "gsm8k": "gsm8k"}
 

@@ -12,7 +12,7 @@ from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import machine
-from paceline.drafters.spire.recipe import SpireKind, SpireOptions, SpireRecipe
+from paceline.drafters.spire.recipe import SpireOptions, SpireRecipe, build
 from paceline.network.loader import load_tokenizer, resolve_folder
 from paceline.training.data import Example, TokenBatch, collate
 from paceline.training.losses import TargetHidden, mixed
@@ -57,9 +57,7 @@ def training_throughput(ask: SpireFlags) -> Iterator[Table | None]:
     yield None
     target = Network.load(folder, frozen=True)
     options = SpireOptions(depth=DEPTH)
-    recipe = SpireKind().build(
-        options, BuildContext(target=target, target_folder=folder, tokenizer=load_tokenizer(folder))
-    )
+    recipe = build(options, BuildContext(target=target, target_folder=folder, tokenizer=load_tokenizer(folder)))
     rows, values = [], []
     for count, length in ((2, 64),) if ask.quick else SIZES:
         batch = batch_of(count, length, target.config.vocab_size, ask.seed)

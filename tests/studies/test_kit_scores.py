@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from kit.scores import TASK_WORKLOADS, domain_losses, evaluate
+from kit.task_scores import TASKS, score_task
 
 from paceline import LLM, SamplingParams
 from paceline.bench.workloads import WORKLOADS
 from paceline.core.errors import ConfigError
-from paceline.training.scores import TASKS, score_task
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ import torch
 from spire_parts.judged import NOISE, taus_of
 
 from paceline import zoo
-from paceline.drafters.spire.recipe import SpireKind, SpireOptions
+from paceline.drafters.spire.recipe import SpireOptions, build
 from paceline.training.network import Network
 from paceline.training.registry import BuildContext
 
@@ -30,7 +30,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, options in (("spire", SpireOptions(ends="target")), ("bare", SpireOptions(feedback=False))):
         context = BuildContext(target=network, target_folder=target, tokenizer=None)
         made[name] = folder / name
-        SpireKind().build(options, context).export(made[name], {})
+        build(options, context).export(made[name], {})
     made["text"] = folder / "drawn.jsonl"
     made["text"].write_text("\n".join(map(json.dumps, TEXT)) + "\n", encoding="utf-8")
     return made

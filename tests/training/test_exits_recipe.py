@@ -17,7 +17,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.network.exit_heads import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
 from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
-from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, ExitsKind
+from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, build
 from paceline.training.job import Job, finish, prepare
 from paceline.training.recipe import fill, read_recipe
 from paceline.training.registry import BuildContext, kind
@@ -212,7 +212,7 @@ def test_a_run_gives_exits_of_its_target(data: Path, target: Path, tmp_path: Pat
 
 def test_what_cannot_be_trained() -> None:
     with pytest.raises(ConfigError, match="no target"):
-        ExitsKind().build(ExitOptions(), BuildContext(target=None, target_folder=None, tokenizer=None))
+        build(ExitOptions(), BuildContext(target=None, target_folder=None, tokenizer=None))
     for depths in ((), (0.0,), (1.0,)):
         with pytest.raises(ConfigError, match="shares between 0 and 1"):
             ExitOptions(depths=depths)

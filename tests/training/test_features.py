@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,6 @@ from toolkit import examples, largest_file, losses, network, write_target
 
 from paceline import native
 from paceline.core.errors import ConfigError
-from paceline.drafters.distillation import DraftModelKind
 from paceline.training import cache as caching
 from paceline.training.cache import RECORDS, SCORED, STATES, record
 from paceline.training.data import SourceSpec, collate
@@ -23,6 +23,7 @@ from paceline.training.features import OnlineFeatures, likeliest, needed_states
 from paceline.training.job import Job, prepare
 from paceline.training.losses import TargetHidden, TargetTop
 from paceline.training.network import Network
+from paceline.training.registry import KINDS
 from paceline.training.scoring import CompiledScorer, NetworkScorer, make_scorer
 from paceline.training.trainer import Phase, TrainConfig, products
 
@@ -137,7 +138,7 @@ def test_states_are_kept_where_a_recipe_reads_them(
     made = job(data, target, tmp_path / "out", cache=tmp_path / "cache", config={"steps": 2})
     prepare(made)
     before = contents(tmp_path / "cache")
-    monkeypatch.setattr(DraftModelKind, "states", lambda self, options: True)
+    monkeypatch.setitem(KINDS, "draft_model", replace(KINDS["draft_model"], states=True))
     said: list[str] = []
     run = prepare(made, (), said.append)
     assert len(said) > 1

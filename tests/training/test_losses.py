@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.eager_losses import (
+    eager_cross_entropy,
+    eager_distilled,
+    eager_mse_cross_entropy,
+    eager_ngram,
+    eager_soft,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,10 +30,6 @@ from paceline.training.losses import (
     TargetTop,
     cross_entropy,
     distilled,
-    eager_cross_entropy,
-    eager_distilled,
-    eager_mse_cross_entropy,
-    eager_ngram,
     kl,
     mixed,
     mse_cross_entropy,
@@ -35,20 +39,20 @@ from paceline.training.losses import (
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {  # what training calls, and its reference
     "cross_entropy": (cross_entropy, eager_cross_entropy),
-    "kl": (kl, kl.eager),
-    "reverse_kl": (reverse_kl, reverse_kl.eager),
-    "mixed": (mixed, mixed.eager),
+    "kl": (kl, partial(eager_soft, kl)),
+    "reverse_kl": (reverse_kl, partial(eager_soft, reverse_kl)),
+    "mixed": (mixed, partial(eager_soft, mixed)),
     "mse_cross_entropy": (mse_cross_entropy, eager_mse_cross_entropy),
     "distilled": (distilled, eager_distilled),
     "distilled_top": (distilled, eager_distilled),
-    "kl_top": (kl, kl.eager),
+    "kl_top": (kl, partial(eager_soft, kl)),
     "ngram": (ngram, eager_ngram),
 }
 
 
 def eager_acceptance(hidden: Tensor, head: Tensor, target: TargetLogits | TargetHidden) -> Tensor:
     """alpha = sum_x min(p, q): the other end of MixedLoss."""
-    return -mixed.eager(hidden, head, target, omega=0.0)
+    return -eager_soft(mixed, hidden, head, target, omega=0.0)
 
 
 IGNORED = -100  # the target of a row that has none, as in torch.nn.functional.cross_entropy
@@ -367,7 +371,7 @@ def test_parts_of_a_distilled_loss_are_its_own() -> None:
     case = Case()
     for target in (case.soft, case.top):
         loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
-        wanted = kl.eager(case.hidden, case.head, target, case.weights)
+        wanted = eager_soft(kl, case.hidden, case.head, target, case.weights)
         if target is case.top:
             case.tokens = torch.where(case.weights > 0, case.top.ids[:, 1], case.tokens)  # none of the others
             loss, parts = distilled(case.hidden, case.head, target, case.tokens, case.weights, share=0.8, chunk_rows=7)
@@ -426,7 +430,7 @@ def test_where_the_distributions_meet_half_a_slope_counts() -> None:
     # m = (1/2, 1, 0), sum q m = 3/8; the loss is -alpha.
     wanted = -torch.tensor([[0.25 * (0.5 - 0.375), 0.25 * (1 - 0.375), 0.5 * (0 - 0.375)]], dtype=torch.float64)
     torch.testing.assert_close(slope, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(slope, torch.autograd.grad(mixed.eager(logits, eye, target, omega=0.0), logits)[0])
+    torch.testing.assert_close(slope, torch.autograd.grad(eager_soft(mixed, logits, eye, target, omega=0.0), logits)[0])
 
 
 @pytest.mark.parametrize("omega", [0.0, 0.5, 1.0])

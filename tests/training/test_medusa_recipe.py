@@ -13,7 +13,7 @@ from toolkit import network
 
 from paceline.core.errors import ConfigError
 from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load, read_config
-from paceline.drafters.medusa.recipe import RANKS, MedusaKind, MedusaOptions, MedusaRecipe
+from paceline.drafters.medusa.recipe import RANKS, MedusaOptions, MedusaRecipe
 from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.features import OnlineFeatures
@@ -162,8 +162,8 @@ def test_a_run_gives_heads_for_its_target(data: Path, target: Path, tmp_path: Pa
 
 
 def test_a_kind_without_a_target_is_refused() -> None:
-    made = MedusaKind()
-    assert made.imitates(MedusaOptions()) and made.states(MedusaOptions()) and made.top(MedusaOptions(top=8)) == 8
+    made = kind("medusa")
+    assert made.imitates(MedusaOptions()) and made.states and made.cached
     with pytest.raises(ConfigError, match="no target"):
         made.build(MedusaOptions(), BuildContext(target=None, target_folder=None, tokenizer=None))
 

@@ -143,9 +143,8 @@ def test_the_recipes_of_the_zoo_are_whole(path: Path) -> None:
 @pytest.mark.parametrize("name", list(KINDS))
 def test_every_kind_says_what_it_takes(name: str) -> None:
     made = kind(name)
-    assert made.name == name
-    assert isinstance(made.needs_target, bool) and isinstance(made.takes_init, bool)
-    assert made.top(made.Options()) == 0  # unless asked for
+    assert getattr(made.Options(), "top", 0) == 0  # unless asked for
+    assert not made.cached or hasattr(made.Options(), "top")
     assert fill(made.Options, {}, Path("x")) == made.Options()
 
 

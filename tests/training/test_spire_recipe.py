@@ -17,15 +17,16 @@ from toolkit import examples, network, trainer, write_data, write_target
 
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
-from paceline.drafters.distillation import DraftModelKind, DraftModelOptions, DraftModelRecipe
+from paceline.drafters.distillation import DraftModelOptions, DraftModelRecipe
 from paceline.drafters.spire.model import SpireShape, read_memory, read_shape
 from paceline.drafters.spire.prefixes import Blocks, mask_of, run_blocks
-from paceline.drafters.spire.recipe import SpireKind, SpireModule, SpireOptions, SpireRecipe, _start, load_trained
+from paceline.drafters.spire.recipe import SpireModule, SpireOptions, SpireRecipe, _start, load_trained
 from paceline.llm import LLM
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.job import Job, prepare, run
 from paceline.training.job import finish as write
 from paceline.training.network import Network
+from paceline.training.registry import kind
 from paceline.training.trainer import StepContext, TrainConfig
 
 WHOLE = (None, None, None)
@@ -322,8 +323,9 @@ def test_targets_that_cannot_be(places: tuple[Path, Path], tmp_path: Path) -> No
         _check_target(tiny_config(), "tiny")
     with pytest.raises(CapabilityError, match="learned"):
         _check_target(tiny_config(windows=WHOLE, rope=None, learned_positions=64), "tiny")
-    assert SpireKind().top(SpireOptions()) == 0 and SpireKind().imitates(SpireOptions())
-    assert not SpireKind().imitates(SpireOptions(loss="text")) and not SpireKind().states(SpireOptions())
+    made = kind("spire")
+    assert made.imitates(SpireOptions()) and not made.imitates(SpireOptions(loss="text"))
+    assert not made.cached and not made.states
 
 
 def test_the_vanilla_draft_learns_from_the_text_alone() -> None:
@@ -341,4 +343,4 @@ def test_the_vanilla_draft_learns_from_the_text_alone() -> None:
     each = F.cross_entropy(draft.logits(draft(data))[rows], data.targets[rows], reduction="none")
     wanted = float((each.detach() * data.weights[rows]).sum() / data.weights[rows].sum())
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-5) and figures == {"ce": float(loss.detach())}
-    assert not DraftModelKind().imitates(options) and DraftModelKind().imitates(DraftModelOptions())
+    assert not kind("draft_model").imitates(options) and kind("draft_model").imitates(DraftModelOptions())

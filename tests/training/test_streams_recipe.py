@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.attention.rope import RopeTable
 from paceline.core.errors import ConfigError
-from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, StreamsKind, similarity
+from paceline.drafters.streams.recipe import StreamOptions, StreamRecipe, build, similarity
 from paceline.network.adapters import linear_shapes
 from paceline.network.files import fingerprint
 from paceline.network.streams import StreamSet
@@ -31,7 +31,7 @@ from paceline.training.multistream import (
 )
 from paceline.training.network import Network
 from paceline.training.recipe import fill, read_recipe
-from paceline.training.registry import BuildContext, kind
+from paceline.training.registry import BuildContext
 from paceline.training.trainer import Phase, StepContext, TrainConfig, Trainer
 
 GAMMA = 3
@@ -490,8 +490,7 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     network = make_network(torch.float32)
     network.save(tmp_path / "toy", {"model_type": "llama"}, torch.float32)
     options = StreamOptions(gamma=2, layers=1, rank=4)
-    assert isinstance(kind("streams"), StreamsKind)
-    recipe, again = (StreamsKind().build(options, build_context(tmp_path / "toy", network)) for _ in range(2))
+    recipe, again = (build(options, build_context(tmp_path / "toy", network)) for _ in range(2))
     config = recipe.module.config
     assert (config.target, config.gamma, config.msa_layers) == ("toy", 2, 1)
     assert config.fingerprint == fingerprint(tmp_path / "toy")
@@ -500,29 +499,29 @@ def test_the_kind_builds_a_fresh_set_for_its_target(tmp_path: Path) -> None:
     assert adapters is not None
     assert all(not up.any() for up in adapters.up.values())  # every delta begins as 0
     recipe.export(tmp_path / "set", {})
-    more = StreamsKind().build(options, build_context(tmp_path / "toy", network, tmp_path / "set"))
+    more = build(options, build_context(tmp_path / "toy", network, tmp_path / "set"))
     stored = [value.to(torch.bfloat16).float() for value in recipe.module.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(stored, more.module.parameters(), strict=True))
     with pytest.raises(ConfigError, match="its gamma is 2, this run's 3"):
         wider = StreamOptions(gamma=3, layers=1, rank=4)
-        StreamsKind().build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
+        build(wider, build_context(tmp_path / "toy", network, tmp_path / "set"))
     with pytest.raises(ConfigError, match="its adapter is"):
         own_mlp = StreamOptions(gamma=2, layers=1, rank=4, linears=("qkv", "out", "mlp"))
-        StreamsKind().build(own_mlp, build_context(tmp_path / "toy", network, tmp_path / "set"))
+        build(own_mlp, build_context(tmp_path / "toy", network, tmp_path / "set"))
     for chosen in (options, StreamOptions(mode="shared", alpha_0=0.0, gamma=2, layers=1, rank=4)):
         weighed = replace(build_context(tmp_path / "toy", network), prompt_weight=0.5)
         with pytest.raises(ConfigError, match=r"prompt_weight=0.5.*main rows have no loss.*Leave prompt_weight out"):
-            StreamsKind().build(chosen, weighed)
+            build(chosen, weighed)
     shared = StreamOptions(mode="shared", gamma=2, layers=1, rank=4)
-    StreamsKind().build(shared, replace(build_context(tmp_path / "toy", network), prompt_weight=0.5))
+    build(shared, replace(build_context(tmp_path / "toy", network), prompt_weight=0.5))
     with pytest.raises(ConfigError, match="no target"):
-        StreamsKind().build(options, build_context(tmp_path, None))
+        build(options, build_context(tmp_path, None))
 
 
 @pytest.mark.parametrize("file", sorted(p.name for p in RECIPES.glob("*.toml") if p.name[:7] in ("streams", "adapter")))
 def test_recipe_files_describe_sets(file: str) -> None:
     recipe = read_recipe(RECIPES / file)
-    assert recipe.kind == StreamsKind.name
+    assert recipe.kind == "streams"
     options = fill(StreamOptions, dict(recipe.options), recipe.where)
     config = options.config(Network(tiny_config(num_layers=12, windows=(None,) * 12), frozen=True))
     assert config.mode == ("shared" if any(task in file for task in ("sql", "e2e", "dialogsum")) else "lossless")

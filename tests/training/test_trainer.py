@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kits.eager_losses import eager_cross_entropy, eager_distilled, eager_soft
 from kits.tiny import VOCAB
 from toolkit import examples, largest_file, losses, network, trainer
 from torch import Tensor
@@ -60,7 +61,7 @@ def test_the_step_is_adamw_on_the_weighted_mean(tmp_path: Path) -> None:
     other = network()
     batch = next(batch for _, batch in plan(trainer(tmp_path).mixture, run.phases, run.config))
     hidden, rows = other(batch), batch.weights > 0
-    formulas.eager_cross_entropy(hidden[rows], other.head_weight, batch.targets[rows], batch.weights[rows]).backward()
+    eager_cross_entropy(hidden[rows], other.head_weight, batch.targets[rows], batch.weights[rows]).backward()
     parameters = list(other.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -100,9 +101,9 @@ def _eager(recipe: DraftModelRecipe, batch: TokenBatch) -> Tensor:
         said = formulas.TargetTop(ids, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1).log())
     hidden = recipe.module(batch)[rows]
     if o.top:
-        return formulas.eager_distilled(hidden, head, said, batch.targets[rows], weights, distance_of(o), o.distill)
-    soft = distance_of(o).eager(hidden, head, said, weights, temperature=o.temperature)
-    return o.distill * soft + (1 - o.distill) * formulas.eager_cross_entropy(hidden, head, batch.targets[rows], weights)
+        return eager_distilled(hidden, head, said, batch.targets[rows], weights, distance_of(o), o.distill)
+    soft = eager_soft(distance_of(o), hidden, head, said, weights, temperature=o.temperature)
+    return o.distill * soft + (1 - o.distill) * eager_cross_entropy(hidden, head, batch.targets[rows], weights)
 
 
 def distance_of(options: DraftModelOptions) -> Any:

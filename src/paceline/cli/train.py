@@ -20,28 +20,19 @@ from typer.core import TyperGroup
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import check, option
-from ..drafters.distillation import DraftModelOptions
-from ..drafters.eagle.recipe import EagleOptions
-from ..drafters.lyanna.recipe import LyannaOptions
-from ..drafters.medusa.recipe import MedusaOptions
-from ..drafters.spire.recipe import SpireOptions
-from ..drafters.streams.recipe import StreamOptions
 from ..network.loader import load_tokenizer, resolve_folder
 from ..network.streams import fingerprint
 from ..training import answers as answering
 from ..training.data import Encoder, SourceSpec
-from ..training.exits import ExitOptions
 from ..training.job import Job, finish, run
 from ..training.recipe import locate, read_recipe
-from ..training.registry import KINDS
-from ..training.target import TargetOptions
+from ..training.registry import KINDS, RecipeKind
 from ..training.trainer import Phase, TrainConfig, require_accelerate
 from .console import note, stderr, stdout
 from .options import takes
 from .train_progress import Bar, event_file
 
 INTERRUPTED = 130
-CACHED = ("draft_model", "medusa", "lyanna", "eagle")  # kinds that learn from likeliest tokens, which a cache can hold
 SUFFIX = ".toml"
 
 
@@ -122,12 +113,12 @@ Stop = Annotated[int | None, typer.Option(metavar="STEPS", help="Stop here, with
 EventFile = Annotated[bool, typer.Option(help="Write a TensorBoard log beside log.jsonl.")]
 
 
-def _command(kind: str, options: type[Any], about: str) -> None:
+def _command(name: str, kind: RecipeKind) -> None:
     """Register the command of a kind, with its options as flags."""
-    layouts = CachedRowConfig if kind in CACHED else RowConfig
+    layouts = CachedRowConfig if kind.cached else RowConfig
 
-    @app.command(name=kind, help=about)
-    @takes(options=options, config=TrainConfig, layout=layouts)
+    @app.command(name=name, help=kind.about)
+    @takes(options=kind.Options, config=TrainConfig, layout=layouts)
     def command(
         data: Data,
         out: Out,
@@ -144,7 +135,7 @@ def _command(kind: str, options: type[Any], about: str) -> None:
         rows = layouts(**_given(layout))
         cached = rows if isinstance(rows, CachedRowConfig) else CachedRowConfig()
         job = Job(
-            kind=kind,
+            kind=name,
             options=_given(options),
             config=TrainConfig(**_given(config)),
             phases=rows.phases(),
@@ -171,14 +162,8 @@ def _places(out: str, target: str | None, init: str | None, cache: str | None) -
     }
 
 
-_command("target", TargetOptions, "A Llama-family model, tokenizer included.")
-_command("draft_model", DraftModelOptions, "A small draft model, distilled from a target.")
-_command("streams", StreamOptions, "Speculative streams over a frozen target, or adapters for an application.")
-_command("medusa", MedusaOptions, "Heads on the target's last state, one for each token ahead (Medusa).")
-_command("exits", ExitOptions, "Early exits of a target at several depths, for the mirror round.")
-_command("lyanna", LyannaOptions, "A drafter of states, with token-info at its logits (Lyanna).")
-_command("eagle", EagleOptions, "A drafter of states that reads the tokens it drafts (EAGLE).")
-_command("spire", SpireOptions, "A draft of the target's last layers, with feedback memory (SPIRe).")
+for _name, _kind in KINDS.items():
+    _command(_name, _kind)
 
 
 @app.command(name="file", hidden=True)

@@ -162,39 +162,18 @@ def simulated_length(agree: Tensor, rows: Tensor, depth: int) -> float:
     return float(total) / max(1, int(rows.sum()))
 
 
-class DraftModelKind:
-    """How ``paceline train draft_model`` builds the recipe."""
+def build(options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
+    """A fresh draft, or one that goes on from ``context.init``.
 
-    name = "draft_model"
-    Options = DraftModelOptions
-    needs_target = True
-    takes_init = True
-
-    def imitates(self, options: DraftModelOptions) -> bool:
-        """Where it learns from the target: a draft is accepted where it agrees with that."""
-        return options.distill > 0
-
-    def top(self, options: DraftModelOptions) -> int:
-        """Its option."""
-        return options.top
-
-    def states(self, options: DraftModelOptions) -> bool:
-        """False: it reads tokens alone."""
-        return False
-
-    def build(self, options: DraftModelOptions, context: BuildContext) -> DraftModelRecipe:
-        """A fresh draft, or one that goes on from ``context.init``.
-
-        Raises:
-            ConfigError: no target, or another vocabulary.
-        """
-        if context.target is None:
-            raise ConfigError("training a draft model", "there is no target to learn from", "give --target")
-        tokenizer = context.tokenizer
-        config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        network = Network(decoder_config(config), context.device)
-        if context.init is not None:
-            load_weights(network.decoder, context.init)
-        else:
-            network.init_weights(context.seed)
-        return DraftModelRecipe(network, context.target, options, config, context.held_out, context.features)
+    Raises:
+        ConfigError: another vocabulary.
+    """
+    target, _ = context.subject()
+    tokenizer = context.tokenizer
+    config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    network = Network(decoder_config(config), context.device)
+    if context.init is not None:
+        load_weights(network.decoder, context.init)
+    else:
+        network.init_weights(context.seed)
+    return DraftModelRecipe(network, target, options, config, context.held_out, context.features)

@@ -1,9 +1,9 @@
 """Losses over rows whose logits are never all held: gradients are computed chunk by chunk.
 
-No more than one chunk's [chunk, V] logits exist at a time. Gradients with respect to ``hidden`` and ``head`` are known
-in closed form (`losses`), so they are made in the same walk and only scaled in the backward pass: the head is applied
-once, not once more to recompute. Rows of weight 0 (padding, prompts) are left out before the head is applied, so they
-cost nothing, and their inputs and targets may have any content.
+No more than one chunk's [chunk, V] logits exist at a time. Autograd gives the derivative of a chunk's loss by its
+logits in the same walk, and the products with ``hidden`` and ``head`` follow there; the backward pass only scales them:
+the head is applied once, not once more to recompute. Rows of weight 0 (padding, prompts) are left out before the head
+is applied, so they cost nothing, and their inputs and targets may have any content.
 
 Logits, probabilities and sums are float32 (float64 for float64 inputs), under autocast too; the products take 16-bit
 factors there: a GPU keeps their float32 sums, a CPU, which has no such product, rounds each logit to 16 bit once.
@@ -23,9 +23,8 @@ from ..core.errors import ConfigError
 
 _CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**26}  # elements of a chunk's logits: 8 MiB and 256 MiB in float32
 Rows: TypeAlias = "slice | Tensor"  # of a chunk: all in order, or the indices of those that have a weight
-# (logits [chunk, V], which may be overwritten; the chunk's rows; whether a derivative is wanted)
-#   -> losses [chunk], and their derivative by the logits [chunk, V]
-RowLoss: TypeAlias = "Callable[[Tensor, Rows, bool], tuple[Tensor, Tensor | None]]"
+# (logits [chunk, V]; the chunk's rows) -> losses [chunk], differentiable by the logits
+RowLoss: TypeAlias = "Callable[[Tensor, Rows], Tensor]"
 
 
 class RowOptions(TypedDict, total=False):
@@ -222,11 +221,14 @@ def _visit(
     losses = [hidden.new_zeros(0, dtype=dtype)]
     for rows, places in walk.chunks(len(hidden)):
         inputs = hidden[rows].to(head.dtype)  # [chunk, d]
-        loss, slope = row_loss(_matmul(inputs, head.t(), dtype), rows, any(needs))
-        losses.append(loss)
-        if slope is None:
+        logits = _matmul(inputs, head.t(), dtype).requires_grad_(any(needs))
+        with torch.set_grad_enabled(any(needs)):
+            loss = row_loss(logits, rows)
+        losses.append(loss.detach())
+        if not any(needs):
             continue
-        slope = (slope if walk.weights is None else slope.mul_(walk.weights[places, None])).to(head.dtype)
+        weights = torch.ones_like(loss) if walk.weights is None else walk.weights[places]
+        slope = torch.autograd.grad(loss, logits, weights)[0].to(head.dtype)
         if by_hidden is not None:
             by_hidden[rows] = _matmul(slope, head, dtype)
         if by_head is not None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,49 +167,28 @@ class ExitRecipe:
         (folder / "training.json").write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-class ExitsKind:
-    """How ``paceline train exits`` builds the recipe."""
+def build(options: ExitOptions, context: BuildContext) -> ExitRecipe:
+    """Fresh exits of the context's target, or those in ``context.init``.
 
-    name = "exits"
-    needs_target = True
-    takes_init = True  # trained exits to go on from, of the same shape
-    Options: ClassVar[type[ExitOptions]] = ExitOptions
-
-    def imitates(self, options: ExitOptions) -> bool:
-        """True: an exit is to say what the target will say."""
-        return True
-
-    def top(self, options: ExitOptions) -> int:
-        """0: states in the middle of the layers are in no cache."""
-        return 0
-
-    def states(self, options: ExitOptions) -> bool:
-        """False: not the last ones alone."""
-        return False
-
-    def build(self, options: ExitOptions, context: BuildContext) -> ExitRecipe:
-        """Fresh exits of the context's target, or those in ``context.init``.
-
-        Raises:
-            ConfigError: no target, one without a middle, or exits of another shape to go on from.
-        """
-        if context.target is None or context.target_folder is None:
-            raise ConfigError("training early exits", "there is no target to train them for", "give --target")
-        shape, folder = context.target.config, Path(context.target_folder)
-        config = ExitsConfig(
-            layers=shares(shape.num_layers, options.depths),
-            skip=options.skip,
-            num_layers=shape.num_layers,
-            d_model=shape.d_model,
-            vocab_size=shape.vocab_size,
-            target=folder.name,
-            fingerprint=fingerprint(folder),
-        )
-        if context.init is None:
-            heads = ExitHeads.fresh(config, torch.Generator().manual_seed(context.seed))
-        else:
-            heads = _continued(context.init, config)
-        return ExitRecipe(heads.to(context.device), context.target, options, context.held_out)
+    Raises:
+        ConfigError: one without a middle, or exits of another shape to go on from.
+    """
+    target, folder = context.subject()
+    shape = target.config
+    config = ExitsConfig(
+        layers=shares(shape.num_layers, options.depths),
+        skip=options.skip,
+        num_layers=shape.num_layers,
+        d_model=shape.d_model,
+        vocab_size=shape.vocab_size,
+        target=folder.name,
+        fingerprint=fingerprint(folder),
+    )
+    if context.init is None:
+        heads = ExitHeads.fresh(config, torch.Generator().manual_seed(context.seed))
+    else:
+        heads = _continued(context.init, config)
+    return ExitRecipe(heads.to(context.device), target, options, context.held_out)
 
 
 def _continued(folder: Path, config: ExitsConfig) -> ExitHeads:

@@ -119,9 +119,8 @@ def _check(job: Job, made: RecipeKind, options: Any) -> None:
             "it trains for no target",
             "leave --target out; --init names a model to start from",
         ),
-        (job.init and not made.takes_init, "it starts from no checkpoint", "leave --init out"),
         (
-            job.cache and not made.top(options),
+            job.cache and not (made.cached and options.top),
             "it learns from no likeliest tokens, which are what a cache holds",
             "leave --cache out, or give a kind that has it top=32",
         ),
@@ -154,8 +153,8 @@ def _cache(
     key = {"target": target, "precision": job.config.precision, "length": longest}
     sources = list(zip(job.sources, examples, strict=True))
     shape = context.target.config
-    width = shape.d_model if made.states(options) else 0
-    cache = TopCache(job.cache, sources, key, made.top(options), shape.vocab_size, width)
+    width = shape.d_model if made.states else 0
+    cache = TopCache(job.cache, sources, key, options.top, shape.vocab_size, width)
     batches = (batch for _, batch in plan(_mixture(job, cache.examples), job.phases, job.config))
     inside = partial(products, job.config.precision, context.device)
     cache.complete(partial(make_scorer, job.target, context.target, job.config.precision, inside), batches, say)

@@ -1,23 +1,22 @@
-"""Training losses: each as a formula, as an eager reference, and as training computes it.
+"""Training losses, each as a formula over rows.
 
 Notation: ``hidden`` [rows, d] after the final norm, ``head`` [V, d], logits l = head hidden, q = softmax(l / T) is
 the model in training (the draft), p = softmax(L / T) the target. Every loss is a weighted mean over rows,
 ``sum_i w_i loss_i / sum_i w_i``; a row of weight 0 costs nothing and may have any content.
 
-Each loss has two forms. Training uses one that never holds the logits of all rows (`chunked`): its ``_.._rows``
-function is the closed form of the loss of some rows and of its slope, the derivative by l / T. The ``eager`` form is
-the formula itself, dense and differentiated by autograd: the reference that the other equals. To measure rather than
-train, call them outside of autocast, which rounds products.
+The logits of all rows are never held: `chunked` applies a formula to some rows at a time and differentiates it there.
+To measure rather than train, call the losses outside of autocast, which rounds products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core.errors import ConfigError
 from .chunked import (
@@ -35,7 +34,6 @@ from .chunked import (
     same_shape,
     wide,
 )
-from .outcomes import SoftRows, outcome_rows, text_rows
 
 __all__ = [
     "TargetHidden",
@@ -75,26 +73,8 @@ def cross_entropy(
     return _over_tokens(hidden, head, targets, Walk.of(hidden, head, weights, **options), options)[0]
 
 
-def eager_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``-log q(y)``. Reference of `cross_entropy`."""
-    log_q = F.log_softmax(_dense(hidden, head), dim=-1)  # [rows, V]
-    valid = targets.clamp(0, log_q.shape[1] - 1)  # a row of weight 0 may hold anything
-    return _mean(-log_q.gather(1, valid[:, None])[:, 0], weights)
-
-
-def _token_rows(targets: Tensor) -> RowLoss:
-    """-log q(y); slope q - [x = y]."""
-
-    def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
-        wanted = targets[rows][:, None]
-        log_sum = logits.logsumexp(-1, keepdim=True)  # [chunk, 1]
-        loss = (log_sum - logits.gather(1, wanted))[:, 0]
-        if not derive:
-            return loss, None
-        q = logits.sub_(log_sum).exp_()
-        return loss, q.scatter_add_(1, wanted, torch.full_like(log_sum, -1.0))
-
-    return rows_loss
+def _token_losses(targets: Tensor) -> RowLoss:
+    return lambda logits, rows: F.cross_entropy(logits, targets[rows], reduction="none")
 
 
 # -- losses between the target's distribution and the draft's
@@ -107,11 +87,10 @@ class SoftLoss:
 
     Args:
         formula: (log p, log q, T^2, and factors of its own by name) -> losses [rows].
-        rows: (T^2, and the same factors) -> the same in closed form.
     """
 
-    def __init__(self, formula: Callable[..., Tensor], rows: Callable[..., SoftRows]) -> None:
-        self.formula, self.rows = formula, rows
+    def __init__(self, formula: Callable[..., Tensor]) -> None:
+        self.formula = formula
         self.__doc__ = formula.__doc__
 
     def __call__(
@@ -149,40 +128,24 @@ class SoftLoss:
         return chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)[0]
 
     def row_loss(self, target: SoftTarget, dtype: torch.dtype, temperature: float = 1.0, **factors: float) -> RowLoss:
-        """The loss of some rows and its slope by their logits in ``dtype``; arguments as `__call__`."""
+        """The loss of some rows by their logits in ``dtype``; arguments as `__call__`."""
         _check_temperature(temperature, target)
-        closed = self.rows(temperature**2, **factors)
+
         if isinstance(target, TargetTop):
-            return outcome_rows(target, closed, dtype)
+
+            def of_outcomes(logits: Tensor, rows: Rows) -> Tensor:
+                ids, log_p = target.of(rows, dtype)
+                outcomes, _ = _Outcomes.apply(logits, ids, ids[:, 0])
+                return self.formula(log_p, outcomes.log_softmax(-1), 1.0, **factors)
+
+            return of_outcomes
         read = target.reader(dtype)
 
-        def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
-            log_q = F.log_softmax(logits.div_(temperature), dim=-1)
+        def of_tokens(logits: Tensor, rows: Rows) -> Tensor:
             log_p = F.log_softmax(read(rows) / temperature, dim=-1)
-            loss, slope = closed(log_p, log_q, derive)
-            return loss, None if slope is None else slope.div_(temperature)
+            return self.formula(log_p, F.log_softmax(logits / temperature, dim=-1), temperature**2, **factors)
 
-        return rows_loss
-
-    def eager(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        target: SoftTarget,
-        weights: Tensor | None = None,
-        temperature: float = 1.0,
-        **factors: float,
-    ) -> Tensor:
-        """The reference: the formula over the logits of all rows at once."""
-        logits = _dense(hidden, head)
-        if isinstance(target, TargetTop):
-            log_p = target.log_probs.detach().to(logits.dtype).log_softmax(-1)
-            log_q = _folded(F.log_softmax(logits, dim=-1), target.ids)
-            return _mean(self.formula(log_p, log_q, 1.0, **factors), weights)
-        wanted = target.logits if isinstance(target, TargetLogits) else _dense(target.hidden, target.head)
-        log_p = F.log_softmax(wanted.detach().to(logits.dtype) / temperature, dim=-1)
-        log_q = F.log_softmax(logits / temperature, dim=-1)
-        return _mean(self.formula(log_p, log_q, temperature**2, **factors), weights)
+        return of_tokens
 
 
 def _check_temperature(temperature: float, target: SoftTarget) -> None:
@@ -194,26 +157,34 @@ def _check_temperature(temperature: float, target: SoftTarget) -> None:
         raise ConfigError(asked, wrong, "use 1, or the whole distribution (top=0)")
 
 
-def _folded(log_q: Tensor, ids: Tensor) -> Tensor:
-    """[rows, k + 1] of log q [rows, V]: of the tokens ``ids`` [rows, k], and of all others together."""
-    others = log_q.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat((log_q.gather(1, ids), others), -1)
+class _Outcomes(torch.autograd.Function):
+    """(logits [rows, V], ids [rows, k], tokens [rows]) -> logits [rows, k + 1] of ``ids`` and of all others as one,
+    log sum e^l; and the logits [rows] of ``tokens``.
+
+    By hand, because autograd takes 1.3 times as long here. The slope by the logit of one of the others is that of their
+    outcome times q_x / q_others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        q = logits.softmax(-1)
+        log_sum = logits.amax(-1, keepdim=True) - q.amax(-1, keepdim=True).log()  # cheaper than logsumexp
+        rest = q.scatter_(1, ids, 0.0).sum(-1, keepdim=True)  # not 1 - sum: it may be very small
+        rest = rest.clamp_min_(torch.finfo(q.dtype).tiny)
+        ctx.ids, ctx.tokens, ctx.q, ctx.rest = ids, tokens[:, None], q, rest
+        return torch.cat((logits.gather(1, ids), log_sum + rest.log()), -1), logits.gather(1, tokens[:, None])[:, 0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, by_outcome: Tensor, by_token: Tensor) -> tuple[Tensor, None, None]:
+        slope = ctx.q.mul_(by_outcome[:, -1:] / ctx.rest).scatter_(1, ctx.ids, by_outcome[:, :-1])
+        return slope.scatter_add_(1, ctx.tokens, by_token[:, None]), None, None
 
 
 def _kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
     """Forward KL, distillation: ``T^2 KL(p || q) = T^2 sum_x p (log p - log q)`` (Hinton et al. 2015, section 2)."""
-    return scale * F.kl_div(log_q, log_p.exp(), reduction="none").sum(-1)
-
-
-def _kl_rows(scale: float) -> SoftRows:
-    """Slope T^2 (q - p)."""
-
-    def rows_loss(log_p: Tensor, log_q: Tensor, derive: bool) -> tuple[Tensor, Tensor | None]:
-        p = log_p.exp()
-        loss = scale * _expected(p, log_p - log_q)
-        return loss, log_q.exp_().sub_(p).mul_(scale) if derive else None
-
-    return rows_loss
+    p = log_p.exp()
+    return scale * (p * (log_p.masked_fill(p == 0, 0.0) - log_q)).sum(-1)  # 0 log 0 = 0
 
 
 def _reverse_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
@@ -221,19 +192,8 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
 
     It prefers a mode of p to its mean, which suits drafts far smaller than the target (Gu et al. 2024, MiniLLM, eq. 1).
     """
-    return scale * (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def _reverse_kl_rows(scale: float) -> SoftRows:
-    """Slope T^2 q (log q - log p - KL)."""
-
-    def rows_loss(log_p: Tensor, log_q: Tensor, derive: bool) -> tuple[Tensor, Tensor | None]:
-        q, ratio = log_q.exp(), log_q.sub_(log_p)
-        loss = _expected(q, ratio)
-        slope = _product(q, ratio.sub_(loss[:, None])).mul_(scale) if derive else None
-        return scale * loss, slope
-
-    return rows_loss
+    q = log_q.exp()
+    return scale * (q * (log_q - log_p).masked_fill(q == 0, 0.0)).sum(-1)  # 0 log 0 = 0, also against p = 0
 
 
 def _mixed(log_p: Tensor, log_q: Tensor, scale: float, omega: float = 0.5) -> Tensor:
@@ -241,32 +201,18 @@ def _mixed(log_p: Tensor, log_q: Tensor, scale: float, omega: float = 0.5) -> Te
 
     The first term distils, alpha is the expected acceptance probability (Leviathan et al. 2023). At T = 1 this is
     MixedLoss of SPIRe, section 3.4; temperatures are ours. omega, 0 to 1, is the weight of distillation; with
-    ``omega=0`` it is the total-variation loss less 1.
+    ``omega=0`` it is the total-variation loss less 1. Where p = q, half of alpha's slope counts, as of any minimum.
     """
-    alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    return -omega * scale * (log_p.exp() * log_q).sum(-1) - (1 - omega) * alpha
-
-
-def _mixed_rows(scale: float, omega: float = 0.5) -> SoftRows:
-    """Slope omega T^2 (q - p) - (1 - omega) d alpha: d alpha = q (m - sum_x q m), m = [q < p], half where equal."""
     if not 0 <= omega <= 1:
         raise ConfigError(f"omega={omega}", "it must be between 0 and 1", "use 0.5, or 1 for distillation alone")
-
-    def rows_loss(log_p: Tensor, log_q: Tensor, derive: bool) -> tuple[Tensor, Tensor | None]:
-        p, q = log_p.exp(), log_q.exp()
-        loss = -omega * scale * _expected(p, log_q) - (1 - omega) * torch.minimum(p, q).sum(-1)
-        if not derive:
-            return loss, None
-        below = (q < p).to(q.dtype) + 0.5 * (q == p)
-        alpha_slope = q * (below - (q * below).sum(-1, keepdim=True))
-        return loss, (q - p).mul_(omega * scale).sub_((1 - omega) * alpha_slope)
-
-    return rows_loss
+    p = log_p.exp()
+    loss = -omega * scale * (p * log_q).sum(-1)
+    return loss if omega == 1 else loss - (1 - omega) * torch.minimum(p, log_q.exp()).sum(-1)
 
 
-kl = SoftLoss(_kl, _kl_rows)
-reverse_kl = SoftLoss(_reverse_kl, _reverse_kl_rows)
-mixed = SoftLoss(_mixed, _mixed_rows)
+kl = SoftLoss(_kl)
+reverse_kl = SoftLoss(_reverse_kl)
+mixed = SoftLoss(_mixed)
 
 
 # -- the target and the text
@@ -310,55 +256,28 @@ def distilled(
     walk, check = Walk.of(hidden, head, weights, **options), options.get("check", True)
     _check_tokens(hidden, head, tokens, walk, check)
     target.check(len(hidden), head.shape[0])
-    dtype, parts = wide(hidden, head), [hidden.new_zeros(2, 0, dtype=wide(hidden, head))]
-    if isinstance(target, TargetTop):
-        _check_temperature(temperature, target)
-        rows_loss = text_rows(target, distance.rows(1.0), dtype, tokens, share, parts)
-    else:
-        rows_loss = _both(distance.row_loss(target, dtype, temperature), _token_rows(tokens), share, parts)
+    dtype = wide(hidden, head)
+    soft, hard = distance.row_loss(target, dtype, temperature), _token_losses(tokens)
+    parts = [hidden.new_zeros(2, 0, dtype=dtype)]
+
+    def rows_loss(logits: Tensor, rows: Rows) -> Tensor:
+        if isinstance(target, TargetTop):
+            ids, log_p = target.of(rows, dtype)
+            outcomes, said = _Outcomes.apply(logits, ids, tokens[rows])
+            distant, entropy = distance.formula(log_p, outcomes.log_softmax(-1), 1.0), outcomes.logsumexp(-1) - said
+            other = (ids != tokens[rows][:, None]).all(-1)
+            unknown = torch.where(other, outcomes[:, -1] - said, 0.0)
+        else:
+            distant, entropy = soft(logits, rows), hard(logits, rows)
+            unknown = torch.zeros_like(entropy)
+        parts.append(torch.stack((distant, entropy)).detach())
+        return share * (distant + unknown) + (1 - share) * entropy
+
     loss, _ = chunked_loss(hidden, head, rows_loss, walk, check, target.inputs)
     each = torch.cat(parts, 1)
     if walk.rows is None:
         return loss, each
     return loss, each.new_zeros(2, len(hidden)).index_copy_(1, walk.rows, each)
-
-
-def _both(soft: RowLoss, hard: RowLoss, share: float, parts: list[Tensor]) -> RowLoss:
-    """share times one loss and 1 - share times the other; ``parts`` is given both [2, chunk] of every chunk."""
-
-    def rows_loss(logits: Tensor, rows: Rows, derive: bool) -> tuple[Tensor, Tensor | None]:
-        entropy, by_token = hard(logits.clone(), rows, derive)  # both may overwrite them
-        loss, slope = soft(logits, rows, derive)
-        parts.append(torch.stack((loss, entropy)))
-        if slope is not None and by_token is not None:
-            slope.mul_(share).add_(by_token, alpha=1 - share)
-        return share * loss + (1 - share) * entropy, slope
-
-    return rows_loss
-
-
-def _among_others(log_q: Tensor, ids: Tensor, tokens: Tensor) -> Tensor:
-    """[rows] -log q(y | others) where y is none of ``ids`` [rows, k], else 0."""
-    wanted = tokens.clamp(0, log_q.shape[1] - 1)[:, None]
-    lost = _folded(log_q, ids)[:, -1] - log_q.gather(1, wanted)[:, 0]
-    return torch.where((ids != wanted).all(-1), lost, 0.0)
-
-
-def eager_distilled(
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    tokens: Tensor,
-    weights: Tensor | None = None,
-    distance: SoftLoss = kl,
-    share: float = 0.5,
-    temperature: float = 1.0,
-) -> Tensor:
-    """``w D(p, q) + (1 - w) (-log q(y))``. Reference of `distilled`."""
-    soft = distance.eager(hidden, head, target, weights, temperature)
-    if isinstance(target, TargetTop):
-        soft = soft + _mean(_among_others(F.log_softmax(_dense(hidden, head), dim=-1), target.ids, tokens), weights)
-    return share * soft + (1 - share) * eager_cross_entropy(hidden, head, tokens, weights)
 
 
 # -- state regression and distillation
@@ -399,22 +318,6 @@ def mse_cross_entropy(
     if options.get("check", True):
         refuse_nan(squared, {"states": state, "target states": target_state})
     return alpha * squared + beta * soft
-
-
-def eager_mse_cross_entropy(
-    state: Tensor,
-    target_state: Tensor,
-    hidden: Tensor,
-    head: Tensor,
-    target: SoftTarget,
-    weights: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    temperature: float = 1.0,
-) -> Tensor:
-    """``alpha mean_d (h - H)^2 + beta T^2 (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
-    squared = _mean(((state - target_state) ** 2).mean(-1), weights)
-    return alpha * squared + beta * mixed.eager(hidden, head, target, weights, temperature, omega=1.0)
 
 
 def _squared_error(state: Tensor, target: Tensor, weights: Tensor | None, denominator: Tensor | float | None) -> Tensor:
@@ -482,22 +385,6 @@ def ngram(
     return loss, sums[0] / sums[1]
 
 
-def eager_ngram(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    stream: Tensor,
-    alphas: Tensor,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """``sum_j alpha_j mean_t (-log q_j(y_{t+1+j}))``, j = 0 the main stream. Reference of `ngram`."""
-    weights = torch.ones_like(targets, dtype=hidden.dtype) if weights is None else weights
-    total = hidden.new_zeros(())
-    for j, alpha in enumerate(alphas):
-        total = total + alpha * eager_cross_entropy(hidden, head, targets, weights * (stream == j))
-    return total
-
-
 def _check_streams(stream: Tensor, factors: Tensor) -> None:
     if bool(((stream < 0) | (stream >= len(factors))).any()):
         raise ConfigError(
@@ -518,7 +405,7 @@ def _over_tokens(
     """Cross-entropy with tokens over a walk: the mean, and the losses of the rows kept."""
     check = options.get("check", True)
     _check_tokens(hidden, head, targets, walk, check)
-    return chunked_loss(hidden, head, _token_rows(targets), walk, check, {})
+    return chunked_loss(hidden, head, _token_losses(targets), walk, check, {})
 
 
 def _check_tokens(hidden: Tensor, head: Tensor, targets: Tensor, walk: Walk, check: bool) -> None:
@@ -533,29 +420,3 @@ def _check_tokens(hidden: Tensor, head: Tensor, targets: Tensor, walk: Walk, che
                 f"the head has tokens 0 to {vocab - 1}",
                 "use the tokenizer of this model, and weight 0 for rows without a target",
             )
-
-
-def _expected(probability: Tensor, value: Tensor) -> Tensor:
-    """[rows] sum over x of probability times value."""
-    return _product(probability, value).sum(-1)
-
-
-def _product(probability: Tensor, value: Tensor) -> Tensor:
-    """Probability times value, 0 where the probability is 0, whatever the value (0 log 0 = 0)."""
-    return (probability * value).masked_fill_(probability == 0, 0.0)
-
-
-def _dense(hidden: Tensor, head: Tensor) -> Tensor:
-    """[rows, V] logits of all rows at once."""
-    dtype = wide(hidden, head)
-    return hidden.to(dtype) @ head.to(dtype).t()
-
-
-def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Weighted mean over rows; 0 where no row has a weight."""
-    if weights is None:
-        return losses.sum() / max(len(losses), 1)
-    weights = weights.to(losses.dtype)
-    total = weights.sum()
-    summed = torch.where(weights > 0, losses * weights, 0.0).sum()
-    return summed / torch.where(total > 0, total, 1.0)

@@ -1,8 +1,8 @@
 """Recipe kinds by name: what can be trained, with which options.
 
-A kind is a class named in the table below, beside the drafter that it trains. It says its options (a frozen
-dataclass with help texts) and builds a `Recipe`; a recipe file's ``[options]``, or flags on the command line, fill
-them.
+A kind is an entry of `KINDS` and a module beside the drafter that it trains. The module holds the kind's options (a
+frozen dataclass with help texts), which a recipe file's ``[options]`` or flags on the command line fill, and
+``build(options, context)``, which makes the `Recipe`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +22,6 @@ from .data import TokenBatch
 from .features import Features
 from .network import Network
 from .trainer import Recipe
-
-# Named, not imported: a kind loads when it is asked for.
-KINDS = {
-    "target": "paceline.training.target:TargetKind",
-    "draft_model": "paceline.drafters.distillation:DraftModelKind",
-    "streams": "paceline.drafters.streams.recipe:StreamsKind",
-    "medusa": "paceline.drafters.medusa.recipe:MedusaKind",
-    "exits": "paceline.training.exits:ExitsKind",
-    "lyanna": "paceline.drafters.lyanna.recipe:LyannaKind",
-    "eagle": "paceline.drafters.eagle.recipe:EagleKind",
-    "spire": "paceline.drafters.spire.recipe:SpireKind",
-}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,26 +39,36 @@ class BuildContext:
     features: Features | None = None  # of the target, from a cache; None: it is run on each batch
     occurrences: Callable[[], Tensor] | None = None  # [V] float64 share of each token in the run's data
 
+    def subject(self) -> tuple[Network, Path]:
+        """The target that something is trained for, and its folder.
 
-class RecipeKind(Protocol):
-    """One kind of training."""
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.target is None or self.target_folder is None:
+            raise ConfigError("training a drafter", "there is no target to train it for", "give --target")
+        return self.target, self.target_folder
 
-    name: str
-    needs_target: bool  # it trains something for a target
-    takes_init: bool  # it can start from a folder of its own kind of weights: `BuildContext.init`
-    Options: ClassVar[type[Any]]  # frozen, keyword-only, its fields have help texts
 
-    def imitates(self, options: Any) -> bool:
-        """Whether it learns to say what the target says, so that the target's own answers are its best data."""
-        ...
+@dataclass(frozen=True, slots=True)
+class RecipeKind:
+    """One kind of training; modules are named, not imported, and load when they are asked for."""
 
-    def top(self, options: Any) -> int:
-        """How many of the target's likeliest tokens it learns from, which a cache can hold; 0: it reads no cache."""
-        ...
+    about: str  # in the help of its command
+    module: str
+    options: str  # class of the module
+    needs_target: bool = True  # it trains something for a target
+    # Whether it learns to say what the target says, so that the target's own answers are its best data.
+    imitates: Callable[[Any], bool] = lambda options: True
+    # Whether ``top`` of its options names how many of the target's likeliest tokens it learns from; a cache holds them.
+    cached: bool = False
+    states: bool = False  # it reads the target's last states, which a cache then holds, too: `Features.states`
 
-    def states(self, options: Any) -> bool:
-        """Whether it reads the target's last states, which a cache then holds, too: `Features.states`."""
-        ...
+    @property
+    def Options(self) -> type[Any]:  # noqa: N802  (a class)
+        """What can be set: frozen, keyword-only, its fields have help texts."""
+        made: type[Any] = resolve_name(f"{self.module}:{self.options}")
+        return made
 
     def build(self, options: Any, context: BuildContext) -> Recipe:
         """The recipe, ready to train.
@@ -78,7 +76,62 @@ class RecipeKind(Protocol):
         Raises:
             ConfigError: options that do not fit the target, or something missing.
         """
-        ...
+        made: Recipe = resolve_name(f"{self.module}:build")(options, context)
+        return made
+
+
+KINDS = {
+    "target": RecipeKind(
+        "A Llama-family model, tokenizer included.",
+        "paceline.training.target",
+        "TargetOptions",
+        needs_target=False,
+        imitates=lambda options: False,
+    ),
+    "draft_model": RecipeKind(
+        "A small draft model, distilled from a target.",
+        "paceline.drafters.distillation",
+        "DraftModelOptions",
+        imitates=lambda options: options.distill > 0,
+        cached=True,
+    ),
+    "streams": RecipeKind(
+        "Speculative streams over a frozen target, or adapters for an application.",
+        "paceline.drafters.streams.recipe",
+        "StreamOptions",
+        imitates=lambda options: options.mode == "lossless",  # an application has answers of its own
+    ),
+    "medusa": RecipeKind(
+        "Heads on the target's last state, one for each token ahead (Medusa).",
+        "paceline.drafters.medusa.recipe",
+        "MedusaOptions",
+        cached=True,
+        states=True,
+    ),
+    "exits": RecipeKind(
+        "Early exits of a target at several depths, for the mirror round.", "paceline.training.exits", "ExitOptions"
+    ),
+    "lyanna": RecipeKind(
+        "A drafter of states, with token-info at its logits (Lyanna).",
+        "paceline.drafters.lyanna.recipe",
+        "LyannaOptions",
+        cached=True,
+        states=True,
+    ),
+    "eagle": RecipeKind(
+        "A drafter of states that reads the tokens it drafts (EAGLE).",
+        "paceline.drafters.eagle.recipe",
+        "EagleOptions",
+        cached=True,
+        states=True,
+    ),
+    "spire": RecipeKind(
+        "A draft of the target's last layers, with feedback memory (SPIRe).",
+        "paceline.drafters.spire.recipe",
+        "SpireOptions",
+        imitates=lambda options: options.loss == "mixed",
+    ),
+}
 
 
 def kind(name: str) -> RecipeKind:
@@ -91,5 +144,4 @@ def kind(name: str) -> RecipeKind:
         close = difflib.get_close_matches(name, KINDS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"recipe kind {name!r}", "there is no such kind", f"{hint}known kinds: {', '.join(KINDS)}")
-    made: RecipeKind = resolve_name(KINDS[name])()
-    return made
+    return KINDS[name]

@@ -163,45 +163,25 @@ def grow(network: Network, source: Path, keep: Sequence[int]) -> None:
                 parameter.copy_(inner[name])
 
 
-class TargetKind:
-    """How ``paceline train target`` builds the recipe."""
+def build(options: TargetOptions, context: BuildContext) -> TargetRecipe:
+    """A network from random weights, from the checkpoint ``context.init``, or grown from it.
 
-    name = "target"
-    Options = TargetOptions
-    needs_target = False
-    takes_init = True
-
-    def imitates(self, options: TargetOptions) -> bool:
-        """There is no target."""
-        return False
-
-    def top(self, options: TargetOptions) -> int:
-        """0: it learns from no target."""
-        return 0
-
-    def states(self, options: TargetOptions) -> bool:
-        """There is no target."""
-        return False
-
-    def build(self, options: TargetOptions, context: BuildContext) -> TargetRecipe:
-        """A network from random weights, from the checkpoint ``context.init``, or grown from it.
-
-        Raises:
-            ConfigError: a tokenizer or a checkpoint that does not fit.
-        """
-        tokenizer = context.tokenizer
-        if len(tokenizer) > options.vocab_size:
-            raise ConfigError(
-                f"vocab_size={options.vocab_size}", f"the tokenizer has {len(tokenizer)} tokens", "raise vocab_size"
-            )
-        config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-        network = Network(decoder_config(config), context.device)
-        if options.grow:
-            if context.init is None:
-                raise ConfigError("grow", "there is no checkpoint to grow from", "give --init FOLDER")
-            grow(network, context.init, options.grow)
-        elif context.init is not None and any(context.init.glob("*.safetensors")):
-            load_weights(network.decoder, context.init)
-        else:
-            network.init_weights(context.seed)
-        return TargetRecipe(network, config, context.held_out)
+    Raises:
+        ConfigError: a tokenizer or a checkpoint that does not fit.
+    """
+    tokenizer = context.tokenizer
+    if len(tokenizer) > options.vocab_size:
+        raise ConfigError(
+            f"vocab_size={options.vocab_size}", f"the tokenizer has {len(tokenizer)} tokens", "raise vocab_size"
+        )
+    config = options.config(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    network = Network(decoder_config(config), context.device)
+    if options.grow:
+        if context.init is None:
+            raise ConfigError("grow", "there is no checkpoint to grow from", "give --init FOLDER")
+        grow(network, context.init, options.grow)
+    elif context.init is not None and any(context.init.glob("*.safetensors")):
+        load_weights(network.decoder, context.init)
+    else:
+        network.init_weights(context.seed)
+    return TargetRecipe(network, config, context.held_out)

@@ -43,55 +43,34 @@ class LyannaOptions(UnrollOptions):
         return max(1, round(self.hot * vocab)) if self.token_info and self.hot else 0
 
 
-class LyannaKind:
-    """How ``paceline train lyanna`` builds the recipe."""
+def build(options: LyannaOptions, context: BuildContext) -> UnrolledRecipe:
+    """A fresh drafter, or one that goes on from ``context.init``.
 
-    name = "lyanna"
-    Options = LyannaOptions
-    needs_target = True
-    takes_init = True
-
-    def imitates(self, options: LyannaOptions) -> bool:
-        """True: a draft is accepted where it agrees with the target."""
-        return True
-
-    def top(self, options: LyannaOptions) -> int:
-        """Its option."""
-        return options.top
-
-    def states(self, options: LyannaOptions) -> bool:
-        """True: they are what it starts from and learns."""
-        return True
-
-    def build(self, options: LyannaOptions, context: BuildContext) -> UnrolledRecipe:
-        """A fresh drafter, or one that goes on from ``context.init``.
-
-        Raises:
-            ConfigError: no target, or a drafter of another shape to go on from.
-        """
-        if context.target is None or context.target_folder is None:
-            raise ConfigError("training lyanna", "there is no target to draft for", "give --target")
-        config = context.target.config
-        hot = _hot_tokens(options, context)
-        trained = hot if options.hot_in_training else None  # what training knows of them
-        shape = LyannaShape(
-            layer=layer_json(config),
-            steps=options.depth,
-            fusion=options.fusion,
-            first_token=options.first_token,
-            rank=options.rank if options.token_info else 0,
-            hot=0 if trained is None else len(trained),
-            hot_columns=trained is not None,
-            target=context.target_folder.name,
-            fingerprint=fingerprint(context.target_folder),
-            tokenizer=tokenizer_mark(context.tokenizer),
-        )
-        made = LyannaModel.fresh(shape, trained, torch.Generator().manual_seed(context.seed), context.device)
-        if context.init is not None:
-            made.resume(context.init)
-        save = made.save if hot is None or trained is not None else partial(_save_cut, made, hot)
-        given = context.target, options, context.held_out, context.features
-        return UnrolledRecipe(self.name, made, *given, save=save)
+    Raises:
+        ConfigError: a drafter of another shape to go on from.
+    """
+    target, folder = context.subject()
+    config = target.config
+    hot = _hot_tokens(options, context)
+    trained = hot if options.hot_in_training else None  # what training knows of them
+    shape = LyannaShape(
+        layer=layer_json(config),
+        steps=options.depth,
+        fusion=options.fusion,
+        first_token=options.first_token,
+        rank=options.rank if options.token_info else 0,
+        hot=0 if trained is None else len(trained),
+        hot_columns=trained is not None,
+        target=folder.name,
+        fingerprint=fingerprint(folder),
+        tokenizer=tokenizer_mark(context.tokenizer),
+    )
+    made = LyannaModel.fresh(shape, trained, torch.Generator().manual_seed(context.seed), context.device)
+    if context.init is not None:
+        made.resume(context.init)
+    save = made.save if hot is None or trained is not None else partial(_save_cut, made, hot)
+    given = target, options, context.held_out, context.features
+    return UnrolledRecipe("lyanna", made, *given, save=save)
 
 
 def _save_cut(model: LyannaModel, hot: Tensor, folder: Path) -> None:

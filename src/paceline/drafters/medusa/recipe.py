@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -173,48 +173,27 @@ def _figures(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}_{j}": value for j, value in enumerate(values.tolist(), 1) if value == value}
 
 
-class MedusaKind:
-    """How ``paceline train medusa`` builds the recipe."""
+def build(options: MedusaOptions, context: BuildContext) -> MedusaRecipe:
+    """Fresh heads over the context's target, or those in ``context.init``.
 
-    name = "medusa"
-    needs_target = True
-    takes_init = True  # trained heads to go on from, of the same shape
-    Options: ClassVar[type[MedusaOptions]] = MedusaOptions
-
-    def imitates(self, options: MedusaOptions) -> bool:
-        """True: a draft is accepted where it agrees with the target."""
-        return True
-
-    def top(self, options: MedusaOptions) -> int:
-        """Its option."""
-        return options.top
-
-    def states(self, options: MedusaOptions) -> bool:
-        """True: heads read the target's last states."""
-        return True
-
-    def build(self, options: MedusaOptions, context: BuildContext) -> MedusaRecipe:
-        """Fresh heads over the context's target, or those in ``context.init``.
-
-        Raises:
-            ConfigError: no target, or heads of another shape to go on from.
-        """
-        if context.target is None or context.target_folder is None:
-            raise ConfigError("training Medusa heads", "there is no target to train them for", "give --target")
-        shape, folder = context.target.config, Path(context.target_folder)
-        config = HeadsConfig(
-            heads=options.heads,
-            d_model=shape.d_model,
-            vocab_size=shape.vocab_size,
-            rank=options.rank,
-            target=folder.name,
-            fingerprint=fingerprint(folder),
-        )
-        if context.init is None:
-            heads = Heads.fresh(config, torch.Generator().manual_seed(context.seed))
-        else:
-            heads = _continued(context.init, config)
-        return MedusaRecipe(heads.to(context.device), context.target, options, context.held_out, context.features)
+    Raises:
+        ConfigError: heads of another shape to go on from.
+    """
+    target, folder = context.subject()
+    shape = target.config
+    config = HeadsConfig(
+        heads=options.heads,
+        d_model=shape.d_model,
+        vocab_size=shape.vocab_size,
+        rank=options.rank,
+        target=folder.name,
+        fingerprint=fingerprint(folder),
+    )
+    if context.init is None:
+        heads = Heads.fresh(config, torch.Generator().manual_seed(context.seed))
+    else:
+        heads = _continued(context.init, config)
+    return MedusaRecipe(heads.to(context.device), target, options, context.held_out, context.features)
 
 
 def _continued(folder: Path, config: HeadsConfig) -> Heads:

@@ -254,50 +254,29 @@ class SpireRecipe:
         save_shape(self.shape, self.module.memory, folder)
 
 
-class SpireKind:
-    """How ``paceline train spire`` builds the recipe."""
+def build(options: SpireOptions, context: BuildContext) -> SpireRecipe:
+    """A draft cut out of the target, or one that goes on from ``context.init``.
 
-    name = "spire"
-    Options = SpireOptions
-    needs_target = True
-    takes_init = True
-
-    def imitates(self, options: SpireOptions) -> bool:
-        """Whether it learns from the target's distribution."""
-        return options.loss == "mixed"
-
-    def top(self, options: SpireOptions) -> int:
-        """0: it reads activations of inner layers, which no cache holds."""
-        return 0
-
-    def states(self, options: SpireOptions) -> bool:
-        """False: see `top`."""
-        return False
-
-    def build(self, options: SpireOptions, context: BuildContext) -> SpireRecipe:
-        """A draft cut out of the target, or one that goes on from ``context.init``.
-
-        Raises:
-            ConfigError: no target, as many layers as it has or more, or a draft of another shape to go on from.
-            CapabilityError: a target with sliding windows, or whose positions are not rotary.
-        """
-        if context.target is None or context.target_folder is None:
-            raise ConfigError("training spire", "there is no target to draft for", "give --target")
-        whole = context.target.config
-        _check_target(whole, context.target_folder.name)
-        layers = options.layers or max(1, round(whole.num_layers / 4))
-        if layers >= whole.num_layers:
-            asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
-            raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
-        shape = options.shape(layers, context.target_folder.name, fingerprint(context.target_folder))
-        config = _config(context.target_folder, layers)
-        network = Network(decoder_config(config), context.device)
-        if context.init is None:
-            _start(network, context.target, options, context.seed)
-        module = SpireModule(network, shape)
-        if context.init is not None:
-            _resume(module, shape, context.target, context.init)
-        return SpireRecipe(module, context.target, shape, options, config, context.held_out)
+    Raises:
+        ConfigError: as many layers as it has or more, or a draft of another shape to go on from.
+        CapabilityError: a target with sliding windows, or whose positions are not rotary.
+    """
+    target, folder = context.subject()
+    whole = target.config
+    _check_target(whole, folder.name)
+    layers = options.layers or max(1, round(whole.num_layers / 4))
+    if layers >= whole.num_layers:
+        asked = f"layers={options.layers}" if options.layers else "a quarter of its layers"
+        raise ConfigError(asked, f"the target has {whole.num_layers} in all", f"give 1 to {whole.num_layers - 1}")
+    shape = options.shape(layers, folder.name, fingerprint(folder))
+    config = _config(folder, layers)
+    network = Network(decoder_config(config), context.device)
+    if context.init is None:
+        _start(network, target, options, context.seed)
+    module = SpireModule(network, shape)
+    if context.init is not None:
+        _resume(module, shape, target, context.init)
+    return SpireRecipe(module, target, shape, options, config, context.held_out)
 
 
 def _check_target(config: DecoderConfig, name: str) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -469,49 +469,27 @@ def _cosine(states: Tensor, later: Tensor, exists: Tensor) -> Tensor:
     return found.sum(0) / exists.sum(0).clamp(min=1)
 
 
-class StreamsKind:
-    """How ``paceline train streams`` builds the recipe."""
+def build(options: StreamOptions, context: BuildContext) -> StreamRecipe:
+    """A fresh set over the context's target, or the one in ``context.init``.
 
-    name = "streams"
-    needs_target = True
-    takes_init = True  # a trained set to go on from, of the same shape
-    Options: ClassVar[type[StreamOptions]] = StreamOptions
-
-    def imitates(self, options: StreamOptions) -> bool:
-        """Lossless streams learn to agree with the target; an application has answers of its own."""
-        return options.mode == "lossless"
-
-    def top(self, options: StreamOptions) -> int:
-        """0: streams attend in the target's own layers, so that it is run in any case."""
-        return 0
-
-    def states(self, options: StreamOptions) -> bool:
-        """False, for the same reason."""
-        return False
-
-    def build(self, options: StreamOptions, context: BuildContext) -> StreamRecipe:
-        """A fresh set over the context's target, or the one in ``context.init``.
-
-        Raises:
-            ConfigError: no target, options that do not fit it, a set of another shape, or prompt tokens that weigh
-                something and have no loss.
-        """
-        if context.target is None or context.target_folder is None:
-            raise ConfigError("training streams", "there is no target to train them for", "give --target")
-        if context.prompt_weight and not options.factors[0]:
-            raise ConfigError(
-                f"streams with prompt_weight={context.prompt_weight}",
-                "prompt tokens carry no streams, and main rows have no loss (alpha_0=0)",
-                "leave prompt_weight out, or train in shared mode with alpha_0 above 0",
-            )
-        folder = Path(context.target_folder)
-        config = options.config(context.target, folder.name, fingerprint(folder))
-        if context.init is None:
-            generator = torch.Generator().manual_seed(context.seed)
-            trained = StreamSet.fresh(config, linear_shapes(context.target.config), generator)
-        else:
-            trained = _continued(context.init, config)
-        return StreamRecipe(context.target, trained.to(context.device), options, context.held_out)
+    Raises:
+        ConfigError: options that do not fit it, a set of another shape, or prompt tokens that weigh
+            something and have no loss.
+    """
+    target, folder = context.subject()
+    if context.prompt_weight and not options.factors[0]:
+        raise ConfigError(
+            f"streams with prompt_weight={context.prompt_weight}",
+            "prompt tokens carry no streams, and main rows have no loss (alpha_0=0)",
+            "leave prompt_weight out, or train in shared mode with alpha_0 above 0",
+        )
+    config = options.config(target, folder.name, fingerprint(folder))
+    if context.init is None:
+        generator = torch.Generator().manual_seed(context.seed)
+        trained = StreamSet.fresh(config, linear_shapes(target.config), generator)
+    else:
+        trained = _continued(context.init, config)
+    return StreamRecipe(target, trained.to(context.device), options, context.held_out)
 
 
 def _continued(folder: Path, config: StreamConfig) -> StreamSet:

@@ -8,12 +8,10 @@ from decimal import Decimal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from paceline.core.errors import CapabilityError, ConfigError
-from paceline.training import scores
-from paceline.training.scores import (
+from kit.task_scores import (
     TASKS,
     RougeTokenizer,
+    _scorer,
     bootstrap_interval,
     exact_match,
     final_number,
@@ -22,6 +20,8 @@ from paceline.training.scores import (
     same_number,
     score_task,
 )
+
+from paceline.core.errors import CapabilityError, ConfigError
 
 rouge_1, rouge_2, rouge_l, rouge_lsum = map(rouge, ("rouge1", "rouge2", "rougeL", "rougeLsum"))
 WORDS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=9)
@@ -145,7 +145,7 @@ def test_rouge_of_equal_texts_is_one(words: list[str]) -> None:
 
 def test_rouge_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    scores._scorer.cache_clear()
+    _scorer.cache_clear()
     with pytest.raises(CapabilityError, match=r"rouge-score is missing.*paceline\[bench\]"):
         score_task("e2e", ["a"], ["a"])
     assert score_task("sql", ["a"], ["a"]) == {"exact_match": 1.0}

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..core.errors import CapabilityError, ConfigError
+from paceline.core.errors import CapabilityError, ConfigError
 
 References: TypeAlias = "str | Sequence[str]"
 Score: TypeAlias = "Callable[[str, References], float]"  # of one output, 0 to 1

@@ -1,0 +1,137 @@
+"""The losses of training as dense formulas over all rows, differentiated by autograd: what the chunked ones equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+from torch import Tensor
+
+from paceline.training.chunked import SoftTarget, TargetLogits, TargetTop, wide
+from paceline.training.losses import SoftLoss, kl, mixed, reverse_kl
+
+
+def eager_cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """``-log q(y)``. Reference of `cross_entropy`."""
+    log_q = F.log_softmax(_dense(hidden, head), dim=-1)  # [rows, V]
+    valid = targets.clamp(0, log_q.shape[1] - 1)  # a row of weight 0 may hold anything
+    return _mean(-log_q.gather(1, valid[:, None])[:, 0], weights)
+
+
+def eager_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
+    """``T^2 sum_x p (log p - log q)``."""
+    return scale * F.kl_div(log_q, log_p.exp(), reduction="none").sum(-1)
+
+
+def eager_reverse_kl(log_p: Tensor, log_q: Tensor, scale: float) -> Tensor:
+    """``T^2 sum_x q (log q - log p)``."""
+    return scale * (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def eager_mixed(log_p: Tensor, log_q: Tensor, scale: float, omega: float = 0.5) -> Tensor:
+    """``omega T^2 (-sum_x p log q) - (1 - omega) sum_x min(p, q)``."""
+    alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    return -omega * scale * (log_p.exp() * log_q).sum(-1) - (1 - omega) * alpha
+
+
+FORMULAS: dict[SoftLoss, Callable[..., Tensor]] = {kl: eager_kl, reverse_kl: eager_reverse_kl, mixed: eager_mixed}
+
+
+def eager_soft(
+    loss: SoftLoss,
+    hidden: Tensor,
+    head: Tensor,
+    target: SoftTarget,
+    weights: Tensor | None = None,
+    temperature: float = 1.0,
+    **factors: float,
+) -> Tensor:
+    """Reference of a `SoftLoss`."""
+    logits = _dense(hidden, head)
+    if isinstance(target, TargetTop):
+        log_p = target.log_probs.detach().to(logits.dtype).log_softmax(-1)
+        log_q = _folded(F.log_softmax(logits, dim=-1), target.ids)
+        return _mean(FORMULAS[loss](log_p, log_q, 1.0, **factors), weights)
+    wanted = target.logits if isinstance(target, TargetLogits) else _dense(target.hidden, target.head)
+    log_p = F.log_softmax(wanted.detach().to(logits.dtype) / temperature, dim=-1)
+    log_q = F.log_softmax(logits / temperature, dim=-1)
+    return _mean(FORMULAS[loss](log_p, log_q, temperature**2, **factors), weights)
+
+
+def _folded(log_q: Tensor, ids: Tensor) -> Tensor:
+    """[rows, k + 1] of log q [rows, V]: of the tokens ``ids`` [rows, k], and of all others together."""
+    others = log_q.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((log_q.gather(1, ids), others), -1)
+
+
+def _among_others(log_q: Tensor, ids: Tensor, tokens: Tensor) -> Tensor:
+    """[rows] -log q(y | others) where y is none of ``ids`` [rows, k], else 0."""
+    wanted = tokens.clamp(0, log_q.shape[1] - 1)[:, None]
+    lost = _folded(log_q, ids)[:, -1] - log_q.gather(1, wanted)[:, 0]
+    return torch.where((ids != wanted).all(-1), lost, 0.0)
+
+
+def eager_distilled(
+    hidden: Tensor,
+    head: Tensor,
+    target: SoftTarget,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    distance: SoftLoss = kl,
+    share: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """``w D(p, q) + (1 - w) (-log q(y))``. Reference of `distilled`."""
+    soft = eager_soft(distance, hidden, head, target, weights, temperature)
+    if isinstance(target, TargetTop):
+        soft = soft + _mean(_among_others(F.log_softmax(_dense(hidden, head), dim=-1), target.ids, tokens), weights)
+    return share * soft + (1 - share) * eager_cross_entropy(hidden, head, tokens, weights)
+
+
+def eager_mse_cross_entropy(
+    state: Tensor,
+    target_state: Tensor,
+    hidden: Tensor,
+    head: Tensor,
+    target: SoftTarget,
+    weights: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """``alpha mean_d (h - H)^2 + beta T^2 (-sum_x p log q)``. Reference of `mse_cross_entropy`."""
+    squared = _mean(((state - target_state) ** 2).mean(-1), weights)
+    return alpha * squared + beta * eager_soft(mixed, hidden, head, target, weights, temperature, omega=1.0)
+
+
+def eager_ngram(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    stream: Tensor,
+    alphas: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """``sum_j alpha_j mean_t (-log q_j(y_{t+1+j}))``, j = 0 the main stream. Reference of `ngram`."""
+    weights = torch.ones_like(targets, dtype=hidden.dtype) if weights is None else weights
+    total = hidden.new_zeros(())
+    for j, alpha in enumerate(alphas):
+        total = total + alpha * eager_cross_entropy(hidden, head, targets, weights * (stream == j))
+    return total
+
+
+def _dense(hidden: Tensor, head: Tensor) -> Tensor:
+    """[rows, V] logits of all rows at once."""
+    dtype = wide(hidden, head)
+    return hidden.to(dtype) @ head.to(dtype).t()
+
+
+def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Weighted mean over rows; 0 where no row has a weight."""
+    if weights is None:
+        return losses.sum() / max(len(losses), 1)
+    weights = weights.to(losses.dtype)
+    total = weights.sum()
+    summed = torch.where(weights > 0, losses * weights, 0.0).sum()
+    return summed / torch.where(total > 0, total, 1.0)
