@@ -29,7 +29,7 @@ from paceline.drafters.medusa.drafter import HeadPass, filled, static_trees
 from paceline.drafters.medusa.heads import CONFIG_FILE, WEIGHTS_FILE, Heads, HeadsConfig, load
 from paceline.drafters.registry import DrafterContext
 from paceline.drafters.suffix import SuffixConfig
-from paceline.engine.budget import StaticBudget
+from paceline.engine.budget import DraftBudget
 from paceline.network.decoder import Decoder
 from paceline.network.native_heads import NativeHeads
 
@@ -242,10 +242,8 @@ def test_compiled_answers_are_plain_ones(kind: str, options: dict[str, Any], mon
     assert not drafter._last
 
 
-class Pulse(StaticBudget):
+class Pulse(DraftBudget):
     """No drafts for three steps, then drafts for two."""
-
-    never_drafts = False
 
     def __init__(self) -> None:
         self.steps = 0
@@ -253,12 +251,6 @@ class Pulse(StaticBudget):
     def plan(self, sequences: Sequence[Any], batch_size: int) -> list[int]:
         self.steps += 1
         return [6 if self.steps % 5 > 2 else 0] * len(sequences)
-
-    def reason(self) -> None:
-        return None
-
-    def rested(self, sequence: Any) -> None:
-        return None
 
 
 def test_drafts_go_on_at_once_after_a_rest(monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ from paceline.engine.budget import AUTO, FixedBudget, StepRecord, TableBudget, p
 from paceline.engine.calibration import Calibration, Fingerprint
 from paceline.engine.chances import Chances, weigh
 from paceline.engine.costs import CostTable, DraftCosts, StepCosts, bucket, interpolate
-from paceline.engine.exploring import EXPLORE, FIRST_ROWS, PlainSteps, SavedTime
+from paceline.engine.exploring import EXPLORE, FIRST_ROWS, SavedTime, plain_due
 
 PLAIN = FixedBudget(size=0)
 NETWORK = {"level_ms": 1.0, "unseen_ms": 0.02}  # a drafter that runs a network of its own
@@ -514,10 +514,10 @@ def test_a_plain_step_is_measured_as_often_as_its_share_allows(monkeypatch: pyte
     monkeypatch.setattr(exploring, "PLAIN_MOST", 100)
 
     def intervals(gain: float, count: int = 9) -> list[int]:
-        steps, found, last = PlainSteps(), [], 0
+        found: list[int] = []
+        last = 0
         for step in range(1, 2000):
-            if len(found) < count and steps.due(4, step, len(found), gain):
-                steps.note(4, step)
+            if len(found) < count and plain_due(step - last, len(found), gain):
                 found.append(step - last)
                 last = step
         return found
@@ -531,10 +531,10 @@ def test_what_is_tried_is_paid_from_a_share_of_the_time() -> None:
     saved = SavedTime()
     assert not saved.pay(0.1, 10.0)
     for _ in range(50):
-        saved.save(10.0, 10.0)
+        saved.earn(EXPLORE * 10.0, 10.0)
     assert saved.credit_ms(10.0) == pytest.approx(5.0) and saved.pay(4.0, 10.0) and not saved.pay(4.0, 10.0)
     for _ in range(500):
-        saved.save(10.0, 10.0)
+        saved.earn(EXPLORE * 10.0, 10.0)
     assert saved.ms == pytest.approx(10.0) and saved.credit_ms(10.0) == pytest.approx(50.0)  # it may be overdrawn
 
 

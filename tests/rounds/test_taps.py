@@ -15,7 +15,7 @@ from paceline.attention.base import Segment
 from paceline.core.sampling import SamplingParams
 from paceline.core.tree import TokenTree
 from paceline.drafters.base import Drafter, DrafterSpec, DraftRequest, StepFeatures
-from paceline.engine.budget import StaticBudget
+from paceline.engine.budget import DraftBudget
 from paceline.kv.pool import KVPool
 from paceline.network.base import Batch, Taps
 from paceline.network.decoder import Decoder, TargetInfo
@@ -161,10 +161,9 @@ def test_states_are_taken_only_where_a_draft_may_follow():
         assert budget == 0 or 20 < known[0][1] < 26
 
 
-class EveryFourth(StaticBudget):
+class EveryFourth(DraftBudget):
     """Drafts in every fourth step, and says of the others behind which of them nothing is drafted."""
 
-    never_drafts = False
     steps = 0
 
     @property
@@ -174,12 +173,6 @@ class EveryFourth(StaticBudget):
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         self.steps += 1
         return [0 if self.steps % 4 else 5] * len(sequences)
-
-    def reason(self) -> None:
-        """Nothing to say."""
-
-    def rested(self, sequence: RunningSequence) -> None:
-        """Nothing to say."""
 
 
 @pytest.mark.parametrize("kind", ["float64", pytest.param("compiled bf16", marks=needs_kernels)])

@@ -29,10 +29,11 @@ from ..core.errors import ConfigError
 from ..core.tree import TokenTree
 from ..drafters.base import DrafterSpec, SequenceView
 from ..rounds.base import RunningSequence
-from .budget import MAX_BUDGET, StepRecord
+from .budget import MAX_BUDGET, DraftBudget, StepRecord
 from .chances import UNKNOWN, Chances, cell_of, odds_of
 from .costs import NEAR, WINDOW, CostTable, DraftCosts, StepCosts, bucket
 from .exploring import (
+    EXPLORE,
     FIRST_GAIN,
     FIRST_GAIN_NETWORK,
     FIRST_LIFT,
@@ -48,8 +49,8 @@ from .exploring import (
     REST,
     TRIAL,
     TRUSTED,
-    PlainSteps,
     SavedTime,
+    plain_due,
 )
 from .histories import AskGain, Choice, History, Kind, SourceStep
 from .weighing import judge_all, weigh_all
@@ -58,7 +59,7 @@ MARGINAL = 1e-3  # tokens
 LEAST_OPEN = 0.05  # chance of being needed at least, by which what an ask brought is scaled
 
 
-class AutoBudget:
+class AutoBudget(DraftBudget):
     """Chooses which sequences draft, and which nodes are checked; learns from every step.
 
     Args:
@@ -76,8 +77,6 @@ class AutoBudget:
     Raises:
         ConfigError: a cap out of range.
     """
-
-    never_drafts = False
 
     def __init__(
         self,
@@ -105,13 +104,15 @@ class AutoBudget:
         self._numbers = range(len(self.sources))
         self._library = native.in_use()
         self._prepares, self._blind, self._spares = prepares, blind, spares
+        self._late = prepares or 0  # its time is what others did not take: streams are read behind the pass
         self._kinds: dict[str | None, Kind] = {}
         self._histories: dict[int, History] = {}
         self._earned: dict[int, tuple[float, float]] = {}  # by bucket of batch sizes: running tokens, running ms
         self._heard: dict[int, int] = {}  # by bucket of batch sizes: observed steps
         self._steps = self._rested = self._look_at = 0
         # One for each source: a look-up that costs little would spend what a network has to save up for.
-        self._saved, self._plain = [SavedTime() for _ in self.sources], PlainSteps()
+        self._saved = [SavedTime() for _ in self.sources]
+        self._plain_at: dict[int, int] = {}  # by bucket of batch sizes: the last plain step, or attempt at one
         self._rows: dict[int, int] = {}  # by bucket of batch sizes: most nodes that were checked at once
         self._trials: set[tuple[int, int]] = set()  # (sequence, source) that are asked in order to learn
         # Of the coming step:
@@ -120,7 +121,7 @@ class AutoBudget:
         self._plain_ms = table.step_ms(1, 0)
         self._rate = 0.0  # tokens a ms, over the batch
         self._rises: list[float] = []  # see `_rise`
-        self._asked = [SourceStep() for _ in self._numbers]
+        self._source_steps = [SourceStep() for _ in self._numbers]
         self._choice = Choice()
 
     @classmethod
@@ -152,7 +153,8 @@ class AutoBudget:
         """Nodes that the drafter may propose; see `DraftBudget.plan`."""
         self._steps += 1
         if self._steps < self._look_at:
-            same = batch_size == self._batch and self._knows(sequences)
+            known = all([sequence.view.key in self._histories for sequence in sequences])
+            same = known and batch_size == self._batch
             if same or self.rests:
                 if not same:  # look at it in the next step: the states that drafts of this one need were not taken
                     self._look_at = self._steps + 1
@@ -185,10 +187,7 @@ class AutoBudget:
 
     def _save(self, ms: float) -> None:
         for saved in self._saved:
-            saved.save(ms, self._plain_ms)
-
-    def _knows(self, sequences: Sequence[RunningSequence]) -> bool:
-        return all([sequence.view.key in self._histories for sequence in sequences])
+            saved.earn(EXPLORE * ms, self._plain_ms)
 
     def _open(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[History]:
         """The sequences' histories, their last proposals judged; what a plain step takes and a millisecond earns."""
@@ -215,33 +214,32 @@ class AutoBudget:
         if kind is None:
             kind = self._kinds[name] = Kind([Chances() for _ in range(self._marks)])
         shift = array("d", [0.0] * self._marks)
-        return History(kind, view, self._steps, self._rested, shift, size, self._worths(kind, size))
+        return History(kind, view, self._steps, self._rested, shift, size, self._gains(kind, size))
 
     def _move(self, history: History, size: int) -> None:
         """The batch has another size, at which asks are worth something else."""
-        old, history.bucket, history.worths = history.worths, size, self._worths(history.kind, size)
-        for worth, was in zip(history.worths, old, strict=True):
-            worth.seen, worth.asked_at, worth.begun, worth.tried = was.seen, was.asked_at, was.begun, was.tried
+        old, history.bucket, history.gains = history.gains, size, self._gains(history.kind, size)
+        for record, was in zip(history.gains, old, strict=True):
+            record.seen, record.asked_at, record.begun, record.tried = was.seen, was.asked_at, was.begun, was.tried
 
-    def _worths(self, kind: Kind, size: int) -> list[AskGain]:
+    def _gains(self, kind: Kind, size: int) -> list[AskGain]:
         """Where a sequence begins: with what its kind has brought at this batch size."""
         found = []
         for source, costs in enumerate(self.draft_costs):
-            known = kind.worths.get((source, size))
+            known = kind.gains.get((source, size))
             if known is None:
                 gain = FIRST_GAIN_NETWORK if costs.network else FIRST_GAIN
-                known = kind.worths[source, size] = AskGain(gain, lift=FIRST_LIFT)
+                known = kind.gains[source, size] = AskGain(gain, lift=FIRST_LIFT)
             found.append(AskGain(known.gain, known.open, min(known.asks, TRUSTED), kind=known))
         return found
 
     def _wanted(self, histories: Sequence[History], plain: bool) -> set[int]:
         """The sequences to draft for: none in a plain step."""
         self._trials.clear()
-        for asked in self._asked:
-            asked.opens, asked.ms, asked.passes = {}, 0.0, 0
+        self._source_steps = [SourceStep() for _ in self._numbers]
         if plain:
             return set()
-        paying = [self._paying(k, histories, [history.worths[k].open for history in histories]) for k in self._numbers]
+        paying = [self._paying(k, histories, [history.gains[k].open for history in histories]) for k in self._numbers]
         self._first = {histories[i].view.key for i in paying[0]}
         if len(paying) == 1 and len(paying[0]) == len(histories):
             return paying[0]
@@ -263,9 +261,9 @@ class AutoBudget:
         """Whether the coming step is to be a plain one, so that what drafts are compared with is measured."""
         size, gain = bucket(self._batch), self._rate * self._plain_ms / self._batch - 1
         lost = gain if self._prepares is None else 2 * gain  # the step after it has nothing prepared
-        if not self._plain.due(size, self._steps, self.costs.visits(self._batch, 0), lost):
+        if not plain_due(self._steps - self._plain_at.get(size, 0), self.costs.visits(self._batch, 0), lost):
             return False
-        self._plain.note(size, self._steps)  # also where prompts make it no plain one
+        self._plain_at[size] = self._steps  # also where prompts make it no plain one
         return True
 
     def _paying(self, source: int, histories: Sequence[History], opens: Sequence[float]) -> set[int]:
@@ -275,15 +273,15 @@ class AutoBudget:
             return {
                 min(
                     range(len(histories)),
-                    key=lambda i: len(histories[i].view.tokens) - histories[i].worths[source].seen,
+                    key=lambda i: len(histories[i].view.tokens) - histories[i].gains[source].seen,
                 )
             }
         values = []
         for i, (history, open_) in enumerate(zip(histories, opens, strict=True)):
-            worth = history.worths[source]
-            value = worth.gain * open_ / max(worth.open, LEAST_OPEN)
+            record = history.gains[source]
+            value = record.gain * open_ / max(record.open, LEAST_OPEN)
             if value > 0 and costs.catch_up_ms:
-                value -= rate * self._catch_up_ms(source, history)
+                value -= rate * self._behind_ms(source, history) / self._asks_left(source, history)
             if costs.network and self._worth_a_trial(source, history):
                 value = max(value, rate * costs.predict(1) + MARGINAL)
             if value > 0:
@@ -291,7 +289,7 @@ class AutoBudget:
         if len(values) > 1:
             values.sort(reverse=True)
         if costs.network and values:  # trust grows with what is known: a new drafter is not asked for all at once
-            kind = histories[0].worths[source].kind
+            kind = histories[0].gains[source].kind
             values = values[: max(1, kind.asks if kind is not None else 0)]
         total, best, count = 0.0, 0.0, 0
         for n, (value, _) in enumerate(values, start=1):
@@ -304,26 +302,18 @@ class AutoBudget:
     def _worth_a_trial(self, source: int, history: History) -> bool:
         """Whether to find out what asking a network brings for a new request: texts of one kind differ in that, and
         what a trial costs may come back many times."""
-        worth, costs = history.worths[source], self.draft_costs[source]
-        if worth.kind is None or worth.tried >= TRIAL:
+        record, costs = history.gains[source], self.draft_costs[source]
+        if record.kind is None or record.tried >= TRIAL:
             return False
-        cost = costs.predict(1) * (TRIAL - worth.tried) + self._behind_ms(source, history)
-        return worth.kind.lift * self._asks_left(source, history) > self._rate * cost
+        cost = costs.predict(1) * (TRIAL - record.tried) + self._behind_ms(source, history)
+        return record.kind.lift * self._asks_left(source, history) > self._rate * cost
 
     def _asks_left(self, source: int, history: History) -> float:
         """Asks over which what is learned or caught up with now can pay."""
         limit = HORIZON
         if history.view.max_len is not None:
             limit = min(limit, history.view.max_len - len(history.view.tokens))
-        return max(1.0, limit / (1 + max(1.0, history.worths[source].gain)))
-
-    def _catch_up_ms(self, source: int, history: History) -> float:
-        """What the source has to compute first, spread over the asks in which that can pay."""
-        costs = self.draft_costs[source]
-        behind = len(history.view.tokens) - history.worths[source].seen - NEAR
-        if behind <= 0 or not costs.catch_up_ms:
-            return 0.0
-        return behind * costs.catch_up_ms / self._asks_left(source, history)
+        return max(1.0, limit / (1 + max(1.0, history.gains[source].gain)))
 
     def _explore(self, histories: Sequence[History], paying: Sequence[set[int]]) -> set[int]:
         """Sequences that are asked for although it is not expected to pay, those that waited longest first, as far as
@@ -333,14 +323,14 @@ class AutoBudget:
             return set()
         found = set()
         waiting = [
-            (history.worths[k].asked_at, k, i)
+            (history.gains[k].asked_at, k, i)
             for k in open_
             for i, history in enumerate(histories)
             if i not in paying[k]
         ]
         for _, source, i in sorted(waiting):
             history = histories[i]
-            if not history.worths[source].begun:  # else it is paid for
+            if not history.gains[source].begun:  # else it is paid for
                 cost = self.draft_costs[source].predict(1) + self._behind_ms(source, history)
                 if not self._saved[source].pay(cost, self._plain_ms):
                     continue
@@ -349,7 +339,8 @@ class AutoBudget:
         return found
 
     def _behind_ms(self, source: int, history: History) -> float:
-        behind = len(history.view.tokens) - history.worths[source].seen - NEAR
+        """What the source has to compute first."""
+        behind = len(history.view.tokens) - history.gains[source].seen - NEAR
         return max(0, behind) * self.draft_costs[source].catch_up_ms
 
     def _ahead(self, history: History) -> int:
@@ -385,11 +376,11 @@ class AutoBudget:
         return sorted(chosen)
 
     def _note(self, source: int, opens: dict[int, float]) -> None:
-        asked, unseen = self._asked[source], 0
+        asked, unseen = self._source_steps[source], 0
         asked.opens = opens
         for key in opens:
             history = self._histories[key]
-            unseen += len(history.view.tokens) - history.worths[source].seen
+            unseen += len(history.view.tokens) - history.gains[source].seen
         asked.unseen = unseen
 
     def first(self, source: int, view: SequenceView, log_scores: Iterable[float]) -> float:
@@ -408,7 +399,7 @@ class AutoBudget:
 
     def told(self, source: int, passes: int, ms: float) -> None:
         """What the ask of one of several sources took."""
-        self._asked[source].ms, self._asked[source].passes = ms, passes
+        self._source_steps[source].ms, self._source_steps[source].passes = ms, passes
         if source != self._late:
             self._learn_costs(source, passes, ms)
 
@@ -424,7 +415,7 @@ class AutoBudget:
             self._note(0, {view.key: 1.0 for view in views})
         if max(tree.counts) == 1:
             self._choice = Choice(self._batch)
-            self._learn_worths(views)
+            self._learn_gains(views)
             return None
         histories, most = [self._histories[view.key] for view in views], sum(tree.counts) - len(views)
         # Of so many rows as never yet the cost is a guess: go on from what is known.
@@ -438,9 +429,9 @@ class AutoBudget:
         for chance, b, i in ranked[:count]:
             chosen[b].append((chance, i))
         if len(self.sources) == 1:
-            self._asked[0].passes = levels if passes is None else passes
+            self._source_steps[0].passes = levels if passes is None else passes
         self._choice = Choice(self._batch, count, sum(chances[:count]), price * count / self._rate)
-        self._learn_worths(views, chosen, tree, price)
+        self._learn_gains(views, chosen, tree, price)
         if not count or count == most:
             return tree if count else None
         return tree.kept([[0, *sorted([i for _, i in own])] for own in chosen])
@@ -468,7 +459,7 @@ class AutoBudget:
 
     # -- learning
 
-    def _learn_worths(
+    def _learn_gains(
         self,
         views: Sequence[SequenceView],
         chosen: Sequence[Sequence[tuple[float, int]]] = (),
@@ -483,30 +474,30 @@ class AutoBudget:
             lists: the proposals.
             price: of a row, in tokens.
         """
-        for source, asked in enumerate(self._asked):
+        for source, asked in enumerate(self._source_steps):
             for b, view in enumerate(views):
                 open_ = asked.opens.get(view.key)
                 if open_ is None:
                     continue
                 history = self._histories[view.key]
-                worth = history.worths[source]
+                record = history.gains[source]
                 # A prompt's last pass prepares the first step.
-                fresh = worth.asked_at != self._steps - 1 and history.born != self._steps
-                worth.begun = fresh and source == self._prepares
-                worth.asked_at, worth.seen = self._steps, len(view.tokens)
-                if worth.begun:  # nothing was prepared: no news
+                fresh = record.asked_at != self._steps - 1 and history.born != self._steps
+                record.begun = fresh and source == self._prepares
+                record.asked_at, record.seen = self._steps, len(view.tokens)
+                if record.begun:  # nothing was prepared: no news
                     continue
                 gain = 0.0
                 if chosen and lists is not None:
                     marks, one = lists.sources[b], len(self.sources) == 1
                     gain = sum([chance - price for chance, i in chosen[b] if one or marks[i] == source])
-                worth.learn(gain, open_, QUICKEST)
-                worth.tried += 1
-                if worth.kind is not None:
-                    worth.kind.learn(gain, open_, KIND_RATE)
-                    if worth.tried == TRIAL:
+                record.learn(gain, open_, QUICKEST)
+                record.tried += 1
+                if record.kind is not None:
+                    record.kind.learn(gain, open_, KIND_RATE)
+                    if record.tried == TRIAL:
                         cost = self._rate * self.draft_costs[source].predict(1)
-                        worth.kind.lifted(max(0.0, worth.gain / max(worth.open, LEAST_OPEN) - cost), 1 / 16)
+                        record.kind.lifted(max(0.0, record.gain / max(record.open, LEAST_OPEN) - cost))
                 if gain and (view.key, source) in self._trials:
                     self._saved[source].earn(gain / self._rate, self._plain_ms)
 
@@ -520,31 +511,23 @@ class AutoBudget:
         self._save(total_ms)
         if step.pure:
             context = sum(len(s.view.tokens) for s in step.sequences)
-            if drafted or not (asked and self._rides()):
+            ahead = self._prepares
+            streams = asked and ahead is not None and (len(self.sources) == 1 or self._source_steps[ahead].opens)
+            if drafted or not streams:
                 self.costs.observe(batch, drafted, context, step.rest_ms)
                 if not drafted:
-                    self._plain.note(size, self._steps)
+                    self._plain_at[size] = self._steps
             self._rows[size] = max(drafted, self._rows.get(size, 0))
-            weight = RATE
             tokens, ms = self._earned.get(size, (0.0, 0.0))
             earned = sum(step.accepted) + batch
             self._heard[size] = self._heard.get(size, 0) + 1
-            self._earned[size] = (tokens + weight * (earned - tokens), ms + weight * (total_ms - ms))
+            self._earned[size] = (tokens + RATE * (earned - tokens), ms + RATE * (total_ms - ms))
         if asked:
-            others = sum([source.ms for k, source in enumerate(self._asked) if k != self._late])
-            self._learn_costs(self._late, self._asked[self._late].passes, step.ask_ms - others)
-
-    @property
-    def _late(self) -> int:
-        """The source whose time is what others did not take: streams are read behind the pass."""
-        return 0 if self._prepares is None else self._prepares
-
-    def _rides(self) -> bool:
-        """Whether streams took part in the step."""
-        return self._prepares is not None and (len(self.sources) == 1 or bool(self._asked[self._prepares].opens))
+            others = sum([source.ms for k, source in enumerate(self._source_steps) if k != self._late])
+            self._learn_costs(self._late, self._source_steps[self._late].passes, step.ask_ms - others)
 
     def _learn_costs(self, source: int, passes: int, ms: float) -> None:
-        asked = self._asked[source]
+        asked = self._source_steps[source]
         if asked.opens:
             self.draft_costs[source].observe(len(asked.opens), passes, asked.unseen, ms)
 
@@ -559,10 +542,6 @@ class AutoBudget:
     def rule(self) -> AutoBudget:
         """Itself; see `DraftBudget.rule`."""
         return self
-
-    def reason(self) -> str | None:
-        """Nothing is known before the first step."""
-        return None
 
     def rested(self, sequence: RunningSequence) -> str | None:
         """Why nothing was drafted in most of the sequence's steps, where that is so."""
@@ -581,8 +560,8 @@ class AutoBudget:
         at = f"auto: at batch {self._batch} a plain step takes {self._plain_ms:.2f} ms, and {price}"
         if not choice.batch_size:
             return f"{at}: nothing was drafted yet"
-        worth = ", ".join(f"{name} {self._gain(k):.2f}" for k, name in enumerate(self.sources))
-        asks = f"an ask brings, beyond its rows, so many tokens: {worth}"
+        gains = ", ".join(f"{name} {self._gain(k):.2f}" for k, name in enumerate(self.sources))
+        asks = f"an ask brings, beyond its rows, so many tokens: {gains}"
         if not choice.nodes:
             return f"{at}: drafts do not pay ({asks})"
         ahead = (choice.batch_size + choice.tokens) / choice.batch_size
@@ -591,7 +570,7 @@ class AutoBudget:
     def _gain(self, source: int) -> float:
         """Tokens that an ask brought in the mean, at the present batch size."""
         size = bucket(self._batch)
-        known = [k.worths[source, size] for k in self._kinds.values() if (source, size) in k.worths]
+        known = [k.gains[source, size] for k in self._kinds.values() if (source, size) in k.gains]
         return sum(w.gain for w in known) / len(known) if known else 0.0
 
     def describe(self) -> dict[str, Any]:

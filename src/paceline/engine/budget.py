@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..core.errors import ConfigError
 from ..core.options import MOST_TEXT, shown
@@ -31,29 +31,22 @@ class StepRecord:
     rest_ms: float  # everything else of the step: scheduling, target pass, verification, book-keeping
 
 
-class DraftBudget(Protocol):
-    """Decides the number of drafted nodes of each sequence, zero included."""
+class DraftBudget:
+    """Decides the number of drafted nodes of each sequence, zero included. What is given here suits one that learns
+    nothing."""
+
+    learns = False  # whether `observe` is to be called for the coming step; read after `plan`
+    rests = False  # neither the coming step nor the one behind it drafts: nothing need be prepared; read after `plan`
 
     @property
     def never_drafts(self) -> bool:
         """Whether the budget is always 0, so that `plan` need not be called."""
-        ...
-
-    @property
-    def learns(self) -> bool:
-        """Whether `observe` is to be called for the coming step; read after `plan`."""
-        ...
-
-    @property
-    def rests(self) -> bool:
-        """Whether neither the coming step nor the one behind it drafts, so that nothing need be prepared for it; read
-        after `plan`."""
-        ...
+        return False
 
     @property
     def rule(self) -> DraftRule | None:
         """What chooses among the proposed nodes; None: all within the budget are checked."""
-        ...
+        return None
 
     def plan(self, sequences: Sequence[RunningSequence], batch_size: int) -> list[int]:
         """Nodes for the coming step.
@@ -65,45 +58,29 @@ class DraftBudget(Protocol):
         Returns:
             [b] nodes allowed for each.
         """
-        ...
+        raise NotImplementedError
 
     def observe(self, step: StepRecord) -> None:
         """Take in the record of a step; called after each step where `learns`."""
-        ...
 
     def forget(self, sequences: Sequence[RunningSequence]) -> None:
         """These sequences have ended."""
-        ...
 
     def reason(self) -> str | None:
         """Why nothing is drafted at all, known before the first step; None where something may be."""
-        ...
+        return None
 
     def rested(self, sequence: RunningSequence) -> str | None:
         """Why drafting was off for most of this sequence's steps, if it was."""
-        ...
+        return self.reason()
 
     def describe(self) -> dict[str, Any]:
         """What was chosen and why, ready for JSON; ``kind`` and ``why`` are always there."""
-        ...
-
-
-class StaticBudget:
-    """Base of budgets that learn nothing."""
-
-    learns = False
-    rests = False
-    rule = None
-
-    def observe(self, step: StepRecord) -> None:
-        """Nothing to learn."""
-
-    def forget(self, sequences: Sequence[RunningSequence]) -> None:
-        """Nothing was kept."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedBudget(StaticBudget):
+class FixedBudget(DraftBudget):
     """The same number of nodes for every sequence in every step."""
 
     size: int
@@ -125,17 +102,13 @@ class FixedBudget(StaticBudget):
         """Why nothing is drafted."""
         return (self.why or "the draft budget is 0") if self.size == 0 else None
 
-    def rested(self, sequence: RunningSequence) -> str | None:
-        """A fixed budget is never switched off; for one of 0 `reason` says so at the start."""
-        return self.reason()
-
     def describe(self) -> dict[str, Any]:
         """The size."""
         return {"kind": "fixed", "nodes": self.size, "why": self.reason() or f"fixed at {self.size}"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableBudget(StaticBudget):
+class TableBudget(DraftBudget):
     """Nodes by batch size: the entry of the largest listed batch size that is not above the current one."""
 
     entries: tuple[tuple[int, int], ...]  # (batch size, nodes), ascending, from batch size 1 on

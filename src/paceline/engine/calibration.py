@@ -257,13 +257,13 @@ class PassTimer:
         if self._decoder.stack is None or layers is not None:
             self._run(caches, rows, layers or self._decoder.num_layers)
         else:
-            self._decoder.stack.decide(self._asked(caches, rows), self._pool)
+            self._decoder.stack.decide(self._chains(caches, rows), self._pool)
         elapsed = perf_counter() - began
         for cache in caches:
             cache.rollback()
         return elapsed * 1e3
 
-    def _asked(self, caches: Sequence[SequenceCache], rows: int) -> TokenPass:
+    def _chains(self, caches: Sequence[SequenceCache], rows: int) -> TokenPass:
         """A chain of ``rows`` rows of each sequence, all of which choose the likeliest token."""
         count, vocab = len(caches) * rows, self._decoder.config.vocab_size
         slots: list[int] = []

@@ -135,7 +135,7 @@ def weigh(
         depth = depths[parent] + 1
         depths.append(depth)
         own = UNKNOWN if scores is None else odds_of(scores[node] - scores[parent])
-        cell = min((depth - 1).bit_length(), DEPTHS - 1) * CLASSES + bisect_right(EDGES, own)
+        cell = cell_of(own, depth)
         odds = chances[source].odds[cell] * factors[source]
         chance = odds / (1 + odds)
         cells.append(cell)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 EXPLORE = 0.01  # of the time, for asks of a drafter that are not expected to pay; as much for plain steps
-MOST_SAVED = 1.0  # of that share, plain steps that may be saved up
-OVERDRAFT = 4.0  # plain steps that one such ask may cost beyond a full saved: a long prompt to catch up with
+OVERDRAFT = 4.0  # plain steps that one such ask may cost beyond all that is saved: a long prompt to catch up with
 FIRST_GAIN = 0.5  # tokens that the asks of an unknown look-up are taken to bring
 FIRST_GAIN_NETWORK = 2.5  # the same of a drafter with a network: hopeful enough for a first try
 PILOT = 3  # asks of a drafter with a network that are made for one sequence, to find out what it costs
@@ -26,25 +25,20 @@ MARGIN = 0.1  # by which nodes must be worth more than they cost: of many estima
 
 
 class SavedTime:
-    """The share of the time that may go into asks and rows that are not expected to pay."""
+    """The share of the time that may go into asks and rows that are not expected to pay: a plain step's at most."""
 
     __slots__ = ("ms",)
 
     def __init__(self) -> None:
         self.ms = 0.0
 
-    def save(self, ms: float, plain_ms: float) -> None:
-        """So much time has gone by, where a plain step takes ``plain_ms``."""
-        self.earn(EXPLORE * ms, plain_ms)
-
     def earn(self, ms: float, plain_ms: float) -> None:
-        """What was tried has saved so much time."""
-        self.ms = min(MOST_SAVED * plain_ms, self.ms + ms)
+        """Add so much time, where a plain step takes ``plain_ms``."""
+        self.ms = min(plain_ms, self.ms + ms)
 
     def credit_ms(self, plain_ms: float) -> float:
-        """What a trial may cost. A full saved may be overdrawn, else an expensive trial would never be made."""
-        full = self.ms >= 0.99 * MOST_SAVED * plain_ms
-        return self.ms + (OVERDRAFT * plain_ms if full else 0.0)
+        """What a trial may cost. A full saving may be overdrawn, else an expensive trial would never be made."""
+        return self.ms + (OVERDRAFT * plain_ms if self.ms >= 0.99 * plain_ms else 0.0)
 
     def pay(self, ms: float, plain_ms: float) -> bool:
         """Spend so much, if there is credit for it."""
@@ -54,34 +48,18 @@ class SavedTime:
         return True
 
 
-class PlainSteps:
-    """When the cost of a plain step is to be measured, by bucket of batch sizes.
+def plain_due(since: int, seen: int, gain: float) -> bool:
+    """Whether the cost of a plain step is to be measured again, for a bucket of batch sizes.
 
     What drafts are compared with fades like everything else. A plain step among drafts costs what they would have
     earned beyond it, so they come as often as that is `EXPLORE` of the time: seldom where drafts pay much, often where
     they hardly pay. The first ones come sooner, at intervals that double: drafts may seem to pay much because the few
     plain steps seen were slow.
+
+    Args:
+        since: steps since the last one.
+        seen: plain steps that were measured.
+        gain: by how much more drafts earn than plain steps, as a share.
     """
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: dict[int, int] = {}  # by bucket: the last plain step, or attempt at one
-
-    def note(self, size: int, step: int) -> None:
-        """This step was a plain one, or was to be."""
-        self._last[size] = step
-
-    def due(self, size: int, step: int, seen: int, gain: float) -> bool:
-        """Whether one is due.
-
-        Args:
-            size: bucket of the batch size.
-            step: the coming one.
-            seen: plain steps that were measured there.
-            gain: by how much more drafts earn than plain steps, as a share.
-        """
-        if seen < PLAIN_FIRST:
-            return True
-        share = min(PLAIN_MOST, max(PLAIN_LEAST, gain / EXPLORE))
-        return step - self._last.get(size, 0) > min(share, 1 << min(seen, 16))
+    share = min(PLAIN_MOST, max(PLAIN_LEAST, gain / EXPLORE))
+    return seen < PLAIN_FIRST or since > min(share, 1 << min(seen, 16))

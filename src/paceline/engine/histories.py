@@ -27,10 +27,10 @@ class AskGain:
     tried: int = 0  # asks for this sequence; of a kind: completed trials
     lift: float = 0.0  # of a kind: running mean over trials: tokens an ask beyond its cost, where that is above 0
 
-    def lifted(self, lift: float, slowest: float) -> None:
+    def lifted(self, lift: float) -> None:
         """A trial for one request of this kind has ended."""
         self.tried += 1
-        self.lift += max(slowest, 1 / (self.tried + 1)) * (lift - self.lift)
+        self.lift += max(1 / 16, 1 / (self.tried + 1)) * (lift - self.lift)
 
     def learn(self, gain: float, open_: float, quickest: float) -> None:
         """Take in one ask."""
@@ -45,7 +45,7 @@ class Kind:
     """What requests of one kind (an application, or none) have in common."""
 
     chances: list[Chances]  # by source
-    worths: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
+    gains: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
     odds_at: tuple[int, ...] = field(init=False)  # addresses for compiled code
     counts_at: tuple[int, ...] = field(init=False)  # of hits, tries and odds
 
@@ -63,8 +63,8 @@ class History:
     born: int  # step in which it was first seen
     rested_before: int  # steps at rest until then
     shift: array[float]  # by kind of nodes; its place does not change
-    bucket: int  # of the batch sizes that `worths` are about
-    worths: list[AskGain]  # by source
+    bucket: int  # of the batch sizes that `gains` are about
+    gains: list[AskGain]  # by source
     offer: Offer | tuple[Offers, int] | None = None  # the last proposal; see `weighing`
 
 
