@@ -11,7 +11,7 @@ from kit.study import Table
 
 from mirror_parts.common import MirrorFlags, study
 from mirror_parts.latency import MirrorStep
-from paceline.network.exit_heads import shares
+from paceline.network.exits import shares
 from paceline.network.loader import resolve_folder
 from paceline.planning.models import read_shape
 

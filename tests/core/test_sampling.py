@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats as sps
 
-from paceline.core import noise, sampling
+from paceline.core import noise, sampling, truncation
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams, SequenceSampler, derive_seed
 
@@ -221,7 +221,7 @@ class TestRules:
     def test_top_p_first_look_and_full_sort_agree(self, monkeypatch):
         logits = random_logits(6, 999, dtype=torch.float32)
         wanted = make({"top_p": 0.95}, vocab=999).process(logits)
-        monkeypatch.setattr(sampling, "_FEW", 2)
+        monkeypatch.setattr(truncation, "_FEW", 2)
         assert torch.equal(make({"top_p": 0.95}, vocab=999).process(logits), wanted)
 
     def test_top_p_smaller_than_the_likeliest_keeps_it(self):

@@ -39,8 +39,7 @@ from paceline.drafters.sessions import Ask, Grown
 from paceline.engine.budget import FixedBudget
 from paceline.engine.engine import Engine
 from paceline.network.decoder import Decoder
-from paceline.network.exit_heads import ExitHeads, ExitsConfig, TrainedExit
-from paceline.network.exits import exit_layer
+from paceline.network.exits import ExitHeads, ExitsConfig, exit_layer
 from paceline.network.files import fingerprint
 from paceline.network.loader import resolve_folder
 from paceline.rounds import parse_round
@@ -454,7 +453,7 @@ def test_candidates_are_those_of_the_trained_exit(layer: int, tmp_path: Path) ->
     (expected,) = run(serial, [(PROMPTS[2], GREEDY)])
     for heads in (f",heads={folder}", ""):
         engine, round_, verdicts = mirrored(f"mirror,kappa=3,exit={layer}{heads}")
-        assert isinstance(round_.exit, TrainedExit) is bool(heads) and round_.exit.layer == layer
+        assert (round_.exit.heads is not None) is bool(heads) and round_.exit.layer == layer
         assert ids(run(engine, [(PROMPTS[2], GREEDY)])) == ids([expected]) and round_.failure is None
         assert [(v.window, v.accepted, v.said) for v in verdicts] == trace.steps
         seen.append([v.mass for v in verdicts if v.told])
@@ -493,7 +492,7 @@ def test_exits_by_their_name_in_the_zoo(tmp_path: Path, monkeypatch: pytest.Monk
         LLM("paceline-small", round="mirror,heads=wrong-exits", **options)
     llm = LLM("paceline-small", round="mirror,heads=right-exits", **options)
     round_: Any = llm.engine.round
-    assert isinstance(round_.exit, TrainedExit) and round_.exit.layer == half
+    assert round_.exit.heads is not None and round_.exit.layer == half
     params = SamplingParams(temperature=0, max_tokens=8)
     assert [o.outputs[0].token_ids for o in llm.generate("x = 1\n", params)] == [
         o.outputs[0].token_ids for o in plain.generate("x = 1\n", params)

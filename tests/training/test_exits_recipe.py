@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from toolkit import network
 
 from paceline.core.errors import CapabilityError, ConfigError
-from paceline.network.exit_heads import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
+from paceline.network.exits import CONFIG_FILE, WEIGHTS_FILE, ExitHeads, ExitsConfig, exit_of, load, shares
 from paceline.network.files import fingerprint
 from paceline.training.data import Example, SourceSpec, TokenBatch, collate
 from paceline.training.exits import KAPPAS, ExitOptions, ExitRecipe, build

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from . import noise
 from .errors import CapabilityError, ConfigError
+from .noise import DRAFT
 from .noise import derive_seed as derive_seed
 from .options import HIGHEST, IsNumber, check, option, shown
+from .truncation import keep_min_p, keep_top_k, keep_top_p
 
 MaskFn = Callable[[Sequence[int]], Tensor]  # output ids so far -> [V] bool, True where a token is allowed
 
@@ -145,66 +147,6 @@ def _refuse(name: str, value: object, wrong: str, remedy: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Truncations: pure functions of a row, in place
-
-
-def _keep_top_k(logits: Tensor, k: int) -> None:
-    """Mask all but the k largest of each row [n, V]; ties with the k-th stay."""
-    kth = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]  # [n, 1]
-    logits.masked_fill_(logits < kth, -math.inf)
-
-
-_WEIGHT_BITS = 40  # a token's weight relative to the likeliest, as an integer
-_ID_BITS = 22  # ids below 4 million; a key is weight and id together, 62 bits
-_FEW = 256  # the nucleus is looked for among so many tokens first
-
-
-def _keep_top_p(logits: Tensor, top_p: float) -> None:
-    """Mask all but the smallest set of likeliest tokens whose probability reaches top_p, in each row [n, V].
-
-    Among equals the lower id comes first. Weights are summed as integers: such a sum does not depend on
-    its order, so a row's cut is the same alone and in a batch, and on every device.
-
-    Source: Holtzman et al. 2020, section 3.1 (nucleus sampling).
-    """
-    vocab_size = logits.shape[-1]
-    if vocab_size > 1 << _ID_BITS:
-        asked = f"top_p with a vocabulary of {vocab_size}"
-        raise CapabilityError(asked, f"ids above {1 << _ID_BITS} do not fit the sort key", "use top_k or min_p")
-    relative = (logits - logits.amax(dim=-1, keepdim=True)).double().exp_()
-    weights = relative.mul_(2.0**_WEIGHT_BITS).round_().to(torch.int64)  # [n, V]
-    limit = weights.sum(dim=-1, keepdim=True).double() * top_p  # [n, 1]
-    ids_down = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    keys = (weights << _ID_BITS) + ids_down  # all different
-    cut = _nucleus_cut(keys, limit)
-    logits.masked_fill_(keys < cut, -math.inf)
-
-
-def _nucleus_cut(keys: Tensor, limit: Tensor) -> Tensor:
-    """[n, 1] int64: the smallest key [n, V] of each row's nucleus."""
-    few = min(_FEW, keys.shape[-1])
-    if keys.device.type == "cpu":  # elsewhere the test below would wait for the device
-        top = keys.topk(few, dim=-1).values
-        if bool(((top >> _ID_BITS).sum(dim=-1, keepdim=True) >= limit).all()):
-            return _last_needed(top, limit)
-    return _last_needed(keys.sort(dim=-1, descending=True).values, limit)
-
-
-def _last_needed(ordered: Tensor, limit: Tensor) -> Tensor:
-    """The last of the descending keys [n, K] before which the weights have not yet reached the limit."""
-    weights = ordered >> _ID_BITS
-    before = weights.cumsum(dim=-1) - weights
-    kept = (before < limit).sum(dim=-1, keepdim=True).clamp_(min=1)  # [n, 1]
-    return ordered.gather(-1, kept - 1)
-
-
-def _keep_min_p(logits: Tensor, min_p: float) -> None:
-    """Mask tokens of each row [n, V] whose probability is below min_p times the largest (Nguyen et al. 2024)."""
-    floor = logits.amax(dim=-1, keepdim=True) + math.log(min_p)
-    logits.masked_fill_(logits < floor, -math.inf)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # One sequence
 
 
@@ -239,7 +181,7 @@ def _as_list(values: Tensor | Sequence[int] | int, rows: int | None = None) -> l
     return values.tolist() if isinstance(values, Tensor) else [int(v) for v in values]
 
 
-_Step = Callable[[Tensor, "Tensor | None"], None]  # (logits [n, V], paths [n, D] or None), in place
+_Step = Callable[[Tensor, "Tensor | None"], object]  # (logits [n, V], paths [n, D] or None), in place
 
 
 class SequenceSampler:
@@ -276,8 +218,7 @@ class SequenceSampler:
         mask_fn: MaskFn | None = None,
     ) -> None:
         enders = {i for i in eos_ids if i < vocab_size} | set(params.stop_token_ids or ())
-        _check_against_vocabulary(params, prompt_ids, vocab_size)
-        _check_something_left(params, len(enders), vocab_size)
+        _check_against_vocabulary(params, prompt_ids, len(enders), vocab_size)
         self.params = params
         self.seed = seed
         self.sample_index = sample_index
@@ -417,14 +358,22 @@ class SequenceSampler:
         return torch.stack([rows[p] for p in wanted]) if wanted else torch.empty(0, self.vocab_size, device=device)
 
     def draft_noise(
-        self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
+        self,
+        positions: Tensor | Sequence[int],
+        branch: int | Sequence[int] = 0,
+        device: torch.device | None = None,
+        domain: int = DRAFT,
     ) -> Tensor:
         """[n, V] float32 Gumbel noise for drafts that are drawn independently of the target's choice.
 
         The k largest of log q + noise are k draws without replacement, in draw order (Kool et al. 2019).
         ``branch`` (one for all rows, or [n]) distinguishes rows at one position that are to differ.
         """
-        return self._independent_noise(noise.DRAFT, positions, branch, device)
+        device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
+        places = _as_list(positions)
+        keys = self._keys(domain, places, _as_list(branch, len(places)))
+        rows = noise.gumbel_rows(keys, self.vocab_size, device)
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, device=device)
 
     def draw(self, probs: Tensor, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0) -> Tensor:
         """[n] int64: one draw from each row of probs [n, V], independent of the target's noise."""
@@ -443,7 +392,7 @@ class SequenceSampler:
         self, positions: Tensor | Sequence[int], branch: int | Sequence[int] = 0, device: torch.device | None = None
     ) -> Tensor:
         """[n, V] float32 Gumbel noise for the token drawn where rejection sampling stops."""
-        return self._independent_noise(noise.RESIDUAL, positions, branch, device)
+        return self.draft_noise(positions, branch, device, noise.RESIDUAL)
 
     def _cached_noise(self, positions: list[int], device: torch.device) -> dict[int, Tensor]:
         """Rows by position. A draft and its check use the same rows, so they are kept until they are passed."""
@@ -455,19 +404,6 @@ class SequenceSampler:
         while len(self._noise_rows) > _CACHED_ROWS:
             self._noise_rows.pop(next(iter(self._noise_rows)))
         return {p: made[p] if row is None else row for p, row in rows.items()}
-
-    def _independent_noise(
-        self,
-        domain: int,
-        positions: Tensor | Sequence[int],
-        branch: int | Sequence[int],
-        device: torch.device | None,
-    ) -> Tensor:
-        device = device or (positions.device if isinstance(positions, Tensor) else torch.device("cpu"))
-        places = _as_list(positions)
-        keys = self._keys(domain, places, _as_list(branch, len(places)))
-        rows = noise.gumbel_rows(keys, self.vocab_size, device)
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, device=device)
 
     def _keys(self, domain: int, positions: list[int], branches: list[int]) -> list[int]:
         base = (self.seed, self.sample_index, domain)
@@ -485,10 +421,10 @@ class SequenceSampler:
             (bool(p.logit_bias), self._add_bias),
             (p.min_tokens > 0 and bool(self._enders), self._mask_enders),
             (self._mask_fn is not None, self._apply_grammar),
-            (warm and p.temperature != 1, lambda x, _: _divide(x, p.temperature)),
-            (warm and 0 < p.top_k < self.vocab_size, lambda x, _: _keep_top_k(x, p.top_k)),
-            (warm and p.top_p < 1, lambda x, _: _keep_top_p(x, p.top_p)),
-            (warm and p.min_p > 0, lambda x, _: _keep_min_p(x, p.min_p)),
+            (warm and p.temperature != 1, lambda x, _: x.div_(p.temperature)),
+            (warm and 0 < p.top_k < self.vocab_size, lambda x, _: keep_top_k(x, p.top_k)),
+            (warm and p.top_p < 1, lambda x, _: keep_top_p(x, p.top_p)),
+            (warm and p.min_p > 0, lambda x, _: keep_min_p(x, p.min_p)),
         )
         self._truncations = sum(active for active, _ in table[-4:])  # the temperature among them
         self._masks = sum(active for active, _ in table[-3:])
@@ -546,18 +482,8 @@ _RULES = Struct("=Qdqdd")
 _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
 
 
-def _divide(logits: Tensor, temperature: float) -> None:
-    logits.div_(temperature)
-
-
-def _check_something_left(params: SamplingParams, enders: int, vocab_size: int) -> None:
-    """Refuse rules that leave no token to choose from."""
-    if params.min_tokens > 0 and enders == vocab_size:
-        wrong = f"EOS and the stop ids, which it rules out, are all {vocab_size} tokens of the vocabulary"
-        _refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")
-
-
-def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int], enders: int, vocab_size: int) -> None:
+    """Refuse token ids and counts that the vocabulary does not have, and rules that leave no token to choose from."""
     remedy = f"use ids from 0 to {vocab_size - 1}"
     named = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids, "prompt_token_ids": prompt_ids}
     for name, ids in named.items():
@@ -568,3 +494,6 @@ def _check_against_vocabulary(params: SamplingParams, prompt_ids: Sequence[int],
         wanted = getattr(params, name)
         if wanted is not None and wanted > vocab_size:
             _refuse(name, wanted, f"the vocabulary has {vocab_size} tokens", f"ask for {vocab_size} at most")
+    if params.min_tokens > 0 and enders == vocab_size:
+        wrong = f"EOS and the stop ids, which it rules out, are all {vocab_size} tokens of the vocabulary"
+        _refuse("min_tokens", params.min_tokens, wrong, "use min_tokens=0, or fewer stop_token_ids")

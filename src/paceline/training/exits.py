@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.options import check, option
-from ..network.exit_heads import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
+from ..network.exits import MOST_EXITS, ExitHeads, ExitsConfig, load, shares
 from ..network.files import fingerprint
 from .ahead import EVALUATED_LOGITS
 from .data import TokenBatch

@@ -11,8 +11,7 @@ from ...drafters.base import Drafter, DrafterSpec
 from ...drafters.sessions import DraftSessions
 from ...kv.pool import KVPool
 from ...network.decoder import Decoder
-from ...network.exit_heads import exit_of
-from ...network.exits import ExitHead, UntrainedExit, exit_layer
+from ...network.exits import ExitHead, exit_layer, exit_of
 from ...network.files import fingerprint
 from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
 from .round import MirrorRound
@@ -182,7 +181,7 @@ class MirrorConfig(RoundConfig):
             raise ConfigError(f"round='mirror,kappa={self.kappa}'", wrong, f"give {vocab} or fewer")
         layer = exit_layer(self.exit, target.num_layers, f"round='mirror,exit={self.exit}'")
         if not self.heads:
-            return UntrainedExit(target, layer)
+            return ExitHead(target, layer)
         mark = None if origin.folder is None else fingerprint(origin.folder)
         return exit_of(origin.find(self._named(origin)), target, layer, origin.name, mark)
 
