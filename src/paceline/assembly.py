@@ -38,6 +38,7 @@ from .network.decoder import Decoder
 from .network.devices import share_devices
 from .network.families import DecoderConfig
 from .network.files import free_bytes, is_file
+from .network.linear import Quant
 from .network.loader import (
     load_model,
     load_tokenizer,
@@ -138,7 +139,7 @@ class Source:
     folder: Path
     shape: DecoderConfig
     dtype: torch.dtype  # of the activations
-    quantised: bool
+    quant: Quant | None  # how the weights are stored
 
     def tokenizer(self) -> Any:
         """Its tokenizer; None for a folder without one."""
@@ -175,7 +176,7 @@ def open_source(config: LLMConfig, name: str, dtype: str) -> Source:
         )
     shape = replace(read_config(folder), stretch=spec.stretch)
     kind, quant = parse_dtype(dtype, shape)
-    return Source(spec.label, folder, shape, kind, quant is not None)
+    return Source(spec.label, folder, shape, kind, quant)
 
 
 def _load(
@@ -189,7 +190,7 @@ def _load(
     decoder = load_model(
         folder,
         attention=attention,
-        dtype="int8" if source.quantised else kind,
+        dtype=source.quant or kind,
         device=stage_devices(config)[-1],
         exact=exact,
         native=compiled,
@@ -396,7 +397,7 @@ def _auto_budget(config: LLMConfig, drafter: Drafter, target: LoadedModel) -> Au
 def _predicted(machine: str, target: LoadedModel) -> CostTable:
     """The planner's costs of this target on a machine that has a name."""
     decoder = target.decoder
-    stored = Precision(weight_bytes=1.0 if decoder.quant else decoder.dtype.itemsize, kv_bytes=decoder.dtype.itemsize)
+    stored = Precision(weight_bytes=decoder.weight_bytes, kv_bytes=decoder.dtype.itemsize)
     network = Network(shape=shape_of(decoder.config), precision=stored)
     points = predicted_points(network, machines.machine(machine))
     return CostTable.from_dict(points, f"predicted by the planner for {machine}")

@@ -65,7 +65,7 @@ class LLMConfig:
         help="what budget=auto begins with: auto (a calibration of this machine, else a quick estimate), or what is "
         "predicted for a machine that `paceline plan` knows, such as h100",
     )
-    dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64 or int8")
+    dtype: str = option("auto", help="auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0")
     device: str = option("cpu", help="cpu or cuda")
     exact: bool = option(False, help="ids never depend on batch, chunking, prefix hits, preemption or the drafter")
     kernels: str = option(

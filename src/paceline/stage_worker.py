@@ -156,7 +156,7 @@ def load_part(config: LLMConfig, source: Source, layers: tuple[int, int], words:
     return load_model(
         source.folder,
         attention=make_attention(config, source.dtype, config.exact),
-        dtype="int8" if source.quantised else source.dtype,
+        dtype=source.quant or source.dtype,
         device=stage_devices(config)[-1],
         exact=config.exact,
         native=compiled_layers(config, source.shape, source.dtype),

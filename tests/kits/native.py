@@ -16,12 +16,13 @@ from paceline.attention import make_backend
 from paceline.attention.rope import RopeConfig
 from paceline.kv.pool import KVPool, SequenceCache
 from paceline.network.decoder import Decoder
+from paceline.network.linear import QUANTS
 from paceline.network.packing import RowPacker
 
 MISSING = native.unavailable()
 needs_kernels = pytest.mark.skipif(MISSING is not None, reason=f"no compiled kernels: {MISSING}")
 LENGTH = 90  # tokens of a text whose bits are compared
-KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16, "q4_0": torch.bfloat16}
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 48, "attention_factor": 1.14, "theta": 100.0}
 BASE = {  # grouped queries, one sliding layer, no width a multiple of 32
@@ -78,7 +79,7 @@ def make(
     values = BASE | (changes or {})
     values.setdefault("rope", RopeConfig(dim=values["head_dim"], theta=100.0))
     config, dtype = tiny_config(**values), KINDS[kind]
-    quant = "int8" if kind == "int8" else None
+    quant = kind if kind in QUANTS else None
     exact = compiled and kind == "int8"  # else its wide passes round in a way of their own
     attention = make_backend(backend, dtype)
     decoder = Decoder(config, attention, dtype=dtype, quant=quant, native=compiled, exact=exact)  # type: ignore[arg-type]

@@ -392,7 +392,7 @@ def test_limits_and_counts_that_cannot_be() -> None:
 
 @needs_kernels
 def test_one_product_takes_rows_alone() -> None:
-    linear = NativeLinear(torch.ones(4, 8), None, False)
+    linear = NativeLinear(torch.ones(4, 8), None)
     for shape in ((8,), (2, 2, 8)):
         with pytest.raises(ValueError, match="into a product of"):
             linear(torch.ones(shape))

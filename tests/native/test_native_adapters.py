@@ -22,8 +22,9 @@ from paceline import ConfigError
 from paceline.attention.base import Segment, slot_indices
 from paceline.network.adapters import LINEARS, MLP, AdapterConfig, AdapterRange, LowRank, linear_shapes
 from paceline.network.base import ForwardState
+from paceline.network.blocks import BY_NAME, dequantise, quantise
 from paceline.network.decoder import Decoder
-from paceline.network.linear import quantised
+from paceline.network.linear import QUANTS, quantised
 from paceline.network.native_linear import NativeAdapters
 from paceline.network.packing import RowPacker
 from paceline.network.stream_rows import StreamLimit, StreamRows
@@ -31,7 +32,7 @@ from paceline.network.stream_rows import StreamLimit, StreamRows
 pytestmark = needs_kernels
 RANKS = (1, 8, 33, 256)
 PADDED = ("heads of 8", "heads of 24 with norms and biases")  # and a feed-forward width that is padded too
-BOUND = {"float32": 1e-5, "bfloat16": 0.04, "int8": 0.06}  # of `error` between two ways to round
+BOUND = {"float32": 1e-5, "bfloat16": 0.04, "int8": 0.06, "q4_0": 0.06}  # of `error` between two ways to round
 FOUR = {"num_layers": 4, "windows": (None, 24, None, None)}
 
 
@@ -122,19 +123,27 @@ class AdaptedDown(Adapted):
 
 
 def reference(name: str, kind: str, tokens: Sequence[int], ranges: Sequence[AdapterRange]) -> Tensor:
-    """[rows, d_model] of one text in one pass, on torch; int8 weights as the float32 numbers that they stand for."""
+    """[rows, d_model] of one text in one pass, on torch; stored weights as the float32 numbers that they stand for."""
     changes = {"four": FOUR}.get(name) or SHAPES.get(name)
-    decoder = make(changes, "float32" if kind == "int8" else kind, compiled=False)
+    decoder = make(changes, "float32" if kind in QUANTS else kind, compiled=False)
     for index, layer in enumerate(decoder.layers):
         for linear in LINEARS:
             base: Any = getattr(layer, linear)
-            if kind == "int8":
-                weight, scale = quantised(base.weight.bfloat16())
-                base.weight = weight.float() * scale.float()[:, None]
+            if kind in QUANTS:
+                base.weight = stands_for(kind, base.weight.bfloat16())
             made = (AdaptedDown if linear == "down" else Adapted)(base, index, linear, ranges)
             made.norm = layer.mlp_norm
             object.__setattr__(layer, linear, made)
     return run(decoder, [(Text(decoder, tokens), len(tokens))], [])[0]
+
+
+def stands_for(kind: str, weight: Tensor) -> Tensor:
+    """The numbers that a stored weight has."""
+    if kind == "int8":
+        whole, scale = quantised(weight)
+        return whole.float() * scale.float()[:, None]
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 32))
+    return torch.from_numpy(dequantise(BY_NAME[kind], quantise(kind, padded)))[:, : weight.shape[1]].contiguous()
 
 
 # -- the same numbers

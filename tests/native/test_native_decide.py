@@ -379,7 +379,7 @@ def test_an_interrupt_while_a_pass_is_prepared_costs_that_call_alone(monkeypatch
 def test_blocks_of_inputs_that_no_scale_fits() -> None:
     """int8 products of inputs that are tiny, infinite or no number: nothing finite comes of the last two."""
     generator = torch.Generator().manual_seed(0)
-    linear = NativeLinear(torch.randn(16, 64, generator=generator).bfloat16(), None, quant=True)
+    linear = NativeLinear(torch.randn(16, 64, generator=generator).bfloat16(), None, quant="int8")
     for value, finite in ((1e-38, True), (3e38, True), (torch.inf, False), (torch.nan, False)):
         x = torch.zeros(2, 64, dtype=torch.bfloat16)
         x[0, 5] = value

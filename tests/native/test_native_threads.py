@@ -33,7 +33,7 @@ def threads() -> Iterator[None]:
 def product(seed: int = 0) -> tuple[NativeLinear, Tensor, Tensor]:
     """A product, inputs of 33 rows, and what one thread makes of them."""
     generator = torch.Generator().manual_seed(seed)
-    linear = NativeLinear(torch.randn(SIZE, SIZE, generator=generator).bfloat16(), None, quant=False)
+    linear = NativeLinear(torch.randn(SIZE, SIZE, generator=generator).bfloat16(), None)
     x = torch.randn(33, SIZE, generator=generator).bfloat16()
     torch.set_num_threads(1)
     return linear, x, linear(x)

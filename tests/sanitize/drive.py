@@ -46,7 +46,7 @@ from paceline.network.native_memory import RingChain, recall, write_keys
 from paceline.network.native_states import NativeFuse, NativeTokenInfo, SampleStart, sample
 from paceline.network.native_streams import CarrierRows, StreamRun
 
-KINDS = ("float32", "bfloat16", "int8", "int8 exact")
+KINDS = ("float32", "bfloat16", "int8", "int8 exact", "q4_0")
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 129, 160)  # of keys
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 33)
 SHAPES: list[dict[str, Any]] = [
@@ -124,7 +124,7 @@ def networks(draw: random.Random, shapes: list[dict[str, Any]]) -> Iterator[Deco
             yield tiny_decoder(
                 config,
                 dtype=torch.float32 if kind == "float32" else torch.bfloat16,
-                quant="int8" if kind.startswith("int8") else None,
+                quant=quant_of(kind),
                 exact=kind == "int8 exact",
                 compiled=True,
             )
@@ -356,7 +356,7 @@ def one_recall(decoder: Decoder, draw: random.Random) -> None:
 
 
 def linear_of(inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> NativeLinear:
-    return NativeLinear((inputs**-0.5 * torch.randn(outputs, inputs)).to(dtype), None, quant=False)
+    return NativeLinear((inputs**-0.5 * torch.randn(outputs, inputs)).to(dtype), None)
 
 
 def one_decision(decoder: Decoder, draw: random.Random) -> None:
@@ -500,6 +500,11 @@ def look_ups(draw: random.Random) -> None:
         found.drop(draw.randint(0, 40))  # of few of them nothing is known any more
 
 
+def quant_of(kind: str) -> Any:
+    """How one of `KINDS` is stored."""
+    return {"int8": "int8", "int8 exact": "int8", "q4_0": "q4_0"}.get(kind)
+
+
 def products(draw: random.Random) -> int:
     """One product at a time; its number."""
     count = 0
@@ -509,7 +514,7 @@ def products(draw: random.Random) -> int:
             linear = NativeLinear(
                 torch.randn(outputs, inputs).to(dtype),
                 torch.ones(outputs),
-                kind.startswith("int8"),
+                quant_of(kind),
                 kind == "int8 exact",
             )
             for rows in (0, 1, 2, 3, 4, 5, 15, 16, 17, 33):
@@ -528,7 +533,7 @@ def plant(name: str) -> None:
     decoder = tiny_decoder(tiny_config(**SHAPES[0], num_layers=2), dtype=torch.float32, compiled=True)
     stack: Any = decoder.stack
     library: Any = native.library()
-    linear = NativeLinear(torch.randn(37, 50), None, False)
+    linear = NativeLinear(torch.randn(37, 50), None)
     x, y = torch.randn(3, 50), torch.empty(3, 37)
     short = {"input": torch.randn(2, 50), "output": torch.empty(3 * 37 - 1), "weight": linear.packed[:-1].clone()}
     if name == "input":

@@ -29,7 +29,7 @@ MODEL_HELP = (
     "Embedded model, folder, hub name, or random:LAYERSxWIDTHxFFxVOCAB[xHEADSxKVHEADS] (a random Llama). "
     "stretch:MODEL,times=N is one of these with layers that cost N times as much and the same tokens."
 )
-DTYPE_HELP = "auto (the checkpoint's), bfloat16, float32, float64 or int8."
+DTYPE_HELP = "auto (the checkpoint's), bfloat16, float32, float64, int8, q8_0 or q4_0."
 THREADS_HELP = "CPU threads; default: torch's choice."
 Many = list[str] | None
 Text = str | None

@@ -84,6 +84,7 @@ FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, 
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
+GGML = 16  # beyond this: weights in blocks, by their type in a GGUF file
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
 SHORT_INPUTS = 8
 

@@ -18,6 +18,7 @@ from ..attention.base import AttentionBackend, Segment
 from ..attention.rope import RopeTable
 from ..core.errors import CapabilityError, ConfigError
 from .base import Batch, ForwardState, KVCache, Taps
+from .blocks import BY_NAME
 from .families import DecoderConfig, linear_shapes
 from .handle import TargetHandle
 from .layers import Layer, Norm
@@ -43,7 +44,7 @@ class Decoder(nn.Module):
         device: where everything lies.
         exact: a row's bits depend on nothing but its own input: not on the number of rows in the pass,
             nor on its place among them.
-        quant: "int8" for int8 weights in the linear layers and the head.
+        quant: how the weights of the linear layers and of the head are stored; None: as ``dtype``.
         native: run the layers in compiled code (see `native.Stack`); ``attention`` is then not asked.
         lender: whose embedding, final norm and head this network uses in place of own ones: a drafter's layers over
             its target's. Of the same width, vocabulary and dtype.
@@ -152,9 +153,16 @@ class Decoder(nn.Module):
     @property
     def pass_bytes(self) -> int:
         """Bytes of weights that one forward pass reads: the linear layers and the head."""
-        c, element = self.config, 1 if self.quant else self.dtype.itemsize
+        c = self.config
         layer = sum(inputs * outputs for inputs, outputs in linear_shapes(c).values())
-        return element * (c.depth * layer + c.vocab_size * c.d_model)
+        return round(self.weight_bytes * (c.depth * layer + c.vocab_size * c.d_model))
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight of the linear layers, its share of scales included."""
+        if self.quant is None:
+            return self.dtype.itemsize
+        return 1.0 if self.quant == "int8" else BY_NAME[self.quant].bytes / BY_NAME[self.quant].values
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

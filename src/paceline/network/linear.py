@@ -11,7 +11,7 @@ they change bits with the number of rows where the plain product does not.
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..core.errors import CapabilityError
 
-Quant = Literal["int8"]
+Quant = Literal["int8", "q4_0", "q8_0"]  # how weights are stored beside bf16 activations
+QUANTS = get_args(Quant)
 
 PAD_ROWS = 8
 WIDE_ROWS = 8192  # outputs whose weights are widened at a time
@@ -200,11 +201,15 @@ def make_linear(weight: Tensor, bias: Tensor | None, *, exact: bool = False, qua
         weight: [out, in].
         bias: [out] or None.
         exact: a row's output bits must not depend on the number of rows nor on its place among them.
-        quant: "int8" for weight-only quantisation.
+        quant: how the weight is stored; None: as it is.
 
     Raises:
-        CapabilityError: int8 where the device or dtype has no kernel, or a kernel that cannot be exact.
+        CapabilityError: a stored form for which the device or dtype has no kernel here.
     """
+    if quant is not None and quant != "int8":
+        raise CapabilityError(
+            f"dtype={quant!r}", "weights in blocks run in compiled layers alone", "use dtype='int8' or 'bfloat16'"
+        )
     if quant == "int8":
         _check_int8(weight)
         linear: PlainLinear | PackedLinear | Int8Linear = Int8Linear(weight, bias)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +22,7 @@ from . import generation
 from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
-from .linear import Quant
+from .linear import QUANTS, Quant
 from .weights import Piece, weight_map
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -58,8 +58,8 @@ def load_model(
     Args:
         path: a folder, as `resolve_folder` gives it.
         attention: computes attention over the cache.
-        dtype: "bfloat16", "float16", "float32", "float64", "int8" (int8 weights, bf16 activations), or
-            "auto" for what the checkpoint is stored in.
+        dtype: "bfloat16", "float16", "float32", "float64", "int8", "q8_0" or "q4_0" (weights in 8 or 4 bits, bf16
+            activations), or "auto" for what the checkpoint is stored in.
         device: "cpu", "cuda" or "cuda:1".
         exact, native: see `Decoder`.
         stretch: of `DecoderConfig`.
@@ -145,8 +145,8 @@ def read_config(folder: Path) -> DecoderConfig:
 def parse_dtype(dtype: str | torch.dtype, config: DecoderConfig) -> tuple[torch.dtype, Quant | None]:
     """The dtype of the activations, and how the weights are quantised."""
     name = check_dtype(dtype)
-    if name == "int8":
-        return torch.bfloat16, "int8"
+    if name in QUANTS:
+        return torch.bfloat16, cast("Quant", name)
     if name == "auto":
         name = check_dtype(config.checkpoint_dtype or "float32", "config.json: dtype")
     if name not in DTYPES:
@@ -163,8 +163,9 @@ def check_dtype(dtype: str | torch.dtype, asked: str = "dtype") -> str:
         ConfigError: there is no such dtype.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in (*DTYPES, "int8", "auto"):
-        raise ConfigError(f"{asked}={shown(name)}", "no such dtype", f"use one of: auto, int8, {', '.join(DTYPES)}")
+    if name not in (*DTYPES, *QUANTS, "auto"):
+        known = ", ".join(("auto", *QUANTS, *DTYPES))
+        raise ConfigError(f"{asked}={shown(name)}", "no such dtype", f"use one of: {known}")
     return name
 
 

@@ -28,7 +28,7 @@ from ..native import abi
 from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
 from .families import DecoderConfig
-from .linear import LinearOp
+from .linear import LinearOp, Quant
 from .memory import Arena
 from .native_calls import (
     ChainStart,
@@ -77,13 +77,13 @@ class Stack:
     """All layers of a decoder and its head. Takes over the weights of a `decoder.Decoder`, packed."""
 
     def __init__(self, decoder: Any) -> None:
-        c, quant = decoder.config, decoder.quant is not None
+        c, quant = decoder.config, decoder.quant
         self.dtype = decoder.dtype
         self._held: list[Any] = []
         self.linears: list[NativeLinear] = []
         why = unsupported(c, decoder.dtype, decoder.device)
         if quant and decoder.dtype != torch.bfloat16:
-            why = why or f"beside int8 weights they compute in bfloat16, not {decoder.dtype}"
+            why = why or f"beside {quant} weights they compute in bfloat16, not {decoder.dtype}"
         if why or c.rope is None:
             raise CapabilityError("native=True", why or f"{c.family} has no rotary embedding", "use native=False")
         self._rope = RopeTable(c.rope, c.max_position, torch.float32, decoder.device)
@@ -127,7 +127,7 @@ class Stack:
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self.embedding_at = self._embedding.data_ptr()
 
-    def _fill(self, made: abi.CLayer, layer: Any, quant: bool, groups: dict[str, tuple[int, int]]) -> None:
+    def _fill(self, made: abi.CLayer, layer: Any, quant: Quant | None, groups: dict[str, tuple[int, int]]) -> None:
         for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
@@ -140,7 +140,7 @@ class Stack:
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
         made.window = layer.window or 0
 
-    def _ends(self, decoder: Any, quant: bool) -> tuple[NativeLinear, int | None]:
+    def _ends(self, decoder: Any, quant: Quant | None) -> tuple[NativeLinear, int | None]:
         """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent."""
         lender = decoder.lender
         if lender is None:

@@ -33,10 +33,8 @@ class NativeHeads:
         vocab, width = stack.shape
         if matrices.shape != (self.count * width, width) or (own is not None and own.shape[1:] != (vocab, width)):
             raise ValueError(f"heads of other shapes than a target of width {width} with {vocab} tokens has")
-        self.blocks = NativeLinear(matrices.to("cpu", stack.dtype), bias.flatten(), quant=False)
-        self.own = (
-            [NativeLinear(part.to("cpu", stack.dtype), None, quant=False) for part in own] if own is not None else []
-        )
+        self.blocks = NativeLinear(matrices.to("cpu", stack.dtype), bias.flatten())
+        self.own = [NativeLinear(part.to("cpu", stack.dtype), None) for part in own] if own is not None else []
         self._table = (abi.CLinear * len(self.own))(*[linear.struct for linear in self.own])
         own_at = ctypes.addressof(self._table) if self.own else None
         self._struct = abi.CHeads(self.count, self.blocks.struct, own_at)

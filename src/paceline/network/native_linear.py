@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
 from ..core.errors import ConfigError
 from ..native import abi
 from .adapters import LINEARS, MLP, LowRank, not_loaded
-from .linear import quantised
+from .blocks import BY_NAME, quantise
+from .linear import Quant, quantised
 from .memory import Arena
 from .padding import widened
 
@@ -36,7 +38,8 @@ class NativeLinear:
 
     Args:
         weight, bias: [out, in] and [out].
-        quant: int8 weights, with the same bits at every width where ``exact``.
+        quant: how the weight is stored; None: in its dtype. In blocks a row has the same bits at every width, in int8
+            where ``exact``.
         groups: inputs, and outputs, that are padded together; see `groups_of`.
         arena: where the packed weight lies.
     """
@@ -47,7 +50,7 @@ class NativeLinear:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        quant: bool,
+        quant: Quant | None = None,
         exact: bool = False,
         groups: tuple[int, int] = (0, 0),
         arena: Arena | None = None,
@@ -58,13 +61,17 @@ class NativeLinear:
         self.dtype, self.shape, self._groups = weight.dtype, weight.shape, groups
         weight = self.widened_inputs(self.widened_outputs(weight))
         bias = None if bias is None else self.widened_outputs(bias)
-        if quant:
-            weight, scale = quantised(weight)
-        weight = weight.contiguous()
         n, k = weight.shape
-        kind = native.INT8_EXACT if quant and exact else KINDS[weight.dtype]
-        if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
-            kind = native.BF16_SHORT
+        if quant == "int8":
+            weight, scale = quantised(weight)
+        if quant is None or quant == "int8":
+            kind = native.INT8_EXACT if quant and exact else KINDS[weight.dtype]
+            if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
+                kind = native.BF16_SHORT
+        else:
+            kind = native.GGML + BY_NAME[quant].number
+            weight = torch.from_numpy(quantise(quant, F.pad(weight, (0, -k % BY_NAME[quant].values))))
+        weight = weight.contiguous()
         self.packed = (arena or Arena()).empty(library.pl_packed_size(n, k, kind), weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self.scale = None if scale is None else scale.float()
@@ -160,7 +167,7 @@ class NativeAdapters:
         if beside and last.scale is not None:
             wide = wide / last.scale[:, None]
         for name, weight in (("down", first.widened_inputs(down.detach())), ("up", wide)):
-            packed = NativeLinear(weight.to("cpu", first.dtype), None, quant=False, arena=self._arena)
+            packed = NativeLinear(weight.to("cpu", first.dtype), None, arena=self._arena)
             self._held.append(packed)
             setattr(made, name, packed.struct)
 

@@ -145,7 +145,7 @@ class LyannaDrafter(Drafter):
         info = _token_info(self.model, target.handle, device)
         self._bias = _bias(info)
         if info is not None and self._body.fuse is not None:
-            self._info = NativeTokenInfo(info[0], NativeLinear(info[1], None, quant=False))
+            self._info = NativeTokenInfo(info[0], NativeLinear(info[1], None))
 
     @inference
     def observe(self, step: StepFeatures) -> None:

@@ -87,7 +87,7 @@ class HeadNetwork:
 
 
 def _compiled(weight: Tensor, bias: Tensor | None) -> LinearOp:
-    return NativeLinear(weight, bias, quant=False)
+    return NativeLinear(weight, bias)
 
 
 def _fusing(

@@ -43,7 +43,15 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 }
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c,
                     const Next& next = {}) {
-  if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
+  if (in_blocks(l.kind)) {
+    const int64_t bytes = line_bytes(l.kind, l.k), k = padded_k(l.kind, l.k);
+    of_format<int>(l.kind, [&](auto format) {
+      for (int b = 0; b < blocks; b++)
+        block_products<decltype(format)>((const uint8_t*)l.weight + block[b] * bytes, k, *in.bytes, in.row, rows,
+                                         c + b * LANES, next.only(b, blocks));
+      return 0;
+    });
+  } else if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
   else product_of<bf16>(l, block, blocks, in, rows, c, next);
 }
 
@@ -70,14 +78,16 @@ thread_local Bytes t_bytes;
 
 // Rows of x as this layer's products want them. What another thread or stage was given is not this one's: `fresh`.
 template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride, int64_t rows, bool fresh) {
+  if constexpr (std::is_same_v<A, bf16>) {
+    bool bytes = in_blocks(l.kind);
 #if PL_VNNI
-  if constexpr (std::is_same_v<A, bf16>)
-    if (is_i8(l.kind) && !(g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0)) {  // whole tiles take x as it is
+    bytes = bytes || (is_i8(l.kind) && !(g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0));  // tiles take x itself
+#endif
+    if (bytes) {
       if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);
       return {x, stride, &t_bytes, 0};
     }
-#endif
-  (void)l, (void)rows, (void)fresh;
+  }
   return {x, stride};
 }
 

@@ -1,13 +1,15 @@
-// Products of bytes (VNNI).
+// Rows of x as bytes, and products of bytes (VNNI).
 
 #pragma once
 
 namespace {
 
-#if PL_VNNI
 static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
 
-inline void round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* start) {
+// One block of one row: its bytes, four at a time, the scale, and the sums of the first half and of all. What is no number stays in the scale.
+inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* half) {
+  int32_t four[I8_BLOCK / 4], first, total;
+#if PL_AVX512
   const __m512 a = load_wide(x), b = load_wide(x + 16);
   const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
   const bool number =
@@ -17,24 +19,47 @@ inline void round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, i
   const __mmask16 all = sound ? 0xffff : 0;
   const __m512i low = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(a, by)),
                 high = _mm512_maskz_cvtps_epi32(all, _mm512_mul_ps(b, by));
-  int32_t four[I8_BLOCK / 4];
   _mm_storeu_si128((__m128i*)four, _mm512_cvtsepi32_epi8(low));
   _mm_storeu_si128((__m128i*)(four + 4), _mm512_cvtsepi32_epi8(high));
+  first = _mm512_reduce_add_epi32(low), total = first + _mm512_reduce_add_epi32(high);
+#else
+  float most = 0;
+  bool number = true;
+  for (int i = 0; i < I8_BLOCK; i++) {
+    const float size = std::fabs(wide(x[i]));
+    number = number && size <= FLT_MAX;
+    most = std::max(most, size);
+  }
+  const bool sound = number && most > 1e-30f;
+  const float by = sound ? 127.0f / most : 0.0f;
+  int8_t bytes[I8_BLOCK];
+  first = total = 0;
+  for (int i = 0; i < I8_BLOCK; i++) {
+    total += bytes[i] = sound ? (int8_t)std::nearbyintf(wide(x[i]) * by) : 0;
+    if (i < I8_BLOCK / 2) first = total;
+  }
+  std::memcpy(four, bytes, sizeof four);
+#endif
   for (int i = 0; i < I8_BLOCK / 4; i++) y[i * rows] = four[i];
-  *start = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
-  *scale = sound ? most / 127.0f : number ? 0.0f : NAN;  // what is no number stays in the sum
+  *scale = sound ? most / 127.0f : number ? 0.0f : NAN, *half = first;
+  return total;
 }
 
 void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y) {
   const int64_t blocks = k / I8_BLOCK;
   y.rows = rows;
-  grow(y.x, rows * k / 4), grow(y.scale, rows * blocks), grow(y.start, rows * blocks);
+  const int64_t sums = rows * blocks + 1;  // one more: see `block_products`
+  grow(y.x, rows * k / 4 + 1), grow(y.scale, sums), grow(y.start, sums), grow(y.first, sums), grow(y.sum, sums);
   for (int64_t b = 0; b < blocks; b++)
-    for (int64_t r = 0; r < rows; r++)
-      round_block(x + r * stride + b * I8_BLOCK, &y.x[b * I8_BLOCK / 4 * rows + r], rows, &y.scale[b * rows + r],
-                  &y.start[b * rows + r]);
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t at = b * rows + r;
+      const int32_t total =
+          round_block(x + r * stride + b * I8_BLOCK, &y.x[b * I8_BLOCK / 4 * rows + r], rows, &y.scale[at], &y.first[at]);
+      y.first[at] *= -128, y.start[at] = -128 * total, y.sum[at] = y.scale[at] * (float)total;
+    }
 }
 
+#if PL_VNNI
 // R rows against B weight blocks; a block's sum is exact, and blocks are added one after the other. Of what is needed
 // next B weight blocks are asked for, those from `first` on.
 template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, const Bytes& in, int64_t row, float* c,

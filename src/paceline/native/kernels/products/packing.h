@@ -19,11 +19,15 @@ template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t pad
 
 extern "C" {
 
-// Elements of a packed weight.
-int64_t pl_packed_size(int64_t n, int64_t k, int kind) { return up(n, LANES) * padded_k(kind, k); }
+// Elements of a packed weight; bytes of one in blocks.
+int64_t pl_packed_size(int64_t n, int64_t k, int kind) {
+  return in_blocks(kind) ? up(n, LANES) / LANES * line_bytes(kind, k) : up(n, LANES) * padded_k(kind, k);
+}
 
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
-  if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
+  if (in_blocks(kind))
+    of_format<int>(kind, [&](auto format) { return pack_blocks<decltype(format)>((const uint8_t*)w, n, padded_k(kind, k), (uint8_t*)out), 0; });
+  else if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
   else if (!is_i8(kind)) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
   else {
     pack_lines((const int8_t*)w, n, k, padded_k(kind, k), I8_STEP, (int8_t*)out);

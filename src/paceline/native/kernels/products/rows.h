@@ -4,11 +4,16 @@
 
 namespace {
 
-// Rows of x rounded to bytes, for products with int8 weights.
+int64_t block_bytes(int64_t kind);   // see blocks.h
+int64_t block_values(int64_t kind);
+
+// Rows of x rounded to bytes, for products with int8 weights and with those in blocks.
 struct Bytes {
   std::vector<int32_t> x;      // [k / 4, rows] four bytes each
   std::vector<float> scale;    // [k / I8_BLOCK, rows]
   std::vector<int32_t> start;  // [k / I8_BLOCK, rows] -128 times the block's sum: stored weights are 128 too large
+  std::vector<int32_t> first;  // likewise of the block's first half
+  std::vector<float> sum;      // [k / I8_BLOCK, rows] scale times the block's sum
   int64_t rows = 0;
 };
 
@@ -21,9 +26,16 @@ template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
 };
 
 inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
+inline bool in_blocks(int64_t kind) { return kind >= GGML; }
 inline int64_t padded_k(int64_t kind, int64_t k) {
   if (kind == BF16_SHORT) return SHORT_K;
+  if (in_blocks(kind)) return up(k, block_values(kind));
   return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
+}
+// Bytes of 16 outputs.
+inline int64_t line_bytes(int64_t kind, int64_t k) {
+  if (in_blocks(kind)) return padded_k(kind, k) / block_values(kind) * block_bytes(kind);
+  return LANES * padded_k(kind, k) * (is_i8(kind) ? 1 : kind == F32 ? 4 : 2);
 }
 
 // Weights that a thread will read after those that it reads now: the lines of 64 bytes of some blocks. A product asks
@@ -38,11 +50,18 @@ struct Next {
     if (line < lines)
       for (int b = first; b < blocks; b += step) __builtin_prefetch(at[b] + line * 64, 0, 2);
   }
+  // Those that block `b` of `all` asks for.
+  Next only(int b, int all) const {
+    Next mine;
+    for (int i = b; i < blocks; i += all) mine.at[mine.blocks++] = at[i];
+    mine.lines = lines;
+    return mine;
+  }
 };
 
 inline Next next_of(const Linear& l, const int64_t block[], int blocks) {
   Next next;
-  const int64_t bytes = LANES * padded_k(l.kind, l.k) * (is_i8(l.kind) ? 1 : l.kind == F32 ? 4 : 2);
+  const int64_t bytes = line_bytes(l.kind, l.k);
   next.blocks = blocks, next.lines = bytes / 64;
   for (int b = 0; b < blocks; b++) next.at[b] = (const char*)l.weight + block[b] * bytes;
   return next;

@@ -1,0 +1,376 @@
+// Products with weights in blocks of inputs that have scales of their own, as GGUF files have them.
+//
+// Packed are [outputs / 16][k / VALUES] blocks of 16 outputs. A block begins with its codes, 32 inputs after 32, in
+// lines of 64 bytes: a line is [16 outputs][4 inputs]. Of a code's lower four bits, four lines hold inputs 0 .. 15 in
+// their lower halves and 16 .. 31 in their upper ones; a fifth bit stands in 64 bits for each four inputs, a fifth and a
+// sixth in two lines. Behind all codes come the scales, the least values and the factors, 16 outputs side by side.
+//
+// Same bits everywhere. Rows of x are rounded to bytes by blocks of 32 (`round_rows`). The products of the codes that
+// share a scale make an exact integer; then, in this order over k and nowhere contracted otherwise,
+//   sum = fma((float)whole, scale_w * scale_x, sum), and with least values sum = fma(least, scale_x * sum_x, sum).
+// So neither the number of rows nor the instructions change a bit.
+
+#pragma once
+
+namespace {
+
+inline float half(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  uint32_t bits;
+  if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
+  else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
+  else {
+    const float small = (float)fraction * 0x1p-24f;
+    std::memcpy(&bits, &small, 4);
+    bits |= sign;
+  }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+constexpr int LINE = 64;  // bytes: four inputs of 16 outputs
+
+// The formats. FILE: bytes of a block in a file. BITS: of a code. SHIFT: zero is code 128 >> SHIFT, or 0 below 0. SCALE:
+// what a scale is. PARTS: scales of 32 inputs. LEAST: whether there are least values. code(b, i): the code of value i.
+enum Scale { HALF, SIX_BITS, SIGNED, EXPONENT };  // all but the first and last have a factor, a half, beside them
+
+constexpr uint8_t NL_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t FP4_CODES[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+
+inline int nibble(const uint8_t* codes, int i) { return i < 16 ? codes[i] & 15 : codes[i - 16] >> 4; }
+
+struct Q4_0 {
+  static constexpr int TYPE = 2, VALUES = 32, FILE = 18, BITS = 4, SHIFT = 4, PARTS = 1;
+  static constexpr Scale SCALE = HALF;
+  static constexpr bool LEAST = false;
+  static constexpr const uint8_t* TABLE = nullptr;
+  static int code(const uint8_t* b, int i) { return nibble(b + 2, i); }
+};
+struct Q4_1 : Q4_0 {
+  static constexpr int TYPE = 3, FILE = 20, SHIFT = -1;
+  static constexpr bool LEAST = true;
+  static int code(const uint8_t* b, int i) { return nibble(b + 4, i); }
+};
+struct Q5_0 : Q4_0 {
+  static constexpr int TYPE = 6, FILE = 22, BITS = 5, SHIFT = 3;
+  static int code(const uint8_t* b, int i) { return nibble(b + 6, i) | (b[2 + i / 8] >> i % 8 & 1) << 4; }
+};
+struct Q5_1 : Q4_1 {
+  static constexpr int TYPE = 7, FILE = 24, BITS = 5;
+  static int code(const uint8_t* b, int i) { return nibble(b + 8, i) | (b[4 + i / 8] >> i % 8 & 1) << 4; }
+};
+struct Q8_0 : Q4_0 {
+  static constexpr int TYPE = 8, FILE = 34, BITS = 8, SHIFT = 0;
+  static int code(const uint8_t* b, int i) { return b[2 + i] ^ 0x80; }
+};
+struct IQ4_NL : Q4_0 {
+  static constexpr int TYPE = 20, SHIFT = 0;
+  static constexpr const uint8_t* TABLE = NL_CODES;
+};
+struct MXFP4 : IQ4_NL {
+  static constexpr int TYPE = 39, FILE = 17;
+  static constexpr Scale SCALE = EXPONENT;
+  static constexpr const uint8_t* TABLE = FP4_CODES;
+  static int code(const uint8_t* b, int i) { return nibble(b + 1, i); }
+  static uint8_t scale(const uint8_t* b, int) { return b[0]; }
+};
+struct IQ4_XS : IQ4_NL {
+  static constexpr int TYPE = 23, VALUES = 256, FILE = 136, FACTOR = 0;
+  static constexpr Scale SCALE = SIGNED;
+  static int code(const uint8_t* b, int i) { return nibble(b + 8 + i / 32 * 16, i % 32); }
+  static uint8_t scale(const uint8_t* b, int j) {
+    const int lower = b[4 + j / 2] >> j % 2 * 4 & 15, upper = b[2 + j / 4] >> j % 4 * 2 & 3;
+    return (uint8_t)((lower | upper << 4) - 32);
+  }
+};
+struct Q4_K : Q4_1 {
+  static constexpr int TYPE = 12, VALUES = 256, FILE = 144, FACTOR = 0;
+  static constexpr Scale SCALE = SIX_BITS;
+  static int code(const uint8_t* b, int i) { return b[16 + i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15; }
+  static uint8_t scale(const uint8_t* b, int j) {
+    return j < 4 ? b[4 + j] & 63 : (b[8 + j] & 15) | (b[j] >> 2 & 48);
+  }
+  static uint8_t least(const uint8_t* b, int j) {
+    return j < 4 ? b[8 + j] & 63 : b[8 + j] >> 4 | (b[4 + j] >> 2 & 48);
+  }
+};
+struct Q5_K : Q4_K {
+  static constexpr int TYPE = 13, FILE = 176, BITS = 5;
+  static int code(const uint8_t* b, int i) {
+    return (b[48 + i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15) | (b[16 + i % 32] >> i / 32 & 1) << 4;
+  }
+};
+struct Q6_K : Q4_0 {
+  static constexpr int TYPE = 14, VALUES = 256, FILE = 210, BITS = 6, SHIFT = 2, PARTS = 2, FACTOR = 208;
+  static constexpr Scale SCALE = SIGNED;
+  static int code(const uint8_t* b, int i) {
+    const int half = i / 128, at = i % 128;
+    return (b[half * 64 + at % 64] >> at / 64 * 4 & 15) | (b[128 + half * 32 + at % 32] >> at / 32 * 2 & 3) << 4;
+  }
+  static uint8_t scale(const uint8_t* b, int j) { return b[192 + j]; }
+};
+
+// Bytes of a packed block, and where its parts begin.
+template <class F> struct Packed {
+  static constexpr int STEPS = F::VALUES / I8_BLOCK;  // of 32 inputs
+  static constexpr int UPPER = F::BITS == 8 ? 8 * LINE : 4 * LINE;  // of a step: behind the lower bits
+  static constexpr int STEP = UPPER + (F::BITS == 5 ? LINE : F::BITS == 6 ? 2 * LINE : 0);
+  static constexpr int WIDTH = F::SCALE == HALF ? 2 * LANES : LANES;  // bytes of 16 scales
+  static constexpr int SCALES = STEPS * STEP;
+  static constexpr int LEASTS = SCALES + STEPS * F::PARTS * WIDTH;
+  static constexpr int FACTORS = LEASTS + (F::LEAST ? STEPS * WIDTH : 0);
+  static constexpr bool HAS_FACTORS = F::SCALE == SIX_BITS || F::SCALE == SIGNED;
+  static constexpr int BYTES = FACTORS + (HAS_FACTORS ? (F::LEAST ? 4 : 2) * LANES : 0);
+};
+
+template <class F> void pack_block(const uint8_t* from, int lane, uint8_t* to) {
+  using P = Packed<F>;
+  for (int i = 0; i < F::VALUES; i++) {
+    const int code = F::code(from, i), j = i % I8_BLOCK, at = j / 4 * LINE + lane * 4 + j % 4;
+    uint8_t* step = to + i / I8_BLOCK * P::STEP;
+    if (F::BITS == 8) step[at] = (uint8_t)code;
+    else step[at % (4 * LINE)] |= (uint8_t)((code & 15) << j / 16 * 4);
+    if (F::BITS == 5) step[P::UPPER + at / 8] |= (uint8_t)(code >> 4 << at % 8);
+    if (F::BITS == 6) step[P::UPPER + j / 16 * LINE + at % LINE] |= (uint8_t)(code >> 4 << j / 4 % 4 * 2);
+  }
+  if constexpr (F::SCALE == HALF) {
+    std::memcpy(to + P::SCALES + 2 * lane, from, 2);
+    if (F::LEAST) std::memcpy(to + P::LEASTS + 2 * lane, from + 2, 2);
+  } else {
+    for (int j = 0; j < P::STEPS * F::PARTS; j++) to[P::SCALES + j * LANES + lane] = F::scale(from, j);
+    if constexpr (F::LEAST)
+      for (int j = 0; j < P::STEPS; j++) to[P::LEASTS + j * LANES + lane] = F::least(from, j);
+    if constexpr (P::HAS_FACTORS) {
+      std::memcpy(to + P::FACTORS + 2 * lane, from + F::FACTOR, 2);
+      if (F::LEAST) std::memcpy(to + P::FACTORS + 2 * LANES + 2 * lane, from + F::FACTOR + 2, 2);
+    }
+  }
+}
+
+template <class F> void pack_blocks(const uint8_t* file, int64_t n, int64_t k, uint8_t* out) {
+  const int64_t blocks = k / F::VALUES;
+  std::memset(out, 0, up(n, LANES) / LANES * blocks * Packed<F>::BYTES);
+  for (int64_t row = 0; row < n; row++)
+    for (int64_t b = 0; b < blocks; b++)
+      pack_block<F>(file + (row * blocks + b) * F::FILE, (int)(row % LANES),
+                    out + (row / LANES * blocks + b) * Packed<F>::BYTES);
+}
+
+#if PL_VNNI
+inline __m512 halves16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 bytes16(const uint8_t* p, bool sign) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return _mm512_cvtepi32_ps(sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+// 2^(e - 128), as ggml has it.
+inline __m512 exponents16(const uint8_t* p) {
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), one = _mm512_set1_epi32(1);
+  const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
+  const __mmask16 small = _mm512_cmple_epi32_mask(e, one);
+  return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x200000), e));
+}
+
+struct Codes {  // of 32 inputs, 0 and more
+  __m512i line[I8_BLOCK / 4];
+};
+template <class F> [[gnu::always_inline]] inline Codes codes_of(const uint8_t* w) {
+  Codes codes;
+  if constexpr (F::BITS == 8)
+    for (int i = 0; i < 8; i++) codes.line[i] = _mm512_loadu_si512(w + i * LINE);
+  else {
+    const __m512i lower = _mm512_set1_epi8(15);
+    for (int i = 0; i < 4; i++) {
+      const __m512i both = _mm512_loadu_si512(w + i * LINE);
+      codes.line[i] = _mm512_and_si512(both, lower);
+      codes.line[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), lower);
+    }
+  }
+  if constexpr (F::TABLE != nullptr) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)F::TABLE));
+    for (int i = 0; i < 8; i++) codes.line[i] = _mm512_shuffle_epi8(table, codes.line[i]);
+  }
+  if constexpr (F::BITS == 5)
+    for (int i = 0; i < 8; i++) {
+      uint64_t mask;
+      std::memcpy(&mask, w + Packed<F>::UPPER + i * 8, 8);
+      codes.line[i] = _mm512_mask_add_epi8(codes.line[i], mask, codes.line[i], _mm512_set1_epi8(16));
+    }
+  if constexpr (F::BITS == 6) {
+    const __m512i mask = _mm512_set1_epi8(48);
+    for (int i = 0; i < 8; i += 4) {
+      const __m512i upper = _mm512_loadu_si512(w + Packed<F>::UPPER + i / 4 * LINE);
+      const __m512i moved[4] = {_mm512_slli_epi16(upper, 4), _mm512_slli_epi16(upper, 2), upper,
+                                _mm512_srli_epi16(upper, 2)};
+      for (int j = 0; j < 4; j++)
+        codes.line[i + j] = _mm512_or_si512(codes.line[i + j], _mm512_and_si512(moved[j], mask));
+    }
+  }
+  return codes;
+}
+
+// Of step `step` of a block.
+template <class F> [[gnu::always_inline]] inline __m512 scale_of(const uint8_t* block, int step, int part) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  if constexpr (F::SCALE == HALF) return halves16(at);
+  else if constexpr (F::SCALE == EXPONENT) return exponents16(at);
+  else return _mm512_mul_ps(halves16(block + P::FACTORS), bytes16(at, F::SCALE == SIGNED));
+}
+template <class F> [[gnu::always_inline]] inline __m512 least_of(const uint8_t* block, int step) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::LEASTS + step * P::WIDTH;
+  if constexpr (F::SCALE == HALF) return halves16(at);
+  else {
+    const __m512 below = _mm512_mul_ps(halves16(block + P::FACTORS + 2 * LANES), bytes16(at, false));
+    return _mm512_sub_ps(_mm512_setzero_ps(), below);
+  }
+}
+
+template <class F, int R>
+void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, float* c, const Next& next) {
+  using P = Packed<F>;
+  const int64_t blocks = k / F::VALUES, rows = in.rows;
+  const int32_t *x = in.x.data() + row, *start = in.start.data() + row, *first = in.first.data() + row;
+  const float *scale = in.scale.data() + row, *sums = in.sum.data() + row;
+  constexpr int LINES = 8 / F::PARTS;
+  __m512 sum[R];
+  for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
+  for (int64_t b = 0, line = 0; b < blocks; b++, w += P::BYTES) {
+    for (int i = 0; i < P::BYTES / LINE; i++, line++) next.ask(line);
+    for (int step = 0; step < P::STEPS; step++, start += rows, first += rows, scale += rows, sums += rows) {
+      const Codes codes = codes_of<F>(w + step * P::STEP);
+#pragma GCC unroll 2
+      for (int part = 0; part < F::PARTS; part++) {
+        __m512i whole[R];
+        for (int r = 0; r < R; r++) {
+          const int32_t less = F::PARTS == 1 ? start[r] : part ? start[r] - first[r] : first[r];
+          whole[r] = F::SHIFT < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(less >> std::max(F::SHIFT, 0));
+        }
+#pragma GCC unroll 8
+        for (int i = part * LINES; i < (part + 1) * LINES; i++, x += rows)
+          for (int r = 0; r < R; r++) whole[r] = _mm512_dpbusd_epi32(whole[r], codes.line[i], _mm512_set1_epi32(x[r]));
+        const __m512 by = scale_of<F>(w, step, part);
+        for (int r = 0; r < R; r++)
+          sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r]), _mm512_mul_ps(by, _mm512_set1_ps(scale[r])), sum[r]);
+      }
+      if constexpr (F::LEAST) {
+        const __m512 least = least_of<F>(w, step);
+        for (int r = 0; r < R; r++) sum[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(sums[r]), sum[r]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(c + r * BLOCKS * LANES, sum[r]);
+}
+#else
+// Code `i` of 32, less what stands for zero.
+template <class F> inline int8_t code_at(const uint8_t* w, int lane, int i) {
+  const int at = i / 4 * LINE + lane * 4 + i % 4, less = F::SHIFT < 0 ? 0 : 128 >> std::max(F::SHIFT, 0);
+  if (F::BITS == 8) return (int8_t)(w[at] - less);
+  int code = w[at % (4 * LINE)] >> i / 16 * 4 & 15;
+  if (F::TABLE) code = F::TABLE[code];
+  if (F::BITS == 5) code |= (w[Packed<F>::UPPER + at / 8] >> at % 8 & 1) << 4;
+  if (F::BITS == 6) code |= (w[Packed<F>::UPPER + i / 16 * LINE + at % LINE] >> i / 4 % 4 * 2 & 3) << 4;
+  return (int8_t)(code - less);
+}
+inline float half_at(const uint8_t* p, int lane) {
+  uint16_t h;
+  std::memcpy(&h, p + 2 * lane, 2);
+  return half(h);
+}
+template <class F> inline float scale_at(const uint8_t* block, int step, int part, int lane) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  if (F::SCALE == HALF) return half_at(at, lane);
+  if (F::SCALE == EXPONENT) {
+    const uint32_t bits = at[lane] < 2 ? 0x200000u << at[lane] : (uint32_t)(at[lane] - 1) << 23;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+  }
+  return half_at(block + P::FACTORS, lane) * (F::SCALE == SIGNED ? (float)(int8_t)at[lane] : (float)at[lane]);
+}
+template <class F> inline float least_at(const uint8_t* block, int step, int lane) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::LEASTS + step * P::WIDTH;
+  return F::SCALE == HALF ? half_at(at, lane) : 0.0f - half_at(block + P::FACTORS + 2 * LANES, lane) * (float)at[lane];
+}
+
+// Up to ROWS rows, whose sums lie in c.
+template <class F>
+void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
+  using P = Packed<F>;
+  constexpr int PART = I8_BLOCK / F::PARTS;
+  for (int r = 0; r < rows; r++) std::memset(c + r * BLOCKS * LANES, 0, LANES * sizeof(float));
+  for (int64_t b = 0, j = 0; b < k / F::VALUES; b++, w += P::BYTES)
+    for (int step = 0; step < P::STEPS; step++, j++) {
+      int8_t codes[LANES][I8_BLOCK];
+      float scales[F::PARTS][LANES], leasts[LANES];
+      for (int lane = 0; lane < LANES; lane++) {
+        for (int i = 0; i < I8_BLOCK; i++) codes[lane][i] = code_at<F>(w + step * P::STEP, lane, i);
+        for (int part = 0; part < F::PARTS; part++) scales[part][lane] = scale_at<F>(w, step, part, lane);
+        if (F::LEAST) leasts[lane] = least_at<F>(w, step, lane);
+      }
+      for (int r = 0; r < rows; r++) {
+        const int64_t at = j * in.rows + row + r;
+        int8_t x[I8_BLOCK];
+        for (int i = 0; i < 8; i++) std::memcpy(x + 4 * i, &in.x[(j * 8 + i) * in.rows + row + r], 4);
+        for (int lane = 0; lane < LANES; lane++) {
+          float& y = c[r * BLOCKS * LANES + lane];
+          for (int part = 0; part < F::PARTS; part++) {
+            int32_t whole = 0;
+            for (int i = part * PART; i < (part + 1) * PART; i++) whole += codes[lane][i] * x[i];
+            y = std::fma((float)whole, scales[part][lane] * in.scale[at], y);
+          }
+          if (F::LEAST) y = std::fma(leasts[lane], in.sum[at], y);
+        }
+      }
+    }
+}
+#endif
+
+// All rows of a product, eight at a time where vectors compute: a block is unpacked once for them. Where there is no
+// product of so many rows, one of a row more is taken, whose last row is nobody's (`round_rows` leaves room for it).
+template <class F>
+void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c, const Next& next) {
+#if PL_VNNI
+  for (Next ask = next; rows > 0; ask = {}) {
+    const int now = std::min(rows, 8);
+    if (now > 6) block_product<F, 8>(w, k, in, row, c, ask);
+    else if (now > 4) block_product<F, 6>(w, k, in, row, c, ask);
+    else if (now > 2) block_product<F, 4>(w, k, in, row, c, ask);
+    else if (now == 2) block_product<F, 2>(w, k, in, row, c, ask);
+    else block_product<F, 1>(w, k, in, row, c, ask);
+    row += now, rows -= now, c += now * BLOCKS * LANES;
+  }
+#else
+  (void)next;
+  block_product<F>(w, k, in, row, rows, c);
+#endif
+}
+
+// One of the formats: f(F{}).
+template <class R, class Fn> R of_format(int64_t kind, Fn f) {
+  switch (kind - GGML) {
+    case Q4_0::TYPE: return f(Q4_0{});
+    case Q4_1::TYPE: return f(Q4_1{});
+    case Q5_0::TYPE: return f(Q5_0{});
+    case Q5_1::TYPE: return f(Q5_1{});
+    case Q4_K::TYPE: return f(Q4_K{});
+    case Q5_K::TYPE: return f(Q5_K{});
+    case Q6_K::TYPE: return f(Q6_K{});
+    case IQ4_NL::TYPE: return f(IQ4_NL{});
+    case IQ4_XS::TYPE: return f(IQ4_XS{});
+    case MXFP4::TYPE: return f(MXFP4{});
+    default: return f(Q8_0{});
+  }
+}
+// Bytes of 16 outputs and one block, and inputs of a block.
+int64_t block_bytes(int64_t kind) {
+  return of_format<int64_t>(kind, [](auto format) { return Packed<decltype(format)>::BYTES; });
+}
+int64_t block_values(int64_t kind) {
+  return of_format<int64_t>(kind, [](auto format) { return decltype(format)::VALUES; });
+}
+
+}  // namespace

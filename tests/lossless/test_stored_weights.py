@@ -1,0 +1,28 @@
+"""Weights in 4 and 8 bits: what is drafted changes no token, whatever drafts."""
+
+from __future__ import annotations
+
+import pytest
+from kits.native import needs_kernels
+
+from paceline import LLM, SamplingParams
+
+PROMPTS = ["Question: How many names are there?\nSQL:", "name[The Mill], food[English], area[riverside]"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_token(dtype: str, temperature: float) -> None:
+    params = SamplingParams(max_tokens=48, temperature=temperature, seed=5, ignore_eos=True)
+
+    def ids(drafter: str, dtype: str = dtype) -> list[list[int]]:
+        return [
+            o.outputs[0].token_ids
+            for o in LLM("paceline-small", dtype=dtype, drafter=drafter).generate(PROMPTS, params)
+        ]
+
+    plain = ids("none")
+    for drafter in ("ngram", f"hybrid:paceline-small-draft,dtype={dtype}"):
+        assert ids(drafter) == plain
+    assert ids("none", "bfloat16") != plain  # other numbers
