@@ -1,7 +1,7 @@
 """Compiled kernels for decoding on a CPU, built from ``kernels.cpp`` and ``kernels/`` on the machine that runs them.
 
 The library is compiled once, for the processor at hand, by whatever C++ compiler the machine has
-(``CXX``, else ``c++``), in a few seconds; it is kept in the user's cache folder. It is called through
+(``CXX``, else ``c++``), in about half a minute; it is kept in the user's cache folder. It is called through
 `ctypes` with addresses and sizes, so it depends on no header and no ABI but C's. Where there is no
 compiler, everything runs on torch's own kernels, and `unavailable` says why.
 
@@ -136,7 +136,9 @@ def _open(path: Path) -> Any:
     try:
         return _declared(ctypes.CDLL(str(path)))
     except AttributeError as error:
-        raise RuntimeError(f"{path} is no library of these kernels ({error}); remove it") from error
+        raise RuntimeError(
+            f"{path} is no library of these kernels: it lacks what native.FUNCTIONS names ({error})"
+        ) from error
 
 
 def _declared(found: Any) -> Any:

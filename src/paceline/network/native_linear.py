@@ -198,7 +198,8 @@ def require(refused: int) -> None:
         ValueError: what was wrong.
     """
     if refused:
-        raise ValueError(f"the compiled layers were given {_REFUSALS[refused]}")
+        words = _REFUSALS.get(refused, f"what they refuse as number {refused}, for which _REFUSALS has no words")
+        raise ValueError(f"the compiled layers were given {words}")
 
 
 def _address(tensor: Tensor | None) -> int | None:
