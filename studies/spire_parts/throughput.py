@@ -18,16 +18,15 @@ from kit.study import Table
 from torch import Tensor
 
 from paceline.bench import figures, machine, workloads
-from paceline.bench.calibrate import BATCHES
+from paceline.bench.calibrate import BATCHES, measure
 from paceline.bench.figures import Panel, Series
-from paceline.bench.law import LawConfig, LawFound, measure_law
+from paceline.bench.law import MeasuredLaw, measure_law
 from paceline.bench.measure import Builder, Limits
 from paceline.bench.models import materialised
 from paceline.bench.records import PLAIN, Method
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.spire.model import read_shape as read_draft
-from paceline.engine import calibration
 from paceline.engine.costs import CostTable
 from paceline.llm import LLM
 from paceline.network.loader import resolve_folder
@@ -57,11 +56,11 @@ SMALL_TURNS = 4  # over the batch: turns of small batches in a repeat
 VIEW = 65  # keys of a SPIRe draft
 MOST_ROWS = 8192  # of a pass over the ends of all prompts
 ACCEPTS = (0.2, 0.4, 0.6, 0.8, 0.9)
-SMALL = LawConfig(
-    repeats=1,
-    fitted=tuple((batch, 16, rows, part) for batch, rows in ((1, 1), (1, 4), (1, 8), (2, 1)) for part in (False, True)),
-    held_out=((2, 32, 2, False),),
-)
+SMALL: dict[str, Any] = {
+    "repeats": 1,
+    "fitted": [(batch, 16, rows, part) for batch, rows in ((1, 1), (1, 4), (1, 8), (2, 1)) for part in (False, True)],
+    "held_out": [(2, 32, 2, False)],
+}
 
 
 def network_of(llm: LLM) -> Network:
@@ -234,7 +233,7 @@ def _at_once(method: Method, dtype: str) -> Method:
     return replace(method, dtype=dtype, settings={**method.settings, "max_batch_rows": MOST_ROWS})
 
 
-def predicted_cells(found: Sequence[JudgedCell], law: LawFound, networks: Mapping[str, Network]) -> list[JudgedCell]:
+def predicted_cells(found: Sequence[JudgedCell], law: MeasuredLaw, networks: Mapping[str, Network]) -> list[JudgedCell]:
     """With what the law says of a step: its passes, and the engine's own work, which two plain cells tell."""
     target, host, made = networks[PLAIN], host_work(found, law, networks[PLAIN]), []
     fitted = {one.place for one in ends_of(found)}
@@ -255,7 +254,7 @@ def ends_of(found: Sequence[JudgedCell]) -> list[JudgedCell]:
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
 
 
-def host_work(found: Sequence[JudgedCell], law: LawFound, target: Network) -> tuple[float, float]:
+def host_work(found: Sequence[JudgedCell], law: MeasuredLaw, target: Network) -> tuple[float, float]:
     """Seconds of a step beside its passes, and those that each sequence adds."""
     ends = ends_of(found)
     beside = [one.seconds - law.law.seconds(target, one.batch, one.context) for one in ends]
@@ -292,7 +291,7 @@ def cells(ask: SpireFlags) -> Iterator[Table | None]:
             wrong = f"{llm.decoder.config.max_position} positions leave {most} beside the answers"
             raise ConfigError(f"--contexts {ask.contexts}", wrong, f"give {most} or less")
         known = prepare(ask, folder, wanted or ask.few(contexts_of(llm, steps)), steps)
-        law = measure_law(llm, target, SMALL if ask.quick else None)
+        law = measure_law(llm, target, **(SMALL if ask.quick else {}))
         measured = measured_cells(ask, folder, known, steps)
     networks = {PLAIN: target, **{name: draft_of(ask, name, target) for name in contestants(ask)}}
     found = Cells(predicted_cells(measured, law, networks))
@@ -330,11 +329,9 @@ def budgets(ask: SpireFlags) -> Iterator[Table | None]:
     yield None
     llm = LLM(ask.model, max_sequences=1, **ask.llm)
     target, room = network_of(llm), llm.decoder.config.max_position
-    law = measure_law(llm, target, SMALL if ask.quick else LawConfig(repeats=ask.repeats))
+    law = measure_law(llm, target, **(SMALL if ask.quick else {"repeats": ask.repeats}))
     sizes, batches = ((1, 2, 4), (1, 2)) if ask.quick else ([r for r in ROWS if r < room], BATCHES)
-    calibrated = calibration.measure(
-        llm.decoder, rows=sizes, batches=batches, contexts=(128,), repeats=ask.repeats, source="measured now"
-    )
+    calibrated = measure(llm.decoder, rows=sizes, batches=batches, contexts=(128,), repeats=ask.repeats)
     points = cost_points(lambda batch, context, rows: law.law.seconds(target, batch, context, rows), room)
     planned = CostTable.from_dict(points, "the planner's law")
     rows, apart = [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline import LLM, zoo
-from paceline.bench.law import LawConfig, LawFound
+from paceline.bench import law as laws
+from paceline.bench.law import MeasuredLaw
 from paceline.bench.methods import parse_method
-from paceline.cli import app, plan_measured, plan_view
+from paceline.cli import app, plan_view
 from paceline.cli.plan import resolve
 from paceline.drafters import registry
 from paceline.planning.measured import PassLaw, TimedPass
@@ -131,12 +133,14 @@ def test_this_machine_is_measured_and_its_costs_are_kept(
 ) -> None:
     """Predicted and measured passes, a ranking by the law, and a calibration that the budget reads."""
     sizes = tuple((batch, 4, rows, part) for batch, rows in ((1, 1), (1, 4), (1, 8), (3, 1)) for part in (False, True))
-    quick = LawConfig(repeats=1, fitted=sizes, held_out=((2, 6, 2, False), (1, 4000, 1, False)))
-    monkeypatch.setattr(plan_measured, "LawConfig", lambda: quick)
+    quick = {"repeats": 1, "fitted": sizes, "held_out": ((2, 6, 2, False), (1, 4000, 1, False))}
+    monkeypatch.setattr(laws, "measure_law", partial(laws.measure_law, **quick))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     shutil.copytree(zoo.find("paceline-small"), folder)  # type: ignore[arg-type]
-    result = run("--measured", "--target", str(folder), "--context", "256", "--batch", "4", "--json")
+    asked = ("--measured", "--target", str(folder), "--context", "256", "--batch", "4")
+    assert "paceline-costs.json, where the automatic budget finds it" in run(*asked).stderr
+    result = run(*asked, "--json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     found = said["measured"]
@@ -155,15 +159,11 @@ def test_the_law_and_its_errors_are_shown(capsys: pytest.CaptureFixture[str], mo
         TimedPass(network=network, batch=1, context=9, rows=rows, seconds=law.seconds(network, 1, 9, rows) * off)
         for rows, off in ((1, 1.0), (2, 1.0), (4, 1.25))
     ]
-    found = LawFound(law=law, fitted=passes[:1], held_out=passes)
-    here = plan_measured.MeasuredMachine(
-        machine=law.machine("a test", 8e9, "cpu"), found=found, file=Path("costs.json")
-    )
-    here.show()
+    found = MeasuredLaw(law=law, fitted=passes[:1], held_out=passes)
+    plan_view.show_law(found, law.machine("a test", 8e9, "cpu"))
     told = capsys.readouterr()
     assert "weights 10.0 GB/s, products 160 GFLOP/s, K/V at no cost, attention beside its reads" in told.out
     assert "-20%" in told.out and "not fitted to: median 0%, largest 20%; of the others: median 0%" in told.out
-    assert "costs.json" in told.err
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

@@ -634,16 +634,16 @@ def test_beside_a_read_only_model_the_cache_folder_is_used(tmp_path: Path, monke
 
 
 def test_a_quick_estimate_and_a_measurement_of_a_tiny_model() -> None:
+    from paceline.bench.calibrate import measure
+
     decoder = tiny_decoder()
     quick = calibration.quick_estimate(decoder, max_sequences=64, why="no file")
     assert quick.chain[0][0] == 1 and quick.plain[-1][0] >= 8 and "no file" in quick.source
     seen: list[int] = []
-    table = calibration.measure(
-        decoder, rows=(1, 4), batches=(1, 2), contexts=(8, 40), repeats=2, source="test", progress=seen.append
-    )
+    table = measure(decoder, rows=(1, 4), batches=(1, 2), contexts=(8, 40), repeats=2, progress=seen.append)
     assert [c for c, _ in table.chain] == [1, 4] and [c for c, _ in table.plain] == [1, 2]
     assert table.context == 8 and seen == [1, 2, 3]
-    same = CostTable.from_dict(json.loads(json.dumps(table.as_dict())), "test")
+    same = CostTable.from_dict(json.loads(json.dumps(table.as_dict())), "measured now")
     assert same == table
     assert calibration.fingerprint(decoder, "torch") == calibration.fingerprint(decoder, "torch")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from paceline import zoo
-from paceline.bench.law import LawConfig
+from paceline.bench.law import FITTED, HELD_OUT
 from paceline.core.errors import ConfigError
 from paceline.engine.costs import CostTable
 from paceline.planning import models
@@ -18,7 +18,6 @@ from paceline.planning.measured import PassLaw, TimedPass, errors, fit, median_e
 from paceline.planning.throughput import Network, pass_seconds
 
 TRUE = PassLaw(host=4e-4, row=3e-5, weight=1 / 30e9, hoi=2 ** (14 / 4), kv=1 / 12e9, attention=1 / 40e9)
-SIZES = LawConfig()
 
 
 def small() -> Network:
@@ -44,9 +43,9 @@ def timed(law: PassLaw, network: Network, sizes: tuple[tuple[int, int, int, bool
 def test_a_law_is_found_again_from_the_passes_that_are_timed() -> None:
     """Also for sizes that were not, and for a sparse draft of a quarter of the layers."""
     network = small()
-    found = fit(timed(TRUE, network, SIZES.fitted))
+    found = fit(timed(TRUE, network, FITTED))
     assert found.hoi == TRUE.hoi
-    assert max(map(abs, errors(found, timed(TRUE, network, SIZES.held_out)))) < 1e-6
+    assert max(map(abs, errors(found, timed(TRUE, network, HELD_OUT)))) < 1e-6
     sparse = replace(network, shape=network.shape.last_layers(3), keys=65)
     assert found.seconds(sparse, 64, 1984) == pytest.approx(TRUE.seconds(sparse, 64, 1984), rel=1e-6)
     assert found.seconds(sparse, 64, 1984) < 0.2 * found.seconds(network, 64, 1984)
@@ -56,19 +55,19 @@ def test_a_law_is_found_again_from_the_passes_that_are_timed() -> None:
 
 def test_noise_moves_it_little_and_no_term_falls_below_zero() -> None:
     draw, network = random.Random(1), small()
-    clean = timed(TRUE, network, SIZES.fitted)
+    clean = timed(TRUE, network, FITTED)
     found = fit([replace(p, seconds=p.seconds * draw.uniform(0.92, 1.08)) for p in clean])
     assert min(asdict(found).values()) >= 0
-    assert 0 < median_error(found, timed(TRUE, network, SIZES.held_out)) < 0.05
+    assert 0 < median_error(found, timed(TRUE, network, HELD_OUT)) < 0.05
     bare = replace(TRUE, kv=0.0, attention=0.0)
-    found = fit([replace(p, seconds=p.seconds * draw.uniform(0.99, 1.01)) for p in timed(bare, network, SIZES.fitted)])
+    found = fit([replace(p, seconds=p.seconds * draw.uniform(0.99, 1.01)) for p in timed(bare, network, FITTED)])
     assert min(asdict(found).values()) >= 0
-    assert median_error(found, timed(bare, network, SIZES.held_out)) < 0.02
+    assert median_error(found, timed(bare, network, HELD_OUT)) < 0.02
 
 
 @pytest.mark.parametrize("change", [{"seconds": 0.0}, {"seconds": -1.0}, None])
 def test_passes_that_make_no_law(change: dict[str, float] | None) -> None:
-    points = timed(TRUE, small(), SIZES.fitted)
+    points = timed(TRUE, small(), FITTED)
     points = points[:7] if change is None else [*points[1:], replace(points[0], **change)]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timed passes"):
         fit(points)

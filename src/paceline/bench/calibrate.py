@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 from ..assembly import draft_key
 from ..drafters import registry
 from ..drafters.registry import DrafterConfig
 from ..engine import calibration
-from ..engine.calibration import Calibration
+from ..engine.calibration import Calibration, PassTimer
 from ..engine.costs import CostTable
 from ..llm import LLM
+from ..network.decoder import Decoder
 from ..planning.costs import ROWS
 
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one row each
 CONTEXTS = (128, 1024)  # committed tokens: of the table, and to see how costs grow
+PassSize = tuple[int, int, int, int | None]  # sequences, tokens that each has, rows of each, layers (None: all)
 
 
 def calibrate(
@@ -50,13 +53,12 @@ def calibrate(
     def measured(of: LLM, name: str) -> CostTable:
         room = of.decoder.config.max_position
         most = [count for count in rows if count < room]
-        return calibration.measure(
+        return measure(
             of.decoder,
             rows=most,
             batches=batches,
             contexts=[context for context in contexts if context + most[-1] <= room] or [0],
             repeats=repeats,
-            source="measured now",
             progress=lambda done: progress(f"timing passes of {name}", done, repeats + 1),
         )
 
@@ -67,6 +69,67 @@ def calibrate(
         wanted = str(llm.decoder.dtype).removeprefix("torch.") if dtype == "auto" else dtype
         other = LLM(str(draft), dtype=wanted, device=llm.config.device, kernels=llm.config.kernels)
         drafts[draft_key(str(draft), dtype)] = measured(other, str(draft))
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    made = Calibration(fingerprint=llm.fingerprint, table=table, drafts=drafts, created=created, repeats=repeats)
+    return store(llm, table, drafts, repeats)
+
+
+def store(llm: LLM, table: CostTable, drafts: Mapping[str, CostTable], repeats: int) -> tuple[Calibration, Path]:
+    """Write the tables of a target and of its draft models where the draft budget finds them."""
+    made = Calibration(
+        fingerprint=llm.fingerprint,
+        table=table,
+        drafts={**drafts},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        repeats=repeats,
+    )
     return made, calibration.save(llm.folder, made)
+
+
+def measure(
+    decoder: Decoder,
+    *,
+    rows: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    progress: Callable[[int], None] | None = None,
+) -> CostTable:
+    """The table of costs of a model's passes.
+
+    Args:
+        rows: rows of one sequence, from 1 on.
+        batches: sequences of one row each, from 1 on.
+        contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
+        repeats: passes of each kind; medians count.
+        progress: called with the number of rounds done, of ``repeats + 1``.
+    """
+    near, far = contexts[0], contexts[-1]
+    sizes = [(1, near, r, None) for r in rows] + [(b, near, 1, None) for b in batches] + [(1, far, 1, None)]
+    found = {size: median(times) for size, times in time_passes(decoder, sizes, repeats, progress).items()}
+    grown = found[1, far, 1, None] - found[1, near, 1, None]
+    return CostTable(
+        chain=tuple((r, found[1, near, r, None]) for r in rows),
+        plain=tuple((b, found[b, near, 1, None]) for b in batches),
+        context=near,
+        context_ms=max(0.0, 1000 * grown / (far - near)) if far > near else 0.0,
+        source="measured now",
+    )
+
+
+def time_passes(
+    decoder: Decoder, sizes: Iterable[PassSize], repeats: int, progress: Callable[[int], None] | None = None
+) -> dict[PassSize, list[float]]:
+    """Ms of ``repeats`` passes of every size, in turns, so that a slow moment affects all alike; a first turn, which
+    ``progress`` counts as well, warms up."""
+    times: dict[PassSize, list[float]] = {size: [] for size in sizes}
+    timers = {}
+    for context in {size[1] for size in times}:
+        same = [size for size in times if size[1] == context]
+        timers[context] = PassTimer(decoder, max(s[0] for s in same), context, max(s[2] for s in same))
+    for repeat in range(repeats + 1):
+        for (sequences, context, rows, layers), taken in times.items():
+            ms = timers[context].ms(sequences, rows, layers)
+            if repeat:
+                taken.append(ms)
+        if progress:
+            progress(repeat + 1)
+    return times

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.calibration import PassTimer
 from ..kv.pool import KVPool
 from ..network.decoder import Decoder
-
-WARM_UP = 2  # passes of each kind that are not counted
+from .calibrate import time_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,35 +52,23 @@ def measure(
     repeats: int = 30,
     progress: Callable[[int], None] | None = None,
 ) -> list[StepCost]:
-    """Time passes of every row count at every context, interleaved so that a slow moment hits all alike."""
-    timers = {context: PassTimer(decoder, 1, context, max(rows)) for context in contexts}
-    steps: dict[tuple[int, int], list[float]] = {(r, c): [] for c in contexts for r in rows}
-    linears: dict[int, list[float]] = {r: [] for r in rows}
-    for repeat in range(repeats + WARM_UP):
-        for (r, c), times in steps.items():
-            times.append(timers[c].ms(1, r))
-        for r, times in linears.items():
-            times.append(_linear_ms(decoder, r))
-        if progress:
-            progress(repeat + 1)
+    """Time passes of every row count at every context, and their linear layers alone; see `time_passes`."""
+    steps = time_passes(decoder, [(1, c, r, None) for c in contexts for r in rows], repeats, progress)
+    linears = {r: [_linear_ms(decoder, r) for _ in range(repeats + 2)][2:] for r in rows}  # the first two warm up
     per_token = KVPool.bytes_per_token(*decoder.cache_shape, decoder.dtype)
     return [
         StepCost(
             rows=r,
             context=c,
-            step_ms=_quantile(times, 0.5),
-            low_ms=_quantile(times, 0.1),
-            high_ms=_quantile(times, 0.9),
-            linear_ms=_quantile(linears[r], 0.5),
+            step_ms=float(np.quantile(times, 0.5)),
+            low_ms=float(np.quantile(times, 0.1)),
+            high_ms=float(np.quantile(times, 0.9)),
+            linear_ms=float(np.median(linears[r])),
             weight_bytes=decoder.pass_bytes,
             kv_bytes=(c + r) * per_token,
         )
-        for (r, c), times in steps.items()
+        for (_, c, r, _), times in steps.items()
     ]
-
-
-def _quantile(times: Sequence[float], share: float) -> float:
-    return float(np.quantile(times[WARM_UP:], share))
 
 
 @torch.inference_mode()

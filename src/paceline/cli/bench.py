@@ -114,7 +114,7 @@ def step(
         llm = LLM(folder, **options)
         _check_positions(llm, max(counts), max(contexts))
         bandwidth = machine.read_bandwidth(device)
-        with counting("timing passes", repeats + 2) as progress:
+        with counting("timing passes", repeats + 1) as progress:
             costs = stepping.measure(llm.decoder, counts, contexts, repeats, progress)
     facts, computed = machine.describe(device), str(llm.decoder.dtype)
     console, label = stdout(), parse_model(model).label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,26 @@ from typing import Annotated
 import typer
 
 from .. import zoo
+from ..bench import law
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
 from ..core.options import named_values
+from ..engine.calibration import processor
+from ..llm import LLM
 from ..planning import acceptance, machines, models
 from ..planning.models import ModelSizes
 from ..planning.plan import DRAFTERS, PlanRequest, rank
 from ..planning.throughput import Parallel, Precision
-from . import plan_measured, plan_view
+from . import plan_view
 from .console import note
+from .session import counting
 
 app = typer.Typer(add_completion=False)
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5}
 MODEL_HELP = "A named model, an embedded one, a Hugging Face config.json or its folder; stretch:MODEL,times=N, too."
+RUNNABLE = ("float32", "bfloat16", "int8")  # of weights: what this engine runs
+ASSUMED_BYTES = 8e9  # of memory, where the system does not tell
 STORED = f"{', '.join(BYTES)}, or bytes such as 0.55"
 Count = int | None
 
@@ -112,18 +119,22 @@ def plan(
     )
     drafting = _draft_name(target, draft)
     names = plan_view.ModelNames(target=_runnable(target), draft=drafting and _runnable(drafting))
-    here = None
+    here, stored, question = None, None, asked
     if measured:
         other = (drafting, asked.network(asked.drafting)) if drafting else None
-        here = plan_measured.look_here(names.target, asked.network(shape), weights, other)
-    question = asked if here is None else replace(asked, machine=here.machine, law=here.found.law)
+        llm, network = _runnable_here(names.target, weights), asked.network(shape)
+        with counting("timing passes", law.REPEATS + 1) as progress:
+            here = law.measure_law(llm, network, progress)
+        stored = law.store_law(llm, network, here.law, other)
+        own = here.law.machine(processor("cpu"), _memory(), "cpu")
+        question = replace(asked, machine=own, law=here.law)
     ranked = rank(question)
     if plot is not None:
         file = plan_view.draw(question, plot)
     if as_json:
-        plan_view.print_json(question, ranked, names, here)
+        plan_view.print_json(question, ranked, names, here, stored)
     else:
-        plan_view.show(question, ranked, names, here)
+        plan_view.show(question, ranked, names, here, stored)
     if plot is not None:
         note(f"drawn: {file}")
 
@@ -134,6 +145,31 @@ def _refuse_beside_measured(given: Mapping[str, object]) -> None:
     if useless:
         wrong = "it is measured how this machine runs this model"
         raise ConfigError(f"{', '.join(useless)} with --measured", wrong, "leave one of them out")
+
+
+def _runnable_here(name: str | None, weights: str) -> LLM:
+    """The target, to be timed on this machine.
+
+    Raises:
+        ConfigError: a target without weights, or one that is gone when the command ends; weights that the engine does
+            not run.
+    """
+    asked = "paceline plan --measured"
+    if name is None:
+        raise ConfigError(asked, "there are no weights of this model to time", "name a model that can be loaded")
+    if parse_model(name).random:
+        raise ConfigError(f"{asked} of {name}", "it is gone when the command ends", "name a model that stays")
+    if weights not in RUNNABLE:
+        raise ConfigError(f"--weights {weights} with --measured", "they do not run here", f"use {', '.join(RUNNABLE)}")
+    return LLM(name, dtype=weights)
+
+
+def _memory() -> float:
+    """Bytes of this machine's memory."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, OSError, ValueError):
+        return ASSUMED_BYTES
 
 
 def _no_machine(measured: bool) -> str:

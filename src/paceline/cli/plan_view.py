@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import typer
@@ -15,15 +16,19 @@ from rich.text import Text
 from .. import zoo
 from ..bench import figures
 from ..bench.figures import Panel, Series
+from ..bench.law import MeasuredLaw
+from ..bench.report.terminal import figures_table
 from ..core.errors import ConfigError
 from ..core.model_spec import parse_model
+from ..planning.machines import Machine
+from ..planning.measured import errors
 from ..planning.plan import PLAIN, SINK, PlanRequest, RankedDrafter, compute_bound_from, devices_needed, rank
 from .console import note, stdout
-from .plan_measured import MeasuredMachine
 
 DTYPES = {2.0: None, 1.0: "int8", 4.0: "float32"}  # bytes of a weight -> what --dtype takes for it
 SUFFIXES = (".svg", ".png")
 LEAST_BATCH, LEAST_CONTEXT = 256, 8192  # where plots end at least
+LAW_HEAD = ("layers", "sequences", "context", "rows each", "measured, ms", "predicted, ms", "error")
 HEAD = ("drafter", "depth", "width", "tokens a round", "times plain", "tokens/s", "why")
 
 
@@ -36,12 +41,17 @@ class ModelNames:
 
 
 def show(
-    question: PlanRequest, ranked: Sequence[RankedDrafter], names: ModelNames, here: MeasuredMachine | None = None
+    question: PlanRequest,
+    ranked: Sequence[RankedDrafter],
+    names: ModelNames,
+    here: MeasuredLaw | None = None,
+    stored: Path | None = None,
 ) -> None:
-    """The table, what was assumed, and how to run it; ``here``: what was measured first."""
+    """The table, what was assumed, and how to run it; ``here``: what was measured first, and ``stored`` in a file."""
     console = stdout()
     if here is not None:
-        here.show()
+        show_law(here, question.machine)
+        note(f"written to {stored}, where the automatic budget finds it")
     console.print(_title(question), style="bold", markup=False)
     console.print(_table(ranked))
     for line in _remarks(question, ranked):
@@ -57,8 +67,38 @@ def show(
         note("predicted by this machine's law; the engine's work between passes is left out")
 
 
+def show_law(found: MeasuredLaw, machine: Machine) -> None:
+    """The law of this machine, and what it says of passes that it was not fitted to."""
+    law, console = found.law, stdout()
+    console.print(f"this machine ({machine.about}):", style="bold", markup=False)
+    per = f"a pass {1e3 * law.host:.2f} ms, a row {1e6 * law.row:.0f} us"
+    rates = f"weights {_rate(law.weight)}, products {machine.flops / 1e9:,.0f} GFLOP/s, K/V {_rate(law.kv)}"
+    attention = f"{1e-9 / law.attention:,.0f} GFLOP/s" if law.attention else "beside its reads"
+    console.print(f"  {per}, {rates}, attention {attention}", markup=False)
+    lines = []
+    for row in found.passes(found.held_out):
+        measured, error = row["measured_ms"], row["error"]
+        sizes = [str(row[name]) for name in ("layers", "batch", "context", "rows")]
+        lines.append([*sizes, f"{measured:.2f}", f"{measured * (1 + error):.2f}", f"{error:+.0%}"])
+    console.print(figures_table(LAW_HEAD, lines, words=0))
+    known, others = ([abs(error) for error in errors(law, part)] for part in (found.fitted, found.held_out))
+    console.print(
+        f"  error of passes that it was not fitted to: median {median(others):.0%}, largest {max(others):.0%}; "
+        f"of the others: median {median(known):.0%}",
+        markup=False,
+    )
+
+
+def _rate(seconds: float) -> str:
+    return f"{1e-9 / seconds:,.1f} GB/s" if seconds else "at no cost"
+
+
 def print_json(
-    question: PlanRequest, ranked: Sequence[RankedDrafter], names: ModelNames, here: MeasuredMachine | None = None
+    question: PlanRequest,
+    ranked: Sequence[RankedDrafter],
+    names: ModelNames,
+    here: MeasuredLaw | None = None,
+    stored: Path | None = None,
 ) -> None:
     """The same as one JSON object."""
     rows = []
@@ -69,7 +109,8 @@ def print_json(
         devices = devices_needed(question, made.holds)
         rows.append({**values, **took, "devices_needed": devices, "command": command, "missing": missing})
     asked = {name: value for name, value in asdict(question).items() if name not in ("draft", "acceptance")}
-    more = {} if here is None else {"measured": here.as_dict()}
+    found = {} if here is None else here.as_dict() | {"file": str(stored), "machine": asked["machine"]}
+    more = {"measured": found} if found else {}
     typer.echo(json.dumps({**asked, "draft": asdict(question.drafting), "ranked": rows, **more}))
 
 

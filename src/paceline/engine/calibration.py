@@ -1,4 +1,4 @@
-"""Calibration: measuring the cost of steps, and storing the figures beside the model or in the user's cache folder.
+"""Calibration: the cost of steps, timed, and stored beside the model or in the user's cache folder.
 
 A calibration holds for one machine, thread count, torch build and way of running the model. Entries for several of
 them may lie in one file; one that does not fit is ignored, and the reason is reported.
@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -295,51 +294,6 @@ class PassTimer:
         logits = self._decoder.logits(state)
         if self._decoder.stack is None:  # compiled code chooses while it computes them
             logits.argmax(dim=-1).tolist()
-
-
-def measure(
-    decoder: Decoder,
-    *,
-    rows: Sequence[int],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    repeats: int,
-    source: str,
-    progress: Callable[[int], None] | None = None,
-) -> CostTable:
-    """Medians of passes of every size, in turns, so that a slow moment affects all alike.
-
-    Args:
-        rows: rows of one sequence, from 1 on.
-        batches: sequences of one row each, from 1 on.
-        contexts: committed tokens; the table is that of the first, a second one tells how costs grow.
-        repeats: passes of each kind.
-        source: what the table says of itself.
-        progress: called with the number of repeats done, of ``repeats + 1`` (the first one warms up).
-    """
-    near = contexts[0]
-    timers = {c: PassTimer(decoder, max(batches) if c == near else 1, c, max(rows)) for c in contexts}
-    cases = [(near, 1, r) for r in rows] + [(near, b, 1) for b in batches if b > 1] + [(c, 1, 1) for c in contexts[1:]]
-    times: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
-    for repeat in range(repeats + 1):
-        for case in cases:
-            context, sequences, each = case
-            taken = timers[context].ms(sequences, each)
-            if repeat:
-                times[case].append(taken)
-        if progress:
-            progress(repeat + 1)
-    found = {case: median(values) for case, values in times.items()}
-    one = found[near, 1, 1]
-    far = contexts[-1]
-    growth = (found[far, 1, 1] - one) / (far - near) * 1000 if far > near else 0.0
-    return CostTable(
-        chain=tuple((r, found[near, 1, r]) for r in rows),
-        plain=tuple((b, found[near, b, 1]) for b in batches),
-        context=near,
-        context_ms=max(0.0, growth),
-        source=source,
-    )
 
 
 def quick_estimate(decoder: Decoder, max_sequences: int, why: str = "") -> CostTable:
