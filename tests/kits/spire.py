@@ -119,7 +119,8 @@ def drafts_by_hand(
 
     def place(j: int) -> tuple[Tensor, Tensor]:
         assert net._rope is not None
-        return net._rope.rows(torch.tensor([j]))
+        found = net._rope.rows(torch.tensor([j]))
+        return found[0] if isinstance(found, list) else found  # a decoder has a list of tables
 
     found = []
     for step, token in enumerate([tokens[-1], *path]):

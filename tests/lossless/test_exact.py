@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline import zoo
 from paceline.attention import make_backend
+from paceline.attention.rope import RopeConfig
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.draft_model import DraftModel, DraftModelConfig
@@ -30,7 +31,7 @@ from paceline.network.loader import load_model
 from paceline.network.packing import RowPacker
 
 DTYPES = ("bfloat16", "float32", "int8")
-MODELS = ("paceline-small", "tiny")
+MODELS = ("paceline-small", "tiny", "gemma")
 SLOW = {("paceline-small", "float32"), ("paceline-small", "int8")}
 WIDTHS = 64
 # Of the embedded model with every run of the tests; the others with the full grids. Kernels change with the number of
@@ -48,6 +49,12 @@ TINY = {  # grouped queries, a sliding window, untied head; wide enough for kern
     "windows": (None, 24, None, 40),
     "eos_ids": (),
 }
+GEMMA = TINY | {  # norms behind both halves, a rotation of its own in layers that slide
+    **{"qk_norm": True, "post_norms": True, "wide_norms": True, "activation": "gelu_tanh"},
+    **{"query_scalar": 24.0, "embedding_scale": 8.0, "rope": RopeConfig(dim=16, theta=1000.0)},
+    "ropes": tuple(RopeConfig(dim=16, theta=theta) for theta in (1000.0, 50.0, 1000.0, 50.0)),
+}
+SHAPES = {"tiny": TINY, "gemma": GEMMA}
 KINDS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
 # The embedded model in its own dtype with every run of the tests, in the others with the full grids.
 EVERY_MODEL = pytest.mark.parametrize(
@@ -63,9 +70,10 @@ EVERY_MODEL = pytest.mark.parametrize(
 @cache
 def model(name: str, dtype: str, exact: bool = True) -> Decoder:
     """One of `MODELS`, with the SDPA backend, made once."""
-    if name == "tiny":
+    if name in SHAPES:
         quant = "int8" if dtype == "int8" else None
-        return tiny_decoder(tiny_config(**TINY), dtype=KINDS[dtype], exact=exact, quant=quant, attention="sdpa")
+        shape = tiny_config(**SHAPES[name])
+        return tiny_decoder(shape, dtype=KINDS[dtype], exact=exact, quant=quant, attention="sdpa")
     folder = zoo.find(name)
     assert folder is not None
     return load_model(folder, attention=make_backend("sdpa", KINDS[dtype], exact=exact), dtype=dtype, exact=exact)
@@ -248,8 +256,8 @@ TEXTS = (
 
 @cache
 def prompts(name: str) -> list[list[int]]:
-    """Five prompts of different lengths; for the random model also repetitive ones."""
-    if name == "tiny":
+    """Five prompts of different lengths; for random models also repetitive ones."""
+    if name in SHAPES:
         once = [random_tokens(n, TINY["vocab_size"], seed=n) for n in (1, 20, 37, 70)]  # type: ignore[call-overload]
         return [*once, once[1] * 4]
     from paceline.network.loader import load_tokenizer
@@ -261,8 +269,8 @@ def prompts(name: str) -> list[list[int]]:
 
 
 def _draft(name: str, dtype: str, **options: Any) -> DraftModel:
-    if name == "tiny":
-        return draft_model(target={"config": tiny_config(**TINY), "dtype": KINDS[dtype]}, **options)
+    if name in SHAPES:
+        return draft_model(target={"config": tiny_config(**SHAPES[name]), "dtype": KINDS[dtype]}, **options)
     loaded = SimpleNamespace(decoder=model("paceline-small-draft", dtype, exact=False), tokenizer=None, name="draft")
     return DraftModel(DraftModelConfig(model="draft", **options), loaded)
 
@@ -336,5 +344,5 @@ def test_ids(name: str, dtype: str, setting: str) -> None:
         assert any(s.preemptions for s in stats)
     if SETTINGS[setting][0](name, dtype) is not None:
         assert any(s.drafted for s in stats) and not any(s.off_reason for s in stats if s.drafted)
-        if name != "tiny" or "ngram" not in setting:  # random text seldom repeats itself
+        if name not in SHAPES or "ngram" not in setting:  # random text seldom repeats itself
             assert any(s.accepted for s in stats)

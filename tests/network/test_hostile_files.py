@@ -24,8 +24,9 @@ from paceline import ConfigError
 from paceline.attention.reference import ReferenceAttention
 from paceline.core.options import shown
 from paceline.network import generation, loader
+from paceline.network.config_fields import MAX_LAYERS
 from paceline.network.decoder import Decoder
-from paceline.network.families import FAMILIES, MAX_LAYERS, decoder_config
+from paceline.network.families import FAMILIES, decoder_config
 from paceline.network.files import MAX_JSON_BYTES, read_json
 from paceline.network.loader import load_model, read_config
 from paceline.network.streams import CONFIG_FILE, StreamSet

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline import zoo
 from paceline.attention.reference import ReferenceAttention
+from paceline.attention.rope import RopeConfig
 from paceline.core.errors import CapabilityError, ConfigError
 from paceline.network.decoder import Decoder
 from paceline.network.families import decoder_config
@@ -167,7 +169,7 @@ def test_parameters_are_nan_until_loaded():
 
 def test_every_parameter_has_a_source(tmp_path: Path):
     """No parameter that the weight map forgets, and no two pieces on the same rows."""
-    for family in ("llama2", "llama3", "qwen2", "qwen3", "phi3", "opt"):
+    for family in ("llama2", "llama3", "qwen2", "qwen3", "phi3", "opt", "gemma3", "smollm3"):
         build(family, tmp_path / family)
         decoder = Decoder(read_config(tmp_path / family), ReferenceAttention(), dtype=torch.float32)
         assert {piece.into for piece in weight_map(decoder.config)} == {name for name, _ in decoder.named_parameters()}
@@ -337,6 +339,82 @@ def test_windows_by_layer():
     assert decoder_config({**mistral, "sliding_window": None}).windows == (None, None)
     with pytest.raises(CapabilityError, match="chunked"):
         decoder_config({**qwen, "layer_types": ["chunked_attention"] * 2})
+
+
+GEMMA3 = {**LLAMA, "model_type": "gemma3_text", "hidden_size": 25, "num_hidden_layers": 7, "sliding_window": 8}
+
+
+def test_gemma_3_in_both_spellings():
+    """Five layers that slide to one that does not, each kind with a rotation of its own."""
+    made = decoder_config(GEMMA3)
+    full, local = RopeConfig(dim=256, theta=1e6), RopeConfig(dim=256)
+    assert made.windows == (8,) * 5 + (None, 8)
+    assert made.ropes == (local,) * 5 + (full, local)
+    assert (made.rope, made.head_dim, made.scale, made.embedding_scale) == (full, 256, 1 / 16, 5.0)
+    assert made.tied and made.qk_norm and made.activation == "gelu_tanh" and made.norm_offset == 1
+    assert made.part(4, 6, words=False).rotations == (local, full)
+    old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 500.0}
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    }
+    scaled = decoder_config(GEMMA3 | old | {"sliding_window_pattern": 3, "query_pre_attn_scalar": 100})
+    assert scaled.ropes[1:3] == (replace(local, theta=500.0), replace(full, kind="linear", factor=8.0))
+    assert scaled.scale == 0.1
+    assert decoder_config(GEMMA3 | new | {"query_pre_attn_scalar": 100}) == scaled
+    assert decoder_config(GEMMA3 | old | new | {"query_pre_attn_scalar": 100}) == scaled
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "must list full_attention and sliding_attention"),
+        ({"rope_parameters": {"full_attention": 4}}, "full_attention = 4.*object"),
+        ({"rope_local_base_freq": 0}, "rope_theta = 0"),
+        ({"rope_theta": 5.0, "rope_parameters": {"full_attention": {"rope_theta": 6.0}}}, "rope_theta.*more than once"),
+        ({"layer_types": ["full_attention"]}, "all 7 layers"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar.*positive"),
+        ({"hidden_activation": "tanh"}, "gelu_pytorch_tanh"),
+    ],
+)
+def test_bad_configs_of_gemma_3_are_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        decoder_config({**GEMMA3, **changes})
+
+
+def test_layers_that_rotate_nothing():
+    smol = {**LLAMA, "model_type": "smollm3", "num_hidden_layers": 5}
+    rope = RopeConfig(dim=8, theta=2e6)
+    assert decoder_config(smol).rotations == (rope, rope, rope, None, rope)
+    assert decoder_config({**smol, "no_rope_layers": [1, 0, 1, 1, 0, 1]}).ropes == (rope, None, rope, rope, None)
+    assert decoder_config({**smol, "no_rope_layers": [1] * 5}).ropes == ()
+    slides = decoder_config({**smol, "use_sliding_window": True, "sliding_window": 8})
+    assert slides.windows == (None, None, None, 8, None) and slides.tied
+    for wrong in ([1, 1], [2] * 5, "1"):
+        with pytest.raises(ConfigError, match="no_rope_layers"):
+            decoder_config({**smol, "no_rope_layers": wrong})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gpt-oss", "mixture of experts"),
+        ("qwen3_moe", "mixture of experts"),
+        ("qwen35", "recurrent"),
+        ("lfm2", "recurrent"),
+        ("gemma4", "every layer"),
+        ("gemma3", "pictures"),
+    ],
+)
+def test_families_that_are_known_and_not_built_are_named(kind: str, message: str):
+    with pytest.raises(CapabilityError, match=f"'{kind}'.*not built.*{message}.*gemma3_text"):
+        decoder_config({**LLAMA, "model_type": kind})
 
 
 # --- names, devices, tokenizers -------------------------------------------------------------------------------

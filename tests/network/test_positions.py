@@ -11,7 +11,7 @@ import pytest
 import torch
 from kits.tiny import assemble, run, streams, tiny_application, tiny_config, tiny_decoder, tiny_streams
 
-from paceline.attention.rope import RopeTable
+from paceline.attention.rope import RopeTable, RopeTables
 from paceline.core.sampling import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.network.decoder import Decoder
@@ -23,9 +23,8 @@ PROMPT = [(7 * i) % 89 for i in range(CONTEXT - 12)]
 TO_THE_END = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def table(fixed: bool) -> RopeTable:
-    assert CONFIG.rope is not None
-    return RopeTable(CONFIG.rope, CONTEXT, torch.float64, torch.device("cpu"), fixed=fixed)
+def table(fixed: bool) -> RopeTables:
+    return RopeTables(CONFIG.rotations, CONTEXT, torch.float64, torch.device("cpu"), fixed=fixed)
 
 
 def decoder_with(fixed: bool) -> tuple[Decoder, list[int]]:
@@ -66,7 +65,9 @@ def test_streams_of_the_last_rows_are_in_the_table(mode: str, at: str) -> None:
 
 def test_a_fixed_table_does_not_grow_by_itself() -> None:
     """The test above can fail."""
-    fixed, grown = table(True), table(False)
+    rope, device = CONFIG.rope, torch.device("cpu")
+    assert rope is not None
+    fixed, grown = (RopeTable(rope, CONTEXT, torch.float64, device, fixed) for fixed in (True, False))
     inside, beyond = torch.tensor([3, CONTEXT - 1]), torch.tensor([CONTEXT])
     with pytest.raises(IndexError):
         fixed.rows(beyond)

@@ -82,6 +82,28 @@ def _phi3(rope: dict[str, Any], original: int = CONTEXT) -> Callable[[int], PreT
     return make
 
 
+def _gemma3(factor: float = 1.0, **options: Any) -> Callable[[int], PreTrainedModel]:
+    """Windows of 20 and a base of their own in all layers but every third, where larger models have a ``factor``."""
+
+    def make(vocab_size: int) -> PreTrainedModel:
+        ropes = {
+            "full_attention": _rope(1000.0) if factor == 1 else _rope(1000.0, factor=factor) | {"rope_type": "linear"},
+            "sliding_attention": _rope(50.0),
+        }
+        kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(4)]
+        values = {**_SHAPE, "num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20}
+        values |= {"layer_types": kinds, "rope_parameters": ropes, **options}
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(vocab_size=vocab_size, **values))
+
+    return make
+
+
+def _smollm3(vocab_size: int) -> PreTrainedModel:
+    values = {**_SHAPE, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1}
+    config = transformers.SmolLM3Config(vocab_size=vocab_size, **values, rope_parameters=_rope(100.0))
+    return transformers.SmolLM3ForCausalLM(config)
+
+
 def _opt(vocab_size: int) -> PreTrainedModel:
     config = transformers.OPTConfig(
         vocab_size=vocab_size,
@@ -101,13 +123,16 @@ MAKERS: dict[str, Callable[[int], PreTrainedModel]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma3": _gemma3(),
+    "smollm3": _smollm3,
     "phi3": _phi3(_rope(100.0, partial_rotary_factor=0.75)),
     "opt": _opt,
     # Within its original context; beyond it LongRoPE is refused.
     "phi3-longrope": _phi3(LONG_ROPE, original=400),
+    "gemma3-scaled": _gemma3(factor=8.0, num_attention_heads=8, num_key_value_heads=1),
     "llama-biased": _llama(attention_bias=True, mlp_bias=True),
 }
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "phi3", "opt")  # the eight that are promised
+FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "phi3", "opt", "gemma3", "smollm3")  # promised
 
 
 def build(
@@ -141,16 +166,21 @@ def build(
 
 def _randomise(model: PreTrainedModel) -> None:
     """Norms and biases get values of their own too: left at 1 and 0, a swapped pair would not show."""
+    gemma = model.config.model_type == "gemma3_text"
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "norm" in name and name.endswith("weight"):
                 value.uniform_(0.5, 1.5)
+                if gemma:  # gains are 1 + these: 1 to 3
+                    value.mul_(2).sub_(1)
             elif value.dim() == 1:
                 value.normal_(0, 0.3)
             elif "embed_positions" in name:
                 value.normal_(0, 1.0)
             elif "embed" in name or "lm_head" in name:
-                value.normal_(0, 0.2)  # small beside what the layers add, or a tied head repeats the last token
+                value.normal_(
+                    0, 0.05 if gemma else 0.2
+                )  # small beside what the layers add, or a tied head repeats the last token
             else:
                 value.normal_(0, 1.5 * value.shape[1] ** -0.5)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -178,3 +179,55 @@ class RopeTable:
         cos, sin = angles.cos() * self._rope.attention_factor, angles.sin() * self._rope.attention_factor
         both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return both[0].to(self._device, self._dtype), both[1].to(self._device, self._dtype)
+
+
+class RopeTables:
+    """The tables of a network's layers, one for each rotation that there is.
+
+    Args:
+        rotations: [layers] of each; None: that layer rotates nothing.
+        max_position, dtype, device, fixed: as of `RopeTable`.
+    """
+
+    def __init__(
+        self,
+        rotations: Sequence[RopeConfig | None],
+        max_position: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: bool | None = None,
+    ) -> None:
+        kinds = [rope for rope in dict.fromkeys(rotations) if rope is not None]
+        self._tables = [RopeTable(rope, max_position, dtype, device, fixed) for rope in kinds]
+        self.of_layer = [-1 if rope is None else kinds.index(rope) for rope in rotations]  # table; -1: none
+        self._joined: tuple[list[Rotation], tuple[Tensor, Tensor]] = [], (torch.empty(0), torch.empty(0))
+
+    def rows(self, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """Of each table what `RopeTable.rows` gives, and None for layers without one: the last, number -1."""
+        return [*(table.rows(positions) for table in self._tables), None]
+
+    def expect(self, position: int) -> None:
+        """`RopeTable.expect` of each."""
+        for table in self._tables:
+            table.expect(position)
+
+    def reach(self, position: int) -> tuple[Tensor, Tensor]:
+        """`joined`, once every table holds ``position``."""
+        for table in self._tables:
+            table.reach(position)
+        return self.joined()
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """`Rotation.halves` of all tables as they are, [tables, positions, dim/2]; the same until one of them grows."""
+        parts, (before, both) = [table.now for table in self._tables], self._joined
+        if len(parts) != len(before) or any(a is not b for a, b in zip(parts, before, strict=True)):
+            shortest = min(map(len, parts))  # another thread may be making one of them longer
+            cos, sin = zip(*(part.halves for part in parts), strict=True)
+            both = _stacked(cos, shortest), _stacked(sin, shortest)
+            self._joined = parts, both
+        return both
+
+
+def _stacked(parts: Sequence[Tensor], length: int) -> Tensor:
+    """[parts, length, ..] of each part's first entries; a view where there is one part."""
+    return parts[0][None] if len(parts) == 1 else torch.stack([part[:length] for part in parts])

@@ -100,6 +100,9 @@ class MagicDec(Drafter):
         if any(window is not None for window in shape.windows):
             wrong = f"layers of {target.name} have sliding windows of their own, which in-cache positions would move"
             raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
+        if shape.ropes:
+            wrong = f"layers of {target.name} rotate keys in different ways, and in-cache positions move all alike"
+            raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")
         if shape.rope is None:
             wrong = f"positions of {target.name} are learned: keys cannot be moved to others"
             raise CapabilityError(asked, wrong, "use draft_model or ngram for this target")

@@ -53,7 +53,7 @@ class ForwardState:
     node: Tensor  # [rows] int64
     slots: Tensor | slice  # [rows]
     attn: Any  # AttentionPlan
-    rope: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)  # cos, sin of these positions, by rope kind
+    rope: dict[Any, Any] = field(default_factory=dict)  # by network what `RopeTables.rows` gives for these positions
     adapters: Sequence[AdapterRange] = ()  # rows with low-rank adapters: disjoint ranges, in order
     stream: Tensor | None = None  # [rows] int64  0 main, j >= 1 for speculative stream j; None: all main
     special: StreamRows | None = None  # what the torch path does otherwise for stream rows, where anything

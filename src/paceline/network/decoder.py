@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend, Segment
-from ..attention.rope import RopeTable
+from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError, ConfigError
 from .base import Batch, ForwardState, KVCache, Taps
 from .blocks import BY_NAME
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         places = [i for i in range(config.num_layers) for _ in range(config.stretch - 1)]
         self.added = nn.ModuleList(Layer(config, i, dtype, self.device, exact, -1) for i in places)
         self.windows = frozenset(config.windows)
-        self._rope = RopeTable(config.rope, config.max_position, dtype, self.device) if config.rope else None
+        self._rope = RopeTables(config.rotations, config.max_position, dtype, self.device)
         self._run = self.in_order()
         self._head: LinearOp | None = None
         self._native = native
@@ -148,7 +148,14 @@ class Decoder(nn.Module):
         weight = self.embedding if self.head is None else self.head.weight
         self._head = make_linear(weight.data, None, exact=self.exact, quant=self.quant)
         self.head = None
+        self.scale_embedding()
         return self
+
+    def scale_embedding(self) -> None:
+        """Scale the table of embeddings, once for all who look tokens up. A tied head is made of it before."""
+        if self.lender is None and self.config.embedding_scale != 1:
+            factor = torch.tensor(self.config.embedding_scale, dtype=torch.float32)
+            self.embedding.data = self.embedding.data * factor.to(self.dtype)
 
     @property
     def pass_bytes(self) -> int:
@@ -213,8 +220,7 @@ class Decoder(nn.Module):
 
         Streams lie beyond their row: those of the context's last rows have positions that no main row has.
         """
-        if self._rope is not None:
-            self._rope.expect(position)
+        self._rope.expect(position)
 
     def plan(self, segments: Sequence[Segment], positions: Tensor) -> Any:
         """The attention plan for rows at ``positions`` [rows] int64, with this network's sliding windows."""
@@ -227,7 +233,7 @@ class Decoder(nn.Module):
         hidden = self.words(batch.tokens, batch.positions)
         state = ForwardState(hidden, batch.positions, batch.sequence, batch.node, batch.slots, batch.attn)
         if self._stack is None:
-            self._rotation(state)
+            self._rotations(state)
         return state
 
     def words(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -248,9 +254,10 @@ class Decoder(nn.Module):
         if self._stack is not None:
             return self._run_native(self._stack, state, start, stop, cache, taps)
         hidden, attention, stretch = state.hidden, self.attention, self.config.stretch
-        rotation = self._rotation(state)
+        rotations, table_of = self._rotations(state), self._rope.of_layer
         for index in range(start * stretch, stop * stretch):
             layer = self._run[index]
+            rotation = rotations[table_of[index // stretch]]
             hidden = layer.run(hidden, state, rotation, cache.k[index], cache.v[index], attention)
             if taps is not None and layer.index >= 0:
                 self._tap(taps, layer.index, hidden)
@@ -284,10 +291,8 @@ class Decoder(nn.Module):
         logits = self.head_product(self.norm(hidden))  # [rows, vocab]
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _rotation(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
-        """cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""
-        if self._rope is None:
-            return None
+    def _rotations(self, state: ForwardState) -> list[tuple[Tensor, Tensor] | None]:
+        """Of each table cos and signed sin [rows, 1, dim] of the state's rows, looked up once a pass."""
         if self not in state.rope:
             state.rope[self] = self._rope.rows(state.positions)
         return state.rope[self]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.sampling import SamplingParams
-from .families import token_ids
+from .config_fields import token_ids
 from .files import is_file, read_json
 
 FILE = "generation_config.json"

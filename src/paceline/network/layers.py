@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class Norm(nn.Module):
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps, self.width = config.norm_eps, config.d_model
-        self.weight = nan_parameter((config.d_model,), dtype, device)
+        self.weight = nan_parameter((config.d_model,), gain_dtype(config, dtype), device)
         self.bias = nan_parameter((config.d_model,), dtype, device) if config.norm == "layer" else None
         self._scale = self._floor = torch.empty(0)
 
@@ -40,6 +41,11 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms(x, self._scale, self._floor)
         return F.layer_norm(x, (self.width,), self._weight, self._bias, self.eps)
+
+
+def gain_dtype(config: DecoderConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of the gains of norms."""
+    return torch.float32 if config.wide_norms and dtype.itemsize < 4 else dtype
 
 
 def rms_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -62,7 +68,8 @@ def rms(x: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """One decoder layer, pre-norm: attention and MLP, each added to the residual stream."""
+    """One decoder layer, pre-norm: attention and MLP, each added to the residual stream, behind a norm of its own where
+    the family has one."""
 
     qkv: LinearOp
     out: LinearOp
@@ -82,8 +89,8 @@ class Layer(nn.Module):
         c = config
         self.index = index if number is None else number
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        self.window, self.scale = c.windows[index], c.head_dim**-0.5
-        self.rotated_dim = c.rope.dim if c.rope else 0
+        self.window, self.scale, self.rope = c.windows[index], c.scale, c.rotations[index]
+        self.rotated_dim = self.rope.dim if self.rope else 0
         self.activation, self.gated, self.exact = c.activation, c.gated, exact
         self.eps = c.norm_eps
         biases = linear_biases(c)
@@ -92,8 +99,11 @@ class Layer(nn.Module):
         bare = index == 0 and not c.first_norm
         self.attention_norm = nn.Identity() if bare else Norm(c, dtype, device)
         self.mlp_norm = Norm(c, dtype, device)
-        self.q_norm = nan_parameter((c.head_dim,), dtype, device) if c.qk_norm else None
-        self.k_norm = nan_parameter((c.head_dim,), dtype, device) if c.qk_norm else None
+        self.attention_post_norm = Norm(c, dtype, device) if c.post_norms else None
+        self.mlp_post_norm = Norm(c, dtype, device) if c.post_norms else None
+        gain = gain_dtype(c, dtype)
+        self.q_norm = nan_parameter((c.head_dim,), gain, device) if c.qk_norm else None
+        self.k_norm = nan_parameter((c.head_dim,), gain, device) if c.qk_norm else None
         self._head_scale: Tensor | None = None  # [heads + kv_heads, head_dim]
         self._head_floor = torch.empty(0)
 
@@ -107,7 +117,7 @@ class Layer(nn.Module):
             linear = make_linear(dense.weight.data, bias, exact=self.exact, quant=quant)
             del self._modules[name]
             object.__setattr__(self, name, linear)
-        for name in ("attention_norm", "mlp_norm"):
+        for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
             norm = getattr(self, name)
             if isinstance(norm, Norm):
                 norm.finish()
@@ -144,24 +154,28 @@ class Layer(nn.Module):
         store(v_cache, state.slots, values)
         given = state.attn, qk[:, : self.heads], k_cache, v_cache, self.scale, self.window
         attended = attention.attend(*given) if state.special is None else state.special.attend(attention, *given)
-        if state.adapters:
-            return self._adapted_rest(hidden, attended, state)
-        hidden = self.out.add(attended, hidden)
-        return self.down.add(self._inner(self.up(self.mlp_norm(hidden))), hidden)
-
-    def _adapted_rest(self, hidden: Tensor, attended: Tensor, state: ForwardState) -> Tensor:
-        """What follows the attention, with adapters: [rows, d_model]."""
-        hidden = self.out.add(attended, hidden)
-        self._adapt(state, "out", attended, hidden)
+        hidden = self._add("out", attended, hidden, self.attention_post_norm, state)
         normed = self.mlp_norm(hidden)
+        return self._adapted_rest(hidden, normed, state) if state.adapters else self._mlp(hidden, normed, state)
+
+    def _add(self, linear: str, x: Tensor, hidden: Tensor, norm: Norm | None, state: ForwardState) -> Tensor:
+        """``hidden`` and the product of ``x`` behind ``norm``: [rows, d_model]."""
+        product: LinearOp = getattr(self, linear)
+        result = product.add(x, hidden) if norm is None else product(x)
+        if state.adapters:
+            self._adapt(state, linear, x, result)
+        return result if norm is None else hidden + norm(result)
+
+    def _adapted_rest(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
+        """The MLP where some rows may have an adapter in its place: [rows, d_model]."""
         own = [part for part in state.adapters if part.adapter.replaces_mlp(self.index)]
         if not own:
-            return self._adapted_mlp(hidden, normed, state)
+            return self._mlp(hidden, normed, state)
         # Stream rows are the last ones: what lies before the first of them that has an MLP of its own needs this one.
         rows = _before(len(hidden), own)
         result = hidden.clone()
         if rows:
-            result[:rows] = self._adapted_mlp(hidden[:rows], normed[:rows], state)
+            result[:rows] = self._mlp(hidden[:rows], normed[:rows], state)
         for part in own:
             inside = slice(part.start, part.stop)
             delta = part.adapter.delta(self.index, MLP, normed[inside])
@@ -169,14 +183,12 @@ class Layer(nn.Module):
             result[inside] = hidden[inside] + delta
         return result
 
-    def _adapted_mlp(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
-        """The MLP with adapters, added to ``hidden``: [rows, d_model], of the pass's first rows."""
+    def _mlp(self, hidden: Tensor, normed: Tensor, state: ForwardState) -> Tensor:
+        """The MLP, added to ``hidden``: [rows, d_model], of the pass's first rows."""
         up = self.up(normed)
-        self._adapt(state, "up", normed, up)
-        inner = self._inner(up)
-        result = self.down.add(inner, hidden)
-        self._adapt(state, "down", inner, result)
-        return result
+        if state.adapters:
+            self._adapt(state, "up", normed, up)
+        return self._add("down", self._inner(up), hidden, self.mlp_post_norm, state)
 
     def _adapt(self, state: ForwardState, linear: str, x: Tensor, y: Tensor) -> None:
         """Add the adapters' deltas to ``y`` [rows, out], the linear's output for ``x`` [rows, in], in place."""
@@ -231,4 +243,9 @@ def store(cache: Tensor, slots: Tensor | slice, values: Tensor) -> None:
         cache.index_copy_(1, slots, values.transpose(0, 1))
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}

@@ -126,9 +126,9 @@ def _memory_for(
 
 def _table_bytes(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Of the rotation's table, which is there for every position from the start anywhere but on the CPU."""
-    if config.rope is None or device.type == "cpu":
+    if device.type == "cpu":
         return 0
-    return 2 * config.max_position * config.rope.dim * dtype.itemsize
+    return sum(2 * config.max_position * rope.dim * dtype.itemsize for rope in {*config.rotations} if rope is not None)
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -315,6 +315,8 @@ def _fill(parameter: Tensor, piece: Piece, tensor: Tensor) -> None:
     if tensor.shape != rows.shape:  # copy_ would repeat a smaller one
         raise ConfigError(f"tensor {piece.source}", "its file was changed while it was read", "load the model again")
     rows.copy_(tensor)
+    if piece.offset:
+        rows.add_(piece.offset)
 
 
 def _check_tied(decoder: Decoder, head: Tensor, file: Path) -> None:

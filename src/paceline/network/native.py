@@ -59,6 +59,7 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
         (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
         (c.norm == "rms" and c.gated and c.activation == "silu", f"{c.family} has another norm or activation"),
         (not c.learned_positions and c.rope is not None, f"{c.family} has learned positions"),
+        (not c.post_norms and not c.ropes, f"layers of {c.family} have norms behind them, or rotate in different ways"),
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()

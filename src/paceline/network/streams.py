@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.errors import CapabilityError
 from ..core.options import check
 from .adapters import MLP, AdapterConfig, LowRank, Shapes, fill_normal
-from .families import MAX_LAYERS
+from .config_fields import MAX_LAYERS
 from .files import fingerprint as fingerprint
 from .linear import nan_parameter
 from .trained_files import TrainedFiles, correct

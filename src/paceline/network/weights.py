@@ -20,6 +20,7 @@ class Piece:
     shape: tuple[int, ...]  # of the checkpoint's tensor
     at: int = 0  # first row of the parameter
     rows: int | None = None  # how many of its rows; None: all
+    offset: float = 0.0  # the parameter is what is stored, and this more
 
     @property
     def of_layer(self) -> bool:
@@ -42,6 +43,12 @@ _LLAMA_LAYER = {
     "down": ("mlp.down_proj",),
 }
 _LAYERS = {
+    "gemma3_text": _LLAMA_LAYER
+    | {
+        "attention_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    },
     "phi3": _LLAMA_LAYER | {"qkv": ("self_attn.qkv_proj",), "up": ("mlp.gate_up_proj",)},
     "opt": {
         "attention_norm": ("self_attn_layer_norm",),
@@ -92,9 +99,10 @@ def _layer(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
             for kind, shape in (("weight", (rows, inputs)), ("bias", (rows,)))[: 1 + biases[part]]:
                 yield Piece(source=f"{source}.{name}.{kind}", into=f"{into}.{part}.{kind}", shape=shape, **place)
     for name in ("q_norm", "k_norm") if c.qk_norm else ():
-        yield Piece(source=f"{source}.self_attn.{name}.weight", into=f"{into}.{name}", shape=(c.head_dim,))
+        place = {"source": f"{source}.self_attn.{name}.weight", "into": f"{into}.{name}", "offset": c.norm_offset}
+        yield Piece(shape=(c.head_dim,), **place)
 
 
 def _norm(c: DecoderConfig, source: str, into: str) -> Iterator[Piece]:
     for kind in ("weight", "bias")[: 1 + (c.norm == "layer")]:
-        yield Piece(source=f"{source}.{kind}", into=f"{into}.{kind}", shape=(c.d_model,))
+        yield Piece(source=f"{source}.{kind}", into=f"{into}.{kind}", shape=(c.d_model,), offset=c.norm_offset)

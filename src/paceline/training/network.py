@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..attention import make_backend
 from ..attention.rope import RopeTable
-from ..core.errors import ConfigError
+from ..core.errors import CapabilityError, ConfigError
 from ..network.adapters import MLP
 from ..network.decoder import Decoder
 from ..network.families import DecoderConfig
@@ -42,10 +42,16 @@ class Network(nn.Module):
         config: its shape.
         device: where it lies. The parameters are float32 and NaN until loaded or `init_weights`.
         frozen: no gradients.
+
+    Raises:
+        CapabilityError: layers that this forward pass does not compute (Gemma 3, SmolLM3).
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device | str = "cpu", frozen: bool = False) -> None:
         super().__init__()
+        if config.ropes or config.post_norms or config.scale != config.head_dim**-0.5 or config.embedding_scale != 1:
+            wrong = "its layers rotate in different ways, have norms behind them, or scale otherwise"
+            raise CapabilityError(f"training with a model of family {config.family}", wrong, "use another target")
         self.config = config
         place = torch.device(device)
         self.decoder = Decoder(config, make_backend("reference", torch.float32), dtype=torch.float32, device=place)

@@ -164,6 +164,8 @@ class SpireDrafter(Drafter):
         if any(window is not None for window in shape.windows):
             wrong = f"layers of {target.name} have sliding windows of their own"
             raise CapabilityError(self._asked, wrong, remedy)
+        if shape.ropes:
+            raise CapabilityError(self._asked, f"layers of {target.name} rotate keys in different ways", remedy)
         if shape.rope is None:
             raise CapabilityError(self._asked, f"positions of {target.name} are learned, not rotary", remedy)
 

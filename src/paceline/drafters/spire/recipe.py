@@ -283,6 +283,8 @@ def _check_target(config: DecoderConfig, name: str) -> None:
     remedy = "train a draft_model for this target"
     if any(window is not None for window in config.windows):
         raise CapabilityError("training spire", f"layers of {name} have sliding windows of their own", remedy)
+    if config.ropes:
+        raise CapabilityError("training spire", f"layers of {name} rotate keys in different ways", remedy)
     if config.rope is None:
         raise CapabilityError("training spire", f"positions of {name} are learned, not rotary", remedy)
 
