@@ -38,6 +38,7 @@ from .network.decoder import Decoder
 from .network.devices import share_devices
 from .network.families import DecoderConfig
 from .network.files import free_bytes, is_file
+from .network.gguf import is_gguf
 from .network.linear import Quant
 from .network.loader import (
     load_model,
@@ -154,7 +155,9 @@ class Source:
         return load_vocabulary(self.folder) if self.tokenizer_files() else None
 
     def tokenizer_files(self) -> list[Path]:
-        """Those that are there."""
+        """Those that are there; a GGUF file is its own."""
+        if is_gguf(self.folder):
+            return [self.folder]
         files = [self.folder / n for n in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")]
         return [file for file in files if is_file(file)]
 

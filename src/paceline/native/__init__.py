@@ -54,6 +54,7 @@ FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, 
     "pl_packed_size": "nni>n",
     "pl_pack": "pnnip>-",
     "pl_linear": "ppnpi",
+    "pl_embed": "pppnp>-",
     "pl_run_layers": "ppii",
     "pl_norm": "ppnp",
     "pl_logits": "ppnpi",
@@ -84,7 +85,8 @@ FUNCTIONS = {  # of the library: kinds of arguments, > and of what is returned, 
 
 FLOAT32, BF16, INT8 = range(3)  # kinds of weights
 INT8_EXACT = 3  # int8 with the same bits at every width
-GGML = 16  # beyond this: weights in blocks, by their type in a GGUF file
+MIXED = 15  # weights in blocks whose rows are of several types: a table of addresses and kinds
+GGML = 16  # from here on: weights in blocks, by their type in a GGUF file
 BF16_SHORT = 4  # bf16 with SHORT_INPUTS inputs or fewer, less padded
 SHORT_INPUTS = 8
 

@@ -9,7 +9,7 @@ Source: ggml's ``ggml-common.h`` and ``ggml-quants.c`` (layouts); the OCP Micros
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,10 +39,31 @@ class BlockType:
     values: int  # of a block
     bytes: int  # of a block
     unpack: Callable[[Raw], Unpacked]
+    halves: tuple[int, ...] = (0,)  # bytes at which a block's scales of 16 bits begin
 
     def row_bytes(self, k: int) -> int:
         """Bytes of ``k`` values, whole blocks of them."""
         return k // self.values * self.bytes
+
+
+class StoredRows(NamedTuple):
+    """Rows of a weight in blocks, as a file has them."""
+
+    type: BlockType
+    rows: Tensor  # [n, bytes of a row] uint8
+
+    @property
+    def finite(self) -> bool:
+        """Whether all scales are numbers."""
+        blocks = self.rows.numpy().reshape(-1, self.type.bytes)
+        return all(np.isfinite(_halves(blocks[:, at : at + 2])).all() for at in self.type.halves)
+
+    def zeros(self) -> StoredRows:
+        """As many rows of zeros."""
+        return StoredRows(self.type, torch.zeros_like(self.rows))
+
+
+StoredWeights = Mapping[str, Sequence[StoredRows]]  # by the decoder's parameter: parts that follow each other
 
 
 def dequantise(kind: BlockType, raw: np.ndarray) -> np.ndarray:
@@ -185,16 +206,16 @@ def _mxfp4(raw: Raw) -> Unpacked:
 
 TYPES = (
     BlockType("q4_0", 2, 32, 18, _simple(least=False, fifth=False)),
-    BlockType("q4_1", 3, 32, 20, _simple(least=True, fifth=False)),
+    BlockType("q4_1", 3, 32, 20, _simple(least=True, fifth=False), (0, 2)),
     BlockType("q5_0", 6, 32, 22, _simple(least=False, fifth=True)),
-    BlockType("q5_1", 7, 32, 24, _simple(least=True, fifth=True)),
+    BlockType("q5_1", 7, 32, 24, _simple(least=True, fifth=True), (0, 2)),
     BlockType("q8_0", 8, 32, 34, _q8_0),
-    BlockType("q4_k", 12, 256, 144, _k(fifth=False)),
-    BlockType("q5_k", 13, 256, 176, _k(fifth=True)),
-    BlockType("q6_k", 14, 256, 210, _q6_k),
+    BlockType("q4_k", 12, 256, 144, _k(fifth=False), (0, 2)),
+    BlockType("q5_k", 13, 256, 176, _k(fifth=True), (0, 2)),
+    BlockType("q6_k", 14, 256, 210, _q6_k, (208,)),
     BlockType("iq4_nl", 20, 32, 18, _iq4_nl),
     BlockType("iq4_xs", 23, 256, 136, _iq4_xs),
-    BlockType("mxfp4", 39, 32, 17, _mxfp4),
+    BlockType("mxfp4", 39, 32, 17, _mxfp4, ()),
 )
 BY_NAME = {kind.name: kind for kind in TYPES}
 BY_NUMBER = {kind.number: kind for kind in TYPES}

@@ -6,7 +6,7 @@ few calls as the arithmetic allows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..attention.base import AttentionBackend, Segment
 from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError, ConfigError
 from .base import Batch, ForwardState, KVCache, Taps
-from .blocks import BY_NAME
+from .blocks import BY_NAME, StoredWeights
 from .families import DecoderConfig, linear_shapes
 from .handle import TargetHandle
 from .layers import Layer, Norm
@@ -78,16 +78,20 @@ class Decoder(nn.Module):
         self.exact, self.quant = exact, quant
         own = lender is None
         shape = (config.vocab_size, config.d_model)
-        self.embedding = nan_parameter(shape, dtype, self.device) if lender is None else lender.embedding
+        # Weights that a file has in blocks are never here as a whole: `finish` is given them.
+        weights = torch.device("meta") if quant == "stored" else self.device
+        self.embedding = nan_parameter(shape, dtype, weights) if lender is None else lender.embedding
         if config.learned_positions:
             self.position_embedding = nan_parameter((config.learned_positions, config.d_model), dtype, self.device)
-        self.layers = nn.ModuleList(Layer(config, i, dtype, self.device, exact) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, i, dtype, self.device, exact, weights=weights) for i in range(config.num_layers)
+        )
         self.norm = Norm(config, dtype, self.device) if own else None
         has_head = own and not config.tied
-        self.head = Dense(config.d_model, config.vocab_size, False, dtype, self.device) if has_head else None
+        self.head = Dense(config.d_model, config.vocab_size, False, dtype, weights) if has_head else None
         # Behind each layer, with -1 for a number: adapters have nothing for them.
         places = [i for i in range(config.num_layers) for _ in range(config.stretch - 1)]
-        self.added = nn.ModuleList(Layer(config, i, dtype, self.device, exact, -1) for i in places)
+        self.added = nn.ModuleList(Layer(config, i, dtype, self.device, exact, -1, weights) for i in places)
         self.windows = frozenset(config.windows)
         self._rope = RopeTables(config.rotations, config.max_position, dtype, self.device)
         self._run = self.in_order()
@@ -102,6 +106,21 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             found += [layer, *self.added[index * more : (index + 1) * more]]
         return found
+
+    def allocate(self, stored: Collection[str]) -> None:
+        """Give memory to the weights that `finish` will not be given in blocks; without such there is nothing to do."""
+        for name, value in [*self.named_parameters()]:
+            if value.is_meta and self._own_name(name) not in stored:
+                module, _, own = name.rpartition(".")
+                setattr(self.get_submodule(module), own, nan_parameter(tuple(value.shape), value.dtype, self.device))
+
+    def _own_name(self, name: str) -> str:
+        """The parameter that one of an added layer copies; another's is its own."""
+        first, _, rest = name.partition(".")
+        if first != "added":
+            return name
+        index, _, rest = rest.partition(".")
+        return f"layers.{int(index) // (self.config.stretch - 1)}.{rest}"
 
     def _fill_added(self) -> None:
         """Added layers compute with copies of the weights of the layer that they follow, and add zero."""
@@ -118,7 +137,7 @@ class Decoder(nn.Module):
 
     def assert_loaded(self) -> None:
         """Raises ConfigError where a parameter still holds NaN."""
-        left = [name for name, value in self.named_parameters() if value.isnan().any()]
+        left = [name for name, value in self.named_parameters() if not value.is_meta and value.isnan().any()]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ConfigError(
@@ -127,16 +146,19 @@ class Decoder(nn.Module):
                 "restore the checkpoint",
             )
 
-    def finish(self) -> Decoder:
+    def finish(self, stored: StoredWeights | None = None) -> Decoder:
         """Check that everything is loaded and turn the weights into their fastest form, one at a time.
 
         Packed and int8 weights replace the plain ones. A tied head is packed beside the embedding table,
-        which the look-up needs as it is: vocab_size * d_model elements are then held twice.
+        which the look-up needs as it is: vocab_size * d_model elements are then held twice, but where it is in blocks.
+
+        Args:
+            stored: weights that are in blocks, by the parameter's name.
         """
         self._fill_added()
         self.assert_loaded()
         if self._native:
-            self._stack = Stack(self)
+            self._stack = Stack(self, stored)
             self._head = self._stack.head
             self.head = None
             return self
@@ -169,6 +191,9 @@ class Decoder(nn.Module):
         """Bytes of one weight of the linear layers, its share of scales included."""
         if self.quant is None:
             return self.dtype.itemsize
+        if self.quant == "stored":
+            assert self._stack is not None, "the compiled layers alone hold blocks"
+            return self._stack.weight_bytes
         return 1.0 if self.quant == "int8" else BY_NAME[self.quant].bytes / BY_NAME[self.quant].values
 
     @property
@@ -238,7 +263,7 @@ class Decoder(nn.Module):
 
     def words(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[rows, d_model] of tokens at positions, both [rows] int64: what the first layer reads."""
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = F.embedding(tokens, self.embedding) if self._stack is None else self._stack.embed(tokens)
         if self.config.learned_positions:
             hidden.add_(F.embedding(positions + self.config.position_offset, self.position_embedding))
         return hidden

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
+from .gguf import is_gguf, read_gguf
 from .hashing import content_hash
 
 MAX_JSON_BYTES = 64 * 2**20  # many times the largest index of shards that is known
@@ -145,13 +146,19 @@ def fingerprint(folder: str | Path) -> str:
         ConfigError: no config or no weights there, or they cannot be read.
     """
     place = Path(folder)
+    if is_gguf(place):
+        return _digest(read_gguf(place).paths, place)
     files = sorted(file for file in place.glob("*.safetensors") if is_file(file))
     if not files or not is_file(place / "config.json"):
         raise ConfigError(f"model folder {place}", "it lacks config.json or *.safetensors", "name a model folder")
     indices = sorted(file for file in place.glob("*.safetensors.index.json") if is_file(file))
+    return _digest((place / "config.json", *indices, *files), place)
+
+
+def _digest(files: Iterable[Path], place: Path) -> str:
     digest = hashlib.sha256()
     try:
-        for file in (place / "config.json", *indices, *files):
+        for file in files:
             digest.update(f"{file.name} {file.stat().st_size} {content_hash(file)}\n".encode())
     except OSError as error:
         wrong = f"{error.filename or place} cannot be read ({error.strerror or error})"

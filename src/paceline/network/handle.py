@@ -21,7 +21,7 @@ class TargetHandle:
     States are *raw* as the last layer leaves them (tap -1), and *normed* behind the final norm.
     """
 
-    embedding: Tensor  # [V, d_model]
+    embedding: Tensor  # [V, d_model]; without values where the weights are in blocks, of which `embed` makes them
     norm: Callable[[Tensor], Tensor]
     head: LinearOp
     stack: Stack | None  # the compiled layers, whose packed head others may run; None: torch's kernels
@@ -33,7 +33,7 @@ class TargetHandle:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[.., d_model] embeddings of ``tokens`` [..] int64, without positions."""
-        return F.embedding(tokens, self.embedding)
+        return F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
 
     def final(self, states: Tensor) -> Tensor:
         """[rows, d_model] normed states, from raw ones."""

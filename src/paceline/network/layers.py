@@ -84,6 +84,7 @@ class Layer(nn.Module):
         device: torch.device,
         exact: bool,
         number: int | None = None,  # by which it is known; None: its index
+        weights: torch.device | None = None,  # where those of the products are; None: on the device
     ) -> None:
         super().__init__()
         c = config
@@ -95,7 +96,7 @@ class Layer(nn.Module):
         self.eps = c.norm_eps
         biases = linear_biases(c)
         for name, (inputs, outputs) in linear_shapes(c).items():
-            self.add_module(name, Dense(inputs, outputs, biases[name], dtype, device))
+            self.add_module(name, Dense(inputs, outputs, biases[name], dtype, device, weights))
         bare = index == 0 and not c.first_norm
         self.attention_norm = nn.Identity() if bare else Norm(c, dtype, device)
         self.mlp_norm = Norm(c, dtype, device)

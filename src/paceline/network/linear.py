@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.errors import CapabilityError
 
-Quant = Literal["int8", "q4_0", "q8_0"]  # how weights are stored beside bf16 activations
+Quant = Literal["int8", "q4_0", "q8_0", "stored"]  # how weights are stored beside bf16 activations; see `loader`
 QUANTS = get_args(Quant)
 
 PAD_ROWS = 8
@@ -50,9 +50,17 @@ class Dense(nn.Module):
     weight: nn.Parameter  # [out, in]
     bias: nn.Parameter | None  # [out]
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nan_parameter((outputs, inputs), dtype, device)
+        self.weight = nan_parameter((outputs, inputs), dtype, weight_device or device)
         self.bias = nan_parameter((outputs,), dtype, device) if bias else None
 
 

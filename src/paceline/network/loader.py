@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,10 @@ from . import generation
 from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
+from .gguf import is_gguf, read_gguf
+from .gguf_layout import InBlocks, gguf_of, read_gguf_config, read_pieces
+from .gguf_model import GGUFTensor
+from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
 from .linear import QUANTS, Quant
 from .weights import Piece, weight_map
 
@@ -76,15 +80,19 @@ def load_model(
     place = parse_device(device)
     kind, quant = parse_dtype(dtype, config)
     layout = read_layout(folder, config)
+    if quant == "stored" and not is_gguf(folder):
+        raise ConfigError("dtype='stored'", f"{folder} has no weights in blocks", "name a GGUF file, or leave it out")
     if layers is not None:
         layout, config = _part(layout, layers, words), config.part(*layers, words)
-    with _memory_for(folder, layout, config, kind, place):
+    blocks = layout.blocks(config) if quant == "stored" else None
+    with _memory_for(folder, layout, config, kind, place, blocks):
         decoder = Decoder(config, attention, dtype=kind, device=place, exact=exact, quant=quant, native=native)
+        decoder.allocate(blocks or {})
         if not words:
             for parameter in (decoder.embedding, *(() if decoder.norm is None else decoder.norm.parameters())):
                 parameter.data.zero_()
-        _fill_all(decoder, layout)
-        return decoder.finish()
+        _fill_all(decoder, layout, blocks or {})
+        return decoder.finish(blocks)
 
 
 def _part(layout: Layout, layers: tuple[int, int], words: bool) -> Layout:
@@ -101,15 +109,21 @@ def _part(layout: Layout, layers: tuple[int, int], words: bool) -> Layout:
 
 @contextmanager
 def _memory_for(
-    folder: Path, layout: Layout, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    layout: Layout,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: InBlocks | None,
 ) -> Iterator[None]:
     """Refuse, in words, weights that do not fit: before they are loaded, and where the allocator gives up."""
-    count = sum(piece.numel for piece, _ in layout.pieces)
+    count = sum(piece.numel for piece, _ in layout.pieces if piece.into not in (blocks or ()))
     count += (config.depth - config.num_layers) * sum(i * o for i, o in linear_shapes(config).values())
     # One tensor more: weights are converted and packed one at a time.
     wanted = (count + max(piece.numel for piece, _ in layout.pieces)) * dtype.itemsize + _table_bytes(
         config, dtype, device
     )
+    wanted += 0 if blocks is None else round(1.1 * blocks.nbytes)
     free = free_bytes(device)
     asked = f"the model in {folder} as {str(dtype).removeprefix('torch.')} on {device}"
     needs = f"its {count:,} parameters take {wanted / 2**30:.1f} GiB while they are loaded"
@@ -133,6 +147,8 @@ def _table_bytes(config: DecoderConfig, dtype: torch.dtype, device: torch.device
 
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder's configuration; the end-of-text ids of `generation` go before its own."""
+    if is_gguf(folder):
+        return read_gguf_config(folder)
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder}", "there is no such folder", "name a Hugging Face model folder")
     values = _read_json(folder / "config.json")
@@ -145,10 +161,10 @@ def read_config(folder: Path) -> DecoderConfig:
 def parse_dtype(dtype: str | torch.dtype, config: DecoderConfig) -> tuple[torch.dtype, Quant | None]:
     """The dtype of the activations, and how the weights are quantised."""
     name = check_dtype(dtype)
-    if name in QUANTS:
-        return torch.bfloat16, cast("Quant", name)
     if name == "auto":
         name = check_dtype(config.checkpoint_dtype or "float32", "config.json: dtype")
+    if name in QUANTS:
+        return torch.bfloat16, cast("Quant", name)
     if name not in DTYPES:
         raise ConfigError(
             f"config.json: dtype={name!r}", "no such dtype of weights", f"use one of: {', '.join(DTYPES)}"
@@ -192,8 +208,12 @@ def parse_device(device: str | torch.device) -> torch.device:
 class Layout:
     """Where in a checkpoint's files every parameter is; see `read_layout`."""
 
-    pieces: list[tuple[Piece, StoredTensor]]
-    heads: list[StoredTensor]  # stored beside a tied embedding, of which they must be copies
+    pieces: Sequence[tuple[Piece, StoredTensor | GGUFTensor]]
+    heads: Sequence[StoredTensor] = ()  # stored beside a tied embedding, of which they must be copies
+
+    def blocks(self, config: DecoderConfig) -> InBlocks:
+        """The parameters that stay in a GGUF file's blocks."""
+        return InBlocks([(piece, tensor) for piece, tensor in self.pieces if isinstance(tensor, GGUFTensor)], config)
 
 
 def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) -> Layout:
@@ -205,6 +225,8 @@ def read_layout(folder: Path, config: DecoderConfig, layers_only: bool = False) 
     Raises:
         ConfigError: a file or tensor that is missing, broken, misshaped, there twice or left over.
     """
+    if is_gguf(folder):
+        return Layout(read_pieces(folder, config))
     wanted = {piece.source: piece for piece in weight_map(config) if piece.of_layer or not layers_only}
     stored = _by_source(stored_tensors(_weight_files(folder), _RESTORE))
     pieces = [(wanted[source], tensor) for source, tensor in stored.items() if source in wanted]
@@ -259,11 +281,16 @@ def load_weights(decoder: Decoder, folder: Path, layers_only: bool = False) -> N
     _fill_all(decoder, read_layout(folder, decoder.config, layers_only))
 
 
-def _fill_all(decoder: Decoder, layout: Layout) -> None:
+def _fill_all(decoder: Decoder, layout: Layout, blocks: Collection[str] = ()) -> None:
     parameters = {name: value.data for name, value in decoder.named_parameters()}
-    for file in dict.fromkeys(tensor.file for _, tensor in layout.pieces):
+    for piece, tensor in layout.pieces:
+        if isinstance(tensor, GGUFTensor) and piece.into not in blocks:
+            _fill(parameters[piece.into], piece, tensor.values())
+            tensor.forget()
+    stored = [(piece, tensor) for piece, tensor in layout.pieces if isinstance(tensor, StoredTensor)]
+    for file in dict.fromkeys(tensor.file for _, tensor in stored):
         with opened(file, _RESTORE) as tensors:
-            for piece, tensor in layout.pieces:
+            for piece, tensor in stored:
                 if tensor.file == file:
                     _fill(parameters[piece.into], piece, _get(tensors, tensor))
     for head in layout.heads:
@@ -370,6 +397,8 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
         wrong = "a stretched model is no folder: it is made as it is loaded, to be a target"
         raise ConfigError(f"model {shown(name)}", wrong, "name the model itself here")
     found = zoo.find(name) or _local(name)
+    if found is None and is_gguf(name):
+        raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")
     if found is None:
         return _from_hub(name, revision, offline or _env_offline())
     if revision is not None:
@@ -385,7 +414,9 @@ def _local(name: str) -> Path | None:
     """
     try:
         place = Path(name).expanduser()
-        return place if place.is_dir() else None
+        if not place.exists():
+            return None
+        return gguf_of(place, lambda folder: is_file(folder / "config.json")) or place
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"model {shown(name)}", f"it cannot be looked at ({_first(error)})", "check the path"
@@ -433,6 +464,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         ConfigError: no tokenizer there, or one that cannot be read.
     """
+    if is_gguf(folder):
+        return load_gguf_tokenizer(read_gguf(folder))
     try:
         if _plain_tokenizer(Path(folder)):
             from transformers import TokenizersBackend
@@ -457,6 +490,8 @@ def load_vocabulary(folder: str | Path) -> Any:
     Raises:
         ConfigError: no tokenizer there, or one that cannot be read.
     """
+    if is_gguf(folder):
+        return load_gguf_vocabulary(read_gguf(folder))
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         return load_tokenizer(folder)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import native
@@ -27,6 +28,7 @@ from ..core.errors import CapabilityError
 from ..native import abi
 from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
+from .blocks import StoredRows, StoredWeights
 from .families import DecoderConfig
 from .linear import LinearOp, Quant
 from .memory import Arena
@@ -77,8 +79,8 @@ class NativePlan:
 class Stack:
     """All layers of a decoder and its head. Takes over the weights of a `decoder.Decoder`, packed."""
 
-    def __init__(self, decoder: Any) -> None:
-        c, quant = decoder.config, decoder.quant
+    def __init__(self, decoder: Any, stored: StoredWeights | None = None) -> None:
+        c, quant, stored = decoder.config, decoder.quant, stored or {}
         self.dtype = decoder.dtype
         self._held: list[Any] = []
         self.linears: list[NativeLinear] = []
@@ -93,9 +95,16 @@ class Stack:
         self.stretch = c.stretch
         layers = (abi.CLayer * c.depth)()
         self._held.append(layers)
-        for made, layer in zip(layers, decoder.in_order(), strict=True):
-            self._fill(made, layer, quant, groups_of(c))
-        self.head, norm = self._ends(decoder, quant)
+        parts: dict[str, Sequence[StoredRows]] = {}
+        for index, (made, layer) in enumerate(zip(layers, decoder.in_order(), strict=True)):
+            if layer.index < 0:  # it follows another, computes with the same weights and adds zero
+                parts |= {name: [part.zeros() for part in parts[name]] for name in ("out", "down") if name in parts}
+            else:
+                place = f"layers.{index // c.stretch}"
+                own = {name: stored.get(f"{place}.{name}.weight") for name in LINEARS}
+                parts = {name: rows for name, rows in own.items() if rows is not None}
+            self._fill(made, layer, quant, groups_of(c), parts)
+        self.head, norm = self._ends(decoder, quant, stored)
         self._model = abi.CModel(
             d_model=c.d_model,
             heads=c.num_heads,
@@ -126,13 +135,21 @@ class Stack:
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
-        self.embedding_at = self._embedding.data_ptr()
+        self.embedding_at = ctypes.addressof(self.words)
 
-    def _fill(self, made: abi.CLayer, layer: Any, quant: Quant | None, groups: dict[str, tuple[int, int]]) -> None:
+    def _fill(
+        self,
+        made: abi.CLayer,
+        layer: Any,
+        quant: Quant | None,
+        groups: dict[str, tuple[int, int]],
+        parts: Mapping[str, Sequence[StoredRows]],
+    ) -> None:
         for name in LINEARS:
             dense = getattr(layer, name)
             bias = None if dense.bias is None else dense.bias.data
-            linear = NativeLinear(dense.weight.data, bias, quant, layer.exact, groups[name], self._arena)
+            given = quant, layer.exact, groups[name], self._arena, parts.get(name)
+            linear = NativeLinear(dense.weight.data, bias, *given)
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
@@ -141,16 +158,27 @@ class Stack:
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
         made.window = layer.window or 0
 
-    def _ends(self, decoder: Any, quant: Quant | None) -> tuple[NativeLinear, int | None]:
-        """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent."""
-        lender = decoder.lender
+    def _ends(self, decoder: Any, quant: Quant | None, stored: StoredWeights) -> tuple[NativeLinear, int | None]:
+        """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent.
+
+        The embedding is a table of rows as they are, or, in blocks, packed as a product's weight: a tied head's own.
+        """
+        lender, c = decoder.lender, decoder.config
         if lender is None:
             assert decoder.norm is not None, "only who borrows has none"
-            weight = decoder.embedding if decoder.head is None else decoder.head.weight
-            head = NativeLinear(weight.data, None, quant, decoder.exact, arena=self._arena)
+            table, parts = decoder.embedding.data, stored.get("embedding")
+            name, weight = ("embedding", table) if decoder.head is None else ("head.weight", decoder.head.weight.data)
+            head = NativeLinear(weight, None, quant, decoder.exact, arena=self._arena, parts=stored.get(name))
+            if parts is None:
+                self.words = abi.CLinear(table.data_ptr(), None, None, c.vocab_size, c.d_model, 0)
+            else:
+                packed = head if decoder.head is None else NativeLinear(table, None, arena=self._arena, parts=parts)
+                self._held.append(packed)
+                self.words = packed.struct
             return head, self._floats(decoder.norm.weight)
         assert lender.stack is not None, "it was looked at before"
         self._held.append(lender)
+        self.words = lender.stack.words
         if decoder.normed:
             return lender.stack.head, None
         norm, eps = lender.stack.norm_at
@@ -185,6 +213,12 @@ class Stack:
     def products(self) -> list[tuple[LinearOp, int]]:
         """Every product of a pass and the width of its input, padded, in order; the head is the last."""
         return [(linear, linear.struct.k) for linear in (*self.linears, self.head)]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one weight of the products, in the mean."""
+        products = (*self.linears, self.head)
+        return sum(linear.nbytes for linear in products) / sum(linear.struct.n * linear.struct.k for linear in products)
 
     def plan(self, segments: Sequence[Segment]) -> NativePlan:
         """The plan with addresses in place of tensors.
@@ -384,6 +418,23 @@ class Stack:
             made.start, made.stop, made.rank = r.start, r.stop, packed.rank
             made.adapter = ctypes.addressof(packed.table)
         return table
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[.., d_model] embeddings of ``tokens`` [..] int64.
+
+        Raises:
+            IndexError: one that is none of the vocabulary's.
+        """
+        if not self._embedding.is_meta:
+            return F.embedding(tokens, self._embedding)
+        tokens = tokens.contiguous()
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._model.vocab:
+            raise IndexError(f"a token id outside 0 .. {self._model.vocab - 1}")
+        out = torch.empty(*tokens.shape, self._model.d_model, dtype=self.dtype)
+        library = native.library()
+        assert library is not None
+        library.pl_embed(self.reference, self.embedding_at, tokens.data_ptr(), tokens.numel(), out.data_ptr())
+        return out
 
     def final(self, hidden: Tensor) -> Tensor:
         """[rows, d_model]: the final norm."""

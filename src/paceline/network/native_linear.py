@@ -14,12 +14,13 @@ from .. import native
 from ..core.errors import ConfigError
 from ..native import abi
 from .adapters import LINEARS, MLP, LowRank, not_loaded
-from .blocks import BY_NAME, quantise
+from .blocks import BY_NAME, StoredRows, quantise
 from .linear import Quant, quantised
 from .memory import Arena
 from .padding import widened
 
 KINDS = {torch.float32: native.FLOAT32, torch.bfloat16: native.BF16, torch.int8: native.INT8}  # of weights
+LANES = 16  # outputs that lie side by side in a packed weight
 _PAIRS = (*LINEARS, MLP)  # of a layer, in the order of `Which` in the source
 # `Refusal` in the source. Compiled code has done nothing then.
 BAD_POSITION = 1
@@ -42,6 +43,7 @@ class NativeLinear:
             where ``exact``.
         groups: inputs, and outputs, that are padded together; see `groups_of`.
         arena: where the packed weight lies.
+        parts: the weight's rows as a file has them in blocks; ``weight`` then gives its shape and dtype alone.
     """
 
     kind = "native"
@@ -54,29 +56,68 @@ class NativeLinear:
         exact: bool = False,
         groups: tuple[int, int] = (0, 0),
         arena: Arena | None = None,
+        parts: Sequence[StoredRows] | None = None,
     ) -> None:
+        self.dtype, self.shape, self._groups = weight.dtype, weight.shape, groups
+        self._arena, self._held = arena or Arena(), list[Tensor]()
+        bias = None if bias is None else self.widened_outputs(bias)
+        self.scale: Tensor | None = None
+        if parts is not None:
+            n, k = sum(len(self.widened_outputs(part.rows)) for part in parts), weight.shape[1]
+            kind, address = self._pack_parts(parts, k)
+        else:
+            weight = self.widened_inputs(self.widened_outputs(weight))
+            n, k = weight.shape
+            kind, weight = self._stored(weight, quant, exact)
+            address = self._pack(weight, n, k, kind)
+        self.scale = None if self.scale is None else self.scale.float()
+        self.bias = None if bias is None else bias.float()
+        self.struct = abi.CLinear(address, _address(self.scale), _address(self.bias), n, k, kind)
+
+    def _stored(self, weight: Tensor, quant: Quant | None, exact: bool) -> tuple[int, Tensor]:
+        """The kind of a weight, and its values or blocks."""
+        if quant is None or quant == "stored":  # a file's plain tensor among those in blocks
+            short = weight.dtype == torch.bfloat16 and weight.shape[1] <= native.SHORT_INPUTS
+            return native.BF16_SHORT if short else KINDS[weight.dtype], weight
+        if quant == "int8":
+            weight, self.scale = quantised(weight)
+            return native.INT8_EXACT if exact else native.INT8, weight
+        block = BY_NAME[quant]
+        whole = F.pad(weight, (0, -weight.shape[1] % block.values))
+        return native.GGML + block.number, torch.from_numpy(quantise(quant, whole))
+
+    def _pack(self, weight: Tensor, n: int, k: int, kind: int) -> int:
+        """Where the packed weight lies."""
         library = native.library()
         assert library is not None
-        scale = None
-        self.dtype, self.shape, self._groups = weight.dtype, weight.shape, groups
-        weight = self.widened_inputs(self.widened_outputs(weight))
-        bias = None if bias is None else self.widened_outputs(bias)
-        n, k = weight.shape
-        if quant == "int8":
-            weight, scale = quantised(weight)
-        if quant is None or quant == "int8":
-            kind = native.INT8_EXACT if quant and exact else KINDS[weight.dtype]
-            if weight.dtype == torch.bfloat16 and k <= native.SHORT_INPUTS:
-                kind = native.BF16_SHORT
-        else:
-            kind = native.GGML + BY_NAME[quant].number
-            weight = torch.from_numpy(quantise(quant, F.pad(weight, (0, -k % BY_NAME[quant].values))))
         weight = weight.contiguous()
-        self.packed = (arena or Arena()).empty(library.pl_packed_size(n, k, kind), weight.dtype)
+        self.packed = self._arena.empty(library.pl_packed_size(n, k, kind), weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
-        self.scale = None if scale is None else scale.float()
-        self.bias = None if bias is None else bias.float()
-        self.struct = abi.CLinear(self.packed.data_ptr(), _address(self.scale), _address(self.bias), n, k, kind)
+        self._held.append(self.packed)
+        return self.packed.data_ptr()
+
+    def _pack_parts(self, parts: Sequence[StoredRows], k: int) -> tuple[int, int]:
+        """The kind, and where the weight lies: packed, or a table of the lines of its parts."""
+        types = {part.type.number for part in parts}
+        rows = [self.widened_outputs(part.rows) for part in parts]
+        if len(types) == 1:
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+            kind = native.GGML + parts[0].type.number
+            return kind, self._pack(whole, len(whole), k, kind)
+        library = native.library()
+        assert library is not None
+        lines = []
+        for part, own in zip(parts, rows, strict=True):
+            kind = native.GGML + part.type.number
+            start, step = self._pack(own, len(own), k, kind), library.pl_packed_size(LANES, k, kind)
+            lines += [(start + i * step, kind) for i in range(len(own) // LANES)]
+        self.packed = torch.tensor(lines, dtype=torch.int64)
+        return native.MIXED, self.packed.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight."""
+        return sum(part.nbytes for part in self._held)
 
     def widened_inputs(self, weight: Tensor) -> Tensor:
         """[.., in] as the packed weight has them."""

@@ -70,7 +70,7 @@ struct WholePass {
   }
 
   // What each node sees, and the states that go into the first layer.
-  void begin(const Model& m, const void* embedding) {
+  void begin(const Model& m, const Linear& words) {
     uint8_t* mask = masks.data();
     for (size_t i = 0; i < segments.size(); i++) {
       const Span& span = given->spans[i];
@@ -88,7 +88,7 @@ struct WholePass {
     const int64_t bytes = state_bytes(m);
     grow(states, pass.rows * bytes);
     for (int64_t r = 0; r < pass.rows; r++)
-      std::memcpy(states.data() + r * bytes, (const char*)embedding + given->tokens[r] * bytes, bytes);
+      embed(m, words, given->tokens[r], states.data() + r * bytes);
     pass.hidden_in = pass.hidden_out = states.data();
   }
 
@@ -130,12 +130,12 @@ extern "C" {
 
 // One whole pass: tokens become states, go through all layers, and after each row that is wanted a token is chosen. `p`
 // carries the rotation table, caches, threads and adapters; `taps` may be null. Returns a `Refusal`.
-int pl_choose(const Model* m, const Pass* p, const void* embedding, const TokenPass* given, Taps* taps) {
+int pl_choose(const Model* m, const Pass* p, const Linear* words, const TokenPass* given, Taps* taps) {
   WholePass& a = t_whole;
   Refusal found = a.read(*m, *p, *given);
   if (found == DONE && taps) found = a.check(*taps);
   if (found != DONE) return found;
-  a.begin(*m, embedding);
+  a.begin(*m, *words);
   a.run(*m, a.pass, 0, (int)p->layers, taps);
   a.choose(*m, a.head(*m, 0));
   return DONE;

@@ -39,7 +39,7 @@ extern "C" {
 
 // Drafts chains of several sequences at once. `p` carries the rotation table, caches and threads; the embedding has
 // `vocab` rows, as the head does. Returns a `Refusal`.
-int pl_roll(const Model* m, const Pass* p, const void* embedding, int64_t limit, Chain* chains, int64_t count) {
+int pl_roll(const Model* m, const Pass* p, const Linear* words, int64_t limit, Chain* chains, int64_t count) {
   const Refusal refusal = check_chains(*m, *p, limit, chains, count);
   if (refusal != DONE) return refusal;
   int64_t most = count, seen = 0;  // seen: keys of the largest view that leaves any out
@@ -48,7 +48,7 @@ int pl_roll(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     if (const SparseView* view = chains[i].view)
       seen = std::max(seen, std::min(view->sinks + view->window, cache_slots(*m, *p)));
   }
-  DraftRows rows(*m, *p, embedding, most);
+  DraftRows rows(*m, *p, *words, most);
   std::vector<int64_t> live, view_slots(count * seen);
   std::vector<float> score(count, 0.0f);
   std::vector<Choice> choices;

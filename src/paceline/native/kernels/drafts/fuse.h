@@ -14,9 +14,9 @@ void times(const Linear& l, const bf16* x, int64_t rows, float* y, int threads) 
 
 // What goes into a state drafter's layer: states [rows, d_model] and the embeddings of `tokens`, or no tokens where
 // that is null.
-template <class A> void fuse(const Model& m, const Fuse& f, const A* states, const int64_t* tokens, const A* embedding,
-                             int64_t rows, A* out, int threads) {
-  static thread_local std::vector<A> both;
+template <class A> void fuse_rows(const Model& m, const Fuse& f, const A* states, const int64_t* tokens,
+                                  const Linear& words, int64_t rows, A* out, int threads) {
+  static thread_local std::vector<A> both, embedded;
   static thread_local std::vector<float> made;
   const int64_t d = m.d_model;
   grow(made, rows * d);
@@ -32,9 +32,10 @@ template <class A> void fuse(const Model& m, const Fuse& f, const A* states, con
     return;
   }
   const int64_t k = f.both.k;
-  grow(both, rows * k);
+  grow(both, rows * k), grow(embedded, d);
   for (int64_t r = 0; r < rows; r++) {
-    const A *token = embedding + tokens[r] * d, *state = states + r * d;
+    embed(m, words, tokens[r], embedded.data());
+    const A *token = embedded.data(), *state = states + r * d;
     A* x = both.data() + r * k;
     if (f.sum) for (int64_t i = 0; i < d; i++) put(x + i, wide(token[i]) + wide(state[i]));
     else std::copy(token, token + d, x), std::copy(state, state + d, x + d);
@@ -43,10 +44,10 @@ template <class A> void fuse(const Model& m, const Fuse& f, const A* states, con
   for (int64_t i = 0; i < rows * d; i++) put(out + i, made[i]);
 }
 
-void fuse(const Model& m, const Fuse& f, const void* states, const int64_t* tokens, const void* embedding, int64_t rows,
+void fuse(const Model& m, const Fuse& f, const void* states, const int64_t* tokens, const Linear& words, int64_t rows,
           void* out, int threads) {
-  if (m.wide_activations) fuse(m, f, (const float*)states, tokens, (const float*)embedding, rows, (float*)out, threads);
-  else fuse(m, f, (const bf16*)states, tokens, (const bf16*)embedding, rows, (bf16*)out, threads);
+  if (m.wide_activations) fuse_rows(m, f, (const float*)states, tokens, words, rows, (float*)out, threads);
+  else fuse_rows(m, f, (const bf16*)states, tokens, words, rows, (bf16*)out, threads);
 }
 
 // One of the target's states, normed.

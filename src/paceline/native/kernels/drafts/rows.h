@@ -12,15 +12,15 @@ inline int64_t slot_at(int64_t base, const int64_t* keys, int64_t place) {
 struct DraftRows {
   const Model& m;
   const Pass& p;  // rotation table, caches and threads
-  const char* embedding;
+  const Linear& words;  // the embedding
   const int64_t bytes;  // of a state
   std::vector<char> hidden;
   std::vector<int64_t> positions, slots;
   std::vector<Segment> segments;
 
   // Room for `most` rows.
-  DraftRows(const Model& model, const Pass& pass, const void* table, int64_t most)
-      : m(model), p(pass), embedding((const char*)table), bytes(state_bytes(m)), hidden(most * bytes) {}
+  DraftRows(const Model& model, const Pass& pass, const Linear& table, int64_t most)
+      : m(model), p(pass), words(table), bytes(state_bytes(m)), hidden(most * bytes) {}
 
   int64_t count() const { return positions.size(); }
   char* state(int64_t row) { return hidden.data() + row * bytes; }
@@ -29,7 +29,7 @@ struct DraftRows {
 
   // The row of a token, which its embedding goes into.
   void embed(int64_t token, int64_t position, int64_t slot) {
-    std::memcpy(state(count()), embedding + token * bytes, bytes);
+    ::embed(m, words, token, state(count()));
     add(position, slot);
   }
 

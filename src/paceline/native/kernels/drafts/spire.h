@@ -68,7 +68,7 @@ int pl_keys(const Model* m, const Pass* p, const char* const* states, int64_t mo
 // [layers, layers + 1] they see memory of strictly earlier tokens, and a row's own is made of what its layers gave and
 // kept for the rows behind it; without it they see the layers' own K and V, theirs among them. A chain ends once its
 // cumulative log-probability is below `floor`. `p` as for `pl_roll`. Returns a `Refusal`. Source: SPIRe, 3.3.
-int pl_recall(const Model* m, const Pass* p, const void* embedding, int64_t limit, const RingShape* shape,
+int pl_recall(const Model* m, const Pass* p, const Linear* words, int64_t limit, const RingShape* shape,
               RingChain* chains, int64_t count, const float* mix, double floor) {
   const int64_t layers = p->layers, d = m->d_model;
   const RingShape& ring = *shape;
@@ -82,7 +82,7 @@ int pl_recall(const Model* m, const Pass* p, const void* embedding, int64_t limi
     last = std::max(last, chains[i].position + chains[i].steps);
   }
   const int64_t most = std::min(ring.sinks + ring.window, last);
-  DraftRows rows(*m, *p, embedding, (layers + 1) * count);  // a row's states lie behind each layer
+  DraftRows rows(*m, *p, *words, (layers + 1) * count);  // a row's states lie behind each layer
   const int64_t bytes = rows.bytes;
   std::vector<char> memory(mix ? layers * count * bytes : 0);
   std::vector<int64_t> keys(count * most);

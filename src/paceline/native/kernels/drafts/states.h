@@ -69,7 +69,7 @@ extern "C" {
 // states with the head, and Algorithm 1 on their logits and on those that are left over. `raw` [steps of all, vocab] is
 // filled, with the logits of the new drafts. `p` as for `pl_roll`. Returns a `Refusal`.
 // Source: Lyanna, sections 4 and 5.
-int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limit, const Fuse* f, const TokenInfo* info,
+int pl_sample(const Model* m, const Pass* p, const Linear* words, int64_t limit, const Fuse* f, const TokenInfo* info,
               SampleStart* starts, int64_t count, int64_t branches, int reads_tokens, int noisy, float* raw) {
   const int64_t threads = p->threads;
   if (count < 0 || branches < 1 || check_fuse(*m, *f) != DONE || f->state.n == 0) return BAD_COUNT;
@@ -97,7 +97,7 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
   }
   const Refusal refusal = check_chains(*m, *p, limit, chains.data(), chains.size());
   if (refusal != DONE) return refusal;
-  DraftRows rows(*m, *p, embedding, std::max<int64_t>(most, chains.size()));
+  DraftRows rows(*m, *p, *words, std::max<int64_t>(most, chains.size()));
   const int64_t bytes = rows.bytes;
   std::vector<char> drafted(total * bytes), fed(rows.hidden.size());
   std::vector<int64_t> tokens(most);
@@ -116,7 +116,7 @@ int pl_sample(const Model* m, const Pass* p, const void* embedding, int64_t limi
         rows.add(at + j, slot_at(c.base, c.keys, at + j));
       }
     }
-    fuse(*m, *f, fed.data(), step || !reads_tokens ? nullptr : tokens.data(), embedding, rows.count(),
+    fuse(*m, *f, fed.data(), step || !reads_tokens ? nullptr : tokens.data(), *words, rows.count(),
          rows.hidden.data(), (int)threads);
     rows.run();
     rows.keep_last();

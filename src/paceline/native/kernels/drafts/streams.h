@@ -240,7 +240,7 @@ extern "C" {
 // rows; where a sequence's last accepted node carried none, its streams go through these layers afterwards. Of every
 // stream of a sequence's last accepted node come the k best tokens by its rules, and the log-probabilities that these
 // give them. `taps` are of main rows, or null. Returns a `Refusal`.
-int pl_choose_streams(const Model* m, const Pass* p, const void* embedding, const TokenPass* given, StreamPass* streams,
+int pl_choose_streams(const Model* m, const Pass* p, const Linear* words, const TokenPass* given, StreamPass* streams,
                       Taps* taps) {
   WholePass& a = t_whole;
   StreamRows& s = t_streams;
@@ -248,7 +248,7 @@ int pl_choose_streams(const Model* m, const Pass* p, const void* embedding, cons
   if (found == DONE) found = s.read(*m, a, *streams);
   if (found == DONE && taps) found = a.check(*taps);
   if (found != DONE) return found;
-  a.begin(*m, embedding);
+  a.begin(*m, *words);
   if (m->wide_activations) s.run<float>(*m, a, taps);
   else s.run<bf16>(*m, a, taps);
   return DONE;

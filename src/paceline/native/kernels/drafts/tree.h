@@ -95,7 +95,7 @@ extern "C" {
 // Drafts trees of several sequences at once, a level a pass. Rows are embeddings; or, where `f` is given, made of a
 // state and an embedding each: of the target's states and the pending tokens, and of what a node's parent's
 // row gave and the node's own token. Of such trees the best nodes come out, `budget` at most. `p` as for `pl_roll`. Returns a `Refusal`.
-int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit, TreeStart* starts, int64_t count,
+int pl_grow(const Model* m, const Pass* p, const Linear* words, int64_t limit, TreeStart* starts, int64_t count,
             const TreeRules* rules, const Fuse* f) {
   if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;
   for (int64_t i = 0; i < rules->levels; i++)
@@ -113,7 +113,7 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
     trees.push_back({&s});
   }
   if (f && check_fuse(*m, *f) != DONE) return BAD_COUNT;
-  DraftRows rows(*m, *p, embedding, most);
+  DraftRows rows(*m, *p, *words, most);
   const int64_t bytes = rows.bytes;
   std::vector<char> fed(f ? most * bytes : 0);
   std::vector<int64_t> places, named(most), best;
@@ -163,7 +163,7 @@ int pl_grow(const Model* m, const Pass* p, const void* embedding, int64_t limit,
       bits += size * g.forwarded, block += g.forwarded;
     }
     if (rows.count() == 0) break;
-    if (f) fuse(*m, *f, fed.data(), named.data(), embedding, rows.count(), rows.hidden.data(), (int)p->threads);
+    if (f) fuse(*m, *f, fed.data(), named.data(), *words, rows.count(), rows.hidden.data(), (int)p->threads);
     rows.run();
     if (level == 0) rows.keep_last();
     const int64_t children = rules->topk > 1 ? rules->topk : rules->factors[level], k = std::min(children, limit);

@@ -157,6 +157,50 @@ template <class F> void pack_blocks(const uint8_t* file, int64_t n, int64_t k, u
                     out + (row / LANES * blocks + b) * Packed<F>::BYTES);
 }
 
+// Code `i` of 32, less what stands for zero.
+template <class F> inline int8_t code_at(const uint8_t* w, int lane, int i) {
+  const int at = i / 4 * LINE + lane * 4 + i % 4, less = F::SHIFT < 0 ? 0 : 128 >> std::max(F::SHIFT, 0);
+  if (F::BITS == 8) return (int8_t)(w[at] - less);
+  int code = w[at % (4 * LINE)] >> i / 16 * 4 & 15;
+  if (F::TABLE) code = F::TABLE[code];
+  if (F::BITS == 5) code |= (w[Packed<F>::UPPER + at / 8] >> at % 8 & 1) << 4;
+  if (F::BITS == 6) code |= (w[Packed<F>::UPPER + i / 16 * LINE + at % LINE] >> i / 4 % 4 * 2 & 3) << 4;
+  return (int8_t)(code - less);
+}
+inline float half_at(const uint8_t* p, int lane) {
+  uint16_t h;
+  std::memcpy(&h, p + 2 * lane, 2);
+  return half(h);
+}
+template <class F> inline float scale_at(const uint8_t* block, int step, int part, int lane) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  if (F::SCALE == HALF) return half_at(at, lane);
+  if (F::SCALE == EXPONENT) {
+    const uint32_t bits = at[lane] < 2 ? 0x200000u << at[lane] : (uint32_t)(at[lane] - 1) << 23;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+  }
+  return half_at(block + P::FACTORS, lane) * (F::SCALE == SIGNED ? (float)(int8_t)at[lane] : (float)at[lane]);
+}
+template <class F> inline float least_at(const uint8_t* block, int step, int lane) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::LEASTS + step * P::WIDTH;
+  return F::SCALE == HALF ? half_at(at, lane) : 0.0f - half_at(block + P::FACTORS + 2 * LANES, lane) * (float)at[lane];
+}
+
+// Output `lane` of packed blocks as numbers: k of them.
+template <class F> void unpack_lane(const uint8_t* w, int lane, int64_t k, float* out) {
+  for (int64_t b = 0; b < k / F::VALUES; b++, w += Packed<F>::BYTES)
+    for (int step = 0; step < Packed<F>::STEPS; step++)
+      for (int i = 0; i < I8_BLOCK; i++) {
+        const float scale = scale_at<F>(w, step, i * F::PARTS / I8_BLOCK, lane);
+        const float value = scale * (float)code_at<F>(w + step * Packed<F>::STEP, lane, i);
+        *out++ = F::LEAST ? value + least_at<F>(w, step, lane) : value;
+      }
+}
+
 #if PL_VNNI
 inline __m512 halves16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline __m512 bytes16(const uint8_t* p, bool sign) {
@@ -270,39 +314,6 @@ void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, fl
   for (int r = 0; r < R; r++) _mm512_storeu_ps(c + r * BLOCKS * LANES, sum[r]);
 }
 #else
-// Code `i` of 32, less what stands for zero.
-template <class F> inline int8_t code_at(const uint8_t* w, int lane, int i) {
-  const int at = i / 4 * LINE + lane * 4 + i % 4, less = F::SHIFT < 0 ? 0 : 128 >> std::max(F::SHIFT, 0);
-  if (F::BITS == 8) return (int8_t)(w[at] - less);
-  int code = w[at % (4 * LINE)] >> i / 16 * 4 & 15;
-  if (F::TABLE) code = F::TABLE[code];
-  if (F::BITS == 5) code |= (w[Packed<F>::UPPER + at / 8] >> at % 8 & 1) << 4;
-  if (F::BITS == 6) code |= (w[Packed<F>::UPPER + i / 16 * LINE + at % LINE] >> i / 4 % 4 * 2 & 3) << 4;
-  return (int8_t)(code - less);
-}
-inline float half_at(const uint8_t* p, int lane) {
-  uint16_t h;
-  std::memcpy(&h, p + 2 * lane, 2);
-  return half(h);
-}
-template <class F> inline float scale_at(const uint8_t* block, int step, int part, int lane) {
-  using P = Packed<F>;
-  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
-  if (F::SCALE == HALF) return half_at(at, lane);
-  if (F::SCALE == EXPONENT) {
-    const uint32_t bits = at[lane] < 2 ? 0x200000u << at[lane] : (uint32_t)(at[lane] - 1) << 23;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
-  }
-  return half_at(block + P::FACTORS, lane) * (F::SCALE == SIGNED ? (float)(int8_t)at[lane] : (float)at[lane]);
-}
-template <class F> inline float least_at(const uint8_t* block, int step, int lane) {
-  using P = Packed<F>;
-  const uint8_t* at = block + P::LEASTS + step * P::WIDTH;
-  return F::SCALE == HALF ? half_at(at, lane) : 0.0f - half_at(block + P::FACTORS + 2 * LANES, lane) * (float)at[lane];
-}
-
 // Up to ROWS rows, whose sums lie in c.
 template <class F>
 void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {

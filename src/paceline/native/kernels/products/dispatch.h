@@ -44,13 +44,14 @@ template <class W> void product_of(const Linear& l, const int64_t block[], int b
 inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf16> in, int rows, float* c,
                     const Next& next = {}) {
   if (in_blocks(l.kind)) {
-    const int64_t bytes = line_bytes(l.kind, l.k), k = padded_k(l.kind, l.k);
-    of_format<int>(l.kind, [&](auto format) {
-      for (int b = 0; b < blocks; b++)
-        block_products<decltype(format)>((const uint8_t*)l.weight + block[b] * bytes, k, *in.bytes, in.row, rows,
+    for (int b = 0; b < blocks; b++) {
+      const Line line = line_of(l, block[b]);
+      of_format<int>(line.kind, [&](auto format) {
+        block_products<decltype(format)>((const uint8_t*)line.at, padded_k(line.kind, l.k), *in.bytes, in.row, rows,
                                          c + b * LANES, next.only(b, blocks));
-      return 0;
-    });
+        return 0;
+      });
+    }
   } else if (is_i8(l.kind)) product_of<int8_t>(l, block, blocks, in, rows, c, next);
   else product_of<bf16>(l, block, blocks, in, rows, c, next);
 }
@@ -148,9 +149,34 @@ const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, floa
   return y;
 }
 
+// The embedding of a token, a state of the model. Unlike a product's weight a table that is not in blocks lies row
+// after row, in the activations' type.
+inline void embed(const Model& m, const Linear& words, int64_t token, void* out) {
+  static thread_local std::vector<float> row;
+  const int64_t d = m.d_model;
+  if (!in_blocks(words.kind)) {
+    std::memcpy(out, (const char*)words.weight + token * state_bytes(m), state_bytes(m));
+    return;
+  }
+  grow(row, d + 256);
+  const Line line = line_of(words, token / LANES);
+  of_format<int>(line.kind, [&](auto format) {
+    unpack_lane<decltype(format)>((const uint8_t*)line.at, (int)(token % LANES), padded_k(line.kind, d), row.data());
+    return 0;
+  });
+  for (int64_t i = 0; i < d; i++)
+    if (m.wide_activations) ((float*)out)[i] = row[i];
+    else put((bf16*)out + i, row[i]);
+}
+
 }  // namespace
 
 extern "C" {
+
+// Embeddings of `count` tokens, which are all there, in the model's activations.
+void pl_embed(const Model* m, const Linear* words, const int64_t* tokens, int64_t count, void* out) {
+  for (int64_t i = 0; i < count; i++) embed(*m, *words, tokens[i], (char*)out + i * state_bytes(*m));
+}
 
 // y [rows, n] float32 = x [rows, k] W^T; x is float32 for a float32 weight, bf16 for the others.
 int pl_linear(const Linear* l, const void* x, int64_t rows, float* y, int threads) {

@@ -26,9 +26,10 @@ template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
 };
 
 inline bool is_i8(int64_t kind) { return kind == I8 || kind == I8_EXACT; }
-inline bool in_blocks(int64_t kind) { return kind >= GGML; }
+inline bool in_blocks(int64_t kind) { return kind >= MIXED; }
 inline int64_t padded_k(int64_t kind, int64_t k) {
   if (kind == BF16_SHORT) return SHORT_K;
+  if (kind == MIXED) return k;
   if (in_blocks(kind)) return up(k, block_values(kind));
   return kind == BF16 || (is_i8(kind) && I8_STEP > 1) ? up(k, K_STEP) : k;
 }
@@ -36,6 +37,17 @@ inline int64_t padded_k(int64_t kind, int64_t k) {
 inline int64_t line_bytes(int64_t kind, int64_t k) {
   if (in_blocks(kind)) return padded_k(kind, k) / block_values(kind) * block_bytes(kind);
   return LANES * padded_k(kind, k) * (is_i8(kind) ? 1 : kind == F32 ? 4 : 2);
+}
+
+
+// 16 outputs of a weight, and their kind. A weight whose rows are of several types is a table of these.
+struct Line {
+  const char* at;
+  int64_t kind;
+};
+inline Line line_of(const Linear& l, int64_t block) {
+  if (l.kind == MIXED) return ((const Line*)l.weight)[block];
+  return {(const char*)l.weight + block * line_bytes(l.kind, l.k), l.kind};
 }
 
 // Weights that a thread will read after those that it reads now: the lines of 64 bytes of some blocks. A product asks
@@ -61,9 +73,11 @@ struct Next {
 
 inline Next next_of(const Linear& l, const int64_t block[], int blocks) {
   Next next;
-  const int64_t bytes = line_bytes(l.kind, l.k);
-  next.blocks = blocks, next.lines = bytes / 64;
-  for (int b = 0; b < blocks; b++) next.at[b] = (const char*)l.weight + block[b] * bytes;
+  next.blocks = blocks;
+  for (int b = 0; b < blocks; b++) {
+    const Line line = line_of(l, block[b]);
+    next.at[b] = line.at, next.lines = std::max(next.lines, line_bytes(line.kind, l.k) / 64);
+  }
   return next;
 }
 

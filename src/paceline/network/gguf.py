@@ -1,0 +1,345 @@
+"""Headers of GGUF files: metadata and where each tensor lies. No tensor is read here, and nothing is believed.
+
+A file is mapped. A count that a header states is compared with the bytes that are left before anything is made of it,
+so what is allocated never exceeds the file; arrays are turned into Python values when somebody asks for them.
+
+Source: the GGUF specification (ggml's ``docs/gguf.md``), versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
+from .blocks import TYPES
+
+SUFFIX = ".gguf"
+MAGIC, VERSIONS, MAX_DIMENSIONS = b"GGUF", (2, 3), 4
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_REMEDY = "download the file again"
+_NAME_BYTES = 65_535  # of a key; tensors' names are shorter
+
+# Values of metadata: struct's letters, by number. Texts and arrays have numbers of their own.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9
+
+# Types of tensors: name, values of a block, bytes of a block; see ggml's ``ggml.c``. Those of `blocks` come from there.
+_OTHERS = """0 f32 1 4, 1 f16 1 2, 30 bf16 1 2, 28 f64 1 8, 24 i8 1 1, 25 i16 1 2, 26 i32 1 4, 27 i64 1 8, 9 q8_1 32 40,
+10 q2_k 256 84, 11 q3_k 256 110, 15 q8_k 256 292, 16 iq2_xxs 256 66, 17 iq2_xs 256 74, 18 iq3_xxs 256 98,
+19 iq1_s 256 50, 21 iq3_s 256 110, 22 iq2_s 256 82, 29 iq1_m 256 56, 34 tq1_0 256 54, 35 tq2_0 256 66"""
+
+
+class TensorType(NamedTuple):
+    """How the values of a tensor lie in a file."""
+
+    number: int
+    name: str
+    values: int  # of a block
+    bytes: int  # of a block
+
+
+TENSOR_TYPES = {kind.number: TensorType(kind.number, kind.name, kind.values, kind.bytes) for kind in TYPES}
+for _number, _name, *_sizes in (entry.split() for entry in _OTHERS.split(",")):
+    TENSOR_TYPES[int(_number)] = TensorType(int(_number), _name, *map(int, _sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor, as a header tells."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first, as torch has it: the reverse of the file's order
+    type: TensorType
+    file: MappedFile
+    start: int  # bytes from the beginning of the file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.type.values * self.type.bytes
+
+    def raw(self) -> np.ndarray:
+        """[rows, bytes of a row] uint8, a view of the mapped file."""
+        data = np.frombuffer(self.file.data, np.uint8, self.nbytes, self.start)
+        return data.reshape(math.prod(self.shape[:-1]), -1)
+
+
+class GGUF(NamedTuple):
+    """A model's files as one."""
+
+    paths: tuple[Path, ...]
+    metadata: Mapping[str, Any]  # of the first part
+    tensors: dict[str, TensorPlace]
+    header: bytes  # metadata of the first part, as they lie in the file
+
+    @property
+    def path(self) -> Path:
+        """The file that names the model."""
+        return self.paths[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file rather than a folder."""
+    return str(path).endswith(SUFFIX)
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """All files of a model that comes in parts, in order, from any of them; a model in one file is that file.
+
+    Raises:
+        ConfigError: a part is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    stem, _, count = match.groups()
+    if not 1 <= int(match[2]) <= int(count):
+        raise ConfigError(str(path), f"there is no part {int(match[2])} of {int(count)}", "restore its name")
+    # A missing part is named before a list of 99,999 of them is made: the walk ends at the first.
+    found: list[Path] = []
+    for number in range(1, int(count) + 1):
+        part = path.with_name(f"{stem}-{number:05d}-of-{count}{SUFFIX}")
+        if not part.is_file():
+            wrong = f"part {number} of {int(count)} is missing: {part.name}"
+            raise ConfigError(f"model {path}", wrong, "put all parts into one folder")
+        found.append(part)
+    return tuple(found)
+
+
+def read_gguf(path: str | Path) -> GGUF:
+    """The headers of a model's files; ``path`` is the file, or one of its parts.
+
+    Raises:
+        ConfigError: a file that is missing, truncated or contradicts itself.
+        CapabilityError: a file of a version or byte order that is not read here.
+    """
+    try:
+        parts = parts_of(Path(path))
+        return _read_all(tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts))
+    except OSError as error:
+        raise ConfigError(
+            f"model {path}", f"it cannot be read ({error.strerror or error})", "check the path"
+        ) from error
+
+
+@lru_cache(maxsize=4)
+def _read_all(stamped: tuple[tuple[Path, int, int], ...]) -> GGUF:
+    """By size and time of change too, so that a file that was replaced is read again."""
+    found: dict[str, TensorPlace] = {}
+    files = [MappedFile(path) for path, _, _ in stamped]
+    for number, file in enumerate(files):
+        for name, said in (("split.no", number), ("split.count", len(files))):
+            if len(files) > 1 and file.metadata.get(name, said) != said:
+                wrong = f"it says {name} = {shown(file.metadata[name])}, and its name {said}"
+                raise ConfigError(str(file.path), wrong, "restore the files' names")
+        for tensor in file.tensors:
+            if tensor.name in found:
+                file.refuse(f"tensor {shown(tensor.name)} is there twice")
+            found[tensor.name] = tensor
+    said = files[0].metadata.get("split.tensors.count", len(found))
+    if said != len(found):
+        files[0].refuse(f"the parts hold {len(found)} tensors, and {shown(said)} are announced")
+    return GGUF(tuple(path for path, _, _ in stamped), files[0].metadata, found, files[0].data[: files[0].keys_end])
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array of metadata that nobody has asked for yet."""
+
+    kind: int
+    count: int
+    start: int  # of its first element
+    stop: int
+
+
+class Metadata(Mapping[str, Any]):
+    """Keys and values; an array is made into a list, numbers into a numpy array, at its first use."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self._file = file
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if isinstance(value, _Array):
+            value = self._values[key] = self._file.array(value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, key: str, value: Any) -> None:
+        """One more entry.
+
+        Raises:
+            ConfigError: it is there already.
+        """
+        if key in self._values:
+            self._file.refuse(f"key {shown(key)} is there twice")
+        self._values[key] = value
+
+
+class MappedFile:
+    """One file: its metadata and its tensors' places, all of them checked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as handle:
+            if handle.seek(0, 2) == 0:
+                self.refuse("it is empty")
+            self.data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = 0
+        magic = self._take(4)
+        if magic != MAGIC:
+            self.refuse(f"it begins with {magic!r}, and a GGUF file with {MAGIC!r}", "name a GGUF file")
+        version = self._number("I")
+        if version not in VERSIONS:
+            self._refuse_version(version)
+        tensors, pairs = self._count(3 * 8, "tensors"), self._count(8 + 4 + 1, "keys")
+        self.metadata = Metadata(self)
+        for _ in range(pairs):
+            key = self._text(_NAME_BYTES)
+            self.metadata.add(key, self._value(self._number("I"), key))
+        self.keys_end = self._at
+        entries = [self._tensor_entry() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
+            self.refuse(f"general.alignment is {shown(alignment)}; it must be a multiple of 8")
+        begin = -(-self._at // alignment) * alignment
+        self.tensors = [self._placed(*entry, begin, alignment) for entry in entries]
+        self._check_overlap()
+
+    def refuse(self, wrong: str, remedy: str = _REMEDY) -> NoReturn:
+        """Say what is wrong with this file.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"GGUF file {self.path}", wrong, remedy)
+
+    def _refuse_version(self, version: int) -> NoReturn:
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise CapabilityError(f"GGUF file {self.path}", "it is big-endian", "convert it to little-endian")
+        remedy = "convert the model again with a newer llama.cpp" if version < 2 else "update Paceline"
+        raise CapabilityError(f"GGUF file {self.path}", f"it has version {version}; read are 2 and 3", remedy)
+
+    def _take(self, count: int) -> bytes:
+        start, self._at = self._at, self._at + count
+        if self._at > len(self.data):
+            self.refuse(f"it is truncated: its header goes on behind its {len(self.data):,} bytes")
+        return self.data[start : self._at]
+
+    def _number(self, letter: str) -> Any:
+        return struct.unpack("<" + letter, self._take(struct.calcsize("<" + letter)))[0]
+
+    def _count(self, least: int, of: str) -> int:
+        """A count of things that take ``least`` bytes each, at least."""
+        count: int = self._number("Q")
+        if count * least > len(self.data) - self._at:
+            self.refuse(f"it announces {count:,} {of}, and has {len(self.data) - self._at:,} bytes left for them")
+        return count
+
+    def _text(self, most: int | None = None) -> str:
+        size = self._count(1, "bytes of text")
+        if most is not None and size > most:
+            self.refuse(f"a name has {size:,} bytes")
+        return self._take(size).decode("utf-8", "replace" if most is None else "backslashreplace")
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind != _ARRAY:
+            self.refuse(f"key {shown(key)} has a value of type {kind}, which does not exist")
+        element = self._number("I")
+        if element == _TEXT:
+            return self._skip_texts()
+        if element not in _SCALARS:
+            self.refuse(f"key {shown(key)} is an array of values of type {element}, which are not read")
+        size = struct.calcsize("<" + _SCALARS[element])
+        count, start = self._count(size, "values"), self._at
+        self._take_none(count * size)
+        return _Array(element, count, start, self._at)
+
+    def _take_none(self, count: int) -> None:
+        self._at += count
+        if self._at > len(self.data):
+            self.refuse(f"it is truncated: its header goes on behind its {len(self.data):,} bytes")
+
+    def _skip_texts(self) -> _Array:
+        count, start = self._count(8, "texts"), self._at
+        at, data, size = start, self.data, struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + size(data, at)[0]
+        except (struct.error, OverflowError):
+            at = len(data) + 1
+        self._at = start
+        self._take_none(at - start)
+        return _Array(_TEXT, count, start, at)
+
+    def array(self, place: _Array) -> Any:
+        """A list of texts, or a numpy array of numbers."""
+        if place.kind != _TEXT:
+            letter = "<" + _SCALARS[place.kind]
+            return np.frombuffer(self.data, np.dtype(letter), place.count, place.start)
+        found, at, size = [], place.start, struct.Struct("<Q").unpack_from
+        for _ in range(place.count):
+            stop = at + 8 + size(self.data, at)[0]
+            found.append(self.data[at + 8 : stop].decode("utf-8", "replace"))
+            at = stop
+        return found
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type and offset of one tensor."""
+        name, dimensions = self._text(_NAME_BYTES), self._number("I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            self.refuse(f"tensor {shown(name)} has {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _placed(
+        self, name: str, shape: tuple[int, ...], number: int, offset: int, begin: int, alignment: int
+    ) -> TensorPlace:
+        what = f"tensor {shown(name)}"
+        if number not in TENSOR_TYPES:
+            wrong = f"{what} has type {number}, which is not known here"
+            raise CapabilityError(f"GGUF file {self.path}", wrong, "use a file in another format")
+        kind = TENSOR_TYPES[number]
+        if 0 in shape or math.prod(shape) > 2**48:
+            self.refuse(f"{what} has the shape {list(shape)}")
+        if shape[-1] % kind.values:
+            self.refuse(f"{what} has {shape[-1]} values in a row, and a block of {kind.name} {kind.values}")
+        if offset % alignment:
+            self.refuse(f"{what} begins at {offset}, which is no multiple of {alignment}")
+        tensor = TensorPlace(name, shape, kind, self, begin + offset)
+        if tensor.start + tensor.nbytes > len(self.data):
+            wrong = f"{what} ends at byte {tensor.start + tensor.nbytes:,} of {len(self.data):,}: the file is truncated"
+            self.refuse(wrong)
+        return tensor
+
+    def _check_overlap(self) -> None:
+        ordered = sorted(self.tensors, key=lambda tensor: tensor.start)
+        for one, other in zip(ordered, ordered[1:], strict=False):
+            if one.start + one.nbytes > other.start:
+                self.refuse(f"tensors {shown(one.name)} and {shown(other.name)} overlap")

@@ -1,0 +1,120 @@
+"""Which parameters of a decoder a GGUF file fills, and which of them stay in its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..core.errors import ConfigError
+from ..core.options import shown
+from .blocks import StoredRows
+from .families import DecoderConfig, decoder_config
+from .gguf import SUFFIX, is_gguf, parts_of, read_gguf
+from .gguf_model import GGUFTensor, config_of, tensors_of
+from .padding import STEP, groups_of, padded
+from .weights import Piece, weight_map
+
+Pieces = Sequence[tuple[Piece, GGUFTensor]]
+
+
+class InBlocks(Mapping[str, Sequence[StoredRows]]):
+    """Parameters that stay in the file's blocks: each is read when it is asked for, and not kept.
+
+    Raises:
+        CapabilityError: a tensor of a type without products here, which only a plain dtype can load.
+    """
+
+    def __init__(self, pieces: Pieces, config: DecoderConfig) -> None:
+        found: dict[str, list[tuple[Piece, GGUFTensor]]] = {}
+        for piece, tensor in pieces:
+            tensor.require_product()
+            found.setdefault(piece.into, []).append((piece, tensor))
+        self._pieces = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
+
+    def __getitem__(self, name: str) -> Sequence[StoredRows]:
+        found = []
+        for _, tensor in sorted(self._pieces[name], key=lambda pair: pair[0].at):
+            found.append(tensor.stored())
+            tensor.forget()
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return sum(tensor.place.nbytes for own in self._pieces.values() for _, tensor in own)
+
+
+def _stays(name: str, own: Pieces, groups: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether products with these blocks are compiled: nothing goes between their inputs, and parts are whole lines."""
+    if not all(tensor.in_blocks and len(tensor.shape) == 2 for _, tensor in own):
+        return False
+    inputs, outputs = groups.get(name.split(".")[-2] if "." in name else "", (0, 0))
+    if padded(inputs) != inputs:
+        return False
+    types = {tensor.place.type for _, tensor in own}
+    rows = [tensor.shape[0] // (outputs or 1) * padded(outputs) if outputs else tensor.shape[0] for _, tensor in own]
+    return len(types) == 1 or all(count % STEP == 0 for count in rows)
+
+
+def read_pieces(path: Path, config: DecoderConfig) -> list[tuple[Piece, GGUFTensor]]:
+    """Where every parameter is; no data is read.
+
+    Raises:
+        ConfigError: a tensor that is missing, misshaped or left over.
+    """
+    wanted = {piece.source: piece for piece in weight_map(config)}
+    model = read_gguf(path)
+    stored = {tensor.name: tensor for tensor in tensors_of(model)}
+    for name in wanted.keys() - stored.keys():
+        raise ConfigError(f"GGUF file {path}", f"it misses tensor {name}", "download the file again")
+    for name, tensor in stored.items():
+        if name not in wanted:
+            wrong = f"it has tensor {shown(tensor.place.name)}, for which this architecture has no place here"
+            raise ConfigError(f"GGUF file {path}", wrong, "use another model")
+        if tensor.shape != wanted[name].shape:
+            wrong = f"tensor {shown(tensor.place.name)} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
+            raise ConfigError(f"GGUF file {path}", f"{wrong} as its metadata say", "convert the model again")
+    return [(wanted[name], tensor) for name, tensor in stored.items()]
+
+
+def read_gguf_config(path: Path) -> DecoderConfig:
+    """The decoder's configuration of a GGUF file.
+
+    Raises:
+        ConfigError, CapabilityError: what the file says cannot be, or is not built.
+    """
+    model = read_gguf(path)
+    try:
+        return decoder_config(config_of(model))
+    except ConfigError as error:  # CapabilityError is one
+        named = error.asked.replace("config.json", f"GGUF file {path}")
+        raise type(error)(named, error.wrong, error.remedy) from error
+
+
+def gguf_of(place: Path, whole: Callable[[Path], bool]) -> Path | None:
+    """The GGUF file that a path means: itself, the first of its parts, or the only one in a folder; None: none.
+
+    Args:
+        place: an existing file or folder.
+        whole: whether a folder is a model of another kind.
+
+    Raises:
+        ConfigError: a file that is no model, a part that is missing, a folder with several models.
+    """
+    if place.is_file():
+        if not is_gguf(place):
+            wrong = "it is a file, and a model is a folder, or a file that ends in .gguf"
+            raise ConfigError(f"model {place}", wrong, "name the folder that it is in")
+        return parts_of(place)[0]
+    files = sorted(place.glob(f"*{SUFFIX}")) if not whole(place) else []
+    found = sorted({parts_of(file)[0] for file in files})
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"model folder {place}", f"it holds {len(found)} models: {names}", "name one of the files")
+    return found[0] if found else None

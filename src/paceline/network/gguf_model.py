@@ -1,0 +1,361 @@
+"""A GGUF file as a checkpoint: its metadata as ``config.json`` says it, and its tensors under a checkpoint's names.
+
+So one parser reads configurations (`families`) and one table says where tensors go (`weights`). What a file does not
+say is llama.cpp's default for its architecture, since that is what the file was written for.
+
+Source: the GGUF specification; llama.cpp's ``convert_hf_to_gguf.py`` (what is permuted, where 1 was added to norms).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
+from .blocks import BY_NUMBER, StoredRows, dequantise
+from .gguf import GGUF, TensorPlace
+
+PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+STORED = "stored"  # as a dtype: the types that the file has its weights in
+_PERMUTED = ("llama", "smollm3")  # whose rows of q and k the converter turned from halves into pairs
+
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OWN_NAMES = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
+_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+# Architectures that exist and are not built: what each would need.
+_UNBUILT = {
+    "gpt-oss": "mixtures of experts, and sinks of attention",
+    "qwen2moe": "mixtures of experts",
+    "qwen3moe": "mixtures of experts",
+    "llama4": "mixtures of experts",
+    "deepseek2": "mixtures of experts, and latent attention",
+    "qwen35": "recurrent layers, whose state a rejected draft must undo",
+    "qwen3next": "recurrent layers, whose state a rejected draft must undo",
+    "lfm2": "recurrent layers, whose state a rejected draft must undo",
+    "mamba": "recurrent layers, whose state a rejected draft must undo",
+    "gemma3n": "embeddings of each layer",
+    "gemma4": "embeddings of each layer, and K/V that layers share",
+    "clip": "a language model: it holds a vision tower",
+    "bert": "a language model that writes: it makes embeddings",
+    "nomic-bert": "a language model that writes: it makes embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor under a checkpoint's name, its rows in a checkpoint's order."""
+
+    name: str  # the checkpoint's
+    place: TensorPlace
+    heads: int = 0  # whose rows are in pairs; 0: they are in order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As torch has it."""
+        return self.place.shape
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether products with its type are compiled."""
+        return self.place.type.number in BY_NUMBER
+
+    def require_product(self) -> None:
+        """Refuse a type that cannot stay as it is.
+
+        Raises:
+            CapabilityError: it is neither plain nor one whose products are compiled.
+        """
+        kind = self.place.type
+        if kind.name not in PLAIN and not self.in_blocks:
+            asked = f"tensor {shown(self.place.name)} in {self.place.file.path}"
+            wrong = f"there is no product with its type {kind.name}"
+            raise CapabilityError(asked, wrong, "load it with dtype='int8' or 'bfloat16'")
+
+    def _raw(self) -> np.ndarray:
+        """[rows, bytes of a row]"""
+        raw = self.place.raw()
+        if not self.heads:
+            return raw
+        # Back from pairs (i, i + d/2 side by side) to halves: [heads, d/2, 2] to [heads, 2, d/2].
+        return np.swapaxes(raw.reshape(self.heads, -1, 2, raw.shape[-1]), 1, 2).reshape(raw.shape)
+
+    def stored(self) -> StoredRows:
+        """Its rows as they are, copied.
+
+        Raises:
+            ConfigError: a scale is no number.
+        """
+        found = StoredRows(BY_NUMBER[self.place.type.number], torch.from_numpy(np.array(self._raw())))
+        if not found.finite:
+            self.place.file.refuse(f"a scale in tensor {shown(self.place.name)} is no finite number")
+        return found
+
+    def values(self) -> Tensor:
+        """Its values in its shape: a plain type as it is, others as float32.
+
+        Raises:
+            CapabilityError: a type that needs the ``gguf`` package, which is not there.
+            ConfigError: a scale is no number.
+        """
+        kind, raw = self.place.type, self._raw()
+        if kind.name in PLAIN:
+            return torch.from_numpy(np.array(raw)).view(PLAIN[kind.name]).reshape(self.shape)
+        if kind.number in BY_NUMBER:
+            return torch.from_numpy(dequantise(BY_NUMBER[kind.number], np.ascontiguousarray(raw))).reshape(self.shape)
+        return torch.from_numpy(_by_package(self.place, raw)).reshape(self.shape)
+
+    def forget(self) -> None:
+        """Let go of the pages of memory that hold it: it can be read again from the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = -(-self.place.start // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = self.place.start + self.place.nbytes - start
+            if size > 0:
+                self.place.file.data.madvise(mmap.MADV_DONTNEED, start, size)
+
+
+def _by_package(place: TensorPlace, raw: np.ndarray) -> np.ndarray:
+    asked = f"tensor {shown(place.name)} in {place.file.path}"
+    remedy = "use a file in another format, as Q4_K_M"
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        wrong = f"its type {place.type.name} is unpacked by the gguf package, which is not installed"
+        raise CapabilityError(asked, wrong, f"pip install gguf, or {remedy}") from error
+    try:
+        found: np.ndarray = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(place.type.number))
+        return found
+    except (NotImplementedError, ValueError) as error:
+        raise CapabilityError(asked, f"the gguf package does not unpack {place.type.name}", remedy) from error
+
+
+def tensors_of(model: GGUF) -> Iterator[GGUFTensor]:
+    """Every tensor but rotation factors, by its checkpoint's name; one that has none there keeps its own."""
+    arch = architecture(model)
+    names = _LAYER | _OWN_NAMES.get(arch, {})
+    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch in _PERMUTED else {}
+    for name, place in model.tensors.items():
+        if name in _FACTORS:
+            continue
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        if match is None:
+            stem, _, kind = name.partition(".")
+            yield GGUFTensor(f"{_TOP.get(stem, stem)}.{kind}", place)
+        elif match[2] not in names:
+            yield GGUFTensor(name, place)
+        else:
+            count = _Said(model).integer(f"attention.{heads[match[2]]}") if match[2] in heads else 0
+            if count and place.shape[0] % (2 * count):
+                place.file.refuse(f"tensor {shown(name)} has {place.shape[0]} rows for {count} heads")
+            yield GGUFTensor(f"layers.{match[1]}.{names[match[2]]}.{match[3]}", place, count)
+
+
+def architecture(model: GGUF) -> str:
+    """What ``general.architecture`` says.
+
+    Raises:
+        ConfigError: it says nothing, or an unknown one.
+        CapabilityError: one that is known and not built.
+    """
+    asked = f"GGUF file {model.path}"
+    found = model.metadata.get("general.architecture")
+    if isinstance(found, str) and found in _ARCHITECTURES:
+        return found
+    known = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
+    if isinstance(found, str) and found in _UNBUILT:
+        raise CapabilityError(asked, f"its architecture {found!r} needs what is not built: {_UNBUILT[found]}", known)
+    wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
+    raise ConfigError(asked, wrong, known)
+
+
+def config_of(model: GGUF) -> dict[str, Any]:
+    """The model's configuration, as a ``config.json`` of its family would say it.
+
+    Raises:
+        ConfigError: a key that is missing or cannot be.
+        CapabilityError: an architecture or option that is not built.
+    """
+    arch, said = architecture(model), _Said(model)
+    if said.get("expert_count", 0):
+        raise CapabilityError(said.asked, "it is a mixture of experts, which is not built", "use a dense model")
+    width, heads = said.integer("embedding_length"), said.integer("attention.head_count")
+    head_dim = said.integer("attention.key_length", width // heads or 1)
+    if said.integer("attention.value_length", head_dim) != head_dim:
+        raise CapabilityError(said.asked, "its keys and values differ in width", "use another model")
+    values: dict[str, Any] = {
+        "vocab_size": _vocabulary(model),
+        "hidden_size": width,
+        "intermediate_size": said.integer("feed_forward_length"),
+        "num_hidden_layers": said.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": said.integer("context_length"),
+        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": said.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "bos_token_id": said.token("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _stop_ids(said),
+        "dtype": _dtype(model),
+    }
+    if (turned := said.integer("rope.dimension_count", head_dim)) != head_dim:
+        values["partial_rotary_factor"] = turned / head_dim
+    values |= {"rope_scaling": rope} if (rope := _rope(model, said, head_dim)) else {}
+    return values | _ARCHITECTURES[arch](model, said)
+
+
+class _Said:
+    """Metadata of one architecture, its types checked; every complaint names the key."""
+
+    def __init__(self, model: GGUF) -> None:
+        self.model, self.prefix = model, f"{architecture(model)}."
+        self.asked = f"GGUF file {model.path}"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key of the architecture."""
+        return self.model.metadata.get(self.prefix + key, default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive number of things; of an array all of whose numbers agree, that number."""
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self._bad(key, value, "a whole number of at least 1, the same in all layers")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            self._bad(key, value, "a positive number")
+        # 32 bits in the file: what people would write for it.
+        return float(f"{value:.7g}")
+
+    def token(self, key: str) -> int | None:
+        """An id; None: there is none."""
+        value = self.model.metadata.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def _bad(self, key: str, value: Any, rule: str) -> None:
+        wrong = "is missing" if value is None else f"is {shown(value)}; it must be {rule}"
+        raise ConfigError(self.asked, f"{self.prefix}{key} {wrong}", "download the file again, or convert it again")
+
+
+def _stop_ids(said: _Said) -> list[int]:
+    """Ends of a text, of a turn and of a message."""
+    found = (said.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def _vocabulary(model: GGUF) -> int:
+    """Rows of the embedding, with which the tokens must agree."""
+    table, tokens = model.tensors.get("token_embd.weight"), model.metadata.get("tokenizer.ggml.tokens")
+    asked = f"GGUF file {model.path}"
+    if table is None:
+        raise ConfigError(asked, "it has no tensor token_embd.weight: it is no whole language model", "name another")
+    if tokens is not None and len(tokens) != table.shape[0]:
+        wrong = f"it has {len(tokens):,} tokens, and an embedding of {table.shape[0]:,}"
+        raise ConfigError(asked, wrong, "convert the model again")
+    return table.shape[0]
+
+
+def _dtype(model: GGUF) -> str:
+    """`STORED` where products' weights are in blocks, else their plain type.
+
+    Raises:
+        CapabilityError: never here; a type without products is refused where no plain dtype is asked for.
+    """
+    kinds = {t.type.name for n, t in model.tensors.items() if n.startswith("blk.") and len(t.shape) == 2}
+    plain = [name for name in ("f16", "bf16", "f32", "f64") if name in kinds]
+    if kinds - PLAIN.keys() or not plain:
+        return STORED
+    return str(PLAIN[plain[0]]).removeprefix("torch.")
+
+
+def _rope(model: GGUF, said: _Said, head_dim: int) -> dict[str, Any]:
+    """What ``rope_scaling`` would say; nothing for the plain rotation.
+
+    Raises:
+        CapabilityError: an unknown kind.
+    """
+    context = said.integer("context_length")
+    factors = model.tensors.get("rope_freqs.weight") or model.tensors.get("rope_factors_short.weight")
+    if factors is not None:  # divisors of each frequency: Llama 3's, or LongRoPE's for short texts
+        long = "rope_factors_long.weight" in model.tensors
+        original = said.integer("rope.scaling.original_context_length", context) if long else context
+        listed = GGUFTensor("", factors).values().float().tolist()
+        own = {"factor": context / original} if long else {"attention_factor": 1.0}
+        if "rope.scaling.attn_factor" in (key.removeprefix(said.prefix) for key in model.metadata):
+            own = {"attention_factor": said.number("rope.scaling.attn_factor")}
+        shape = {"original_max_position_embeddings": original, "short_factor": listed}
+        return {"rope_type": "longrope", **shape, **own}
+    kind = said.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": said.number("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = said.integer("rope.scaling.original_context_length", context)
+        for key, name in _YARN.items():
+            if said.get(f"rope.scaling.{key}") is not None:
+                scaling[name] = said.number(f"rope.scaling.{key}")
+    elif kind != "linear":
+        wrong = f"{said.prefix}rope.scaling.type is {shown(kind)}, a rotation that is not known here"
+        raise CapabilityError(said.asked, wrong, "use another model")
+    return scaling
+
+
+def _llama(model: GGUF, said: _Said) -> dict[str, Any]:
+    return {"model_type": "llama", "attention_bias": "blk.0.attn_q.bias" in model.tensors}
+
+
+def _qwen2(model: GGUF, said: _Said) -> dict[str, Any]:
+    return {"model_type": "qwen2"}
+
+
+def _qwen3(model: GGUF, said: _Said) -> dict[str, Any]:
+    return {"model_type": "qwen3"}
+
+
+def _phi3(model: GGUF, said: _Said) -> dict[str, Any]:
+    window = said.get("attention.sliding_window")
+    return {"model_type": "phi3", "sliding_window": window or None}
+
+
+_ARCHITECTURES: dict[str, Callable[[GGUF, _Said], dict[str, Any]]] = {
+    "llama": _llama,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}

@@ -1,0 +1,302 @@
+"""The tokenizer of a GGUF file: its vocabulary and rules as a Hugging Face tokenizer, whose ids are llama.cpp's.
+
+Two kinds of vocabulary are read. ``gpt2`` merges pairs of bytes by rank, within pieces that the file's pre-tokenizer
+cuts; ``llama`` (SentencePiece) merges characters by the score of what comes out, and falls back to bytes.
+
+Source: llama.cpp's ``llama-vocab.cpp`` (which pre-tokenizer cuts how, and defaults of flags); the patterns are those of
+the models' own ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.errors import CapabilityError, ConfigError
+from ..core.options import shown
+from .gguf import GGUF
+
+FORM = 1  # of what is kept in the cache; a change of this module that changes ids makes it another
+CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
+SPACE = "\u2581"  # what SentencePiece writes for a space
+
+# Patterns of pre-tokenizers. Each cuts the pieces that the one before it left.
+_SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS}"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_TEKKEN = rf"{_CASES % ('', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+_GPT4O = rf"{_CASES % (_SHORT + '?', _SHORT + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDS}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+
+
+class _Pre(NamedTuple):
+    """How text is cut before pairs are merged, and what the name stands for besides."""
+
+    patterns: tuple[str, ...]
+    whole: bool = False  # a piece that is a token is taken as it is, whatever its merges say
+    bos: bool = False  # a text begins with BOS, where the file has no flag for it
+
+
+_DIGITS = _Pre((r"\p{N}", _GPT2))
+_KINDS: dict[str, _Pre] = {
+    "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling": _Pre((_GPT2,)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": _DIGITS,
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0": _Pre((_LLAMA3,), whole=True, bos=True),
+    "smaug-bpe dbrx glm4 chatglm-bpe": _Pre((_LLAMA3,)),
+    "qwen2 deepseek-r1-qwen kormo stablelm2 hunyuan megrez solar-open grok-2": _Pre((_QWEN2,)),
+    "qwen35": _Pre((_QWEN35,)),
+    "tekken": _Pre((_TEKKEN,), whole=True, bos=True),
+    "gpt-4o llama4 kanana2 minimax-m2": _Pre((_GPT4O,)),
+    "deepseek-coder": _Pre(_DEEPSEEK_CODER),
+    "deepseek-v3 hunyuan-dense joyai-llm": _Pre(_DEEPSEEK3),
+    "falcon": _Pre(_FALCON),
+}
+PRE_TOKENIZERS = {name: pre for names, pre in _KINDS.items() for name in names.split()}
+
+
+def load_gguf_vocabulary(model: GGUF) -> Any:
+    """What knows the ids and pieces of a file's tokenizer, a ``tokenizers.Tokenizer``; None: the file has none.
+
+    Made once for a file and kept in the user's cache folder, by the hash of the header.
+
+    Raises:
+        ConfigError: a vocabulary that contradicts itself.
+        CapabilityError: a kind of vocabulary or a pre-tokenizer that is not known here.
+    """
+    from tokenizers import Tokenizer
+
+    if "tokenizer.ggml.tokens" not in model.metadata:
+        return None
+    digest = hashlib.sha256(model.header).hexdigest()[:32]
+    kept = _cache_folder() / f"{digest}-{FORM}.json"
+    with suppress(Exception):  # none yet, or damaged: it is made anew
+        return Tokenizer.from_file(str(kept))
+    made = _Maker(model).tokenizer()
+    with suppress(OSError):  # a folder that cannot be written: it is made each time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        scratch = kept.with_suffix(f".{os.getpid()}")
+        scratch.write_text(made.to_str(), encoding="utf-8")
+        scratch.replace(kept)
+    return made
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "paceline" / "tokenizers"
+
+
+def load_gguf_tokenizer(model: GGUF) -> Any:
+    """A file's tokenizer as transformers has them, with its chat template; None: the file has none.
+
+    Raises:
+        ConfigError: as `load_gguf_vocabulary`; a chat template that is none.
+    """
+    vocabulary = load_gguf_vocabulary(model)
+    if vocabulary is None:
+        return None
+    from transformers import TokenizersBackend
+
+    maker = _Maker(model)
+    template = model.metadata.get("tokenizer.chat_template")
+    _check_template(model, template)
+    made = TokenizersBackend(
+        tokenizer_object=vocabulary,
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+        **{f"{name}_token": maker.named(key) for name, key in _NAMED.items() if maker.named(key) is not None},
+    )
+    # llama.cpp begins a chat with BOS where the file's flag says so and the template does not write it.
+    if template and maker.adds("bos") and not _writes(made, made.bos_token):
+        made.chat_template = "{{ bos_token }}" + template
+    return made
+
+
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' word: the file's
+
+
+def _check_template(model: GGUF, template: Any) -> None:
+    import jinja2
+
+    asked, remedy = f"the chat template in {model.path}", "repair the file's template, or convert the model again"
+    if template is None:
+        return
+    if not isinstance(template, str):
+        raise ConfigError(asked, f"it is {shown(template)}, no text", remedy)
+    text = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(asked, f"it cannot be parsed: {error.message} in line {error.lineno}", remedy) from error
+
+
+def _writes(tokenizer: Any, bos: str | None) -> bool:
+    """Whether the template begins a chat with ``bos``; one that refuses to be tried is taken to."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except Exception:  # templates are programs and raise what they like
+        return True
+    return bos is None or str(text).lstrip().startswith(bos)
+
+
+class _Maker:
+    """Builds the tokenizer that a file describes."""
+
+    def __init__(self, model: GGUF) -> None:
+        self.metadata: Mapping[str, Any] = model.metadata
+        self.asked = f"the tokenizer in {model.path}"
+        self.kind = self.metadata.get("tokenizer.ggml.model")
+        if self.kind not in ("gpt2", "llama"):
+            wrong = f"tokenizer.ggml.model is {shown(self.kind)}; known here are 'gpt2' and 'llama'"
+            raise CapabilityError(self.asked, wrong, "use another model")
+        self.tokens: list[str] = self._list("tokens", None) or []
+        self.types = [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
+
+    def _list(self, name: str, count: int | None) -> list[Any] | None:
+        found = self.metadata.get(f"tokenizer.ggml.{name}")
+        if found is None:
+            return None
+        if not hasattr(found, "__len__") or isinstance(found, str):
+            self._refuse(f"tokenizer.ggml.{name} is {shown(found)}, no list")
+        if count is not None and len(found) != count:
+            self._refuse(f"it has {count:,} tokens, and {len(found):,} entries in tokenizer.ggml.{name}")
+        return list(found)
+
+    def _refuse(self, wrong: str) -> None:
+        raise ConfigError(self.asked, wrong, "download the file again, or convert the model again")
+
+    @property
+    def pre(self) -> _Pre:
+        """What the file's pre-tokenizer does.
+
+        Raises:
+            CapabilityError: an unknown name, or none: it is not guessed, since ids would silently be others.
+        """
+        name = self.metadata.get("tokenizer.ggml.pre")
+        if name in PRE_TOKENIZERS:
+            return PRE_TOKENIZERS[name]
+        wrong = "it names no pre-tokenizer" if name is None else f"its pre-tokenizer {shown(name)} is not known here"
+        known = f"convert it again with a newer llama.cpp; known are {', '.join(sorted(PRE_TOKENIZERS))}"
+        raise CapabilityError(self.asked, wrong, known)
+
+    def named(self, name: str) -> str | None:
+        """The text of the token that the file gives a role.
+
+        Raises:
+            ConfigError: an id that no token has.
+        """
+        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token is None or token == 2**32 - 1:
+            return None
+        if not isinstance(token, int) or not 0 <= token < len(self.tokens):
+            self._refuse(f"tokenizer.ggml.{name}_token_id is {shown(token)}, and there are {len(self.tokens):,} tokens")
+        return self.tokens[token]
+
+    def adds(self, name: str) -> bool:
+        """Whether a text begins with BOS, or ends with EOS."""
+        usual = name == "bos" and (self.kind == "llama" or self.pre.bos)
+        return bool(self.metadata.get(f"tokenizer.ggml.add_{name}_token", usual)) and self.named(name) is not None
+
+    def tokenizer(self) -> Any:
+        """The ``tokenizers.Tokenizer``.
+
+        Raises:
+            ConfigError: tokens that are there twice, or merges of pieces that are none.
+        """
+        vocabulary = {token: i for i, token in enumerate(self.tokens)}
+        if len(vocabulary) != len(self.tokens):
+            twice = next(token for i, token in enumerate(self.tokens) if vocabulary[token] != i)
+            self._refuse(f"token {shown(twice)} is there twice")
+        made = self._by_rank(vocabulary) if self.kind == "gpt2" else self._by_score(vocabulary)
+        self._add_whole(made)
+        self._add_ends(made)
+        return made
+
+    def _by_rank(self, vocabulary: dict[str, int]) -> Any:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        pre = self.pre
+        merges = [tuple(merge.split(" ")) for merge in self._list("merges", None) or []]
+        broken = next((merge for merge in merges if len(merge) != 2 or "".join(merge) not in vocabulary), None)
+        if broken is not None:
+            self._refuse(f"the merge {shown(' '.join(broken))} makes no token")
+        try:
+            model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole)
+        except Exception as error:  # tokenizers raises plain Exception
+            self._refuse(f"its merges cannot be used ({error})")
+        made = Tokenizer(model)
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
+        made.decoder = decoders.ByteLevel()
+        return made
+
+    def _by_score(self, vocabulary: dict[str, int]) -> Any:
+        from tokenizers import Tokenizer, decoders, models, normalizers
+
+        scores = self._list("scores", len(self.tokens))
+        if scores is None:
+            self._refuse("it has no tokenizer.ggml.scores")
+        unknown = next((self.tokens[i] for i, kind in enumerate(self.types) if kind == UNKNOWN), None)
+        made = Tokenizer(
+            models.BPE(
+                vocab=vocabulary,
+                merges=_merges(vocabulary, [float(score) for score in scores or ()], self.types),
+                unk_token=unknown,
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        )
+        prefix = bool(self.metadata.get("tokenizer.ggml.add_space_prefix", True))
+        spaces = normalizers.Replace(" ", SPACE)
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+        return made
+
+    def _add_whole(self, made: Any) -> None:
+        """Tokens that are matched as a whole before anything else is cut."""
+        from tokenizers import AddedToken
+
+        for kind in (CONTROL, USER_DEFINED):
+            found = [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
+            made.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token in found if token])
+
+    def _add_ends(self, made: Any) -> None:
+        from tokenizers import processors
+
+        begin, end = ([self.named(name)] if self.adds(name) else [] for name in ("bos", "eos"))
+        if begin or end:
+            names = [str(token) for token in (*begin, *end)]
+            one = " ".join([*(f"{token}:0" for token in begin), "$A:0", *(f"{token}:0" for token in end)])
+            ids = [(name, self.tokens.index(name)) for name in dict.fromkeys(names)]
+            made.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} $B:1", special_tokens=ids)
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others; the likelier the token, the earlier."""
+    merged = ((token, i) for token, i in vocabulary.items() if types[i] not in (CONTROL, USER_DEFINED))
+    ranked = sorted((-scores[i], i, token) for token, i in merged)
+    found = []
+    for _, _, token in ranked:
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocabulary and right in vocabulary:
+                found.append((left, right))
+    return found

@@ -1,0 +1,199 @@
+"""GGUF files as checkpoints: the same network as a folder of their weights, in every type, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kits.gguf_files import NAMES, VOCABULARY, WIDTH, as_folder, write
+from kits.native import needs_kernels
+
+from paceline.attention import make_backend
+from paceline.attention.base import Segment
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.kv.pool import KVPool
+from paceline.network.base import Batch
+from paceline.network.blocks import BY_NAME, TYPES, dequantise
+from paceline.network.decoder import Decoder
+from paceline.network.files import fingerprint
+from paceline.network.gguf import read_gguf
+from paceline.network.loader import load_model, parse_dtype, read_config, resolve_folder
+
+TOKENS = torch.tensor([5, 17, 200, 33, 33, 319, 0, 8])
+
+
+def load(place: Path, dtype: str = "auto", native: bool = True, **options: Any) -> Decoder:
+    kind, _ = parse_dtype(dtype, read_config(place))
+    backend = make_backend("sdpa", kind, exact=False)
+    return load_model(place, attention=backend, dtype=dtype, native=native, **options)
+
+
+@torch.inference_mode()
+def logits(decoder: Decoder, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    rows = len(tokens)
+    pool = KVPool(*decoder.cache_shape, 64, decoder.dtype, decoder.device)
+    places = torch.arange(rows)
+    plan = decoder.plan([Segment(0, rows, slice(0, rows), rows, 0, None, None)], places)
+    batch = Batch(tokens, places, torch.zeros(rows, dtype=torch.long), places, slice(0, rows), plan)
+    return decoder.logits(decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool))
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", *(kind.name for kind in TYPES)])
+def test_a_file_is_the_checkpoint_of_its_numbers(kind: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", kind, tied=kind != "q5_0")
+    folder = as_folder(file, tmp_path / "folder")
+    theirs = logits(load(folder, "float32", native=False))
+    assert torch.equal(logits(load(file, "float32", native=False)), theirs)
+    assert theirs.std() > 0.1
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [kind.name for kind in TYPES])
+def test_stored_blocks_compute_what_their_numbers_do(kind: str, tmp_path: Path) -> None:
+    """Up to the rounding of activations; and the look-up of embeddings exactly."""
+    file = write(tmp_path / "m.gguf", kind)
+    decoder = load(file)
+    assert decoder.quant == "stored" and decoder.dtype == torch.bfloat16
+    whole = logits(load(file, "float32", native=False))
+    off = (logits(decoder) - whole).abs().max() / whole.std()
+    assert off < 0.15, off
+    table = dequantise(BY_NAME[kind], read_gguf(file).tensors["token_embd.weight"].raw())
+    every = torch.arange(VOCABULARY)
+    assert torch.equal(decoder.words(every, every), torch.from_numpy(table).bfloat16())
+    assert not torch.equal(decoder.words(every[:1], every[:1]), torch.from_numpy(table[1:2]).bfloat16())
+    with pytest.raises(IndexError, match="token id outside"):
+        decoder.words(every + 1, every)
+
+
+@needs_kernels
+def test_parts_of_one_product_may_be_of_several_types(tmp_path: Path) -> None:
+    """As in Q4_K_M, where q, k and v of a layer differ."""
+    types = {"attn_v": "q6_k", "attn_k": "q5_0", "ffn_up": "q4_k", "ffn_down": "q8_0", "token_embd": "q6_k"}
+    file = write(tmp_path / "m.gguf", types)
+    decoder, whole = load(file), logits(load(file, "float32", native=False))
+    assert (logits(decoder) - whole).abs().max() / whole.std() < 0.15
+    for width in (1, 3, 8):  # the same bits at every width
+        assert torch.equal(logits(decoder, TOKENS[:width]), logits(decoder)[:width])
+
+
+@needs_kernels
+def test_a_linear_that_is_partly_plain_is_made_plain(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", {"attn_v": "f32", "token_embd": "f16"}, tied=False)
+    whole = logits(load(file, "float32", native=False))
+    assert (logits(load(file)) - whole).abs().max() / whole.std() < 0.15
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "q8_0"])
+def test_a_plain_dtype_is_that_of_the_same_checkpoint(dtype: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "q5_1")
+    folder = as_folder(file, tmp_path / "folder")
+    assert torch.equal(logits(load(file, dtype)), logits(load(folder, dtype)))
+
+
+@needs_kernels
+def test_a_stretched_file_says_the_same(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", {"attn_v": "q6_k"})
+    assert torch.equal(logits(load(file, stretch=3)), logits(load(file)))
+
+
+@needs_kernels
+def test_a_part_of_the_layers_is_that_part(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf")
+    part = load(file, layers=(1, 2))
+    assert part.num_layers == 1 and part.quant == "stored"
+    assert load(file, layers=(0, 1), words=False).config.vocab_size == 1
+
+
+def test_stored_weights_need_compiled_layers(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf")
+    with pytest.raises(CapabilityError, match="compiled layers"):
+        load(file, native=False)
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf")
+    assert resolve_folder(tmp_path) == resolve_folder(file) == file
+    write(tmp_path / "n.gguf")
+    with pytest.raises(ConfigError, match=r"holds 2 models: m.gguf, n.gguf"):
+        resolve_folder(tmp_path)
+    with pytest.raises(ConfigError, match="no such file"):
+        resolve_folder(tmp_path / "o.gguf")
+    (tmp_path / "text.txt").write_text("x")
+    with pytest.raises(ConfigError, match="it is a file"):
+        resolve_folder(tmp_path / "text.txt")
+
+
+def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
+    one = write(tmp_path / "m.gguf")
+    mark = fingerprint(one)
+    data = bytearray(one.read_bytes())
+    data[-1] ^= 1
+    one.write_bytes(data)
+    assert fingerprint(one) != mark
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"llama.embedding_length": None}, "llama.embedding_length is missing"),
+        ({"llama.block_count": 0}, "llama.block_count is 0"),
+        ({"llama.block_count": 3}, "misses tensor layers.2"),
+        ({"llama.block_count": 1}, "tensor 'blk.1.attn_norm.weight', for which"),
+        ({"llama.attention.head_count": 3}, "heads"),
+        ({"llama.feed_forward_length": 500}, "is .512, 256., not .500, 256."),
+        ({"llama.attention.layer_norm_rms_epsilon": "small"}, "must be a positive number"),
+        ({"llama.rope.scaling.type": "spiral"}, "rope.scaling.type is 'spiral'"),
+        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"general.architecture": "mamba"}, "recurrent layers"),
+        ({"general.architecture": "gpt-oss"}, "mixtures of experts"),
+        ({"general.architecture": "clip"}, "vision"),
+        ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
+    ],
+)
+def test_metadata_that_cannot_be_are_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", changed=changed)
+    with pytest.raises(ConfigError, match=words):
+        load(file, "float32", native=False)
+
+
+def test_tokens_and_embedding_must_agree(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="300 tokens, and an embedding of 320"):
+        read_config(write(tmp_path / "m.gguf", tokens=300))
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_scale_that_is_no_number_is_named(value: float, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf")
+    place = read_gguf(file).tensors["blk.1.ffn_gate.weight"]
+    data = bytearray(file.read_bytes())
+    data[place.start + 18 * 7 : place.start + 18 * 7 + 2] = struct.pack("<e", value)
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"blk.1.ffn_gate.weight"):
+        load(file)
+
+
+def test_other_types_load_with_a_plain_dtype(tmp_path: Path) -> None:
+    """Q3_K, which has no product here: by the gguf package, and named where no plain dtype is asked for."""
+    import gguf
+
+    file = write(tmp_path / "m.gguf", {"attn_v": "f32"})
+    place = read_gguf(file).tensors["blk.0.attn_v.weight"]
+    raw = np.random.default_rng(0).integers(0, 256, (WIDTH // 2, 110), dtype=np.uint8)
+    raw[:, 108:] = np.full((len(raw), 1), 1e-3, "<f2").view(np.uint8)
+    data = bytearray(file.read_bytes())
+    data[place.start : place.start + raw.size] = raw.tobytes()
+    entry = data.index(b"blk.0.attn_v.weight") + len("blk.0.attn_v.weight") + 4 + 16
+    data[entry : entry + 4] = struct.pack("<I", 11)
+    file.write_bytes(data)
+    whole = load(file, "float32", native=False)
+    rows = whole.layers[0].qkv.weight[-WIDTH // 2 :]
+    known = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q3_K)
+    assert np.array_equal(rows.numpy(), known) and "v_proj" in NAMES["attn_v"]
+    with pytest.raises(CapabilityError, match="q3_k"):
+        load(file)
