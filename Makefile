@@ -42,7 +42,7 @@ PEERS_DIR := .peers
 WORKERS := studies/kit/peer_workers
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all install lint format clean check-python peers bench fuzz soak sanitize
+.PHONY: help demo weights test test-all install lint format clean check-python peers bench fuzz soak sanitize
 
 help:
 	@echo 'make demo      set up .venv and answer prompts plainly and speculatively'
@@ -51,6 +51,7 @@ help:
 	@echo 'make install   only set up .venv'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make format    let ruff format the code'
+	@echo 'make weights   fetch SmolLM2 135M (98 MB) for its tests; GEMMA=yes: Gemma 3 270M too, whose terms it states'
 	@echo 'make bench     repeat the benchmark of docs/measured/benchmarks.md (half an hour; make peers first, to have them in it)'
 	@echo 'make peers     the engines that studies/peers.py compares with, each in .peers/NAME (long; some gigabytes)'
 	@echo 'make peer-NAME one of them: $(PEERS)'
@@ -74,6 +75,9 @@ bench: $(RUN_STAMP)
 	  --max-new-tokens 128 --out build/bench/random
 	$(BESIDE) $(BESIDE_TASKS) --prompts 6 --out build/bench/peers
 	$(BESIDE) $(BESIDE_TASKS) --prompts 2 --dtype float32 --out build/bench/float32
+
+weights: $(DEV_STAMP)
+	$(BIN)/python tools/get_weights.py $(if $(GEMMA),--gemma)
 
 fuzz: $(DEV_STAMP)
 	$(BIN)/python tests/fuzz/run.py --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0)

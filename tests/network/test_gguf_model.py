@@ -150,7 +150,7 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "spiral"}, "rope.scaling.type is 'spiral'"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"general.architecture": "mamba"}, "recurrent layers"),
-        ({"general.architecture": "gpt-oss"}, "mixtures of experts"),
+        ({"general.architecture": "gpt-oss"}, "mixture of experts"),
         ({"general.architecture": "clip"}, "vision"),
         ({"general.architecture": "nonesuch"}, "'nonesuch' is not known here"),
     ],

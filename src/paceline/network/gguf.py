@@ -3,7 +3,7 @@
 A file is mapped. A count that a header states is compared with the bytes that are left before anything is made of it,
 so what is allocated never exceeds the file; arrays are turned into Python values when somebody asks for them.
 
-Source: the GGUF specification (ggml's ``docs/gguf.md``), versions 2 and 3, little-endian.
+Source: the GGUF specification of ggml's repository, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations

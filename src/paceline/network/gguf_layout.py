@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..core.errors import ConfigError
@@ -91,7 +92,7 @@ def read_gguf_config(path: Path) -> DecoderConfig:
     """
     model = read_gguf(path)
     try:
-        return decoder_config(config_of(model))
+        return replace(decoder_config(config_of(model)), norm_offset=0.0)  # the converter has added it
     except ConfigError as error:  # CapabilityError is one
         named = error.asked.replace("config.json", f"GGUF file {path}")
         raise type(error)(named, error.wrong, error.remedy) from error

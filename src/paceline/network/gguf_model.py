@@ -21,6 +21,7 @@ from torch import Tensor
 from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .blocks import BY_NUMBER, StoredRows, dequantise
+from .families import refuse_unbuilt
 from .gguf import GGUF, TensorPlace
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
@@ -53,22 +54,15 @@ _OWN_NAMES = {
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
-# Architectures that exist and are not built: what each would need.
-_UNBUILT = {
-    "gpt-oss": "mixtures of experts, and sinks of attention",
-    "qwen2moe": "mixtures of experts",
-    "qwen3moe": "mixtures of experts",
-    "llama4": "mixtures of experts",
-    "deepseek2": "mixtures of experts, and latent attention",
-    "qwen35": "recurrent layers, whose state a rejected draft must undo",
-    "qwen3next": "recurrent layers, whose state a rejected draft must undo",
-    "lfm2": "recurrent layers, whose state a rejected draft must undo",
-    "mamba": "recurrent layers, whose state a rejected draft must undo",
-    "gemma3n": "embeddings of each layer",
-    "gemma4": "embeddings of each layer, and K/V that layers share",
+# Architectures that hold no language model which writes, or need what `families` does not name.
+_OTHERS = {
+    "bert": "a model that writes: it makes embeddings",
     "clip": "a language model: it holds a vision tower",
-    "bert": "a language model that writes: it makes embeddings",
-    "nomic-bert": "a language model that writes: it makes embeddings",
+    "deepseek2": "mixtures of experts, and latent attention",
+    "gemma3n": "embeddings for every layer",
+    "llama4": "mixtures of experts",
+    "mamba": "recurrent layers: a rejected draft would have to undo their state",
+    "nomic-bert": "a model that writes: it makes embeddings",
 }
 
 
@@ -193,8 +187,10 @@ def architecture(model: GGUF) -> str:
     if isinstance(found, str) and found in _ARCHITECTURES:
         return found
     known = f"use one of: {', '.join(sorted(_ARCHITECTURES))}"
-    if isinstance(found, str) and found in _UNBUILT:
-        raise CapabilityError(asked, f"its architecture {found!r} needs what is not built: {_UNBUILT[found]}", known)
+    if isinstance(found, str):
+        refuse_unbuilt(found)
+        if found in _OTHERS:
+            raise CapabilityError(asked, f"its architecture {found!r} needs what is not here: {_OTHERS[found]}", known)
     wrong = "it names no architecture" if found is None else f"its architecture {shown(found)} is not known here"
     raise ConfigError(asked, wrong, known)
 
@@ -353,9 +349,31 @@ def _phi3(model: GGUF, said: _Said) -> dict[str, Any]:
     return {"model_type": "phi3", "sliding_window": window or None}
 
 
+def _gemma3(model: GGUF, said: _Said) -> dict[str, Any]:
+    """No file names the pattern of windows, the rotation of layers with one, or the scale of the largest's scores."""
+    layers, width, heads = (said.integer(key) for key in ("block_count", "embedding_length", "attention.head_count"))
+    head_dim = said.integer("attention.key_length", 256)
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": said.integer("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_theta": said.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": said.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": width // heads if layers == 62 else head_dim,
+        "head_dim": head_dim,
+    }
+
+
+def _smollm3(model: GGUF, said: _Said) -> dict[str, Any]:
+    return {"model_type": "smollm3", "no_rope_layer_interval": 4}
+
+
 _ARCHITECTURES: dict[str, Callable[[GGUF, _Said], dict[str, Any]]] = {
+    "gemma3": _gemma3,
     "llama": _llama,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "smollm3": _smollm3,
 }

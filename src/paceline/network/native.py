@@ -173,8 +173,11 @@ class Stack:
                 self.words = abi.CLinear(table.data_ptr(), None, None, c.vocab_size, c.d_model, 0)
             else:
                 packed = head if decoder.head is None else NativeLinear(table, None, arena=self._arena, parts=parts)
-                self._held.append(packed)
-                self.words = packed.struct
+                factor = torch.tensor([c.embedding_scale]).to(self.dtype).float()  # as a table's is rounded
+                self._held += [packed, factor]
+                known = packed.struct
+                scale = factor.data_ptr() if c.embedding_scale != 1 else None
+                self.words = abi.CLinear(known.weight, scale, None, known.n, known.k, known.kind)
             return head, self._floats(decoder.norm.weight)
         assert lender.stack is not None, "it was looked at before"
         self._held.append(lender)

@@ -150,7 +150,7 @@ const A* prepared(const A* x, int64_t rows, int64_t k, const float* weight, floa
 }
 
 // The embedding of a token, a state of the model. Unlike a product's weight a table that is not in blocks lies row
-// after row, in the activations' type.
+// after row, in the activations' type, with the factor of embeddings in it; here that is `scale`.
 inline void embed(const Model& m, const Linear& words, int64_t token, void* out) {
   static thread_local std::vector<float> row;
   const int64_t d = m.d_model;
@@ -164,9 +164,10 @@ inline void embed(const Model& m, const Linear& words, int64_t token, void* out)
     unpack_lane<decltype(format)>((const uint8_t*)line.at, (int)(token % LANES), padded_k(line.kind, d), row.data());
     return 0;
   });
+  const float by = words.scale ? *words.scale : 1;
   for (int64_t i = 0; i < d; i++)
-    if (m.wide_activations) ((float*)out)[i] = row[i];
-    else put((bf16*)out + i, row[i]);
+    if (m.wide_activations) ((float*)out)[i] = row[i] * by;
+    else put((bf16*)out + i, wide(narrow(row[i])) * by);
 }
 
 }  // namespace

@@ -1,0 +1,206 @@
+"""Tokenizers of GGUF files: ids as llama.cpp gives them, and vocabularies that cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits import weights
+
+from paceline.core.errors import CapabilityError, ConfigError
+from paceline.network import gguf_tokenizer
+from paceline.network.gguf import GGUF, read_gguf
+from paceline.network.gguf_tokenizer import PRE_TOKENIZERS, load_gguf_tokenizer, load_gguf_vocabulary
+
+# Of each string the ids that llama.cpp's tokenizer gives with special tokens parsed, on both files.
+KNOWN = json.loads((Path(__file__).parents[1] / "kits" / "llama_cpp_ids.json").read_text())
+BYTES = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
+BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]  # GPT-2's names of bytes
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def write(path: Path, metadata: dict[str, Any]) -> GGUF:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        if value is None or value == []:
+            continue
+        add = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
+        add[type(value)](f"tokenizer.{key}", value)
+    writer.add_tensor("x", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_gguf(path)
+
+
+def by_rank(path: Path, **changed: Any) -> GGUF:
+    tokens = [*BYTES, "he", "ll", "hell", "hello", "\u0120w", "12", "<end>", "<turn>"]
+    metadata = {
+        "ggml.model": "gpt2",
+        "ggml.pre": "gpt-2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": [1] * (len(tokens) - 2) + [3, 4],
+        "ggml.merges": ["h e", "l l", "he ll", "hell o", "\u0120 w", "1 2"],
+        "ggml.eos_token_id": len(tokens) - 2,
+        "ggml.bos_token_id": len(tokens) - 2,
+    }
+    return write(path, metadata | {key.replace("__", "."): value for key, value in changed.items()})
+
+
+def by_score(path: Path, **changed: Any) -> GGUF:
+    space = "\u2581"
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    types = [2, 3, 3, *[6] * 256]
+    words = [space, "a", "b", "ab", "ba", f"{space}ab", "aba", "\n\n"]
+    metadata = {
+        "ggml.model": "llama",
+        "ggml.tokens": [*tokens, *words],
+        "ggml.token_type": [*types, *[1] * (len(words) - 1), 4],
+        "ggml.scores": [0.0] * len(tokens) + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, 0.0],
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }
+    return write(path, metadata | {key.replace("__", "."): value for key, value in changed.items()})
+
+
+def pieces(model: GGUF, text: str, **options: Any) -> list[str]:
+    tokenizer = load_gguf_tokenizer(model)
+    return tokenizer.convert_ids_to_tokens(tokenizer.encode(text, **options))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("name", "place"), [("smollm2", weights.smollm2), ("gemma3", weights.gemma)])
+def test_ids_are_llama_cpps(name: str, place: Callable[[], Path]) -> None:
+    tokenizer = load_gguf_tokenizer(read_gguf(place()))
+    assert len(KNOWN["strings"]) == 200
+    differ = [
+        text
+        for text, ids in zip(KNOWN["strings"], KNOWN[name], strict=True)
+        if ids not in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False))
+    ]
+    assert differ == []
+
+
+def test_a_vocabulary_is_read_from_the_cache_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = by_score(tmp_path / "m.gguf")
+    first = load_gguf_vocabulary(model).to_str()
+    monkeypatch.setattr(gguf_tokenizer._Maker, "tokenizer", lambda self: pytest.fail("it was made again"))
+    assert load_gguf_vocabulary(model).to_str() == first
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_gguf_vocabulary(model)
+    [kept] = (tmp_path / "paceline" / "tokenizers").glob("*")
+    kept.write_text("{")  # damaged: made anew
+    assert load_gguf_vocabulary(model).to_str() == first and len(kept.read_text()) > 10
+
+
+def test_pairs_merge_by_rank(tmp_path: Path) -> None:
+    model = by_rank(tmp_path / "m.gguf")
+    assert pieces(model, "hello hell") == ["hello", "\u0120", "hell"]
+    assert pieces(model, "hello w123<end>") == ["hello", "\u0120w", "12", "3", "<end>"]
+    assert pieces(by_rank(tmp_path / "n.gguf", ggml__pre="smollm"), "w123") == ["w", "1", "2", "3"]  # digits apart
+    assert pieces(model, "<turn>h<turn") == ["<turn>", "h", "<", "t", "u", "r", "n"]
+
+
+def test_a_piece_that_is_a_token_needs_no_merges(tmp_path: Path) -> None:
+    """As Llama 3's pre-tokenizer has it."""
+    merges = ["l l"]
+    assert pieces(by_rank(tmp_path / "m.gguf", ggml__pre="smaug-bpe", ggml__merges=merges), "hello") != ["hello"]
+    named = by_rank(tmp_path / "n.gguf", ggml__pre="llama-bpe", ggml__merges=merges, ggml__add_bos_token=False)
+    assert pieces(named, "hello") == ["hello"]
+
+
+def test_characters_merge_by_score(tmp_path: Path) -> None:
+    model = by_score(tmp_path / "m.gguf")
+    assert pieces(model, "ab aba") == ["<s>", "\u2581ab", "\u2581ab", "a"]
+    assert pieces(model, "b\u00e9", add_special_tokens=False) == ["\u2581", "b", "<0xC3>", "<0xA9>"]
+    bare = by_score(tmp_path / "n.gguf", ggml__add_space_prefix=False, ggml__add_bos_token=False)
+    assert pieces(bare, "aba\n\nb") == ["aba", "\n\n", "b"]
+    tokenizer = load_gguf_tokenizer(model)
+    assert tokenizer.decode(tokenizer.encode("ab b\u00e9", add_special_tokens=False)) == "ab b\u00e9"
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text())
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "deepseek-v3", "falcon"])
+def test_every_text_comes_back(text: str, pre: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if pre not in _MADE:
+        _MADE[pre] = load_gguf_vocabulary(by_rank(tmp_path_factory.mktemp(pre) / "m.gguf", ggml__pre=pre))
+    assert _MADE[pre].decode(_MADE[pre].encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+_MADE: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_every_pre_tokenizer_cuts(pre: str, tmp_path: Path) -> None:
+    vocabulary = load_gguf_vocabulary(by_rank(tmp_path / "m.gguf", ggml__pre=pre))
+    text = "hello w12 \u00c9t\u00e9's  \u4e2d\u6587\n\n  x"
+    assert vocabulary.decode(vocabulary.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_ends_are_those_of_the_flags(tmp_path: Path) -> None:
+    both = {"ggml__add_bos_token": True, "ggml__add_eos_token": True}
+    assert pieces(by_score(tmp_path / "m.gguf", **both), "a") == ["<s>", "\u2581", "a", "</s>"]
+    assert pieces(by_rank(tmp_path / "n.gguf"), "h") == ["h"]
+    assert pieces(by_rank(tmp_path / "o.gguf", ggml__pre="tekken"), "h") == ["<end>", "h"]
+
+
+def test_a_chat_begins_with_one_bos(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "ab"}]
+    for name, template in (("a", "{{ bos_token }}{{ messages[0].content }}"), ("b", "{{ messages[0].content }}")):
+        tokenizer = load_gguf_tokenizer(by_score(tmp_path / f"{name}.gguf", chat_template=template))
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>ab"
+    bare = by_score(tmp_path / "c.gguf", chat_template="{{ messages[0].content }}", ggml__add_bos_token=False)
+    assert load_gguf_tokenizer(bare).apply_chat_template(chat, tokenize=False) == "ab"
+
+
+def test_smollm2s_template_is_rendered() -> None:
+    text = load_gguf_tokenizer(read_gguf(weights.smollm2())).apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text == turns
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"ggml__pre": "nonesuch"}, "pre-tokenizer 'nonesuch' is not known"),
+        ({"ggml__pre": None}, "names no pre-tokenizer"),
+        ({"ggml__model": "t5"}, "tokenizer.ggml.model is 't5'"),
+        ({"ggml__token_type": [1, 2]}, "tokens, and 2 entries in tokenizer.ggml.token_type"),
+        ({"ggml__merges": ["h q"]}, "the merge 'h q' makes no token"),
+        ({"ggml__merges": ["h e l"]}, "the merge 'h e l' makes no token"),
+        ({"ggml__bos_token_id": 5000, "ggml__add_bos_token": True}, "bos_token_id is 5000"),
+        ({"chat_template": "{% for %}"}, "cannot be parsed"),
+        ({"ggml__tokens": ["a", "a"], "ggml__token_type": None, "ggml__merges": []}, "token 'a' is there twice"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_gguf_tokenizer(by_rank(tmp_path / "m.gguf", **changed))
+
+
+def test_scores_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer.ggml.scores"):
+        load_gguf_tokenizer(by_score(tmp_path / "m.gguf", ggml__scores=None))
+    with pytest.raises(CapabilityError):
+        load_gguf_tokenizer(by_rank(tmp_path / "n.gguf", ggml__model="rwkv"))
+
+
+def test_no_tokens_is_no_tokenizer(tmp_path: Path) -> None:
+    assert load_gguf_tokenizer(write(tmp_path / "m.gguf", {"ggml.model": "gpt2"})) is None
