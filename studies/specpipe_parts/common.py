@@ -275,7 +275,7 @@ def decode(
             drafter,
             "sample_and_match",
             stage_line,
-            lambda sessions: VirtualLevels(clock, sessions, draft_s, stage_line.timeline),
+            levels=lambda sessions: VirtualLevels(clock, sessions, draft_s, stage_line.timeline),
         )
         ticks: list[Tick] = []
         round_.on_tick, round_.widths = ticks.append, widths
@@ -305,7 +305,7 @@ def engine_over(ask: PipeFlags, round_: PipelineRound, pool: KVPool, together: i
     shape = target(ask).decoder.config
     limits = EngineLimits(vocab_size=shape.vocab_size, max_model_len=shape.max_position, eos_ids=shape.eos_ids)
     scheduler = SchedulerConfig(max_sequences=together)
-    return Engine(round_, pool, limits, scheduler, FixedBudget(size=0, why="a pipeline"), None, {})
+    return Engine(round_, pool, limits, scheduler, FixedBudget(size=1), None, {})
 
 
 def levels(ask: PipeFlags, **options: Any) -> PipelineConfig:

@@ -77,11 +77,11 @@ def decode(
     def levels(sessions: Any) -> VirtualLevels:
         return VirtualLevels(clock, sessions, source_s, stage_line.timeline)
 
-    round_ = config.over(DECODER, pool, drafter, "sample_and_match", stage_line, levels)  # type: ignore[arg-type]
+    round_ = config.over(DECODER, pool, drafter, "sample_and_match", stage_line, levels=levels)  # type: ignore[arg-type]
     ticks: list[Tick] = []
     round_.on_tick = ticks.append
     limits = EngineLimits(vocab_size=VOCAB, max_model_len=CONFIG.max_position, eos_ids=CONFIG.eos_ids)
-    engine = Engine(round_, pool, limits, SchedulerConfig(), FixedBudget(size=0, why="a test"), TOY_TEXTS, {})
+    engine = Engine(round_, pool, limits, SchedulerConfig(), FixedBudget(size=1), TOY_TEXTS, {})
     (output,) = run(engine, [(PROMPT, replace(PARAMS, max_tokens=tokens))])
     assert round_.failure is None
     return output.outputs[0].token_ids, clock.now(), ticks, stage_line

@@ -83,8 +83,6 @@ def make_round(text: str, serve: Serve | None = None, **parts: Any) -> Round:
     """
     drafter = parts.get("drafter")
     chosen = round_of(text, None if drafter is None else drafter.spec)
-    if chosen.place is None:
-        return chosen.build(**parts)
-    if serve is None:
+    if chosen.place is not None and serve is None:
         raise CapabilityError(f"round={text!r}", "nothing here starts processes", "let an LLM make the engine")
-    return chosen.build_apart(**parts, serve=serve)
+    return chosen.build(**parts, serve=serve)

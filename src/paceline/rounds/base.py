@@ -210,42 +210,30 @@ class RoundConfig(NamedConfig):
         raise NotImplementedError(f"{type(self).__name__}.refusal")
 
     def build(
-        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str, origin: Origin = UNKNOWN
+        self,
+        target: Decoder,
+        pool: KVPool,
+        drafter: Drafter | None,
+        verifier: str,
+        origin: Origin = UNKNOWN,
+        serve: Serve | None = None,
     ) -> Round:
         """Make the round.
 
         Args:
             target: the model that verifies.
             pool: its K/V.
-            drafter: one that `refusal` has nothing against.
+            drafter: one that `refusal` has nothing against. Where `place` names a process, the same drafter runs
+                there; this one is not bound, and is asked for nothing but what it declares.
             verifier: name of the verifier.
             origin: where the target comes from.
+            serve: starts the drafter's process, where `place` names one.
 
         Raises:
-            ConfigError: options, or a verifier, that do not fit the target or the drafter.
+            ConfigError: options, or a verifier, that do not fit the target or the drafter; a process that cannot be
+                started.
         """
         raise NotImplementedError(f"{type(self).__name__}.build")
-
-    def build_apart(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter,
-        verifier: str,
-        serve: Serve,
-        origin: Origin = UNKNOWN,
-    ) -> Round:
-        """Make the round with a drafter in a process of its own, where `place` says so.
-
-        Args:
-            target, pool, verifier, origin: as for `build`.
-            drafter: the same that runs there; not bound here, and asked for nothing but what it declares.
-            serve: starts the process.
-
-        Raises:
-            ConfigError: as `build`; a process that cannot be started.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.build_apart")
 
 
 @runtime_checkable

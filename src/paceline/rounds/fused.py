@@ -20,7 +20,7 @@ from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
 from ..network.streams import StreamSet, check_exit
-from .base import UNKNOWN, Origin, Round, RoundConfig, StepResult, Work
+from .base import UNKNOWN, Origin, Round, RoundConfig, Serve, StepResult, Work
 from .compiled_streams import StreamDrafts, count_stream_drafts, decide_streams_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
@@ -50,6 +50,7 @@ class FusedConfig(RoundConfig):
         drafter: Drafter | None,
         verifier: str = DEFAULT_VERIFIER,
         origin: Origin = UNKNOWN,
+        serve: Serve | None = None,
     ) -> Round:
         assert drafter is not None
         return FusedRound(target, pool, drafter, verifier)

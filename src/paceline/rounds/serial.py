@@ -15,7 +15,7 @@ from ..drafters.base import Drafter, DrafterSpec, DraftRule
 from ..kv.pool import KVPool
 from ..network.base import Taps
 from ..network.decoder import Decoder
-from .base import UNKNOWN, Origin, Round, RoundConfig, StepResult, Work
+from .base import UNKNOWN, Origin, Round, RoundConfig, Serve, StepResult, Work
 from .compiled import decide_compiled
 from .drafting import GuardedDrafter, GuardedRound
 from .outcome import Emitter, keep
@@ -42,6 +42,7 @@ class SerialConfig(RoundConfig):
         drafter: Drafter | None,
         verifier: str = DEFAULT_VERIFIER,
         origin: Origin = UNKNOWN,
+        serve: Serve | None = None,
     ) -> Round:
         return SerialRound(target, pool, drafter, verifier)
 

@@ -16,6 +16,7 @@ from paceline.core.errors import CapabilityError, ConfigError
 from paceline.core.sampling import SamplingParams
 from paceline.drafters.base import DrafterSpec
 from paceline.drafters.ngram import NgramConfig
+from paceline.drafters.none import NoneConfig
 from paceline.drafters.sessions import Ask, Grown
 from paceline.drafters.suffix import SuffixConfig
 from paceline.drafters.synthetic import SyntheticConfig, write_answers
@@ -198,10 +199,18 @@ def test_sources_that_look_texts_up() -> None:
     assert round_.failure is None and any(tick.entered > 1 for tick in ticks[1:]) | any(t.hits for t in ticks)
 
 
+@pytest.mark.parametrize("parts", [{"draft": drafter(), "budget": 0}, {"draft": NoneConfig()}])
+def test_nothing_is_drafted_where_that_is_asked_for(parts: dict[str, Any]) -> None:
+    engine, round_, ticks = piped(stages=4, **parts)
+    (output,) = run(engine, [(PROMPTS[0], GREEDY)])
+    assert ids([output]) == plain([(PROMPTS[0], GREEDY)]) and round_.failure is None
+    assert all(tick.entered <= 1 for tick in ticks[1:])
+
+
 def test_what_cannot_run_is_refused_with_the_reason() -> None:
     config = parse_round("pipeline,stages=5")
     assert config is not None
-    taps = config.refusal(DrafterSpec(name="eagle", taps=(-1,)))
+    taps = config.refusal(DrafterSpec(name="eagle", default_budget=4, taps=(-1,)))
     assert taps is not None and "5 ticks" in taps[0] and "eagle" in taps[0]
     beside = config.refusal(streams().spec)
     assert beside is not None and "streams in the target's own pass" in beside[0]

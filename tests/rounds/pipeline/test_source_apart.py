@@ -59,7 +59,7 @@ def apart(level_s: float = 0.0, noise: float = 0.03) -> tuple[Engine, Stand, lis
     old = engine.round
     assert isinstance(old, PipelineRound) and isinstance(engine.pool, KVPool)
     config = PipelineConfig(stages=4, source="process", threads=1)
-    round_ = config.build_apart(DECODER, engine.pool, drafter, "sample_and_match", serve)
+    round_ = config.build(DECODER, engine.pool, drafter, "sample_and_match", serve=serve)
     assert isinstance(round_, PipelineRound) and asked == [(config.nodes, Place((), 1))]
     ticks: list[Tick] = []
     round_.on_tick = ticks.append

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ...core.errors import ConfigError
@@ -13,7 +13,8 @@ from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.exits import ExitHead, exit_layer, exit_of
 from ...network.files import fingerprint
-from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
+from ..ahead import AheadConfig
+from ..base import UNKNOWN, Origin, Place, Round, Serve
 from .round import MirrorRound
 from .running import Beside, Between, Remote, Runner
 
@@ -24,12 +25,12 @@ ZOO = "zoo"  # in place of a folder of exits
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorConfig(RoundConfig):
+class MirrorConfig(AheadConfig):
     """Drafts for every likely outcome of a pass while the pass is under way (Mirror Speculative Decoding)."""
 
     kind: ClassVar[str] = "mirror"
-    automatic: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
+    chooser: ClassVar[str] = "rollout"
+    apart_only: ClassVar[tuple[str, ...]] = (*AheadConfig.apart_only, "level_ms")
 
     kappa: int | None = option(
         None, help="candidates of each position, 1 or more; none: by batch size, from 8 alone to 1 of 64", minimum=1
@@ -56,16 +57,6 @@ class MirrorConfig(RoundConfig):
         "outcome as many as a window has",
         minimum=1,
     )
-    cores: tuple[int, ...] = option(
-        (), help="with rollout=process: CPU cores of the drafter, such as <1>; the target keeps to the others"
-    )
-    threads: int | None = option(None, help="with rollout=process: threads of the drafter; none: one a core", minimum=1)
-    device: str = option(
-        "",
-        help="with rollout=process: device of the drafter, such as cuda:1; none: the GPU behind the target's where "
-        "that has device=cuda, else the target's own",
-    )
-
     level_ms: float | None = option(
         None,
         help="with rollout=process: ms that a level is given, as if the drafter were on another device; none: what it "
@@ -73,58 +64,36 @@ class MirrorConfig(RoundConfig):
         above=0,
     )
 
-    def validate(self) -> None:
-        """Cores, threads, device and times are those of a process."""
-        for name in ("cores", "threads", "device", "level_ms"):
-            self.require(name, self.rollout == "process" or not getattr(self, name), "is for rollout=process")
-
     @property
     def place(self) -> Place | None:
         """See `RoundConfig`."""
-        return Place(self.cores, self.threads, self.level_ms, self.device) if self.rollout == "process" else None
+        place = super().place
+        return None if place is None else replace(place, level_ms=self.level_ms)
 
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL'"
         if spec is None:
             return "it has nothing to draft with", remedy
-        who = spec.name
-        if spec.streams is not None:
-            return f"{who} drafts with streams in the target's own pass, which ends too late", remedy
-        if spec.taps:
-            return f"{who} drafts from the target's states of a pass, and drafting begins in its middle", remedy
-        if spec.proposes == "sampled":
-            return (
-                f"{who} draws its drafts for rejection, which decides against other tokens",
-                "leave out proposes=sampled",
-            )
-        if not spec.ahead:
-            return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
-        if spec.tree and not spec.ahead_levels:
-            return f"{who} drafts trees, and what is prepared for an outcome is a chain", "leave out branching and topk"
-        return None
+        late = "which ends too late", "and drafting begins in the middle of a pass"
+        if spec.ahead and spec.tree and not spec.ahead_levels:
+            wrong = f"{spec.name} drafts trees, and what is prepared for an outcome is a chain"
+            return wrong, "leave out branching and topk"
+        return self.misfit(spec, *late, remedy)
 
     def build(
-        self, target: Decoder, pool: KVPool, drafter: Drafter | None, verifier: str, origin: Origin = UNKNOWN
-    ) -> Round:
-        assert drafter is not None
-        exit_head = self.exit_head(target, origin)  # before anything is allocated
-        runner = Beside() if self.rollout == "beside" else Between()
-        sessions = drafter.sessions(self.capacity(drafter.spec))
-        return self.over(target, pool, drafter, verifier, exit_head, sessions, runner)
-
-    def build_apart(
         self,
         target: Decoder,
         pool: KVPool,
-        drafter: Drafter,
+        drafter: Drafter | None,
         verifier: str,
-        serve: Serve,
         origin: Origin = UNKNOWN,
+        serve: Serve | None = None,
     ) -> Round:
-        assert self.place is not None
-        exit_head = self.exit_head(target, origin)  # before a process is started
-        sessions = serve(rows=self.capacity(drafter.spec), place=self.place)
-        return self.over(target, pool, drafter, verifier, exit_head, sessions, Remote())
+        assert drafter is not None
+        exit_head = self.exit_head(target, origin)  # before anything is allocated or started
+        sessions = self.sessions(drafter, self.capacity(drafter.spec), self.place, serve)
+        runners: dict[str, type[Runner]] = {"between": Between, "beside": Beside, "process": Remote}
+        return self.over(target, pool, drafter, verifier, exit_head, sessions, runners[self.rollout]())
 
     def capacity(self, spec: DrafterSpec) -> int:
         """Drafted nodes that a sequence may hold at once: a window, and a branch below every candidate."""

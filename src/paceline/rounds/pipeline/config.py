@@ -6,20 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 from ...core.errors import CapabilityError, ConfigError
 from ...core.options import option
 from ...drafters.base import Drafter, DrafterSpec
-from ...drafters.sessions import DraftSessions, GoingSessions
+from ...drafters.sessions import DraftSessions
 from ...kv.pool import KVPool
 from ...network.decoder import Decoder
 from ...network.stages import Stage, StagesInTurn, even_cuts
-from ..base import UNKNOWN, Origin, Place, Round, RoundConfig, Serve
+from ..ahead import AheadConfig
+from ..base import UNKNOWN, Origin, Serve
 from ..verification import make_verifier, match
 from . import lossy
 from .round import Filling, PipelineRound
-from .source import AtOnce, Going, Levels, Source
+from .source import Levels, Source, levels_of
 from .stage_line import StageLine
 from .widths import Widths
 
@@ -27,12 +28,11 @@ MEASURED = "auto"  # in place of a cut
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig(RoundConfig):
+class PipelineConfig(AheadConfig):
     """Fills the stages of a target with the future of a request (SpecPipe)."""
 
     kind: ClassVar[str] = "pipeline"
-    automatic: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
+    chooser: ClassVar[str] = "source"
 
     stages: int = option(2, help="parts of the target's layers, one behind the other", minimum=1)
     layers: str = option(
@@ -64,18 +64,10 @@ class PipelineConfig(RoundConfig):
     source: Literal["here", "process"] = option(
         "here", help="drafts in this process, between the ticks, or beside the stages in a process of its own"
     )
-    cores: tuple[int, ...] = option((), help="with source=process: CPU cores of the drafter, such as <1>")
-    threads: int | None = option(None, help="with source=process: threads of the drafter; none: one a core", minimum=1)
-    device: str = option(
-        "",
-        help="with source=process: device of the drafter, such as cuda:1; none: the GPU behind the target's where "
-        "that has device=cuda, else the target's own",
-    )
 
     def validate(self) -> None:
-        """Cores, threads, device are a process's, trees and cuts numbers of at least 1; a cut names all stages."""
-        for name in ("cores", "threads", "device"):
-            self.require(name, self.source == "process" or not getattr(self, name), "is for source=process")
+        """Trees and cuts are numbers of at least 1; a cut names all stages."""
+        super().validate()
         for name, text in (("tree", self.tree), ("layers", "" if self.layers == MEASURED else self.layers)):
             parts = text.split("x") if text else []
             self.require(name, all(part.isdecimal() and int(part) > 0 for part in parts), "is written like 1x1x3x1")
@@ -90,32 +82,12 @@ class PipelineConfig(RoundConfig):
         """What enters in a tick."""
         return Filling(width=self.width, rows=self.rows, texts=self.texts, tree=_numbers(self.tree))
 
-    @property
-    def place(self) -> Place | None:
-        """See `RoundConfig`."""
-        return Place(self.cores, self.threads, device=self.device) if self.source == "process" else None
-
     def refusal(self, spec: DrafterSpec | None) -> tuple[str, str] | None:
         remedy = "use drafter='draft_model:MODEL', ngram or suffix"
-        if spec is None:
+        if spec is None or not (spec.ahead or spec.window):  # nothing is drafted
             return self._needless(remedy)
-        who = spec.name
-        if spec.streams is not None:
-            return (
-                f"{who} drafts with streams in the target's own pass, which ends {self.stages} ticks too late",
-                remedy,
-            )
-        if spec.taps:
-            late = f"which leave the last stage {self.stages} ticks after its draft is due"
-            return f"{who} drafts from the target's states, {late}", remedy
-        if spec.proposes == "sampled":
-            return (
-                f"{who} draws its drafts for rejection, and this verification is strict",
-                "leave out proposes=sampled",
-            )
-        if not spec.ahead:
-            return f"{who} cannot draft below tokens that are not decided on (it has no draft sessions)", remedy
-        return None
+        late = f"which ends {self.stages} ticks too late", f"which leave the last stage {self.stages} ticks too late"
+        return self.misfit(spec, *late, remedy)
 
     def _needless(self, remedy: str) -> tuple[str, str] | None:
         """What is asked for that needs a drafter, where there is none."""
@@ -133,35 +105,17 @@ class PipelineConfig(RoundConfig):
         drafter: Drafter | None,
         verifier: str,
         origin: Origin = UNKNOWN,
+        serve: Serve | None = None,
         start: Callable[[], StageLine] | None = None,
-    ) -> Round:
+    ) -> PipelineRound:
         """See `RoundConfig`.
 
         Args:
             start: starts stages elsewhere, where the target has the last one's layers alone.
         """
         self._fit(verifier, drafter)
-        return self.over(target, pool, drafter, verifier, self._belt(target, pool, start))
-
-    def build_apart(
-        self,
-        target: Decoder,
-        pool: KVPool,
-        drafter: Drafter,
-        verifier: str,
-        serve: Serve,
-        origin: Origin = UNKNOWN,
-        start: Callable[[], StageLine] | None = None,
-    ) -> Round:
-        """See `RoundConfig`; ``start`` as for `build`."""
-        self._fit(verifier, drafter)
-        assert self.place is not None
-        sessions = cast(GoingSessions, serve(rows=self.nodes, place=self.place))
-        source = self._source(target, sessions, Going(sessions))
-        return self._round(target, pool, self._belt(target, pool, start), source, drafter)
-
-    def _belt(self, target: Decoder, pool: KVPool, start: Callable[[], StageLine] | None) -> StageLine:
-        return StagesInTurn(self.cut(target, pool)) if start is None else start()
+        stage_line = StagesInTurn(self.cut(target, pool)) if start is None else start()
+        return self.over(target, pool, drafter, verifier, stage_line, serve)
 
     def bounds(self, layers: int) -> list[int]:
         """First layer of every stage, and one past the last one's last.
@@ -198,12 +152,13 @@ class PipelineConfig(RoundConfig):
         drafter: Drafter | None,
         verifier: str,
         stage_line: StageLine,
-        levels: Callable[[DraftSessions], Levels] = AtOnce,
+        serve: Serve | None = None,
+        levels: Callable[[DraftSessions], Levels] = levels_of,
     ) -> PipelineRound:
         """The round over stages wherever they are.
 
         Args:
-            target, pool, drafter, verifier: as for `build`.
+            target, pool, drafter, verifier, serve: as for `build`.
             stage_line: the stages.
             levels: how the drafter's sessions grow.
 
@@ -212,17 +167,9 @@ class PipelineConfig(RoundConfig):
         """
         self._fit(verifier, drafter)
         source = None
-        if drafter is not None:
-            sessions = drafter.sessions(self.nodes)
-            source = self._source(target, sessions, levels(sessions))
-        return self._round(target, pool, stage_line, source, drafter)
-
-    def _source(self, target: Decoder, sessions: DraftSessions, levels: Levels) -> Source:
-        return Source(sessions, levels, self.children, target.config.vocab_size, self.filling.tree)
-
-    def _round(
-        self, target: Decoder, pool: KVPool, stage_line: StageLine, source: Source | None, drafter: Drafter | None
-    ) -> PipelineRound:
+        if drafter is not None and drafter.spec.ahead:
+            sessions = self.sessions(drafter, self.nodes, self.place, serve)
+            source = Source(sessions, levels(sessions), self.children, target.config.vocab_size, self.filling.tree)
         accept = lossy.rule(self.accept, 0.9 if self.accept_p is None else self.accept_p)
         widths = Widths(self.width, stage_line.count) if self.adapt else None
         return PipelineRound(target, pool, stage_line, source, self.filling, accept, drafter, widths)

@@ -273,11 +273,11 @@ class PipelineRound:
             return
         view = running.sequence.view
         root = len(view.tokens) - 1
-        running.farthest = root + work.max_depth
+        running.farthest = root + (work.max_depth if work.may_draft else 0)
         running.flight = Flight(view.tokens[-1], root, len(self.filling.tree))
         if self.widths is not None and self.widths.surveying:
             running.replay = self.widths.replay(running.flight, running.farthest, fresh=True)
-        if work.max_depth > 0 and self.source is not None:
+        if running.farthest > root and self.source is not None:
             self._guard(lambda source: self._open(source, running))
 
     def _level(self, running: Running, width: int) -> StageRows | None:

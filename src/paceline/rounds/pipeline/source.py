@@ -67,6 +67,11 @@ class Going:
         return [level.get(key) for key in self._keys]
 
 
+def levels_of(sessions: DraftSessions) -> Levels:
+    """How sessions grow: at once, or by themselves where they are served elsewhere."""
+    return Going(sessions) if isinstance(sessions, GoingSessions) else AtOnce(sessions)
+
+
 class Source:
     """Sessions and the trees in flight that they fill.
 
