@@ -41,8 +41,15 @@ BASE = {  # grouped queries, one sliding layer, no width a multiple of 32
     "eos_ids": (),
 }
 QWEN3 = {"qk_norm": True, "tied": True, "rope": RopeConfig(dim=32, **YARN)}
+GEMMA3 = {  # norms behind both halves, and a rotation of its own in the layer that slides
+    **{"qk_norm": True, "post_norms": True, "wide_norms": True, "tied": True, "activation": "gelu_tanh"},
+    **{"query_scalar": 20.0, "embedding_scale": 72**0.5, "rope": RopeConfig(dim=32, kind="linear", factor=4.0)},
+    "ropes": (RopeConfig(dim=32, kind="linear", factor=4.0), RopeConfig(dim=32, theta=50.0)),
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
+    "gemma3": GEMMA3,
+    "a layer that rotates nothing": {"ropes": (None, RopeConfig(dim=32, theta=100.0))},
     "heads of 16": {"head_dim": 16, "num_heads": 5, "num_kv_heads": 1},
     "heads of 48": {"head_dim": 48, "num_heads": 3, "num_kv_heads": 3},
     "heads of 64": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "vocab_size": 16},

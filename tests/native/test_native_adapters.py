@@ -156,7 +156,7 @@ def somewhere(name: str, rank: int) -> list[AdapterRange]:
     return [AdapterRange(*span) for span in spans]
 
 
-@pytest.mark.parametrize("name", ["base", "qwen3", "every bias", "heads of 80", "heads of 96", *PADDED])
+@pytest.mark.parametrize("name", ["base", "qwen3", "gemma3", "every bias", "heads of 80", "heads of 96", *PADDED])
 @pytest.mark.parametrize("rank", RANKS)
 def test_the_hidden_states_are_those_of_torch(name: str, rank: int):
     tokens, ranges = tokens_of(decoder_of(name, "float32"), 64), somewhere(name, rank)
@@ -240,6 +240,15 @@ def test_an_adapter_in_place_of_the_mlp(name: str, kind: str, length: int):
     assert torch.equal(ours[:2], beside[:2])
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_an_adapter_in_place_of_an_mlp_with_a_norm_behind_it(kind: str):
+    """What it computes is added as it is, on torch and in compiled layers alike."""
+    compiled, plain = decoder_of("gemma3", kind), decoder_of("gemma3", "float32", compiled=False)
+    tokens, ranges = tokens_of(compiled, 64), mixed("gemma3", 8)
+    (ours,), (oracle,) = (run(decoder, [(Text(decoder, tokens), 64)], ranges) for decoder in (compiled, plain))
+    assert error(ours.float(), oracle.float()) < BOUND[kind]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("linears", [OWN_MLP, (MLP,)])
 def test_bits_in_place_of_the_mlp_do_not_depend_on_width(kind: str, linears: tuple[str, ...]):
@@ -292,7 +301,7 @@ def test_bits_do_not_depend_on_width_nor_on_threads(kind: str, rank: int, count:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["base", "qwen3"])
+@pytest.mark.parametrize("name", ["base", "qwen3", "gemma3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_do_not_depend_on_the_rest_of_the_batch(name: str, kind: str):
     """Texts with adapters, others and none, in passes of many widths and in any order."""
@@ -389,7 +398,7 @@ def through_layers(
     return found
 
 
-@pytest.mark.parametrize("name", ["base", "qwen3", "heads of 48"])
+@pytest.mark.parametrize("name", ["base", "qwen3", "gemma3", "heads of 48"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("prefix", "linears"), [(5, LINEARS), (32, LINEARS), (45, OWN_MLP), (63, LINEARS)])
 def test_a_stream_s_bits_are_those_of_a_chain_of_what_it_sees(
@@ -464,7 +473,7 @@ def through_layer(
     return decoder.run_layers(state, layer, layer + 1, text.pool).hidden
 
 
-@pytest.mark.parametrize("name", ["base", "qwen3", "heads of 48"])
+@pytest.mark.parametrize("name", ["base", "qwen3", "gemma3", "heads of 48"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("prefix", "most"), [(63, 1), (63, 8), (150, 40)])
 def test_streams_see_the_keys_that_torch_chooses(

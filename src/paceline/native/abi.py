@@ -31,7 +31,13 @@ class CLinear(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
-    _fields_ = _fields("Linear qkv out up down", "pointer attention_norm mlp_norm q_norm k_norm", "int64_t window")
+    _fields_ = _fields(
+        "Linear qkv out up down",
+        "pointer attention_norm mlp_norm q_norm k_norm",
+        "int64_t window",
+        "pointer attention_post_norm mlp_post_norm",
+        "int64_t rope",
+    )
 
 
 class CModel(ctypes.Structure):
@@ -40,6 +46,7 @@ class CModel(ctypes.Structure):
         "float eps scale",
         "pointer layers norm",
         "Linear head",
+        "int64_t activation",
     )
 
 

@@ -61,6 +61,7 @@
 #include "kernels/adapters.h"
 #include "kernels/few_keys.h"
 #include "kernels/layers.h"
+#include "kernels/run.h"
 #include "kernels/rows.h"
 #include "kernels/ranking.h"
 #include "kernels/sampling.h"

@@ -95,6 +95,8 @@ class Decoder(nn.Module):
         self.windows = frozenset(config.windows)
         self._rope = RopeTables(config.rotations, config.max_position, dtype, self.device)
         self._run = self.in_order()
+        for place, layer in enumerate(self._run):
+            layer.table = self._rope.of_layer[place // config.stretch]
         self._head: LinearOp | None = None
         self._native = native
         self._stack: Stack | None = None
@@ -279,11 +281,10 @@ class Decoder(nn.Module):
         if self._stack is not None:
             return self._run_native(self._stack, state, start, stop, cache, taps)
         hidden, attention, stretch = state.hidden, self.attention, self.config.stretch
-        rotations, table_of = self._rotations(state), self._rope.of_layer
+        rotations = self._rotations(state)
         for index in range(start * stretch, stop * stretch):
             layer = self._run[index]
-            rotation = rotations[table_of[index // stretch]]
-            hidden = layer.run(hidden, state, rotation, cache.k[index], cache.v[index], attention)
+            hidden = layer.run(hidden, state, rotations[layer.table], cache.k[index], cache.v[index], attention)
             if taps is not None and layer.index >= 0:
                 self._tap(taps, layer.index, hidden)
         state.hidden = hidden

@@ -75,6 +75,7 @@ class Layer(nn.Module):
     out: LinearOp
     up: LinearOp  # gate and up in one where gated
     down: LinearOp
+    table: int  # which of the network's `RopeTables`; -1: none
 
     def __init__(
         self,
@@ -90,8 +91,9 @@ class Layer(nn.Module):
         c = config
         self.index = index if number is None else number
         self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        self.window, self.scale, self.rope = c.windows[index], c.scale, c.rotations[index]
-        self.rotated_dim = self.rope.dim if self.rope else 0
+        self.window, self.scale = c.windows[index], c.scale
+        rope = c.rotations[index]
+        self.rotated_dim = rope.dim if rope else 0
         self.activation, self.gated, self.exact = c.activation, c.gated, exact
         self.eps = c.norm_eps
         biases = linear_biases(c)

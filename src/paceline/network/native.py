@@ -1,8 +1,8 @@
 """A decoder's layers in one call: the compiled counterpart of `layers.Layer.run`.
 
-Used where it can run (float32, bf16 or int8 weights on the CPU, RMS norm, gated SiLU, rotary positions); everything
-else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are padded with zeros:
-these add exactly 0 to every sum.
+Used where it can run (float32, bf16, int8 or 4-bit weights on the CPU, RMS norm, gated SiLU or tanh GELU, rotary
+positions); everything else runs layer by layer on torch. Heads and a feed-forward width that are no multiple of 16 are
+padded with zeros: these add exactly 0 to every sum.
 
 A row's bits depend on that row and on the keys it sees alone, so what ``exact`` asks for holds here at no cost (int8
 weights pay a little for it in wide passes).
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import native
 from ..attention.base import Segment
-from ..attention.rope import RopeTable, Rotation
+from ..attention.rope import RopeTables
 from ..core.errors import CapabilityError
 from ..native import abi
 from .adapters import LINEARS, AdapterRange, LowRank
@@ -53,15 +53,18 @@ if TYPE_CHECKING:
     from .streams import StreamSet
 
 
+ACTIVATIONS = ("silu", "gelu_tanh")  # in the order of `enum Activation`
+
+
 def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the compiled layers cannot run this network; None where they can."""
     c = config
     rules = (
         (device.type == "cpu", f"they run on the CPU, not on {device.type}"),
         (dtype in (torch.float32, torch.bfloat16), f"they compute in float32 or bfloat16, not {dtype}"),
-        (c.norm == "rms" and c.gated and c.activation == "silu", f"{c.family} has another norm or activation"),
-        (not c.learned_positions and c.rope is not None, f"{c.family} has learned positions"),
-        (not c.post_norms and not c.ropes, f"layers of {c.family} have norms behind them, or rotate in different ways"),
+        (c.norm == "rms" and c.gated and c.activation in ACTIVATIONS, f"{c.family} has another norm or activation"),
+        (not c.learned_positions and any(c.rotations), f"{c.family} has learned positions"),
+        (len({rope.dim for rope in c.rotations if rope}) <= 1, f"layers of {c.family} rotate parts of different sizes"),
         (c.num_heads % c.num_kv_heads == 0, f"{c.num_heads} heads cannot share {c.num_kv_heads} of K and V evenly"),
     )
     return next((why for holds, why in rules if not holds), None) or native.unavailable()
@@ -87,10 +90,9 @@ class Stack:
         why = unsupported(c, decoder.dtype, decoder.device)
         if quant and decoder.dtype != torch.bfloat16:
             why = why or f"beside {quant} weights they compute in bfloat16, not {decoder.dtype}"
-        if why or c.rope is None:
-            raise CapabilityError("native=True", why or f"{c.family} has no rotary embedding", "use native=False")
-        self._rope = RopeTable(c.rope, c.max_position, torch.float32, decoder.device)
-        self._half = c.rope.dim // 2
+        if why:
+            raise CapabilityError("native=True", why, "use native=False")
+        self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
         self._arena = Arena()  # in the order in which a pass reads
         self.stretch = c.stretch
         layers = (abi.CLayer * c.depth)()
@@ -112,11 +114,12 @@ class Stack:
             head_dim=padded(c.head_dim),
             own_head_dim=c.head_dim,
             d_ff=padded(c.d_ff),
-            rotated=c.rope.dim,
+            rotated=next(rope.dim for rope in c.rotations if rope),
             vocab=c.vocab_size,
             wide_activations=decoder.dtype == torch.float32,
             eps=c.norm_eps,
-            scale=c.head_dim**-0.5,
+            scale=c.scale,
+            activation=ACTIVATIONS.index(c.activation),
             layers=ctypes.addressof(layers),
             norm=norm,
             head=self.head.struct,
@@ -134,6 +137,7 @@ class Stack:
         self._roll, self._grow = library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
+        decoder.scale_embedding()
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
         self.embedding_at = ctypes.addressof(self.words)
 
@@ -153,10 +157,10 @@ class Stack:
             delattr(layer, name)  # one copy of the weights is enough
             self.linears.append(linear)
             setattr(made, name, linear.struct)
-        made.attention_norm = self._floats(getattr(layer.attention_norm, "weight", None))
-        made.mlp_norm = self._floats(layer.mlp_norm.weight)
+        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
+            setattr(made, name, self._floats(getattr(getattr(layer, name), "weight", None)))
         made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
-        made.window = layer.window or 0
+        made.window, made.rope = layer.window or 0, layer.table
 
     def _ends(self, decoder: Any, quant: Quant | None, stored: StoredWeights) -> tuple[NativeLinear, int | None]:
         """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent.
@@ -281,7 +285,7 @@ class Stack:
         if state.special is not None and state.special.limits:
             limits = limits_of(state.special.limits)
             run.limits, run.num_limits = ctypes.addressof(limits), len(limits)
-        self._rotate(run, self._rope.now)
+        self._rotate(run, self._rope.joined())
         refused = self._run_layers(self.reference, ctypes.byref(run), start, stop)
         if refused == BAD_POSITION:
             lowest, highest = state.positions.aminmax()
@@ -377,7 +381,7 @@ class Stack:
         if last is None or last[0]() is not cache:
             last = self._last = ref(cache), self._new_pass(cache)
         found = last[1]
-        rotation = self._rope.now
+        rotation = self._rope.joined()
         if found.rotation is not rotation:  # an interrupt in here makes the next call do it again
             found.rotation = None
             self._rotate(found, rotation)
@@ -524,9 +528,9 @@ class Stack:
         return run
 
     @staticmethod
-    def _rotate(run: abi.CPass, rotation: Rotation) -> None:
-        cos, sin = run.held = rotation.halves  # held: another thread may grow the table and drop this one
-        run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
+    def _rotate(run: abi.CPass, rotation: tuple[Tensor, Tensor]) -> None:
+        cos, sin = run.held = rotation  # held: another thread may grow the tables and drop these
+        run.cos, run.sin, run.num_positions = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
 
     def _addresses(self, cache: KVCache) -> tuple[Any, Any, int]:
         """Pointers to every layer's K and V, and the distance between two heads, in elements."""

@@ -30,6 +30,9 @@ PL_STRUCT(Layer,
   const float* q_norm;  // [head_dim] or null
   const float* k_norm;
   int64_t window;       // 0: every earlier key is visible
+  const float* attention_post_norm;  // of what attention and MLP add; both or neither
+  const float* mlp_post_norm;
+  int64_t rope;         // which of the pass's rotation tables; -1: queries and keys stay as they are
 )
 
 PL_STRUCT(Model,
@@ -42,6 +45,7 @@ PL_STRUCT(Model,
   Layer* layers;
   const float* norm;  // or null: states are normed already
   Linear head;
+  int64_t activation;  // Activation
 )
 
 // rows of one sequence; see attention/base.py
@@ -92,9 +96,9 @@ PL_STRUCT(Pass,
   const int64_t* positions;  // [rows]
   const int64_t* slots;      // [rows], -1: K and V are not kept
   int64_t slot_base;         // where slots is null: first of the contiguous ones
-  const float* cos;          // [positions, rotated / 2]
+  const float* cos;          // [tables, positions, rotated / 2]; see `Layer.rope`
   const float* sin;
-  int64_t num_positions;     // rows of that table
+  int64_t num_positions;     // rows of each table
   void* const* k_cache;      // [layers] of [kv_heads, slots, head_dim]
   void* const* v_cache;
   int64_t head_stride;       // elements between two heads of a cache: slots * head_dim

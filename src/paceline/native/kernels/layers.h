@@ -8,7 +8,7 @@ namespace {
 enum Part { WHOLE, QUERIES, KEYS };
 
 template <class A> struct Runner final : Job {
-  enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN };
+  enum Kind { NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN, NORM_LAST };
 
   const Model& m;
   const Pass& p;
@@ -17,8 +17,10 @@ template <class A> struct Runner final : Job {
   const int64_t apart;  // elements between the states of two layers; 0: each takes the place of those before
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
+  float* added;       // [rows, d_model] what attention or MLP adds, in front of a norm of its own
   int64_t width = 1;  // threads that take part
-  bool alone;  // so few rows that every thread norms them for itself, without a stage
+  const bool post;    // whether what is added has norms of its own: they are stages, and so is the norm that follows
+  bool alone;         // so few rows that every thread norms them for itself, without a stage, where it can
   int64_t tasks = 0;  // of attention, in a layer without a window
   Pieces& pieces = t_pieces;
   // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
@@ -26,18 +28,19 @@ template <class A> struct Runner final : Job {
   const bool in_tiles = std::is_same_v<A, bf16> && g_isa == AMX_BF16;
   int64_t low_width = 0;  // of a row of down(x)
   Limited& limited = t_limited;
-  Kind order[9];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
+  Kind order[10];  // a layer's stages: norms where `alone` is false, few keys where some streams see few
   int64_t per_layer = 0;
 
   Runner(const Model& model, const Pass& pass, int begin, int end, Part which, int64_t between)
-      : m(model), p(pass), start(begin), stop(end), part(which), apart(between) {
+      : m(model), p(pass), start(begin), stop(end), part(which), apart(between),
+        post(model.layers[begin].attention_post_norm) {
     rows = p.rows, padded_rows = up(rows, ROWS);
     d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
     alone = rows <= 4;
     width = worth(start);
-    const int64_t sizes[] = {(alone ? 0 : padded_rows * d), rows * m.heads * m.head_dim, padded_rows * attended_width,
+    const int64_t sizes[] = {(alone && !post ? 0 : padded_rows * d), rows * m.heads * m.head_dim, padded_rows * attended_width,
                              rows * m.d_model, padded_rows * ff};
-    int64_t bytes = 0;
+    int64_t bytes = Buffers::room<float>(post ? rows * m.d_model : 0);
     for (int64_t n : sizes) bytes += Buffers::room<A>(n);
     Buffers& b = t_buffers;
     b.open(bytes);
@@ -46,12 +49,16 @@ template <class A> struct Runner final : Job {
     attended = b.take<A>(sizes[2]);
     middle = b.take<A>(sizes[3]);
     inner = b.take<A>(sizes[4]);
+    added = b.take<float>(post ? rows * m.d_model : 0);
     cut(p, pieces);
     for (int64_t i = 0; i < p.num_adapters; i++) low_width = std::max(low_width, up(p.adapters[i].rank, K_STEP));
-    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN}) {
-      const bool norm = kind == NORM || kind == NORM_AGAIN, few = kind == CHOOSE || kind == ATTEND_FEW;
+    for (Kind kind : {NORM, PROJECT, ATTEND, CHOOSE, ATTEND_FEW, ADD, NORM_AGAIN, GATE, ADD_AGAIN, NORM_LAST}) {
       if (part == KEYS && kind > PROJECT) break;
-      if (!(norm && alone) && !(few && !p.num_limits)) order[per_layer++] = kind;
+      if (kind == NORM && alone) continue;
+      if (kind == NORM_AGAIN && alone && !post) continue;
+      if (kind == NORM_LAST && !post) continue;
+      if ((kind == CHOOSE || kind == ATTEND_FEW) && !p.num_limits) continue;
+      order[per_layer++] = kind;
     }
     if (p.num_limits) limit();
   }
@@ -100,7 +107,7 @@ template <class A> struct Runner final : Job {
 
   int64_t units(int64_t stage) const override {
     switch (kind_of(stage)) {
-      case NORM: case NORM_AGAIN: return rows;
+      case NORM: case NORM_AGAIN: case NORM_LAST: return rows;
       case PROJECT: return num_heads();
       case ATTEND: return attention_tasks(m.layers[layer_of(stage)]);
       case CHOOSE: return p.num_limits;
@@ -124,18 +131,24 @@ template <class A> struct Runner final : Job {
     if (fresh && multiplies) set_tiles(rows);
     switch (kind) {
       case NORM: return norm(in, l.attention_norm, claim);
-      case PROJECT: return project(l, index, normed_rows(in, l.attention_norm, fresh), claim);
+      case PROJECT: return project(l, index, alone ? normed_alone(in, l.attention_norm, fresh) : normed, claim);
       case ATTEND: return attention(l, index, claim);
       case CHOOSE: return choose_keys(l, claim.begin, claim.end);
       case ATTEND_FEW: return few_attention(index, claim.begin, claim.end);
       case ADD:
         return add(l.out, index, OUT, attended, attended_width, in, middle, rows, claim, after(ADD, index, claim));
-      case NORM_AGAIN: return norm(middle, l.mlp_norm, claim);
-      case GATE: return mlp(l.up, index, normed_rows(middle, l.mlp_norm, fresh), mlp_rows(index), claim);
+      case NORM_AGAIN:
+        if (post) add_norms(l.attention_post_norm, in, middle, claim.begin, claim.end);
+        return norm(middle, l.mlp_norm, claim);
+      case GATE: return mlp(l.up, index, mlp_input(l, fresh), mlp_rows(index), claim);
       case ADD_AGAIN:
         add(l.down, index, DOWN, inner, ff, middle, output(index), mlp_rows(index), claim,
             after(ADD_AGAIN, index, claim));
         return replace_mlp(index, l, middle, output(index), claim.begin, claim.end, fresh);
+      case NORM_LAST: {
+        for (int64_t r = claim.begin; r < claim.end; r++)
+          if (!in_place_of_mlp(index, r)) add_norms(l.mlp_post_norm, middle, output(index), r, r + 1);
+      }
     }
   }
 
@@ -162,14 +175,33 @@ template <class A> struct Runner final : Job {
       rms(x + r * m.d_model, weight, m.d_model, m.eps, normed + r * d, d);
   }
 
-  // Where this thread finds all rows normed.
-  const A* normed_rows(const A* x, const float* weight, bool fresh) {
-    if (!alone) return normed;
+  // Rows begin .. end - 1 of out = residual + the norm of what is added.
+  void add_norms(const float* weight, const A* residual, A* out, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++)
+      ::add_normed(added + r * m.d_model, weight, m.d_model, m.eps, residual + r * m.d_model, out + r * m.d_model);
+  }
+
+  // All rows normed by this thread, for itself.
+  const A* normed_alone(const A* x, const float* weight, bool fresh) {
     std::vector<char>& own = t_scratch.normed;
     grow(own, (int64_t)(padded_rows * d * sizeof(A)) + 64);
     A* y = (A*)up((int64_t)own.data(), 64);
     for (int64_t r = 0; r < rows && fresh; r++) rms(x + r * m.d_model, weight, m.d_model, m.eps, y + r * d, d);
     return y;
+  }
+
+  // What the MLP reads.
+  const A* mlp_input(const Layer& l, bool fresh) {
+    return alone && !post ? normed_alone(middle, l.mlp_norm, fresh) : normed;
+  }
+
+  // Whether a row has an adapter in place of the MLP.
+  bool in_place_of_mlp(int index, int64_t row) const {
+    for (int64_t i = 0; i < p.num_adapters; i++) {
+      const AdapterRange& a = p.adapters[i];
+      if (row >= a.start && row < a.stop) return replaces_mlp(index, a.adapter);
+    }
+    return false;
   }
 
   bool replaces_mlp(int index, const LowRank* adapter) const { return adapter[index * PAIRS + MLP].down.weight; }
@@ -269,8 +301,8 @@ template <class A> struct Runner final : Job {
     if (!is_value) {
       const float* weight = is_query ? l.q_norm : l.k_norm;
       if (weight) head_norm(x, weight, m.own_head_dim, m.eps);
-      const int64_t half = m.rotated / 2, at = p.positions[row];
-      if (half) rotate(x, p.cos + at * half, p.sin + at * half, m.rotated);
+      const int64_t half = m.rotated / 2, at = l.rope * p.num_positions + p.positions[row];
+      if (half && l.rope >= 0) rotate(x, p.cos + at * half, p.sin + at * half, m.rotated);
     }
     A* y;
     if (is_query) {
@@ -383,7 +415,7 @@ template <class A> struct Runner final : Job {
     bool any = false;
     for (int64_t i = 0; i < p.num_adapters; i++) any = any || replaces_mlp(index, p.adapters[i].adapter);
     if (!any) return;
-    const A* x = normed_rows(residual, layer.mlp_norm, fresh);
+    const A* x = mlp_input(layer, fresh);
     if (fresh) lower(index, MLP, x, d);
     alignas(64) float c[ROWS * BLOCKS * LANES];
     for (int64_t b = begin; b < end; b += BLOCKS) {
@@ -403,7 +435,7 @@ template <class A> struct Runner final : Job {
     }
   }
 
-  // out = residual + x W^T for the first `count` rows, rounded once.
+  // out = residual + x W^T for the first `count` rows, rounded once; x W^T alone, to `added`, where a norm follows.
   void add(const Linear& l, int index, Which which, const A* x, int64_t stride, const A* residual, A* out,
            int64_t count, const Claim& claim, const Next& then) {
     const int64_t outs = m.d_model;
@@ -416,12 +448,14 @@ template <class A> struct Runner final : Job {
             for (int r = 0; r < n; r++)
               for (int64_t i = 0; i < outputs; i++) {
                 const int64_t at = (r0 + r) * outs + first + i;
-                put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
+                const float y = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+                if (post) added[at] = y;
+                else put(out + at, wide(residual[at]) + y);
               }
           });
   }
 
-  // silu(gate) * up of the first `count` rows, two blocks of each at a time.
+  // activation(gate) * up of the first `count` rows, two blocks of each at a time.
   void mlp(const Linear& l, int index, const A* x, int64_t count, const Claim& claim) {
     const int64_t total = m.d_ff / LANES, half = BLOCKS / 2;
     if (count == 0) return;
@@ -441,12 +475,12 @@ template <class A> struct Runner final : Job {
         const int chunk = (int)std::min<int64_t>(ROWS, count - r0);
         product(l, block, 2 * n, in.from(r0), chunk, c, r0 == 0 ? next : Next{});
         adapt(index, UP, block, 2 * n, r0, chunk, c);
-        for (int r = 0; r < chunk; r++) silu(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
+        for (int r = 0; r < chunk; r++) activate(l, b, n, c + r * BLOCKS * LANES, inner + (r0 + r) * ff + b * LANES);
       }
     }
   }
 
-  void silu(const Linear& l, int64_t b, int n, float* c, A* y) {
+  void activate(const Linear& l, int64_t b, int n, float* c, A* y) {
     for (int i = 0; i < 2 * n * LANES; i++) {
       const int64_t at = i < n * LANES ? b * LANES + i : m.d_ff + b * LANES + i - n * LANES;
       c[i] = finished(l, at, c[i]);
@@ -454,55 +488,10 @@ template <class A> struct Runner final : Job {
     for (int i = 0; i < n; i++) {
       const v16 gate = load(c + i * LANES), value = load(c + (n + i) * LANES);
       alignas(64) float z[16];
-      save(z, gate / (splat(1.0f) + exp16(splat(0.0f) - gate)) * value);
+      save(z, activated(gate, m.activation) * value);
       for (int j = 0; j < LANES; j++) put(y + i * LANES + j, z[j]);
     }
   }
 };
 
-template <class A> void run(const Model& m, const Pass& p, int start, int stop, Part part, int64_t apart) {
-  Runner<A> runner(m, p, start, stop, part, apart);
-  // The last row of attended beyond heads * head_dim, if any, must read as zero.
-  if (runner.attended_width != m.heads * m.head_dim)
-    std::memset((void*)runner.attended, 0, runner.padded_rows * runner.attended_width * sizeof(A));
-  team().run(runner.width, runner);
-}
-
-// Layers start .. stop - 1 in the model's type of activations.
-void run_layers(const Model& m, const Pass& p, int start, int stop, Part part = WHOLE, int64_t apart = 0) {
-  if (m.wide_activations) run<float>(m, p, start, stop, part, apart);
-  else run<bf16>(m, p, start, stop, part, apart);
-}
-
-// One product for all rows.
-
-void head(const Model& m, const void* hidden, int64_t rows, float* logits, int threads) {
-  const int64_t k = m.d_model, stride = up(k, K_STEP);
-  if (m.wide_activations)
-    linear(m.head, prepared((const float*)hidden, rows, k, m.norm, m.eps), stride, rows, logits, threads);
-  else linear(m.head, prepared((const bf16*)hidden, rows, k, m.norm, m.eps), stride, rows, logits, threads);
-}
-
-thread_local std::vector<float> t_logits;
-
 }  // namespace
-
-extern "C" {
-
-// Layers start .. stop - 1. Returns a `Refusal`.
-int pl_run_layers(const Model* m, const Pass* p, int start, int stop) {
-  if (p->rows == 0 || start >= stop) return DONE;
-  const Refusal found = check_pass(*m, *p, start, stop);
-  if (found != DONE) return found;
-  run_layers(*m, *p, start, stop);
-  return DONE;
-}
-
-// logits [rows, vocab] float32 of hidden [rows, d_model]. Returns a `Refusal`.
-int pl_logits(const Model* m, const void* hidden, int64_t rows, float* logits, int threads) {
-  if (rows < 0 || threads < 1) return BAD_COUNT;
-  head(*m, hidden, rows, logits, threads);
-  return DONE;
-}
-
-}  // extern "C"

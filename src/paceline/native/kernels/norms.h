@@ -1,4 +1,4 @@
-// RMS norm and rotary positions.
+// RMS norm, rotary positions, activations.
 
 #pragma once
 
@@ -22,12 +22,30 @@ template <class A> void rms(const A* x, const float* weight, int64_t d, float ep
   for (; i < padded; i++) put(y + i, 0.0f);
 }
 
+// out = residual + the RMS norm of y, rounded once.
+template <class A>
+void add_normed(const float* y, const float* weight, int64_t d, float eps, const A* residual, A* out) {
+  v16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= d; i += 16) { const v16 v = load(y + i); squares = fma16(v, v, squares); }
+  float total = sum16(squares);
+  for (; i < d; i++) total += y[i] * y[i];
+  const float scale = 1.0f / std::sqrt(total / (float)d + eps);
+  for (i = 0; i < d; i++) put(out + i, wide(residual[i]) + y[i] * scale * weight[i]);
+}
+
 // In place on one head of float32.
 inline void head_norm(float* x, const float* weight, int64_t d, float eps) {
   float total = 0;
   for (int64_t i = 0; i < d; i++) total += x[i] * x[i];
   const float scale = 1.0f / std::sqrt(total / (float)d + eps);
   for (int64_t i = 0; i < d; i++) x[i] = x[i] * scale * weight[i];
+}
+
+// SiLU is x / (1 + e^-x). GELU with its tanh is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline v16 activated(v16 x, int64_t activation) {
+  const v16 at = activation == SILU ? x : splat(1.5957691216057308f) * fma16(splat(0.044715f) * x * x, x, x);
+  return x / (splat(1.0f) + exp16(splat(0.0f) - at));
 }
 
 // Rotary embedding (Su et al. 2021) of the first `rotated` dimensions, pairs (i, i + rotated / 2).

@@ -104,6 +104,7 @@ constexpr int SHORT_K = 8;   // or to this, which saves most of what adapters of
 enum Kind : int32_t { F32 = 0, BF16 = 1, I8 = 2, I8_EXACT = 3, BF16_SHORT = 4 };  // the last: k is at most SHORT_K
 constexpr int64_t MIXED = 15;  // weights in blocks whose rows are of several types: a table of `Line`
 constexpr int64_t GGML = 16;   // from here on: weights in blocks, by their type in a GGUF file
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
 enum Isa : int32_t { GENERIC = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 int g_isa = -1;
 
