@@ -25,8 +25,8 @@ def held(stage: Stage) -> int:
     decoder = stage.decoder
     parts = [*decoder.layers[stage.start : stage.stop].parameters(), *stage.store.k, *stage.store.v]
     if decoder.stack is not None:  # packed weights, which are no parameters
-        each = len(decoder.stack.linears) // decoder.num_layers
-        parts += [one.packed for one in decoder.stack.linears[stage.start * each : stage.stop * each]]
+        each = len(decoder.stack.weights.linears) // decoder.num_layers
+        parts += [one.packed for one in decoder.stack.weights.linears[stage.start * each : stage.stop * each]]
     table = decoder.config.vocab_size * decoder.config.d_model * decoder.dtype.itemsize
     ends = (stage.start == 0) + (stage.stop == decoder.num_layers)
     return sum(part.numel() * part.element_size() for part in parts) + ends * table

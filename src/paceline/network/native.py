@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -28,10 +28,9 @@ from ..core.errors import CapabilityError
 from ..native import abi
 from .adapters import LINEARS, AdapterRange, LowRank
 from .base import ForwardState, KVCache
-from .blocks import StoredRows, StoredWeights
+from .blocks import StoredWeights
 from .families import DecoderConfig
-from .linear import LinearOp, Quant
-from .memory import Arena
+from .linear import LinearOp
 from .native_calls import (
     ChainStart,
     GrownTree,
@@ -46,7 +45,8 @@ from .native_calls import (
 )
 from .native_linear import BAD_POSITION, NativeAdapters, NativeLinear, require
 from .native_streams import NativeStreams, StreamRun, StreamTokens, limits_of
-from .padding import groups_of, padded
+from .native_weights import NativeWeights
+from .padding import padded
 
 if TYPE_CHECKING:
     from .native_states import NativeFuse
@@ -83,30 +83,17 @@ class Stack:
     """All layers of a decoder and its head. Takes over the weights of a `decoder.Decoder`, packed."""
 
     def __init__(self, decoder: Any, stored: StoredWeights | None = None) -> None:
-        c, quant, stored = decoder.config, decoder.quant, stored or {}
+        c, quant = decoder.config, decoder.quant
         self.dtype = decoder.dtype
-        self._held: list[Any] = []
-        self.linears: list[NativeLinear] = []
         why = unsupported(c, decoder.dtype, decoder.device)
         if quant and decoder.dtype != torch.bfloat16:
             why = why or f"beside {quant} weights they compute in bfloat16, not {decoder.dtype}"
         if why:
             raise CapabilityError("native=True", why, "use native=False")
         self._rope = RopeTables(c.rotations, c.max_position, torch.float32, decoder.device)
-        self._arena = Arena()  # in the order in which a pass reads
         self.stretch = c.stretch
-        layers = (abi.CLayer * c.depth)()
-        self._held.append(layers)
-        parts: dict[str, Sequence[StoredRows]] = {}
-        for index, (made, layer) in enumerate(zip(layers, decoder.in_order(), strict=True)):
-            if layer.index < 0:  # it follows another, computes with the same weights and adds zero
-                parts |= {name: [part.zeros() for part in parts[name]] for name in ("out", "down") if name in parts}
-            else:
-                place = f"layers.{index // c.stretch}"
-                own = {name: stored.get(f"{place}.{name}.weight") for name in LINEARS}
-                parts = {name: rows for name, rows in own.items() if rows is not None}
-            self._fill(made, layer, quant, groups_of(c), parts)
-        self.head, norm = self._ends(decoder, quant, stored)
+        self.weights = NativeWeights(decoder, stored or {})
+        self.head = self.weights.head
         self._model = abi.CModel(
             d_model=c.d_model,
             heads=c.num_heads,
@@ -120,8 +107,8 @@ class Stack:
             eps=c.norm_eps,
             scale=c.scale,
             activation=ACTIVATIONS.index(c.activation),
-            layers=ctypes.addressof(layers),
-            norm=norm,
+            layers=ctypes.addressof(self.weights.layers),
+            norm=self.weights.norm,
             head=self.head.struct,
         )
         self.reference = ctypes.byref(self._model)
@@ -137,62 +124,8 @@ class Stack:
         self._roll, self._grow = library.pl_roll, library.pl_grow
         self._choose, self._choose_streams = library.pl_choose, library.pl_choose_streams
         self.free_rows = native.TILE_ROWS if library.isa == native.AMX else native.VECTOR_ROWS
-        decoder.scale_embedding()
         self._num_layers, self._embedding = c.depth, decoder.embedding.data
-        self.embedding_at = ctypes.addressof(self.words)
-
-    def _fill(
-        self,
-        made: abi.CLayer,
-        layer: Any,
-        quant: Quant | None,
-        groups: dict[str, tuple[int, int]],
-        parts: Mapping[str, Sequence[StoredRows]],
-    ) -> None:
-        for name in LINEARS:
-            dense = getattr(layer, name)
-            bias = None if dense.bias is None else dense.bias.data
-            given = quant, layer.exact, groups[name], self._arena, parts.get(name)
-            linear = NativeLinear(dense.weight.data, bias, *given)
-            delattr(layer, name)  # one copy of the weights is enough
-            self.linears.append(linear)
-            setattr(made, name, linear.struct)
-        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
-            setattr(made, name, self._floats(getattr(getattr(layer, name), "weight", None)))
-        made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
-        made.window, made.rope = layer.window or 0, layer.table
-
-    def _ends(self, decoder: Any, quant: Quant | None, stored: StoredWeights) -> tuple[NativeLinear, int | None]:
-        """The head, and where the norm before it lies (None: there is none); own ones, or those that are lent.
-
-        The embedding is a table of rows as they are, or, in blocks, packed as a product's weight: a tied head's own.
-        """
-        lender, c = decoder.lender, decoder.config
-        if lender is None:
-            assert decoder.norm is not None, "only who borrows has none"
-            table, parts = decoder.embedding.data, stored.get("embedding")
-            name, weight = ("embedding", table) if decoder.head is None else ("head.weight", decoder.head.weight.data)
-            head = NativeLinear(weight, None, quant, decoder.exact, arena=self._arena, parts=stored.get(name))
-            if parts is None:
-                self.words = abi.CLinear(table.data_ptr(), None, None, c.vocab_size, c.d_model, 0)
-            else:
-                packed = head if decoder.head is None else NativeLinear(table, None, arena=self._arena, parts=parts)
-                factor = torch.tensor([c.embedding_scale]).to(self.dtype).float()  # as a table's is rounded
-                self._held += [packed, factor]
-                known = packed.struct
-                scale = factor.data_ptr() if c.embedding_scale != 1 else None
-                self.words = abi.CLinear(known.weight, scale, None, known.n, known.k, known.kind)
-            return head, self._floats(decoder.norm.weight)
-        assert lender.stack is not None, "it was looked at before"
-        self._held.append(lender)
-        self.words = lender.stack.words
-        if decoder.normed:
-            return lender.stack.head, None
-        norm, eps = lender.stack.norm_at
-        if ctypes.c_float(decoder.config.norm_eps).value != eps:
-            wrong = f"its final norm has eps {eps:g}, these layers have {decoder.config.norm_eps:g}"
-            raise CapabilityError("compiled layers over the final norm of a target", wrong, "use native=False")
-        return lender.stack.head, norm
+        self.embedding_at = ctypes.addressof(self.weights.words)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -207,24 +140,17 @@ class Stack:
     def _own_linears(self) -> list[NativeLinear]:
         """Of the layers that have numbers."""
         step = len(LINEARS)
-        firsts = range(0, len(self.linears), step * self.stretch)
-        return [linear for first in firsts for linear in self.linears[first : first + step]]
-
-    def _floats(self, parameter: Tensor | None) -> int | None:
-        if parameter is None:
-            return None
-        wide = parameter.data.float().contiguous()
-        self._held.append(wide)
-        return wide.data_ptr()
+        firsts = range(0, len(self.weights.linears), step * self.stretch)
+        return [linear for first in firsts for linear in self.weights.linears[first : first + step]]
 
     def products(self) -> list[tuple[LinearOp, int]]:
         """Every product of a pass and the width of its input, padded, in order; the head is the last."""
-        return [(linear, linear.struct.k) for linear in (*self.linears, self.head)]
+        return [(linear, linear.struct.k) for linear in self.weights.products]
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of one weight of the products, in the mean."""
-        products = (*self.linears, self.head)
+        products = self.weights.products
         return sum(linear.nbytes for linear in products) / sum(linear.struct.n * linear.struct.k for linear in products)
 
     def plan(self, segments: Sequence[Segment]) -> NativePlan:

@@ -1,0 +1,114 @@
+"""A decoder's weights as the compiled layers read them: packed, in the order in which a pass reads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CapabilityError
+from ..native import abi
+from .adapters import LINEARS
+from .blocks import StoredRows, StoredWeights
+from .memory import Arena
+from .native_linear import NativeLinear
+from .padding import groups_of
+
+Parts = Mapping[str, Sequence[StoredRows]]
+
+
+class NativeWeights:
+    """All weights of a `decoder.Decoder`, which gives them up.
+
+    Args:
+        decoder: its parameters are loaded.
+        stored: weights that are in blocks, by the parameter's name.
+
+    Raises:
+        CapabilityError: a final norm that is lent and rounds otherwise.
+    """
+
+    head: NativeLinear
+    norm: int | None  # where the gains of the final norm lie, float32; None: there is none
+    words: abi.CLinear  # the embedding: rows as they are or, in blocks, packed as a product's weight, a tied head's own
+
+    def __init__(self, decoder: Any, stored: StoredWeights) -> None:
+        c = decoder.config
+        self._held: list[Any] = []
+        self._arena = Arena()
+        self._quant = decoder.quant
+        self.linears: list[NativeLinear] = []
+        self.layers = (abi.CLayer * c.depth)()
+        parts: dict[str, Sequence[StoredRows]] = {}
+        for index, (made, layer) in enumerate(zip(self.layers, decoder.in_order(), strict=True)):
+            if layer.index < 0:  # it follows another, computes with the same weights and adds zero
+                parts |= {name: [part.zeros() for part in parts[name]] for name in ("out", "down") if name in parts}
+            else:
+                place = f"layers.{index // c.stretch}"
+                own = {name: stored.get(f"{place}.{name}.weight") for name in LINEARS}
+                parts = {name: rows for name, rows in own.items() if rows is not None}
+            self._fill(made, layer, groups_of(c), parts)
+        if decoder.lender is None:
+            self._own_ends(decoder, stored)
+        else:
+            self._lent_ends(decoder)
+
+    def _fill(self, made: abi.CLayer, layer: Any, groups: dict[str, tuple[int, int]], parts: Parts) -> None:
+        for name in LINEARS:
+            dense = getattr(layer, name)
+            bias = None if dense.bias is None else dense.bias.data
+            given = self._quant, layer.exact, groups[name], self._arena, parts.get(name)
+            linear = NativeLinear(dense.weight.data, bias, *given)
+            delattr(layer, name)  # one copy of the weights is enough
+            self.linears.append(linear)
+            setattr(made, name, linear.struct)
+        for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
+            setattr(made, name, self._floats(getattr(getattr(layer, name), "weight", None)))
+        made.q_norm, made.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
+        made.window, made.rope = layer.window or 0, layer.table
+
+    def _own_ends(self, decoder: Any, stored: StoredWeights) -> None:
+        assert decoder.norm is not None, "only who borrows has none"
+        table, parts = decoder.embedding, stored.get("embedding")
+        name, weight = ("embedding", table) if decoder.head is None else ("head.weight", decoder.head.weight)
+        given = decoder.exact, (0, 0), self._arena
+        self.head = NativeLinear(weight.data, None, self._quant, *given, parts=stored.get(name))
+        self.norm = self._floats(decoder.norm.weight)
+        if parts is None:
+            decoder.scale_embedding()  # the head has its copy
+            self.words = abi.CLinear(table.data_ptr(), None, None, *table.shape, 0)
+        else:
+            packed = (
+                self.head if decoder.head is None else NativeLinear(table.data, None, arena=self._arena, parts=parts)
+            )
+            factor = torch.tensor([decoder.config.embedding_scale]).to(decoder.dtype).float()  # as a table's is rounded
+            self._held += [packed, factor]
+            scale = factor.data_ptr() if decoder.config.embedding_scale != 1 else None
+            w = packed.struct
+            self.words = abi.CLinear(w.weight, scale, None, w.n, w.k, w.kind)
+
+    def _lent_ends(self, decoder: Any) -> None:
+        stack, eps = decoder.lender.stack, decoder.config.norm_eps
+        assert stack is not None, "it was looked at before"
+        lent = stack.weights
+        self._held.append(decoder.lender)
+        self.head, self.words = lent.head, lent.words
+        self.norm = None if decoder.normed else lent.norm
+        if not decoder.normed and ctypes.c_float(eps).value != stack.norm_at[1]:
+            wrong = f"its final norm has eps {stack.norm_at[1]:g}, these layers have {eps:g}"
+            raise CapabilityError("compiled layers over the final norm of a target", wrong, "use native=False")
+
+    def _floats(self, parameter: Tensor | None) -> int | None:
+        if parameter is None:
+            return None
+        wide = parameter.data.float().contiguous()
+        self._held.append(wide)
+        return wide.data_ptr()
+
+    @property
+    def products(self) -> list[NativeLinear]:
+        """Of a pass, in order; the head is the last."""
+        return [*self.linears, self.head]
