@@ -271,46 +271,50 @@ template <class F> [[gnu::always_inline]] inline __m512 least_of(const uint8_t* 
   }
 }
 
-// sum + the products of 16 times four codes with the same four bytes of x, which the instruction reads itself: compilers
-// make a register of them first, and of these there are too few.
-[[gnu::always_inline]] inline __m512i dot_bytes(__m512i sum, __m512i codes, const int32_t& x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(x));
-  return sum;
+template <class F> constexpr Bytes::Start start_of(int part) {
+  if (F::PARTS == 2) return part ? Bytes::SECOND_BY_32 : Bytes::FIRST_BY_32;
+  return F::SHIFT == 4 ? Bytes::BY_8 : F::SHIFT == 3 ? Bytes::BY_16 : Bytes::BY_128;
 }
 
-template <class F, int R>
-void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, float* c, const Next& next) {
+constexpr int ASKED_AHEAD = 2304;  // bytes before their use, weights are asked for: measured, eight blocks of Q4_0
+
+// R rows, a panel, against a block after the other of 16 outputs. What is asked for ahead may lie behind the last one:
+// the next 16 outputs, which come next.
+template <class F, int R> void block_product(const uint8_t* w, int64_t k, const Panel& in, float* c) {
   using P = Packed<F>;
-  const int64_t blocks = k / F::VALUES, rows = in.rows;
-  const int32_t *x = in.x.data() + row, *start = in.start.data() + row, *first = in.first.data() + row;
-  const float *scale = in.scale.data() + row, *sums = in.sum.data() + row;
+  const int32_t *x = in.x, *start[] = {in.start[start_of<F>(0)], in.start[start_of<F>(1)]};
+  const float *scale = in.scale, *sums = in.sum;
   constexpr int LINES = 8 / F::PARTS;
   __m512 sum[R];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
-  for (int64_t b = 0, line = 0; b < blocks; b++, w += P::BYTES) {
-    for (int i = 0; i < P::BYTES / LINE; i++, line++) next.ask(line);
-    for (int step = 0; step < P::STEPS; step++, start += rows, first += rows, scale += rows, sums += rows) {
+  for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
+    for (int step = 0; step < P::STEPS; step++, x += 8 * R, scale += R, sums += R) {
+      for (int i = 0; i < P::STEP; i += 64) __builtin_prefetch(w + ASKED_AHEAD + step * P::STEP + i, 0, 3);
       const Codes codes = codes_of<F>(w + step * P::STEP);
 #pragma GCC unroll 2
       for (int part = 0; part < F::PARTS; part++) {
         __m512i whole[R];
-        for (int r = 0; r < R; r++) {
-          const int32_t less = F::PARTS == 1 ? start[r] : part ? start[r] - first[r] : first[r];
-          whole[r] = F::SHIFT < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(less >> std::max(F::SHIFT, 0));
-        }
 #pragma GCC unroll 8
-        for (int i = part * LINES; i < (part + 1) * LINES; i++, x += rows)
-          for (int r = 0; r < R; r++) whole[r] = dot_bytes(whole[r], codes.line[i], x[r]);
+        for (int r = 0; r < R; r++)
+          whole[r] = F::SHIFT < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(start[part][r]);
+        start[part] += R;
+#pragma GCC unroll 8
+        for (int i = part * LINES; i < (part + 1) * LINES; i++)
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) whole[r] = dot_bytes(whole[r], codes.line[i], x[i * R + r]);
         const __m512 by = scale_of<F>(w, step, part);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++)
           sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r]), _mm512_mul_ps(by, _mm512_set1_ps(scale[r])), sum[r]);
       }
       if constexpr (F::LEAST) {
         const __m512 least = least_of<F>(w, step);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) sum[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(sums[r]), sum[r]);
       }
     }
-  }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++) _mm512_storeu_ps(c + r * BLOCKS * LANES, sum[r]);
 }
 #else
@@ -330,39 +334,37 @@ void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, in
         if (F::LEAST) leasts[lane] = least_at<F>(w, step, lane);
       }
       for (int r = 0; r < rows; r++) {
-        const int64_t at = j * in.rows + row + r;
+        const Panel panel = panel_of(in, row + r);
+        const int64_t place = (row + r) % 8, at = j * panel.width + place;
         int8_t x[I8_BLOCK];
-        for (int i = 0; i < 8; i++) std::memcpy(x + 4 * i, &in.x[(j * 8 + i) * in.rows + row + r], 4);
+        for (int i = 0; i < 8; i++) std::memcpy(x + 4 * i, panel.x + (j * 8 + i) * panel.width + place, 4);
         for (int lane = 0; lane < LANES; lane++) {
           float& y = c[r * BLOCKS * LANES + lane];
           for (int part = 0; part < F::PARTS; part++) {
             int32_t whole = 0;
             for (int i = part * PART; i < (part + 1) * PART; i++) whole += codes[lane][i] * x[i];
-            y = std::fma((float)whole, scales[part][lane] * in.scale[at], y);
+            y = std::fma((float)whole, scales[part][lane] * panel.scale[at], y);
           }
-          if (F::LEAST) y = std::fma(leasts[lane], in.sum[at], y);
+          if (F::LEAST) y = std::fma(leasts[lane], panel.sum[at], y);
         }
       }
     }
 }
 #endif
 
-// All rows of a product, eight at a time where vectors compute: a block is unpacked once for them. Where there is no
-// product of so many rows, one of a row more is taken, whose last row is nobody's (`round_rows` leaves room for it).
+// All rows of a product, a panel at a time where vectors compute: a block is unpacked once for it.
 template <class F>
-void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c, const Next& next) {
+void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
 #if PL_VNNI
-  for (Next ask = next; rows > 0; ask = {}) {
-    const int now = std::min(rows, 8);
-    if (now > 6) block_product<F, 8>(w, k, in, row, c, ask);
-    else if (now > 4) block_product<F, 6>(w, k, in, row, c, ask);
-    else if (now > 2) block_product<F, 4>(w, k, in, row, c, ask);
-    else if (now == 2) block_product<F, 2>(w, k, in, row, c, ask);
-    else block_product<F, 1>(w, k, in, row, c, ask);
-    row += now, rows -= now, c += now * BLOCKS * LANES;
+  for (; rows > 0; row += 8, rows -= 8, c += 8 * BLOCKS * LANES) {
+    const Panel panel = panel_of(in, row);
+    if (panel.width == 8) block_product<F, 8>(w, k, panel, c);
+    else if (panel.width == 6) block_product<F, 6>(w, k, panel, c);
+    else if (panel.width == 4) block_product<F, 4>(w, k, panel, c);
+    else if (panel.width == 2) block_product<F, 2>(w, k, panel, c);
+    else block_product<F, 1>(w, k, panel, c);
   }
 #else
-  (void)next;
   block_product<F>(w, k, in, row, rows, c);
 #endif
 }

@@ -48,7 +48,7 @@ inline void product(const Linear& l, const int64_t block[], int blocks, Input<bf
       const Line line = line_of(l, block[b]);
       of_format<int>(line.kind, [&](auto format) {
         block_products<decltype(format)>((const uint8_t*)line.at, padded_k(line.kind, l.k), *in.bytes, in.row, rows,
-                                         c + b * LANES, next.only(b, blocks));
+                                         c + b * LANES);
         return 0;
       });
     }

@@ -46,82 +46,105 @@ inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale
 }
 
 void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y) {
-  const int64_t blocks = k / I8_BLOCK;
-  y.rows = rows;
-  const int64_t sums = rows * blocks + 1;  // one more: see `block_products`
-  grow(y.x, rows * k / 4 + 1), grow(y.scale, sums), grow(y.start, sums), grow(y.first, sums), grow(y.sum, sums);
-  for (int64_t b = 0; b < blocks; b++)
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t at = b * rows + r;
-      const int32_t total =
-          round_block(x + r * stride + b * I8_BLOCK, &y.x[b * I8_BLOCK / 4 * rows + r], rows, &y.scale[at], &y.first[at]);
-      y.first[at] *= -128, y.start[at] = -128 * total, y.sum[at] = y.scale[at] * (float)total;
-    }
+  const int64_t blocks = k / I8_BLOCK, sums = up(rows, 8) * blocks;
+  y.rows = rows, y.blocks = blocks;
+  grow(y.x, sums * I8_BLOCK / 4), grow(y.scale, sums), grow(y.sum, sums);
+  for (auto& start : y.start) grow(start, sums);
+  for (int64_t panel = 0; panel < rows; panel += 8) {
+    const int width = panel_width(std::min<int64_t>(8, rows - panel));
+    for (int64_t b = 0; b < blocks; b++)
+      for (int r = 0; r < width; r++) {
+        const int64_t at = panel * blocks + b * width + r;
+        int32_t *bytes = &y.x[(panel * blocks + b * width) * (I8_BLOCK / 4) + r], first = 0, total = 0;
+        if (panel + r < rows)
+          total = round_block(x + (panel + r) * stride + b * I8_BLOCK, bytes, width, &y.scale[at], &first);
+        else {
+          for (int i = 0; i < I8_BLOCK / 4; i++) bytes[i * width] = 0;
+          y.scale[at] = 0;
+        }
+        y.start[Bytes::BY_128][at] = -128 * total, y.start[Bytes::BY_16][at] = -16 * total;
+        y.start[Bytes::BY_8][at] = -8 * total, y.start[Bytes::FIRST_BY_32][at] = -32 * first;
+        y.start[Bytes::SECOND_BY_32][at] = -32 * (total - first), y.sum[at] = y.scale[at] * (float)total;
+      }
+  }
 }
 
 #if PL_VNNI
-// R rows against B weight blocks; a block's sum is exact, and blocks are added one after the other. Of what is needed
-// next B weight blocks are asked for, those from `first` on.
-template <int R, int B> void byte_product(const int8_t* const w[], int64_t k, const Bytes& in, int64_t row, float* c,
-                                          const Next& next, int first) {
-  const int64_t blocks = k / I8_BLOCK, rows = in.rows;
-  const int32_t *x = in.x.data() + row, *start = in.start.data() + row;
-  const float* scale = in.scale.data() + row;
+// sum + the products of 16 times four codes with the same four bytes of x, which the instruction reads itself: compilers
+// make a register of them first, and of these there are too few.
+[[gnu::always_inline]] inline __m512i dot_bytes(__m512i sum, __m512i codes, const int32_t& x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(x));
+  return sum;
+}
+
+// R rows, a panel, against B weight blocks; a block's sum is exact, and blocks are added one after the other. Of what is
+// needed next B weight blocks are asked for, those from `first` on.
+template <int R, int B>
+void byte_product(const int8_t* const w[], int64_t blocks, const Panel& in, float* c, const Next& next, int first) {
+  const int32_t *x = in.x, *start = in.start[Bytes::BY_128];
+  const float* scale = in.scale;
   const int8_t* lines[B];
-  for (int b = 0; b < B; b++) lines[b] = w[b];
+  const char* then[B];
+  for (int b = 0; b < B; b++) lines[b] = w[b], then[b] = next.stream(first + b, w[b]);
   __m512 sum[R][B];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) sum[r][b] = _mm512_setzero_ps();
-  Next mine = next;
-  mine.blocks = std::min(next.blocks, first + B);
-  for (int64_t j = 0; j < blocks; j++, start += rows, scale += rows) {
-    for (int64_t i = 0; i < I8_BLOCK / 4; i++) mine.ask(j * I8_BLOCK / 4 + i, first);
+  for (int64_t j = 0; j < blocks; j++, x += I8_BLOCK / 4 * R, start += R, scale += R) {
     __m512i whole[R][B];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int b = 0; b < B; b++) whole[r][b] = _mm512_set1_epi32(start[r]);
 #pragma GCC unroll 8
-    for (int i = 0; i < I8_BLOCK / 4; i++, x += rows) {
+    for (int i = 0; i < I8_BLOCK / 4; i++) {
       __m512i line[B];
-      for (int b = 0; b < B; b++) line[b] = _mm512_loadu_si512(lines[b] + i * 4 * LANES);
+      for (int b = 0; b < B; b++) {
+        line[b] = _mm512_loadu_si512(lines[b] + i * 4 * LANES);
+        __builtin_prefetch(then[b] + i * 64, 0, 2);
+      }
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) whole[r][b] = _mm512_dpbusd_epi32(whole[r][b], line[b], _mm512_set1_epi32(x[r]));
+        for (int b = 0; b < B; b++) whole[r][b] = dot_bytes(whole[r][b], line[b], x[i * R + r]);
     }
-    for (int b = 0; b < B; b++) lines[b] += I8_BLOCK * LANES;
+    for (int b = 0; b < B; b++) lines[b] += I8_BLOCK * LANES, then[b] += I8_BLOCK * LANES;
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int b = 0; b < B; b++)
         sum[r][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][b]), _mm512_set1_ps(scale[r]), sum[r][b]);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) _mm512_storeu_ps(c + r * BLOCKS * LANES + b * LANES, sum[r][b]);
 }
 
-template <int R, int B> void byte_rows(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row,
-                                       float* c, const Next& next) {
+template <int R, int B> void byte_rows(const int8_t* const w[], int blocks, int64_t k, const Panel& in, float* c,
+                                       const Next& next) {
   int b = 0;
-  for (; b + B <= blocks; b += B) byte_product<R, B>(w + b, k, in, row, c + b * LANES, next, b);
-  for (; b < blocks; b++) byte_product<R, 1>(w + b, k, in, row, c + b * LANES, next, b);
+  for (; b + B <= blocks; b += B) byte_product<R, B>(w + b, k / I8_BLOCK, in, c + b * LANES, next, b);
+  for (; b < blocks; b++) byte_product<R, 1>(w + b, k / I8_BLOCK, in, c + b * LANES, next, b);
 }
 
-// Few rows read several streams of weights at once; many rows keep a block in the cache, eight rows at a time.
+// Few rows read several streams of weights at once; of more rows a block stays in the cache for the next eight.
 void byte_products(const int8_t* const w[], int blocks, int64_t k, const Bytes& in, int64_t row, int rows, float* c,
                    const Next& next) {
   if (rows <= 4) {
-    if (rows == 1) byte_rows<1, 4>(w, blocks, k, in, row, c, next);
-    else if (rows == 2) byte_rows<2, 4>(w, blocks, k, in, row, c, next);
-    else if (rows == 3) byte_rows<3, 2>(w, blocks, k, in, row, c, next);
-    else byte_rows<4, 2>(w, blocks, k, in, row, c, next);
+    const Panel panel = panel_of(in, row);
+    if (panel.width == 1) byte_rows<1, 4>(w, blocks, k, panel, c, next);
+    else if (panel.width == 2) byte_rows<2, 4>(w, blocks, k, panel, c, next);
+    else byte_rows<4, 2>(w, blocks, k, panel, c, next);
     return;
   }
-  for (int b = 0; b < blocks; b++) {
-    int r = 0;
-    float* y = c + b * LANES;
-    const Next none{};
-    for (; r + 8 <= rows; r += 8) byte_product<8, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, r ? none : next, b);
-    if (rows - r >= 4) byte_product<4, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, r ? none : next, b), r += 4;
-    if (rows - r == 1) byte_product<1, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, none, b);
-    else if (rows - r == 2) byte_product<2, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, none, b);
-    else if (rows - r == 3) byte_product<3, 1>(w + b, k, in, row + r, y + r * BLOCKS * LANES, none, b);
-  }
+  for (int b = 0; b < blocks; b++)
+    for (int r = 0; r < rows; r += 8) {
+      const Panel panel = panel_of(in, row + r);
+      const Next ask = r ? Next{} : next;
+      float* y = c + r * BLOCKS * LANES + b * LANES;
+      if (panel.width == 8) byte_product<8, 1>(w + b, k / I8_BLOCK, panel, y, ask, b);
+      else if (panel.width == 6) byte_product<6, 1>(w + b, k / I8_BLOCK, panel, y, ask, b);
+      else if (panel.width == 4) byte_product<4, 1>(w + b, k / I8_BLOCK, panel, y, ask, b);
+      else if (panel.width == 2) byte_product<2, 1>(w + b, k / I8_BLOCK, panel, y, ask, b);
+      else byte_product<1, 1>(w + b, k / I8_BLOCK, panel, y, ask, b);
+    }
 }
 #endif
 

@@ -7,20 +7,38 @@ namespace {
 int64_t block_bytes(int64_t kind);   // see blocks.h
 int64_t block_values(int64_t kind);
 
-// Rows of x rounded to bytes, for products with int8 weights and with those in blocks.
+// Of eight rows or fewer as many as a product takes at once; those that nobody gave are zero.
+inline int panel_width(int64_t rows) { return rows > 6 ? 8 : rows > 4 ? 6 : rows > 2 ? 4 : (int)rows; }
+
+// Rows of x rounded to bytes, for products with int8 weights and with those in blocks: eight rows together in a panel,
+// so that a product of R rows reads its x side by side.
 struct Bytes {
-  std::vector<int32_t> x;      // [k / 4, rows] four bytes each
-  std::vector<float> scale;    // [k / I8_BLOCK, rows]
-  std::vector<int32_t> start;  // [k / I8_BLOCK, rows] -128 times the block's sum: stored weights are 128 too large
-  std::vector<int32_t> first;  // likewise of the block's first half
-  std::vector<float> sum;      // [k / I8_BLOCK, rows] scale times the block's sum
-  int64_t rows = 0;
+  // What stored codes are too large by, 128 >> (0, 3, 4), times the block's sum, negative; for codes that are 32 too
+  // large, the sums of the block's two halves.
+  enum Start { BY_128, BY_16, BY_8, FIRST_BY_32, SECOND_BY_32, STARTS };
+  std::vector<int32_t> x;              // [panel][k / 4][width] four bytes each
+  std::vector<int32_t> start[STARTS];  // [panel][k / I8_BLOCK][width]
+  std::vector<float> scale, sum;       // likewise; the scale, and the scale times the block's sum
+  int64_t rows = 0, blocks = 0;        // blocks: k / I8_BLOCK
 };
+// One panel of them.
+struct Panel {
+  const int32_t *x, *start[Bytes::STARTS];
+  const float *scale, *sum;
+  int width;
+};
+inline Panel panel_of(const Bytes& y, int64_t row) {
+  const int64_t at = row / 8 * 8 * y.blocks;
+  Panel p{y.x.data() + at * (I8_BLOCK / 4), {}, y.scale.data() + at, y.sum.data() + at,
+          panel_width(std::min<int64_t>(8, y.rows - row / 8 * 8))};
+  for (int i = 0; i < Bytes::STARTS; i++) p.start[i] = y.start[i].data() + at;
+  return p;
+}
 
 template <class A> struct Input {  // rows of x; bf16 rows are padded to K_STEP
   const A* x;
   int64_t stride;
-  const Bytes* bytes = nullptr;  // the same rows, `row` first, where the weights ask for them
+  const Bytes* bytes = nullptr;  // the same rows where the weights ask for them; `row`, a multiple of 8, is the first
   int64_t row = 0;
   Input from(int64_t r) const { return {x + r * stride, stride, bytes, row + r}; }
 };
@@ -62,13 +80,8 @@ struct Next {
     if (line < lines)
       for (int b = first; b < blocks; b += step) __builtin_prefetch(at[b] + line * 64, 0, 2);
   }
-  // Those that block `b` of `all` asks for.
-  Next only(int b, int all) const {
-    Next mine;
-    for (int i = b; i < blocks; i += all) mine.at[mine.blocks++] = at[i];
-    mine.lines = lines;
-    return mine;
-  }
+  // The first line of block `b`; where there is none, one that was asked for before.
+  const char* stream(int b, const void* otherwise) const { return b < blocks ? at[b] : (const char*)otherwise; }
 };
 
 inline Next next_of(const Linear& l, const int64_t block[], int blocks) {
