@@ -32,6 +32,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def write(path: Path, metadata: dict[str, Any]) -> GGUF:
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(metadata.pop("name", "tiny"))
     for key, value in metadata.items():
         if value is None or value == []:
             continue
@@ -57,6 +58,12 @@ def by_rank(path: Path, **changed: Any) -> GGUF:
         "ggml.bos_token_id": len(tokens) - 2,
     }
     return write(path, metadata | {key.replace("__", "."): value for key, value in changed.items()})
+
+
+def _tokens(*tokens: str) -> dict[str, Any]:
+    """Nothing but these."""
+    nothing = {"ggml__token_type": None, "ggml__merges": [], "ggml__bos_token_id": None, "ggml__eos_token_id": None}
+    return {"ggml__tokens": list(tokens), **nothing}
 
 
 def by_score(path: Path, **changed: Any) -> GGUF:
@@ -85,11 +92,7 @@ def pieces(model: GGUF, text: str, **options: Any) -> list[str]:
 def test_ids_are_llama_cpps(name: str, place: Callable[[], Path]) -> None:
     tokenizer = load_gguf_tokenizer(read_gguf(place()))
     assert len(KNOWN["strings"]) == 200
-    differ = [
-        text
-        for text, ids in zip(KNOWN["strings"], KNOWN[name], strict=True)
-        if ids not in (tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False))
-    ]
+    differ = [text for text, ids in zip(KNOWN["strings"], KNOWN[name], strict=True) if ids != tokenizer.encode(text)]
     assert differ == []
 
 
@@ -98,12 +101,20 @@ def test_a_vocabulary_is_read_from_the_cache_alike(tmp_path: Path, monkeypatch: 
     first = load_gguf_vocabulary(model).to_str()
     monkeypatch.setattr(gguf_tokenizer._Maker, "tokenizer", lambda self: pytest.fail("it was made again"))
     assert load_gguf_vocabulary(model).to_str() == first
+    assert load_gguf_tokenizer(model).encode("ab") == [1, load_gguf_vocabulary(model).token_to_id("\u2581ab")]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     load_gguf_vocabulary(model)
     [kept] = (tmp_path / "paceline" / "tokenizers").glob("*")
-    kept.write_text("{")  # damaged: made anew
-    assert load_gguf_vocabulary(model).to_str() == first and len(kept.read_text()) > 10
+    for load in (load_gguf_vocabulary, load_gguf_tokenizer):
+        kept.write_text("{")  # damaged: made anew
+        assert load(model).get_vocab() == load_gguf_vocabulary(model).get_vocab() and len(kept.read_text()) > 10
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = by_score(tmp_path / "m.gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "m.gguf"))  # a file where the folder should be
+    assert load_gguf_tokenizer(model).get_vocab() == load_gguf_vocabulary(model).get_vocab()
 
 
 def test_pairs_merge_by_rank(tmp_path: Path) -> None:
@@ -130,6 +141,44 @@ def test_characters_merge_by_score(tmp_path: Path) -> None:
     assert pieces(bare, "aba\n\nb") == ["aba", "\n\n", "b"]
     tokenizer = load_gguf_tokenizer(model)
     assert tokenizer.decode(tokenizer.encode("ab b\u00e9", add_special_tokens=False)) == "ab b\u00e9"
+
+
+def test_special_tokens_are_matched_whole(tmp_path: Path) -> None:
+    model = by_score(tmp_path / "m.gguf", ggml__add_bos_token=False, ggml__add_space_prefix=False)
+    assert pieces(model, "a<unk>  b</s> a") == ["a", "<unk>", "\u2581", "\u2581", "b", "</s>", "\u2581", "a"]
+    assert load_gguf_vocabulary(model).encode("a<unk>").tokens == ["a", "<unk>"]
+    phi = by_score(
+        tmp_path / "p.gguf", name="Phi 3 mini", ggml__add_bos_token=False, ggml__add_space_prefix=False
+    )  # not the name that the converter gives
+    assert pieces(phi, "a</s> a") == ["a", "</s>", "\u2581", "a"]
+    phi = by_score(tmp_path / "q.gguf", name="Phi-3-mini", ggml__add_bos_token=False, ggml__add_space_prefix=False)
+    assert pieces(phi, "a</s> \na<s> a") == ["a", "</s>", "a", "<s>", "\u2581", "a"]
+
+
+def test_an_empty_token_is_never_matched(tmp_path: Path) -> None:
+    tokenizer = load_gguf_tokenizer(by_rank(tmp_path / "m.gguf", **_tokens(*BYTES, "", "")))
+    assert len(tokenizer) == 258 and tokenizer.convert_ids_to_tokens([256, 257]) == ["[EMPTY_256]", "[EMPTY_257]"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "cuts"),
+    [
+        ("gpt-2", "it's 123  x", ["it", "'s", "\u0120123", "\u0120", "\u0120x"]),
+        ("smollm", "w 12", ["w", "\u0120", "1", "2"]),
+        ("llama-bpe", "1234!\n\nx", ["123", "4", "!\u010a\u010a", "x"]),
+        ("qwen2", "12 I'LL", ["1", "2", "\u0120I", "'LL"]),
+        ("tekken", "camelCase/\n", ["camel", "Case", "/\u010a"]),
+        ("gpt-4o", "DON'T 1234", ["DON'T", "\u0120", "123", "4"]),
+        ("seed-coder", "x!!\ny", ["x", "!!", "\u010a", "y"]),
+        ("deepseek-llm", "ab 123\n.", ["ab", "\u0120", "123", "\u010a", "."]),
+        ("deepseek-coder", "ab 12", ["ab", "\u0120", "1", "2"]),
+        ("viking", "ab, 12", ["ab", ",", "\u0120", "1", "2"]),
+        ("default", "a+1234", ["a", "+", "123", "4"]),
+    ],
+)
+def test_pre_tokenizers_cut_where_they_should(pre: str, text: str, cuts: list[str], tmp_path: Path) -> None:
+    vocabulary = load_gguf_vocabulary(by_rank(tmp_path / "m.gguf", ggml__pre=pre))
+    assert [piece for piece, _ in vocabulary.pre_tokenizer.pre_tokenize_str(text)] == cuts
 
 
 @settings(max_examples=150, deadline=None)
@@ -163,6 +212,10 @@ def test_a_chat_begins_with_one_bos(tmp_path: Path) -> None:
     for name, template in (("a", "{{ bos_token }}{{ messages[0].content }}"), ("b", "{{ messages[0].content }}")):
         tokenizer = load_gguf_tokenizer(by_score(tmp_path / f"{name}.gguf", chat_template=template))
         assert tokenizer.apply_chat_template(chat, tokenize=False) == "<s>ab"
+    marked = by_score(
+        tmp_path / "d.gguf", chat_template="{%- generation -%}{{ messages[0].content }}{%- endgeneration %}"
+    )
+    assert load_gguf_tokenizer(marked).apply_chat_template(chat, tokenize=False) == "<s>ab"
     bare = by_score(tmp_path / "c.gguf", chat_template="{{ messages[0].content }}", ggml__add_bos_token=False)
     assert load_gguf_tokenizer(bare).apply_chat_template(chat, tokenize=False) == "ab"
 
@@ -186,8 +239,9 @@ def test_smollm2s_template_is_rendered() -> None:
         ({"ggml__merges": ["h q"]}, "the merge 'h q' makes no token"),
         ({"ggml__merges": ["h e l"]}, "the merge 'h e l' makes no token"),
         ({"ggml__bos_token_id": 5000, "ggml__add_bos_token": True}, "bos_token_id is 5000"),
+        ({"ggml__bos_token_id": None, "ggml__add_bos_token": True}, "add_bos_token is true, and .* is missing"),
         ({"chat_template": "{% for %}"}, "cannot be parsed"),
-        ({"ggml__tokens": ["a", "a"], "ggml__token_type": None, "ggml__merges": []}, "token 'a' is there twice"),
+        (_tokens("a", "a"), "token 'a' is there twice"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """The tokenizer of a GGUF file: its vocabulary and rules as a Hugging Face tokenizer, whose ids are llama.cpp's.
 
+llama.cpp's ids are others in two rare cases, where it rewrites a pattern of the model for its own regex engine: marks
+and letters beyond ASCII in ``tekken`` and ``gpt-4o``, and wide spaces in ``deepseek-llm`` and ``deepseek-coder``. There
+the pattern that the model was trained with holds.
+
 Two kinds of vocabulary are read. ``gpt2`` merges pairs of bytes by rank, within pieces that the file's pre-tokenizer
 cuts; ``llama`` (SentencePiece) merges characters by the score of what comes out, and falls back to bytes.
 
@@ -11,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +26,10 @@ from ..core.errors import CapabilityError, ConfigError
 from ..core.options import shown
 from .gguf import GGUF
 
-FORM = 1  # of what is kept in the cache; a change of this module that changes ids makes it another
+FORM = 2  # of what is kept in the cache; a change of this module that changes ids makes it another
 CONTROL, USER_DEFINED, UNKNOWN = 3, 4, 2  # types of tokens
 SPACE = "\u2581"  # what SentencePiece writes for a space
+_BARE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the spaces behind them
 
 # Patterns of pre-tokenizers. Each cuts the pieces that the one before it left.
 _SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -42,8 +49,32 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDS}",
 )
+_DEEPSEEK_LETTERS = (  # of DeepSeek LLM: letters with case, as its tokenizer lists them
+    "A-Za-z"
+    "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _CJK,
+    r"\p{N}+",
+)
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")  # converters know no better name
+_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
+_PORO = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 class _Pre(NamedTuple):
@@ -64,17 +95,20 @@ _KINDS: dict[str, _Pre] = {
     "qwen35": _Pre((_QWEN35,)),
     "tekken": _Pre((_TEKKEN,), whole=True, bos=True),
     "gpt-4o llama4 kanana2 minimax-m2": _Pre((_GPT4O,)),
+    "seed-coder": _Pre((_SEED,)),
+    "poro-chat": _Pre((_PORO,)),
+    "viking": _Pre((_PORO, r"\p{N}")),
+    "deepseek-llm": _Pre(_DEEPSEEK_LLM),
     "deepseek-coder": _Pre(_DEEPSEEK_CODER),
     "deepseek-v3 hunyuan-dense joyai-llm": _Pre(_DEEPSEEK3),
     "falcon": _Pre(_FALCON),
+    "default": _Pre(_DEFAULT),
 }
 PRE_TOKENIZERS = {name: pre for names, pre in _KINDS.items() for name in names.split()}
 
 
 def load_gguf_vocabulary(model: GGUF) -> Any:
     """What knows the ids and pieces of a file's tokenizer, a ``tokenizers.Tokenizer``; None: the file has none.
-
-    Made once for a file and kept in the user's cache folder, by the hash of the header.
 
     Raises:
         ConfigError: a vocabulary that contradicts itself.
@@ -84,17 +118,26 @@ def load_gguf_vocabulary(model: GGUF) -> Any:
 
     if "tokenizer.ggml.tokens" not in model.metadata:
         return None
+    return _read_kept(model, Tokenizer.from_file)
+
+
+def _read_kept(model: GGUF, read: Callable[[str], Any]) -> Any:
+    """What ``read`` makes of the file's ``tokenizer.json``, kept in the cache folder by the hash of the header."""
     digest = hashlib.sha256(model.header).hexdigest()[:32]
     kept = _cache_folder() / f"{digest}-{FORM}.json"
     with suppress(Exception):  # none yet, or damaged: it is made anew
-        return Tokenizer.from_file(str(kept))
-    made = _Maker(model).tokenizer()
-    with suppress(OSError):  # a folder that cannot be written: it is made each time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = kept.with_suffix(f".{os.getpid()}")
-        scratch.write_text(made.to_str(), encoding="utf-8")
-        scratch.replace(kept)
-    return made
+        return read(str(kept))
+    made = _Maker(model).tokenizer().to_str()
+    with tempfile.TemporaryDirectory() as elsewhere:
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            scratch = kept.with_suffix(f".{os.getpid()}")
+            scratch.write_text(made, encoding="utf-8")
+            scratch.replace(kept)
+        except OSError:  # a folder that cannot be written: it is made each time
+            kept = Path(elsewhere) / kept.name
+            kept.write_text(made, encoding="utf-8")
+        return read(str(kept))
 
 
 def _cache_folder() -> Path:
@@ -108,20 +151,21 @@ def load_gguf_tokenizer(model: GGUF) -> Any:
     Raises:
         ConfigError: as `load_gguf_vocabulary`; a chat template that is none.
     """
-    vocabulary = load_gguf_vocabulary(model)
-    if vocabulary is None:
+    if "tokenizer.ggml.tokens" not in model.metadata:
         return None
     from transformers import TokenizersBackend
 
     maker = _Maker(model)
     template = model.metadata.get("tokenizer.chat_template")
     _check_template(model, template)
-    made = TokenizersBackend(
-        tokenizer_object=vocabulary,
-        clean_up_tokenization_spaces=False,
-        chat_template=template,
-        **{f"{name}_token": maker.named(key) for name, key in _NAMED.items() if maker.named(key) is not None},
-    )
+    roles = {name: maker.named(key) for name, key in _NAMED.items()}
+    options = {
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template,
+        **{f"{name}_token": token for name, token in roles.items() if token is not None},
+    }
+    # By its file: a tokenizer given as an object is copied, which takes as long as reading it once more.
+    made = _read_kept(model, lambda place: TokenizersBackend(tokenizer_file=place, **options))
     # llama.cpp begins a chat with BOS where the file's flag says so and the template does not write it.
     if template and maker.adds("bos") and not _writes(made, made.bos_token):
         made.chat_template = "{{ bos_token }}" + template
@@ -139,7 +183,7 @@ def _check_template(model: GGUF, template: Any) -> None:
         return
     if not isinstance(template, str):
         raise ConfigError(asked, f"it is {shown(template)}, no text", remedy)
-    text = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    text = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # marks of transformers', for training
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
@@ -165,7 +209,8 @@ class _Maker:
         if self.kind not in ("gpt2", "llama"):
             wrong = f"tokenizer.ggml.model is {shown(self.kind)}; known here are 'gpt2' and 'llama'"
             raise CapabilityError(self.asked, wrong, "use another model")
-        self.tokens: list[str] = self._list("tokens", None) or []
+        # An empty token cannot be matched; llama.cpp gives it this name.
+        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self._list("tokens", None) or [])]
         self.types = [int(kind) for kind in self._list("token_type", len(self.tokens)) or [1] * len(self.tokens)]
 
     def _list(self, name: str, count: int | None) -> list[Any] | None:
@@ -210,8 +255,11 @@ class _Maker:
 
     def adds(self, name: str) -> bool:
         """Whether a text begins with BOS, or ends with EOS."""
+        said = self.metadata.get(f"tokenizer.ggml.add_{name}_token")
+        if said and self.named(name) is None:
+            self._refuse(f"tokenizer.ggml.add_{name}_token is true, and tokenizer.ggml.{name}_token_id is missing")
         usual = name == "bos" and (self.kind == "llama" or self.pre.bos)
-        return bool(self.metadata.get(f"tokenizer.ggml.add_{name}_token", usual)) and self.named(name) is not None
+        return bool(usual if said is None else said) and self.named(name) is not None
 
     def tokenizer(self) -> Any:
         """The ``tokenizers.Tokenizer``.
@@ -274,9 +322,18 @@ class _Maker:
         """Tokens that are matched as a whole before anything else is cut."""
         from tokenizers import AddedToken
 
-        for kind in (CONTROL, USER_DEFINED):
+        # Phi-3's files do not say that its marks of turns swallow the spaces behind them.
+        phi3 = re.search("phi-?3", str(self.metadata.get("general.name", "")).lower()) is not None
+        for kind in (UNKNOWN, CONTROL, USER_DEFINED):
             found = [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
-            made.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token in found if token])
+            made.add_tokens(
+                [
+                    AddedToken(
+                        token, normalized=False, special=kind != USER_DEFINED, rstrip=phi3 and token not in _BARE
+                    )
+                    for token in found
+                ]
+            )
 
     def _add_ends(self, made: Any) -> None:
         from tokenizers import processors
