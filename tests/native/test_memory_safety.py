@@ -248,7 +248,7 @@ def test_adapters_out_of_order_are_refused_below_python_too() -> None:
     stack: Any = decoder.stack
     table = ctypes.addressof(stack.adapters(adapter).table)
     for ranges in ([(3, 2)], [(0, 6)], [(0, 3), (2, 5)], [(-1, 2)]):
-        made = (wanted * len(ranges))(*[wanted(a, b, 8, table) for a, b in ranges])
+        made = (wanted * len(ranges))(*[wanted(start=a, stop=b, rank=8, adapter=table) for a, b in ranges])
         stack._ranges, kept = (lambda *_, made=made: made), stack._ranges
         try:
             state = states(decoder, 5)

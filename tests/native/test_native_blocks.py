@@ -43,7 +43,7 @@ def packed(kind: BlockType, raw: np.ndarray, inputs: int = INPUTS) -> tuple[Tens
     library, number = native.library(), native.GGML + kind.number
     room = torch.empty(library.pl_packed_size(len(raw), inputs, number), dtype=torch.uint8)
     library.pl_pack(raw.ctypes.data, len(raw), inputs, number, room.data_ptr())
-    return room, abi.CLinear(room.data_ptr(), None, None, len(raw), inputs, number)
+    return room, abi.CLinear(weight=room.data_ptr(), n=len(raw), k=inputs, kind=number)
 
 
 def product(linear: abi.CLinear, x: Tensor, threads: int = 1) -> Tensor:

@@ -14,18 +14,33 @@ from pathlib import Path
 import pytest
 
 from paceline import native
+from paceline.core.sampling import RULES, RULES_FIELDS
+from paceline.native import abi
+from paceline.network.native_calls import _same_kinds
 
 pytestmark = pytest.mark.skipif(
     native._output(["sh", "-c", "command -v c++"], 60)[0] != 0, reason="there is no C++ compiler"
 )
 SYMBOLS = sorted(native.FUNCTIONS)
+KINDS = {"p": "const void*", "n": "int64_t", "i": "int", "d": "double", "-": "void"}
 STRUCTS = (native.SOURCE.with_suffix("") / "abi.h").read_text("utf-8")
+
+
+def stand_in(name: str) -> str:
+    """A function of this name and of its kinds that does nothing."""
+    taken, _, returned = native.FUNCTIONS[name].partition(">")
+    arguments = ", ".join(f"{KINDS[letter]} a{place}" for place, letter in enumerate(taken))
+    kind = KINDS[returned or "i"].removeprefix("const ")
+    return f"{kind} {name}({arguments}) {{ {'' if kind == 'void' else 'return 0;'} }}"
+
+
 # Compiled in a moment, and long enough that a half of it lacks pages that the loader reads.
 STAND_IN = "\n".join(
     [
-        "#include <cstdint>",
         STRUCTS,
-        *(f'extern "C" int64_t {name}() {{ return 0; }}' for name in SYMBOLS),
+        'extern "C" {',
+        *map(stand_in, SYMBOLS),
+        "}",
         'extern "C" char padding[1 << 20] = {1};',
     ]
 )
@@ -107,6 +122,41 @@ def test_a_struct_that_differs_is_refused(cache: Path, field: str, other: str, w
     native.SOURCE.write_text(text.replace(field, other, 1))
     found, why = load()
     assert found is None and re.search(words, str(why)) and "write the field in both" in str(why)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("pl_logits(const void* a0, ", "pl_logits("), r"function pl_logits .* is \?*pnpi, native.FUNCTIONS has ppnpi"),
+        (("int64_t pl_packed_size", "int pl_packed_size"), r"pl_packed_size .* is nni, .* has nni>n"),
+        (("int64_t pl_packed_size", "float pl_packed_size"), r"pl_packed_size .* is nni>\?, "),
+        (("pl_norm(const void* a0", "pl_norm(int a0"), r"pl_norm of the kernels is ipnp, .* has ppnp"),
+        (("int pl_norm(", " int pl_norm("), r"pl_norm of the kernels is nothing, .* has ppnp"),
+    ],
+    ids=["one less", "another result", "an unknown kind", "another kind", "unseen"],
+)
+def test_a_function_that_differs_is_refused(cache: Path, change: tuple[str, str], words: str):
+    text = native.SOURCE.read_text()
+    assert change[0] in text
+    native.SOURCE.write_text(text.replace(*change, 1))
+    found, why = load()
+    assert found is None and re.search(words, str(why)) and "write its kinds in both" in str(why)
+
+
+def test_fields_have_names():
+    """A field that is put between two others on both sides must not shift what is given to them."""
+    with pytest.raises(TypeError):
+        abi.CTaps(1, None, 0)
+    with pytest.raises(TypeError, match="CTaps has no field layer"):
+        abi.CTaps(layer=1)
+    assert abi.CTaps(rows=3).rows == 3
+
+
+def test_rules_are_packed_as_they_are_read():
+    _same_kinds(abi.CRules, RULES_FIELDS, RULES.format)
+    for fields, kinds in (("temperature key top_k top_p min_p", "=Qdqdd"), (RULES_FIELDS, "=Qqddd")):
+        with pytest.raises(TypeError, match="CRules has fields"):
+            _same_kinds(abi.CRules, fields, kinds)
 
 
 def test_what_is_kept_is_used_again(cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -253,7 +253,7 @@ class SequenceSampler:
             p, known = self.params, self.plain or self.draws
             min_p = math.log(p.min_p) if p.min_p > 0 else 1.0
             key = noise.key(self.seed, self.sample_index, noise.TARGET)
-            made = _RULES.pack(key, p.temperature if known else -1.0, p.top_k, p.top_p, min_p)
+            made = RULES.pack(key, p.temperature if known else -1.0, p.top_k, p.top_p, min_p)
             self._rules = len(self._steps), made
         return self._rules[1]
 
@@ -477,8 +477,8 @@ class SequenceSampler:
                 raise ConfigError(asked, wrong, "let the grammar allow EOS where it ends")
 
 
-# `Rules` in native/kernels/abi.h: key, temperature (-1: other rules), top_k, top_p, ln min_p (1: none)
-_RULES = Struct("=Qdqdd")
+# `Rules` in native/kernels/abi.h. A temperature of -1: other rules; min_p: its logarithm, 1: none.
+RULES, RULES_FIELDS = Struct("=Qdqdd"), "key temperature top_k top_p min_p"
 _CACHED_ROWS = 32  # noise rows kept for one sequence; a deeper draft computes the rest again
 
 

@@ -36,7 +36,7 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
-from .abi import CRules, require_same
+from .abi import CRules, require_same, require_signatures
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ def _load() -> tuple[Any, str | None]:
         return None, f"{SWITCH}=0"
     try:
         found = _open(_built(generic=mode == "generic"))
+        require_signatures(FUNCTIONS, "\n".join(_texts(SOURCE)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         log.warning("no compiled kernels, torch's are used: %s", error)
         return None, str(error)

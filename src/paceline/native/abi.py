@@ -26,11 +26,21 @@ def _fields(*declared: str) -> list[tuple[str, Any]]:
     return [(name, _KINDS.get(kind) or globals()[f"C{kind}"]) for kind, *names in parts for name in names]
 
 
-class CLinear(ctypes.Structure):
+class Struct(ctypes.Structure):
+    """One struct. Its fields are given by name: a field that is put between others shifts no value."""
+
+    def __init__(self, **fields: Any) -> None:
+        unknown = fields.keys() - {name for name, *_ in self._fields_}
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(unknown))}")
+        super().__init__(**fields)
+
+
+class CLinear(Struct):
     _fields_ = _fields("pointer weight scale bias", "int64_t n k kind")
 
 
-class CLayer(ctypes.Structure):
+class CLayer(Struct):
     _fields_ = _fields(
         "Linear qkv out up down",
         "pointer attention_norm mlp_norm q_norm k_norm",
@@ -40,7 +50,7 @@ class CLayer(ctypes.Structure):
     )
 
 
-class CModel(ctypes.Structure):
+class CModel(Struct):
     _fields_ = _fields(
         "int64_t d_model heads kv_heads head_dim own_head_dim d_ff rotated vocab wide_activations",
         "float eps scale",
@@ -50,27 +60,27 @@ class CModel(ctypes.Structure):
     )
 
 
-class CSegment(ctypes.Structure):
+class CSegment(Struct):
     _fields_ = _fields("int64_t start stop prefix num_keys base", "pointer keys visible block_positions")
 
 
-class CLowRank(ctypes.Structure):
+class CLowRank(Struct):
     _fields_ = _fields("Linear down up")
 
 
-class CAdapterRange(ctypes.Structure):
+class CAdapterRange(Struct):
     _fields_ = _fields("int64_t start stop rank", "pointer adapter")
 
 
-class CStreamSet(ctypes.Structure):
+class CStreamSet(Struct):
     _fields_ = _fields("int64_t gamma insertion", "pointer embeddings adapter", "int64_t rank")
 
 
-class CLimit(ctypes.Structure):
+class CLimit(Struct):
     _fields_ = _fields("int64_t row start stop keys most")
 
 
-class CPass(ctypes.Structure):
+class CPass(Struct):
     _fields_ = _fields(
         "int64_t rows",
         "pointer hidden_in hidden_out positions slots",
@@ -88,31 +98,31 @@ class CPass(ctypes.Structure):
     )
 
 
-class CTaps(ctypes.Structure):
+class CTaps(Struct):
     _fields_ = _fields("int64_t layers", "pointer after", "int64_t rows", "pointer which out", "double ms")
 
 
-class CFuse(ctypes.Structure):
+class CFuse(Struct):
     _fields_ = _fields("Linear both state", "pointer constant", "int64_t sum", "pointer norm", "double eps")
 
 
-class CTokenInfo(ctypes.Structure):
+class CTokenInfo(Struct):
     _fields_ = _fields("Linear table", "pointer factors")
 
 
-class CHeads(ctypes.Structure):
+class CHeads(Struct):
     _fields_ = _fields("int64_t count", "Linear blocks", "pointer own")
 
 
-class CRules(ctypes.Structure):
+class CRules(Struct):
     _fields_ = _fields("uint64_t key", "double temperature", "int64_t top_k", "double top_p min_p")
 
 
-class CSparseView(ctypes.Structure):
+class CSparseView(Struct):
     _fields_ = _fields("int64_t sinks window", "pointer cos sin", "int64_t num_gaps")
 
 
-class CChain(ctypes.Structure):
+class CChain(Struct):
     _fields_ = _fields(
         "pointer pending",
         "int64_t num_pending position steps base",
@@ -125,7 +135,7 @@ class CChain(ctypes.Structure):
     )
 
 
-class CTreeStart(ctypes.Structure):
+class CTreeStart(Struct):
     _fields_ = _fields(
         "pointer pending",
         "int64_t num_pending position room base",
@@ -139,15 +149,15 @@ class CTreeStart(ctypes.Structure):
     )
 
 
-class CTreeRules(ctypes.Structure):
+class CTreeRules(Struct):
     _fields_ = _fields("int64_t topk beam levels", "pointer factors", "double floor")
 
 
-class CSampledTree(ctypes.Structure):
+class CSampledTree(Struct):
     _fields_ = _fields("int64_t levels", "pointer logits", "int64_t most nodes", "pointer tokens parents scores")
 
 
-class CSampleStart(ctypes.Structure):
+class CSampleStart(Struct):
     _fields_ = _fields(
         "pointer pending",
         "int64_t num_pending position base",
@@ -158,19 +168,19 @@ class CSampleStart(ctypes.Structure):
     )
 
 
-class CRingShape(ctypes.Structure):
+class CRingShape(Struct):
     _fields_ = _fields("int64_t sinks window span")
 
 
-class CRingChain(ctypes.Structure):
+class CRingChain(Struct):
     _fields_ = _fields("int64_t root position steps ring start", "pointer rules tokens log_q", "int64_t made")
 
 
-class CSpan(ctypes.Structure):
+class CSpan(Struct):
     _fields_ = _fields("int64_t start stop prefix base", "pointer keys", "int64_t drafted", "pointer parents")
 
 
-class CTokenPass(ctypes.Structure):
+class CTokenPass(Struct):
     _fields_ = _fields(
         "int64_t rows",
         "pointer tokens positions slots",
@@ -183,22 +193,55 @@ class CTokenPass(ctypes.Structure):
     )
 
 
-class CCarrier(ctypes.Structure):
+class CCarrier(Struct):
     _fields_ = _fields(
         "int64_t segment root streams most",
         "pointer ends",
         "int64_t num_ends",
         "pointer riders",
-        "int64_t num_riders told rode",
+        "int64_t num_riders found rode",
         "pointer tokens log_q",
     )
 
 
-class CStreamPass(ctypes.Structure):
+class CStreamPass(Struct):
     _fields_ = _fields("pointer set carriers", "int64_t count k scratch room noisy most late_us")
 
 
 STRUCTS: tuple[Any, ...] = tuple(kind for name, kind in globals().items() if re.match("C[A-Z]", name))
+
+
+def require_signatures(functions: dict[str, str], source: str) -> None:
+    """Refuse functions that take or return other kinds than the kernels' source says.
+
+    Args:
+        functions: `native.FUNCTIONS`.
+        source: the text of all headers.
+
+    Raises:
+        RuntimeError: which function, and what each side says.
+    """
+    declared = {name: _signature(returned, taken) for returned, name, taken in _ENTRY.findall(source)}
+    for name in sorted(declared.keys() | functions.keys()):
+        theirs, own = declared.get(name, "nothing"), functions.get(name, "nothing")
+        if theirs != own:
+            raise RuntimeError(
+                f"function {name} of the kernels is {theirs}, native.FUNCTIONS has {own}: write its kinds in both"
+            )
+
+
+_ENTRY = re.compile(r"^(\w+\**) (pl_\w+)\(([^)]*)\) \{", re.MULTILINE)  # of an entry point, at the start of a line
+_LETTERS = {"int": "i", "int64_t": "n", "double": "d", "void": "-"}
+
+
+def _signature(returned: str, taken: str) -> str:
+    """The letters of `native.FUNCTIONS` for "int" and "const Model* m, int64_t rows"."""
+    letters = "".join(_letter(argument.rpartition(" ")[0]) for argument in taken.split(","))
+    return letters if returned == "int" else f"{letters}>{_letter(returned)}"
+
+
+def _letter(kind: str) -> str:
+    return "p" if "*" in kind else _LETTERS.get(kind.strip(), "?")
 
 
 def require_same(library: Any) -> None:

@@ -438,7 +438,7 @@ class Stack:
         held: list[Any] = []
         fed = None if fused is None else (self._model.d_model, self.dtype)
         table, rooms, last = tree_table(starts, fed, held)
-        rules = abi.CTreeRules(topk, beam, len(factors), numbers(factors, held), floor)
+        rules = abi.CTreeRules(topk=topk, beam=beam, levels=len(factors), factors=numbers(factors, held), floor=floor)
         run, limit = self.reaching(cache, last), min(limit, self._model.vocab)
         given = limit, table, len(starts), ctypes.byref(rules), None if fused is None else fused.reference
         require(self._grow(self.reference, ctypes.byref(run), self.embedding_at, *given))

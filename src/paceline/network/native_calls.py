@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..core.sampling import RULES, RULES_FIELDS
 from ..native import abi
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class NativeView:
         cos, sin = self._held = rotation.halves
         if cos.dtype != torch.float32:
             raise ValueError(f"angles in {cos.dtype}, where float32 is read")
-        self.struct = abi.CSparseView(sinks, window, cos.data_ptr(), sin.data_ptr(), len(cos))
+        self.struct = abi.CSparseView(
+            sinks=sinks, window=window, cos=cos.data_ptr(), sin=sin.data_ptr(), num_gaps=len(cos)
+        )
         self.address = ctypes.addressof(self.struct)
 
 
@@ -132,6 +135,15 @@ def _in_order(struct: Any, names: str) -> list[str]:
     return own
 
 
+def _same_kinds(struct: Any, fields: str, kinds: str) -> None:
+    """Refuse letters of Python's `struct` module that stand for other fields than this one has."""
+    letters = {ctypes.c_uint64: "Q", ctypes.c_int64: "q", ctypes.c_double: "d"}
+    own = [(name, letters[kind]) for name, kind in struct._fields_]
+    if own != [*zip(fields.split(), kinds.removeprefix("="), strict=True)]:
+        raise TypeError(f"{struct.__name__} has fields {own}: core/sampling.py packs {fields} as {kinds}")
+
+
+_same_kinds(abi.CRules, RULES_FIELDS, RULES.format)
 _PASS = _in_order(
     abi.CTokenPass, "rows tokens positions slots slot_base spans num_spans wanted num_wanted rules logits chosen"
 )
@@ -160,7 +172,7 @@ class NativeTaps:
         after, which = _after(self.layers, stretch), None
         if self.rows is not None:
             which = numbers(self.rows, held)
-        return abi.CTaps(count, after.buffer_info()[0], rows, which, out.data_ptr())
+        return abi.CTaps(layers=count, after=after.buffer_info()[0], rows=rows, which=which, out=out.data_ptr())
 
 
 @cache

@@ -37,7 +37,7 @@ class NativeHeads:
         self.own = [NativeLinear(part.to("cpu", stack.dtype), None) for part in own] if own is not None else []
         self._table = (abi.CLinear * len(self.own))(*[linear.struct for linear in self.own])
         own_at = ctypes.addressof(self._table) if self.own else None
-        self._struct = abi.CHeads(self.count, self.blocks.struct, own_at)
+        self._struct = abi.CHeads(count=self.count, blocks=self.blocks.struct, own=own_at)
         self._reference = ctypes.byref(self._struct)
         library = native.library()
         assert library is not None, "the stack has it, too"

@@ -72,7 +72,9 @@ class NativeLinear:
             address = self._pack(weight, n, k, kind)
         self.scale = None if self.scale is None else self.scale.float()
         self.bias = None if bias is None else bias.float()
-        self.struct = abi.CLinear(address, _address(self.scale), _address(self.bias), n, k, kind)
+        self.struct = abi.CLinear(
+            weight=address, scale=_address(self.scale), bias=_address(self.bias), n=n, k=k, kind=kind
+        )
 
     def _stored(self, weight: Tensor, quant: Quant | None, exact: bool) -> tuple[int, Tensor]:
         """The kind of a weight, and its values or blocks."""

@@ -94,7 +94,7 @@ def recall(
         row.root, row.position, row.steps, row.ring, row.start = chain[:5]
         row.rules = rules_at(chain.rules, held)
         rooms.append(ChainRoom(row, chain.steps))
-    shape = abi.CRingShape(ring.view.sinks, ring.view.window, ring.span)
+    shape = abi.CRingShape(sinks=ring.view.sinks, window=ring.view.window, span=ring.span)
     known = None if mix is None else hold(mix, (layers, layers + 1), held, torch.float32)
     run = stack.reaching(ring, max(chain.position + chain.steps for chain in chains))
     given = min(limit, vocab), ctypes.byref(shape), table, len(chains), known, floor

@@ -45,7 +45,9 @@ class NativeFuse:
         self.reads_tokens = reads_tokens
         known = abi.CLinear() if state is None else state.struct
         norm, eps = (None, 0.0) if target is None else target.norm_at
-        self._struct = abi.CFuse(both.struct, known, self._held[2].data_ptr(), int(summed), norm, eps)
+        self._struct = abi.CFuse(
+            both=both.struct, state=known, constant=self._held[2].data_ptr(), sum=int(summed), norm=norm, eps=eps
+        )
         self.reference = ctypes.byref(self._struct)
 
 
@@ -60,7 +62,7 @@ class NativeTokenInfo:
     def __init__(self, factors: Tensor, table: NativeLinear) -> None:
         vocab, rank = table.shape
         self._held: list[Any] = [table]
-        self._struct = abi.CTokenInfo(table.struct, hold(factors, (vocab, rank), self._held, table.dtype))
+        self._struct = abi.CTokenInfo(table=table.struct, factors=hold(factors, (vocab, rank), self._held, table.dtype))
         self.reference = ctypes.byref(self._struct)
 
 

@@ -84,10 +84,10 @@ class StreamCall:
         """Of each carrier, after the call."""
         found: list[StreamTokens | None] = []
         for row, (tokens, log_q) in zip(self._carriers, self._rooms, strict=True):
-            starts = range(0, row.told * self._k, self._k)
+            starts = range(0, row.found * self._k, self._k)
             ids = [tokens[i : i + self._k].tolist() for i in starts]
             logs = [log_q[i : i + self._k].tolist() for i in starts]
-            found.append(StreamTokens(ids, logs, bool(row.rode)) if row.told else None)
+            found.append(StreamTokens(ids, logs, bool(row.rode)) if row.found else None)
         return found
 
 
@@ -105,7 +105,9 @@ class NativeStreams:
             raise ValueError("streams that begin through a map, or without embeddings, in one compiled call")
         self.gamma = config.gamma
         self._embeddings = streams.embeddings.detach().to("cpu", stack.dtype).contiguous()
-        self.struct = abi.CStreamSet(config.gamma, config.insertion * stack.stretch, self._embeddings.data_ptr())
+        self.struct = abi.CStreamSet(
+            gamma=config.gamma, insertion=config.insertion * stack.stretch, embeddings=self._embeddings.data_ptr()
+        )
         if streams.adapters is not None:
             self._adapters = stack.adapters(streams.adapters)
             self.struct.adapter, self.struct.rank = ctypes.addressof(self._adapters.table), self._adapters.rank
@@ -119,5 +121,5 @@ def limits_of(parts: Sequence[StreamLimit]) -> Any:
         gamma = (part.streams.stop - part.streams.start) // len(rows)
         for i, row in enumerate(rows):
             start = part.streams.start + i * gamma
-            table.append(abi.CLimit(row, start, start + gamma, len(part.keys), part.most))
+            table.append(abi.CLimit(row=row, start=start, stop=start + gamma, keys=len(part.keys), most=part.most))
     return (abi.CLimit * len(table))(*table)

@@ -79,7 +79,7 @@ class NativeWeights:
         self.norm = self._floats(decoder.norm.weight)
         if parts is None:
             decoder.scale_embedding()  # the head has its copy
-            self.words = abi.CLinear(table.data_ptr(), None, None, *table.shape, 0)
+            self.words = abi.CLinear(weight=table.data_ptr(), n=len(table), k=table.shape[1])
         else:
             packed = (
                 self.head if decoder.head is None else NativeLinear(table.data, None, arena=self._arena, parts=parts)
@@ -88,7 +88,7 @@ class NativeWeights:
             self._held += [packed, factor]
             scale = factor.data_ptr() if decoder.config.embedding_scale != 1 else None
             w = packed.struct
-            self.words = abi.CLinear(w.weight, scale, None, w.n, w.k, w.kind)
+            self.words = abi.CLinear(weight=w.weight, scale=scale, n=w.n, k=w.k, kind=w.kind)
 
     def _lent_ends(self, decoder: Any) -> None:
         stack, eps = decoder.lender.stack, decoder.config.norm_eps

@@ -1,15 +1,20 @@
 // What Python passes in. Every struct here has its twin in native/abi.py, with the same fields in the same order: each
-// says what it is made of, and Python compares that with its own when it loads the library.
+// says what it is made of, and Python compares that with its own when it loads the library. A struct starts as zeros,
+// and its fields are set by name: {a, b, c} does not compile, so a field that is put between others shifts no value.
 
 #pragma once
 
-#define PL_STRUCT(name, ...)                     \
-  struct name {                                  \
-    __VA_ARGS__                                  \
-  };                                             \
-  const char* pl_struct_##name(int64_t* bytes) { \
-    *bytes = sizeof(name);                       \
-    return #__VA_ARGS__;                         \
+#include <cstdint>
+#include <cstring>
+
+#define PL_STRUCT(name, ...)                         \
+  struct name {                                      \
+    __VA_ARGS__                                      \
+    name() { memset((void*)this, 0, sizeof *this); } \
+  };                                                 \
+  const char* pl_struct_##name(int64_t* bytes) {     \
+    *bytes = sizeof(name);                           \
+    return #__VA_ARGS__;                             \
   }
 
 extern "C" {
@@ -85,8 +90,8 @@ PL_STRUCT(StreamSet,
 PL_STRUCT(Limit,
   int64_t row;           // the main row
   int64_t start, stop;   // rows of its streams; their segment begins with the keys of the main row's
-  int64_t keys;          // so many of those may be chosen: all but streams'
-  int64_t most;          // that are, the main row's own among them
+  int64_t keys;          // the first so many of these keys may be chosen: all but those of streams
+  int64_t most;          // keys that are chosen at most; the main row's own is one of them
 )
 
 PL_STRUCT(Pass,
@@ -119,14 +124,14 @@ PL_STRUCT(Taps,
   int64_t rows;
   const int64_t* which;  // [rows] of the pass, or null: the first ones
   void* out;             // [layers, rows, d_model]
-  double ms;             // out: that copying took
+  double ms;             // out: how long copying took
 )
 
 // how a row of a state drafter is made of a state and a token's embedding
 PL_STRUCT(Fuse,
   Linear both;           // [d_model, 2 d_model] of [token, state], or [d_model, d_model] of their sum
   Linear state;          // [d_model, d_model] of a state without a token; n = 0: there is always one
-  const void* constant;  // [d_model] activations, what the latter adds
+  const void* constant;  // [d_model] activations: added to a state without a token
   int64_t sum;
   const float* norm;     // of the target's states, which come raw; null: none
   double eps;
@@ -147,7 +152,7 @@ PL_STRUCT(Heads,
 
 // how a sequence chooses from a row of logits: core/sampling.py, `SequenceSampler.rules`
 PL_STRUCT(Rules,
-  uint64_t key;        // of seed, sample and purpose; the position is still to be mixed in
+  uint64_t key;        // of seed, sample and purpose; a kernel mixes the position in
   double temperature;  // 0: the likeliest token; below 0: by rules that are not known here
   int64_t top_k;       // 0: all
   double top_p;        // 1: all
@@ -283,14 +288,14 @@ PL_STRUCT(TokenPass,
 PL_STRUCT(Carrier,
   int64_t segment;         // its span
   int64_t root;            // its root's row
-  int64_t streams;         // that are wanted of its last accepted node, the first ones
+  int64_t streams;         // how many streams of its last accepted node are wanted, from the first on
   int64_t most;            // accepted nodes behind which a draft is of use
   const int64_t* ends;     // tokens that end the answer
   int64_t num_ends;
   const int64_t* riders;   // nodes whose streams go with the main rows, ascending
   int64_t num_riders;
-  int64_t told;            // out: of how many streams tokens were found; 0: nobody wants the draft, or a choice is open
-  int64_t rode;            // out: 1 where they rode in the pass
+  int64_t found;           // out: streams that gave tokens; 0: the draft is of no use, or the caller has to choose
+  int64_t rode;            // out: 1 where the streams were rows of the pass itself
   int64_t* tokens;         // [gamma, k] out
   float* log_q;            // [gamma, k] out
 )

@@ -7,8 +7,8 @@ namespace {
 // How estimates of drafted nodes are corrected: engine/chances.py, whose constants come with every call.
 struct Correction {
   int64_t depths, edges;
-  // Constants: odds of a node without an estimate, memory, weight of a node in a lean, its fading, most of it.
-  const double *constants, *edge;
+  const double* constants;  // UNKNOWN, MEMORY, SHIFT, FADE, MOST_SHIFT
+  const double* edge;       // EDGES
 
   Correction(const int64_t* counts, const double* numbers)
       : depths(counts[0]), edges(counts[1]), constants(numbers), edge(numbers + 5) {}
@@ -30,8 +30,8 @@ struct Correction {
     odds[cell] = (hits[cell] + 0.01) / (tries[cell] - hits[cell] + 0.01);
   }
 
-  double leaning(double lean, bool right, double given) const {
-    const double moved = constants[3] * (lean + constants[2] * (right - given));
+  double shifted(double shift, bool right, double given) const {
+    const double moved = constants[3] * (shift + constants[2] * (right - given));
     return std::max(-constants[4], std::min(constants[4], moved));
   }
 };
@@ -40,11 +40,13 @@ struct Correction {
 
 extern "C" {
 
-//     trees, kinds of nodes, classes of depths, edges of odds, nodes that are ranked
-//     for each tree: nodes, address of what its sequence leans by [kinds], addresses of its odds by class [kinds]
-//     parents of all nodes, the roots' first of each tree and without meaning; then their kinds
-// scores [nodes]: logs of the drafter's estimates, or null. cells [nodes]; chances [2, nodes]: given the parent, and of
-// the path; places [2, ranked]: tree and node; best [ranked]: chances. Returns the depth of the deepest node, or -1.
+// Chances of all nodes of some trees, and the nodes with the best ones. `list` holds
+//     the numbers of trees, kinds of nodes, classes of depths, edges of odds, and nodes that are ranked
+//     for each tree: its nodes, the address of its sequence's shifts [kinds], addresses of its odds by class [kinds]
+//     each node's parent (a root has none; its entry is not read), then each node's kind
+// and `scores` [nodes] the logs of the drafter's estimates, or is null. The call fills cells [nodes], the classes of
+// nodes; chances [2, nodes], of a node given its parent and of the path to it; places [2, ranked], tree and node; best
+// [ranked], their chances. Returns the depth of the deepest node, -1 where `list` cannot be.
 int64_t pl_weigh(const int64_t* list, const double* numbers, const double* scores, int64_t* cells, double* chances,
                  int64_t* places, double* best) {
   const int64_t trees = list[0], kinds = list[1], most = list[4];
@@ -61,8 +63,8 @@ int64_t pl_weigh(const int64_t* list, const double* numbers, const double* score
   for (int64_t t = 0; t < trees; t++, of_tree += 2 + kinds) {
     const int64_t nodes = of_tree[0];
     if (nodes < 1) return -1;
-    const double* lean = (const double*)of_tree[1];
-    for (int64_t k = 0; k < kinds; k++) factors[k] = lean[k] != 0 ? std::exp(lean[k]) : 1.0;
+    const double* shift = (const double*)of_tree[1];
+    for (int64_t k = 0; k < kinds; k++) factors[k] = shift[k] != 0 ? std::exp(shift[k]) : 1.0;
     depths.assign(nodes, 0), cells[at] = 0, given[at] = path[at] = 1;
     for (int64_t i = 1; i < nodes; i++) {
       const int64_t parent = parents[at + i], kind = marks[at + i], node = at + i;
@@ -88,12 +90,12 @@ int64_t pl_weigh(const int64_t* list, const double* numbers, const double* score
   return deepest;
 }
 
-// Proposals are compared with the texts that followed, in their order. All numbers come in one list:
-//     proposals, kinds of nodes, classes of depths, edges of odds
-//     for each: addresses of its nodes' tokens, parents, kinds and classes, and of their chances given the parent;
-//         nodes, tokens that followed the root, address of what its sequence leans by, for each kind addresses of hits,
-//         tries and odds by class
-//     the tokens that followed, of all
+// Compares proposals, one after the other, with the texts that followed, and counts what was right. `list` holds
+//     the numbers of proposals, kinds of nodes, classes of depths, edges of odds
+//     for each proposal: addresses of its nodes' tokens, parents, kinds, classes and chances given the parent; the
+//         numbers of its nodes and of the tokens that followed its root; the address of its sequence's shifts; for each
+//         kind the addresses of hits, tries and odds by class
+//     the tokens that followed the roots, of all proposals
 // Returns a `Refusal`.
 int pl_judge(const int64_t* list, const double* numbers) {
   const int64_t count = list[0], kinds = list[1];
@@ -106,7 +108,7 @@ int pl_judge(const int64_t* list, const double* numbers) {
     const int64_t* cells = (const int64_t*)of_one[3];
     const double* given = (const double*)of_one[4];
     const int64_t nodes = of_one[5], known = of_one[6];
-    double* lean = (double*)of_one[7];
+    double* shift = (double*)of_one[7];
     right_up_to.assign(nodes, -1), right_up_to[0] = 0;
     for (int64_t n = 1; n < nodes; n++) {
       const int64_t place = right_up_to[parents[n]];
@@ -114,7 +116,7 @@ int pl_judge(const int64_t* list, const double* numbers) {
       const bool right = text[place] == tokens[n];
       double* const* counts = (double* const*)(of_one + 8 + 3 * marks[n]);
       rule.learn(counts[0], counts[1], counts[2], cells[n], right);
-      lean[marks[n]] = rule.leaning(lean[marks[n]], right, given[n]);
+      shift[marks[n]] = rule.shifted(shift[marks[n]], right, given[n]);
       if (right) right_up_to[n] = place + 1;
     }
     text += known;

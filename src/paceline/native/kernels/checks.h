@@ -4,8 +4,8 @@
 
 namespace {
 
-// What an entry point returns; where it is not DONE, nothing was done. Ids, positions and slots come from elsewhere:
-// all of them are held against what they index, once a row and once a key, before the first is used.
+// What an entry point returns; where it is not DONE, nothing was done. Callers give ids, positions and slots: the entry
+// point compares each of them with the size of what it indexes, once a row and once a key, before it uses the first.
 enum Refusal : int {
   DONE = 0, BAD_POSITION = 1, BAD_TOKEN = 2, BAD_SLOT = 3, BAD_SEGMENT = 4, BAD_ADAPTERS = 5, BAD_COUNT = 6
 };
@@ -15,7 +15,7 @@ inline bool within(int64_t first, int64_t count, int64_t end) {
   return first >= 0 && count >= 0 && count <= end && first <= end - count;
 }
 
-// Whether all of x lie in least .. end - 1: what is below `least` wraps round to a large number.
+// Whether all of x lie in least .. end - 1. A number below `least` becomes a large one, as the difference is unsigned.
 inline bool all_within(const int64_t* x, int64_t n, int64_t least, int64_t end) {
   uint64_t worst = 0;
   for (int64_t i = 0; i < n; i++) worst = std::max(worst, (uint64_t)x[i] - (uint64_t)least);
@@ -52,7 +52,16 @@ Refusal check_adapters(const Pass& p) {
   return DONE;
 }
 
-// The segment of a row that is there, of segments that cover all rows.
+// Rows start .. stop - 1 of one sequence: a chain, or a tree where `visible` says what they see of the last keys.
+inline Segment segment_at(int64_t start, int64_t stop, int64_t prefix, int64_t num_keys, int64_t base,
+                          const int64_t* keys, const uint8_t* visible = nullptr, const int64_t* places = nullptr) {
+  Segment s;
+  s.start = start, s.stop = stop, s.prefix = prefix, s.num_keys = num_keys, s.base = base, s.keys = keys;
+  s.visible = visible, s.block_positions = places;
+  return s;
+}
+
+// The segment that holds a row of the pass. Segments were checked: they hold all rows.
 inline const Segment& segment_of(const Pass& p, int64_t row) {
   return *(std::upper_bound(p.segments, p.segments + p.num_segments, row,
                             [](int64_t r, const Segment& s) { return r < s.start; }) -
@@ -60,7 +69,7 @@ inline const Segment& segment_of(const Pass& p, int64_t row) {
 }
 
 Refusal check_limits(const Pass& p) {
-  int64_t end = 0;  // of the streams before, where they end within a segment
+  int64_t end = 0;  // one past the streams of the limit before
   for (int64_t i = 0; i < p.num_limits; i++) {
     const Limit& l = p.limits[i];
     if (l.row < 0 || l.row >= l.start || l.start >= l.stop || l.stop > p.rows || l.most < 1 || l.start < end)
@@ -100,7 +109,7 @@ Refusal check_pass(const Model& m, const Pass& p, int start, int stop) {
 Refusal check_view(const Model& m, const SparseView& v, const Chain& c, int64_t slots, int64_t keys) {
   if (v.sinks < 0 || v.window < 1 || v.window > INT32_MAX || c.num_pending != 1) return BAD_COUNT;
   if (!within(c.scratch, v.sinks, slots)) return BAD_SLOT;
-  const int64_t gap = keys - v.sinks - v.window;  // of the last row
+  const int64_t gap = keys - v.sinks - v.window;  // keys that the chain's last row does not see
   return m.rotated && v.sinks && gap >= v.num_gaps ? BAD_POSITION : DONE;
 }
 
@@ -108,7 +117,7 @@ Refusal check_chain(const Model& m, const Pass& p, const Chain& c) {
   const int64_t slots = cache_slots(m, p);
   if (c.num_pending < 1 || c.steps < 1) return BAD_COUNT;
   if (c.position < 0) return BAD_POSITION;
-  if (c.position > slots || c.num_pending > slots || c.steps > slots) return BAD_SLOT;  // so that the sum is a number
+  if (c.position > slots || c.num_pending > slots || c.steps > slots) return BAD_SLOT;  // else their sum may overflow
   const int64_t keys = c.position + c.num_pending + c.steps - 1;
   if (m.rotated && keys > p.num_positions) return BAD_POSITION;
   if (!all_within(c.pending, c.num_pending, 0, m.vocab)) return BAD_TOKEN;

@@ -14,7 +14,7 @@ void choose_largest(const float* weights, int64_t n, int64_t most, std::vector<i
     for (int64_t j = 0; j < n; j++) count += x[j] >= least;
     return (int64_t)count;
   };
-  int32_t low = 0, high = INT32_MAX;  // the last one that is chosen is at least `low`, below `high`
+  int32_t low = 0, high = INT32_MAX;  // the smallest chosen weight is at least `low` and below `high`
   if (above(0) > most)
     while (high - low > 1) {
       const int32_t middle = low + (high - low) / 2;
@@ -29,7 +29,7 @@ void choose_largest(const float* weights, int64_t n, int64_t most, std::vector<i
 // The streams of one main row in one layer: what they attend to is a segment of its own.
 struct Few {
   const Limit* limit;
-  const Segment* streams;  // where all that they may see is listed
+  const Segment* streams;  // the streams' segment, which lists every key that they may see
   int64_t own;             // place of the main row's own key
   Segment segment;
   std::vector<int32_t> chosen, siblings;  // keys of `streams`
@@ -58,8 +58,8 @@ struct Few {
     for (int32_t j : chosen) keys.push_back(slot(j));
     for (int32_t j : siblings) keys.push_back(slot(j));
     const int64_t few = (int64_t)chosen.size(), all = (int64_t)keys.size();
-    const bool cut = window > 0 && streams->num_keys > window;  // a stream's window ends before its main row's does
-    segment = {limit->start, limit->stop, few, all, -1, keys.data(), nullptr, nullptr};
+    const bool cut = window > 0 && streams->num_keys > window;  // a stream stands further on: it sees fewer old keys
+    segment = segment_at(limit->start, limit->stop, few, all, -1, keys.data());
     bool chain = all - few == rows();
     for (int64_t r = 0; chain && r + 1 < rows(); r++) chain = sees(r, siblings[r]) && !sees(r, siblings[r + 1]);
     if (chain && !cut) return;
@@ -73,10 +73,10 @@ struct Few {
   }
 };
 
-struct Limited {  // of one pass
+struct Limited {  // all such streams of one pass
   std::vector<Few> all;
-  std::vector<int32_t> of_row;     // [rows] -1: no streams see few keys of this one's
-  std::vector<uint8_t> segments;   // whether its rows are such streams
+  std::vector<int32_t> of_row;     // [rows] the limit of a main row's streams; -1: it has no such streams
+  std::vector<uint8_t> segments;   // [segments] whether a segment's rows are such streams
   std::vector<float> weights;      // [limits, heads, room]
   int64_t room = 0;
 };

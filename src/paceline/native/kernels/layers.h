@@ -14,14 +14,13 @@ template <class A> struct Runner final : Job {
   const Pass& p;
   const int start, stop;
   const Part part;
-  const int64_t apart;  // elements between the states of two layers; 0: each takes the place of those before
+  const int64_t apart;  // elements between what two layers put out; 0: a layer's output takes the place of its input
   int64_t rows, padded_rows, d, attended_width, ff;
   A *normed, *query, *attended, *middle, *inner;
   float* added;       // [rows, d_model] what attention or MLP adds, in front of a norm of its own
   int64_t width = 1;  // threads that take part
   const bool post;    // whether what is added has norms of its own: they are stages, and so is the norm that follows
-  bool alone;         // so few rows that every thread norms them for itself, without a stage, where it can
-  int64_t tasks = 0;  // of attention, in a layer without a window
+  bool alone;         // rows are so few that every thread norms them for itself, without a stage, where it can
   Pieces& pieces = t_pieces;
   // A tile computes all rows of a chunk at the price of one, so pieces with the same adapter share a product; without
   // tiles each has one of its own. A row's bits are the same either way.
@@ -38,8 +37,8 @@ template <class A> struct Runner final : Job {
     d = up(m.d_model, K_STEP), attended_width = up(m.heads * m.head_dim, K_STEP), ff = up(m.d_ff, K_STEP);
     alone = rows <= 4;
     width = worth(start);
-    const int64_t sizes[] = {(alone && !post ? 0 : padded_rows * d), rows * m.heads * m.head_dim, padded_rows * attended_width,
-                             rows * m.d_model, padded_rows * ff};
+    const int64_t sizes[] = {(alone && !post ? 0 : padded_rows * d), rows * m.heads * m.head_dim,
+                             padded_rows * attended_width, rows * m.d_model, padded_rows * ff};
     int64_t bytes = Buffers::room<float>(post ? rows * m.d_model : 0);
     for (int64_t n : sizes) bytes += Buffers::room<A>(n);
     Buffers& b = t_buffers;
@@ -152,7 +151,7 @@ template <class A> struct Runner final : Job {
     }
   }
 
-  // The weights that a thread begins with when it comes to the products after those of a stage.
+  // The weights that a thread reads first in the next stage with a product, after one of this kind.
   Next after(Kind kind, int index, const Claim& c) const {
     if (part == KEYS) return {};
     // A unit is so many blocks.
@@ -247,7 +246,7 @@ template <class A> struct Runner final : Job {
       for (int64_t i = total * LANES; i < width; i++) put(low(which, r) + i, 0.0f);
   }
 
-  // A stage may need two of them: that in place of the MLP lies apart.
+  // Room for down(x). ADD_AGAIN needs two: of DOWN, and of the adapter in place of the MLP.
   std::vector<float>& scratch_of(Which which) { return which == MLP ? t_scratch.own : t_scratch.low; }
   A* low(Which which, int64_t row) { return (A*)scratch_of(which).data() + row * low_width; }
 
@@ -424,7 +423,7 @@ template <class A> struct Runner final : Job {
                     block[BLOCKS] = {b, b + 1, b + 2, b + 3};
       for (const Piece& piece : pieces.all) {
         if (!replaces_mlp(index, piece.adapter)) continue;
-        const int64_t chunk = piece.begin / ROWS * ROWS;  // a tile takes rows of a whole one
+        const int64_t chunk = piece.begin / ROWS * ROWS;  // a tile takes all rows of a chunk
         const int64_t r0 = in_tiles ? chunk : piece.begin, stop = in_tiles ? std::min(chunk + ROWS, rows) : piece.end;
         product(piece.adapter[index * PAIRS + MLP].up, block, blocks, Input<A>{low(MLP, r0), low_width},
                 (int)(stop - r0), c);
@@ -445,12 +444,13 @@ template <class A> struct Runner final : Job {
           [&](int64_t r0, int n, int64_t first, int64_t outputs, float* c) {
             const int64_t b = first / LANES, block[BLOCKS] = {b, b + 1, b + 2, b + 3};
             adapt(index, which, block, (int)(up(outputs, LANES) / LANES), r0, n, c);
-            for (int r = 0; r < n; r++)
+            for (int r = 0; r < n && post; r++)
+              for (int64_t i = 0; i < outputs; i++)
+                added[(r0 + r) * outs + first + i] = finished(l, first + i, c[r * BLOCKS * LANES + i]);
+            for (int r = 0; r < n && !post; r++)
               for (int64_t i = 0; i < outputs; i++) {
                 const int64_t at = (r0 + r) * outs + first + i;
-                const float y = finished(l, first + i, c[r * BLOCKS * LANES + i]);
-                if (post) added[at] = y;
-                else put(out + at, wide(residual[at]) + y);
+                put(out + at, wide(residual[at]) + finished(l, first + i, c[r * BLOCKS * LANES + i]));
               }
           });
   }

@@ -20,7 +20,7 @@ struct WholePass {
     int64_t bytes_of_masks = 0;
     for (const Span *s = t.spans, *end = s + t.num_spans; s < end; s++) {
       const int64_t width = s->stop - s->start;
-      segments.push_back({s->start, s->stop, s->prefix, s->prefix + width, s->base, s->keys, nullptr, nullptr});
+      segments.push_back(segment_at(s->start, s->stop, s->prefix, s->prefix + width, s->base, s->keys));
       if (s->drafted < 0) continue;
       if (s->start < 0 || s->stop > t.rows || s->drafted >= width) return BAD_SEGMENT;
       for (int64_t n = 0; n < s->drafted; n++)

@@ -166,15 +166,14 @@ bool keep_nucleus(float* y, int64_t n, int64_t padded, double p) {
 // the next call. Null where what is kept hangs on a rounding, and for what is no number.
 float* scored(const float* logits, int64_t n, const Rules& r, int64_t position, bool noisy = true) {
   static thread_local std::vector<float> room;
-  const int64_t padded = up(n, 16);
+  const int64_t padded = up(n, 16), whole = n / 16 * 16;
   grow(room, padded);
-  float* y = room.data();
-  std::copy(logits, logits + n, y);
+  float *y = room.data(), rest[16] = {};
+  std::copy(logits + whole, logits + n, rest);
   const v16 divisor = splat((float)r.temperature);
   v16 odd = {};
-  std::fill(y + n, y + padded, 0.0f);
   for (int64_t i = 0; i < padded; i += 16) {
-    const v16 v = load(y + i) / divisor;
+    const v16 v = load(i < whole ? logits + i : rest) / divisor;
     odd = odd + (v - v);  // not 0 where something is infinite or no number
     save(y + i, v);
   }

@@ -4,20 +4,20 @@
 
 namespace {
 
-// Threads that wait for each other for microseconds must not wait for one that does not run: a busy process beside us
-// takes a core for milliseconds. So a job is a row of stages, a stage is claimed in pieces by whoever comes, and the
-// next stage begins when all pieces are done, whichever threads did them: one that does not run is waited for only
-// where it has begun a piece. Who waits spins for a short while and then sleeps. Where the caller waited long, it goes
-// on alone for a few times as long, and for twice that where it has to wait again soon after: a short disturbance costs
-// little more than itself, and beside a process that stays the others are seldom tried.
+// Stages last microseconds, but another process may keep a thread off its core for milliseconds. So nobody waits for a
+// thread that does not run: a job is a row of stages, threads claim a stage in pieces, and the next stage begins when
+// all pieces are done, whichever threads did them. A thread that lost its core is waited for only if it had begun a
+// piece. A thread that waits spins for a short while and then sleeps. A caller that waited long goes on without the
+// other threads for a few times as long, and for twice that if it has to wait again soon: so a short disturbance costs
+// little more than itself, and beside a process that stays busy the caller seldom tries the others.
 //
 // Which thread computes a piece changes no bits.
 
-constexpr int SPINS = 20000;  // turns of a spin, some hundreds of microseconds: longer than from one pass to the next
-constexpr int64_t LONG_WAIT = 300;  // microseconds for a piece, and a quarter of what the job took
-constexpr int64_t JUDGED = 5;       // stages of a job of which no single one takes that share by itself
-constexpr int64_t ALONE = 4;        // times such a wait that the others are left out for; doubled up to
-constexpr int64_t LONGEST = 400000; // microseconds, while it happens again before as much time has gone by with them
+constexpr int SPINS = 20000;  // turns that a thread spins before it sleeps: longer than from one pass to the next
+constexpr int64_t LONG_WAIT = 300;   // us: a caller's wait for a piece is long above this and a quarter of its job
+constexpr int64_t JUDGED = 5;        // stages of a job whose waits count: no stage is a quarter of such a job
+constexpr int64_t ALONE = 4;         // a caller goes on alone for so many times its wait, then for twice as long
+constexpr int64_t LONGEST = 400000;  // us that it does so at most
 constexpr int MOST_THREADS = 256;
 
 inline void pause() {
@@ -61,7 +61,7 @@ void free_tiles();
 // The threads of one calling thread, itself the first.
 class Team {
  public:
-  // By as many threads, or by fewer where there are no more to be had. What it throws ends the process.
+  // Runs a job by so many threads, or by fewer where the system gives no more. An exception of a job ends the process.
   void run(int64_t threads, Job& job) {
     int64_t T = std::min<int64_t>(threads, MOST_THREADS);
     const Clock::time_point start = Clock::now();
@@ -98,8 +98,8 @@ class Team {
   }
 
  private:
-  // A stage that is open. Claims carry its number: whoever comes late cannot claim a piece of another one that lies
-  // here by then, and reads nothing of a job before he has a piece of it, for which the job waits.
+  // An open stage. Every claim carries the stage's number, so a late thread cannot claim a piece of another stage that
+  // has taken this slot since; and a thread reads nothing of a job before it has a piece, which the job waits for.
   struct alignas(64) Part { std::atomic<uint64_t> next{0}; };  // number << 32 | units claimed
   struct alignas(64) Slot {
     std::atomic<int64_t> units{0}, step{1}, width{0};
@@ -236,10 +236,10 @@ class Team {
   std::atomic<uint32_t> wider_{0};  // jobs that were wider than the one before
   std::atomic<int64_t> width_{1};   // threads of the last job
   alignas(64) Job* job_ = nullptr;
-  uint32_t first_ = 0, last_ = 0;
+  uint32_t first_ = 0, last_ = 0;  // the job's first stage, and one past its last
   std::atomic<bool> ended_{false};
-  Clock::duration alone_{};          // for how long the others were left out last time
-  Clock::time_point alone_until_{};  // and until when
+  Clock::duration alone_{};          // how long the caller went on without the other threads, last time
+  Clock::time_point alone_until_{};  // when that ends or ended
 };
 
 // The calling thread's own. A forked process has no other threads: it gets a new team, and the old one stays as it was.

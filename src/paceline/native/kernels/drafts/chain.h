@@ -30,7 +30,7 @@ Segment viewed(const Model& m, const Pass& p, const Chain& c, int64_t position, 
   else turn_sinks<bf16>(m, p, c, gap);
   for (int64_t j = 0; j < v.sinks; j++) slots[j] = c.scratch + j;
   for (int64_t j = 0; j < v.window; j++) slots[v.sinks + j] = c.base >= 0 ? c.base + first + j : c.keys[first + j];
-  return Segment{row, row + 1, keys - 1, keys, -1, slots, nullptr, nullptr};
+  return segment_at(row, row + 1, keys - 1, keys, -1, slots);
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ int pl_roll(const Model* m, const Pass* p, const Linear* words, int64_t limit, C
       const int64_t at = c.made ? c.position + c.num_pending + c.made - 1 : c.position;
       const bool partly = c.view && at + 1 > c.view->sinks + c.view->window;
       rows.segments.push_back(partly ? viewed(*m, *p, c, at, start, view_slots.data() + i * seen)
-                                     : Segment{start, start + n, at, at + n, c.base, c.keys, nullptr, nullptr});
+                                     : segment_at(start, start + n, at, at + n, c.base, c.keys));
       for (int64_t j = 0; j < n; j++)
         rows.embed(c.made ? c.tokens[c.made - 1] : c.pending[j], at + j, slot_at(c.base, c.keys, at + j));
       live.push_back(i);

@@ -99,7 +99,7 @@ int pl_recall(const Model* m, const Pass* p, const Linear* words, int64_t limit,
       const int64_t here = c.position + c.made;
       int64_t* seen = keys.data() + r * most;
       const int64_t n = ring_seen(ring, c.ring, c.start, here + (mix ? 0 : 1), seen);
-      rows.segments.push_back({r, r + 1, mix ? n : n - 1, n, -1, seen, nullptr, nullptr});
+      rows.segments.push_back(segment_at(r, r + 1, mix ? n : n - 1, n, -1, seen));
       rows.embed(c.made ? c.tokens[c.made - 1] : c.root, here, mix ? -1 : seen[n - 1]);
       choices.push_back({c.rules, here + 1, c.tokens + c.made, c.log_q + c.made});
     }

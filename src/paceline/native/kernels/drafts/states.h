@@ -86,7 +86,9 @@ int pl_sample(const Model* m, const Pass* p, const Linear* words, int64_t limit,
     if (s.root < 0 || s.root >= m->vocab || (steps && !s.states)) return BAD_COUNT;
     if (steps) {
       given.push_back(s.states);
-      chains.push_back({s.pending, s.num_pending, s.position, steps, s.base, s.keys, 0, nullptr, nullptr, 0, s.rules});
+      Chain& chain = chains.emplace_back();
+      chain.pending = s.pending, chain.num_pending = s.num_pending, chain.position = s.position, chain.steps = steps;
+      chain.base = s.base, chain.keys = s.keys, chain.rules = s.rules;
       s.fresh.logits = raw + total * m->vocab;
       most += s.num_pending, total += steps, deepest = std::max(deepest, steps);
     }
@@ -108,7 +110,7 @@ int pl_sample(const Model* m, const Pass* p, const Linear* words, int64_t limit,
       if (step >= c.steps) continue;
       const int64_t n = step ? 1 : c.num_pending, at = step ? c.position + c.num_pending + step - 1 : c.position;
       const int64_t start = rows.count();
-      rows.segments.push_back({start, start + n, at, at + n, c.base, c.keys, nullptr, nullptr});
+      rows.segments.push_back(segment_at(start, start + n, at, at + n, c.base, c.keys));
       for (int64_t j = 0; j < n; j++) {
         char* state = fed.data() + rows.count() * bytes;
         if (step) std::memcpy(state, drafted.data() + (first + step - 1) * bytes, bytes);

@@ -22,6 +22,13 @@ struct StreamRows {
   std::vector<Limit> limits;
   std::vector<char> tap, begun;  // main rows before the streams' first layer; streams that run afterwards
 
+  // Rows start .. stop - 1 are streams.
+  void adapt(const StreamSet& set, int64_t start, int64_t stop) {
+    if (!set.adapter) return;
+    AdapterRange& range = adapters.emplace_back();
+    range.start = start, range.stop = stop, range.rank = set.rank, range.adapter = set.adapter;
+  }
+
   Refusal read(const Model& m, const WholePass& a, StreamPass& s) {
     const StreamSet& set = *s.set;
     given = &s;
@@ -73,12 +80,12 @@ struct StreamRows {
     late.clear(), paths.clear(), given->late_us = 0;
     for (size_t i = 0; i < carriers.size(); i++) {
       Carried& c = carriers[i];
-      c.of->told = c.of->rode = 0;
+      c.of->found = c.of->rode = 0;
       if (!walk(a, c)) continue;
       const Rider* rider = rider_of(c);
       c.of->rode = rider != nullptr;
       if (!rider) late.push_back((int64_t)i);
-      else c.of->told = tell(m, a, c, logits + (a.given->num_wanted + rider->row - a.pass.rows) * m.vocab);
+      else c.of->found = tell(m, a, c, logits + (a.given->num_wanted + rider->row - a.pass.rows) * m.vocab);
     }
     if (late.empty()) return;
     const Clock::time_point began = Clock::now();
@@ -86,7 +93,7 @@ struct StreamRows {
     const float* said = t_logits.data();
     for (int64_t i : late) {
       const Carried& c = carriers[i];
-      c.of->told = tell(m, a, c, said);
+      c.of->found = tell(m, a, c, said);
       said += c.of->streams * m.vocab;
     }
     given->late_us = microseconds(Clock::now() - began);
@@ -165,14 +172,19 @@ struct StreamRows {
       const int64_t streams = c.of->streams * c.num_riders, width = s.stop - s.start, row = (int64_t)positions.size(),
                     block = width + streams;
       if (!streams) continue;
-      segments.push_back({row, row + streams, s.prefix, s.num_keys + streams, -1, next_key, mask, next_place});
+      const int64_t num_keys = s.num_keys + streams;
+      segments.push_back(segment_at(row, row + streams, s.prefix, num_keys, -1, next_key, mask, next_place));
       for (int64_t j = 0; j < s.num_keys; j++) *next_key++ = key(s, j);
       next_place = std::copy(p.positions + s.start, p.positions + s.stop, next_place);
       int64_t own = 0;  // streams of this sequence so far
       for (int64_t r = c.first; r < c.first + c.num_riders; r++) {
         const Rider& rider = riders[r];
         const int64_t carried = c.of->root + rider.node, seen = carried - s.start;  // its row, and in the segment
-        if (given->most) limits.push_back({carried, rider.row, rider.row + c.of->streams, s.num_keys, given->most});
+        if (given->most) {
+          Limit& l = limits.emplace_back();
+          l.row = carried, l.start = rider.row, l.stop = rider.row + c.of->streams;
+          l.keys = s.num_keys, l.most = given->most;
+        }
         start(m, set, (const A*)tap.data() + carried * d, c.of->streams, (A*)a.states.data() + rider.row * d);
         for (int64_t j = 0; j < c.of->streams; j++, mask += block) {
           if (s.visible) std::memcpy(mask, s.visible + seen * width, width);
@@ -185,7 +197,7 @@ struct StreamRows {
       }
     }
     adapters.assign(p.adapters, p.adapters + p.num_adapters);
-    if (set.adapter) adapters.push_back({main, main + rode, set.rank, set.adapter});
+    adapt(set, main, main + rode);
     p.rows = main + rode, p.positions = positions.data(), p.slots = slots.data(),
     p.hidden_in = p.hidden_out = a.states.data();
     p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
@@ -216,12 +228,12 @@ struct StreamRows {
       const int64_t prefix = next_key - first;
       for (int64_t j = 0; j < c.of->streams; j++)
         *next_key++ = given->scratch + row + j, positions.push_back(p.positions[carried] + j + 1);
-      segments.push_back({row, row + c.of->streams, prefix, prefix + c.of->streams, -1, first, nullptr, nullptr});
+      segments.push_back(segment_at(row, row + c.of->streams, prefix, prefix + c.of->streams, -1, first));
       start(m, set, (const A*)tap.data() + carried * d, c.of->streams, (A*)begun.data() + row * d);
       row += c.of->streams;
     }
     adapters.clear();
-    if (set.adapter) adapters.push_back({0, rows, set.rank, set.adapter});
+    adapt(set, 0, rows);
     p.rows = rows, p.positions = positions.data(), p.slots = nullptr, p.slot_base = given->scratch;
     p.hidden_in = p.hidden_out = begun.data(), p.segments = segments.data(), p.num_segments = (int64_t)segments.size();
     p.adapters = adapters.data(), p.num_adapters = (int64_t)adapters.size();

@@ -94,7 +94,8 @@ extern "C" {
 
 // Drafts trees of several sequences at once, a level a pass. Rows are embeddings; or, where `f` is given, made of a
 // state and an embedding each: of the target's states and the pending tokens, and of what a node's parent's
-// row gave and the node's own token. Of such trees the best nodes come out, `budget` at most. `p` as for `pl_roll`. Returns a `Refusal`.
+// row gave and the node's own token. Of such trees the best nodes come out, `budget` at most. `p` as for `pl_roll`.
+// Returns a `Refusal`.
 int pl_grow(const Model* m, const Pass* p, const Linear* words, int64_t limit, TreeStart* starts, int64_t count,
             const TreeRules* rules, const Fuse* f) {
   if (count < 0 || rules->levels < 1 || rules->topk < 1 || rules->beam < 0) return BAD_COUNT;
@@ -106,7 +107,9 @@ int pl_grow(const Model* m, const Pass* p, const Linear* words, int64_t limit, T
     TreeStart& s = starts[i];
     if (f && !s.states) return BAD_COUNT;
     if (s.room < 0 || s.budget < 1 || s.max_depth < 1 || s.max_depth > rules->levels) return BAD_COUNT;
-    Chain chain{s.pending, s.num_pending, s.position, s.room + 1, s.base, s.keys, 0, nullptr, nullptr, 0, nullptr};
+    Chain chain;
+    chain.pending = s.pending, chain.num_pending = s.num_pending, chain.position = s.position, chain.steps = s.room + 1;
+    chain.base = s.base, chain.keys = s.keys;
     const Refusal refusal = check_chains(*m, *p, limit, &chain, 1);
     if (refusal != DONE) return refusal;
     most += std::max(s.num_pending, s.room);
@@ -144,18 +147,18 @@ int pl_grow(const Model* m, const Pass* p, const Linear* words, int64_t limit, T
       if (level == 0) {
         for (int64_t j = 0; j < s.num_pending; j++)
           add(g, s.pending[j], s.position + j, s.position + j, s.states + (f ? j * bytes : 0));
-        rows.segments.push_back({start, rows.count(), s.position, g.committed(), s.base, s.keys, nullptr, nullptr});
+        rows.segments.push_back(segment_at(start, rows.count(), s.position, g.committed(), s.base, s.keys));
         continue;
       }
       for (int64_t node : g.frontier)
         add(g, g.tokens[node - 1], g.committed() - 1 + g.depth(node), g.committed() + node - 1,
             g.states.data() + g.parents[node - 1] * bytes);
       if (size == 1 && g.depth(g.frontier[0]) == g.forwarded) {  // a chain so far
-        rows.segments.push_back({start, rows.count(), behind - 1, behind, s.base, s.keys, nullptr, nullptr});
+        rows.segments.push_back(segment_at(start, rows.count(), behind - 1, behind, s.base, s.keys));
         continue;
       }
-      rows.segments.push_back({start, rows.count(), g.committed(), behind, s.base, s.keys, masks.data() + bits,
-                               places.data() + block});
+      rows.segments.push_back(segment_at(start, rows.count(), g.committed(), behind, s.base, s.keys,
+                                         masks.data() + bits, places.data() + block));
       for (int64_t i = 0; i < size; i++)
         for (int64_t node = g.frontier[i]; node; node = g.parents[node - 1])
           masks[bits + i * g.forwarded + node - 1] = 1;
