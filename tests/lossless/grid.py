@@ -40,6 +40,7 @@ from kits.tiny import (
 )
 from torch import Tensor
 
+from paceline.attention.rope import RopeConfig
 from paceline.core.request import RequestOutput
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
@@ -64,6 +65,12 @@ from lyanna_parts.extra_pass import ExtraPass  # noqa: E402
 EOS_IDS = (EOS, 23, 61)  # three, so that an answer of 20 tokens often meets one
 CONFIG = tiny_config(eos_ids=EOS_IDS)
 WHOLE = tiny_config(eos_ids=EOS_IDS, windows=(None,) * CONFIG.num_layers)  # for drafters that refuse sliding windows
+# As Gemma 3: norms behind both halves, scaled embeddings, a rotation of its own in the layer that slides.
+NORMED = tiny_config(
+    **{"eos_ids": EOS_IDS, "qk_norm": True, "post_norms": True, "activation": "gelu_tanh", "embedding_scale": 2.0},
+    **{"query_scalar": 0.5, "rope": RopeConfig(dim=8, theta=1000.0)},
+    ropes=tuple(RopeConfig(dim=8, theta=theta) for theta in (1000.0, 50.0, 1000.0)),
+)
 OWN_MLP = AdapterConfig(rank=4, layers=(CONFIG.num_layers - 1,), linears=("qkv", "mlp"))  # streams have no other
 VOCAB = CONFIG.vocab_size
 TOKENS = 20  # of an answer, unless an option says otherwise
@@ -528,6 +535,10 @@ DRAFTERS: dict[str, Callable[[Sequence[Case]], Any]] = {
     "chain_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=4),
     "mirror_streams": lambda cases: streaming_model(target={"config": CONFIG}, depth=3),
     "lyanna_extra_pass": _lyanna(nodes=24, extra=24, resample="alone"),
+    "normed_tree": lambda cases: draft_model(target={"config": NORMED}, topk=3, depth=4, nodes=9, noise=0.08),
+    "normed_streams": lambda cases: streams(target={"config": NORMED}, k=12, nodes=24),
+    "normed_eagle": lambda cases: eagle(config=NORMED, depth=3, nodes=24, past=8),
+    "pipeline_normed": lambda cases: draft_model(target={"config": NORMED}, depth=4),
 }
 ROUNDS = {  # else the drafter's
     "mirror": "mirror,kappa=5,exit=2",
@@ -541,9 +552,10 @@ ROUNDS = {  # else the drafter's
     "pipeline_hybrid": "pipeline,stages=2,width=4,children=2",
     "pipeline_shared": "pipeline,stages=3,width=6,children=2,rows=5",
     "pipeline_tree": "pipeline,stages=2,tree=1x1x3x1x1x1x1x1",
+    "pipeline_normed": "pipeline,stages=3,width=6,children=3",
 }
-TARGETS = {
-    name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name
+TARGETS = {name: WHOLE for name in DRAFTERS if "magicdec" in name or "spire" in name} | {
+    name: NORMED for name in DRAFTERS if "normed" in name
 }  # of drafters that need another target
 
 OF_STUDIES: dict[str, Callable[[Any], Any]] = {"lyanna_extra_pass": ExtraPass}  # rounds over the drafter's

@@ -16,6 +16,7 @@ from grid import (
     CONFIG,
     DRAFTERS,
     FAILING,
+    NORMED,
     OPTIONS,
     PROMPTS,
     SIZES,
@@ -143,7 +144,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("config", [CONFIG, WHOLE], ids=["windowed", "whole"])
+@pytest.mark.parametrize("config", [CONFIG, WHOLE, NORMED], ids=["windowed", "whole", "normed"])
 def test_the_target_varies(config: DecoderConfig) -> None:
     """A looping target would make every drafter right and every test empty."""
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
