@@ -50,7 +50,6 @@ RECIPES = {"recipe.py", "distillation.py", "prefixes.py", "unrolled.py"}
 # Circles that are still there, by package; no other may appear.
 CIRCLES = {
     "drafters": [{"base", "sessions"}],
-    "engine": [{"weighing", "histories"}],
     "network": [{"native", "native_states", "native_streams"}],
 }
 CONTRACTS = {"base", "registry"}  # what the engine may import of drafters and rounds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,8 @@ from kits.native import needs_kernels
 from paceline import native
 from paceline.core.tree import TokenTree
 from paceline.engine.auto import AutoBudget
-from paceline.engine.chances import UNKNOWN, Chances, Offer, odds_of
+from paceline.engine.chances import UNKNOWN, Chances, TextChances, judge_all, odds_of, weigh_all
 from paceline.engine.costs import DraftCosts
-from paceline.engine.histories import History, Kind
-from paceline.engine.weighing import Offers, judge_all, weigh_all
 
 pytestmark = needs_kernels
 KINDS = 2
@@ -36,9 +33,9 @@ steps = st.lists(
 
 def histories() -> list[Any]:
     """Three sequences of two kinds of requests."""
-    kinds = [Kind([Chances() for _ in range(KINDS)]) for _ in range(2)]
+    kinds = [[Chances() for _ in range(KINDS)] for _ in range(2)]
     views: list[Any] = [SimpleNamespace(key=key, tokens=[0, 1]) for key in range(3)]
-    return [History(kinds[view.key // 2], view, 0, 0, array("d", [0.0] * KINDS), 1, []) for view in views]
+    return [TextChances(view, kinds[view.key // 2]) for view in views]
 
 
 def trees(made: list[list[tuple[int, int, int, float]]], own: list[Any]) -> TokenTree:
@@ -57,7 +54,7 @@ def state(own: list[Any]) -> list[Any]:
     return [
         (
             history.shift.tobytes(),
-            [(c.odds.tobytes(), c._hits.tobytes(), c._tries.tobytes()) for c in history.kind.chances],
+            [(c.odds.tobytes(), c._hits.tobytes(), c._tries.tobytes()) for c in history.chances],
         )
         for history in own
     ]
@@ -75,20 +72,15 @@ def test_compiled_chances_are_those_of_the_long_way(steps: Any) -> None:
         given_ = lists.scores if scored else None
         found = weigh_all(library, fast, lists, given_, limit)
         assert found == weigh_all(None, slow, lists, given_, limit)
-        for one, other in zip(fast, slow, strict=True):
-            offers, b = one.offer
-            assert isinstance(offers, Offers) and isinstance(other.offer, Offer)
-            part, total = slice(offers.starts[b], offers.starts[b + 1]), offers.starts[-1]
-            assert offers.cells[part].tolist() == other.offer.cells
-            assert offers.chances[:total][part].tolist() == other.offer.given
-            assert offers.chances[total:][part].tolist() == other.offer.path
+        (one, _), (other, _) = fast[0].proposal, slow[0].proposal
+        assert one.cells == other.cells and one.chances == other.chances
         for key, row in enumerate(made):  # as many tokens as the tree has nodes; those of some path
             for own in (fast, slow):
                 own[key].view.tokens += [n[0] for n in row][: limit % 7]
         judge_all(library, fast)
         judge_all(None, slow)
         assert state(fast) == state(slow)
-        assert all(history.offer is None for history in (*fast, *slow))
+        assert all(history.proposal is None for history in (*fast, *slow))
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -101,7 +93,7 @@ def test_a_budget_decides_the_same_in_both_ways(costs: str, batch: int) -> None:
         budget._library = library
         ran = run(budget, world, batch, 150)
         histories.append((ran.history, ran.asked, ran.ms, budget.describe()))
-    assert histories[0] == histories[1] and sum(histories[0][0]) > 100
+    assert histories[0] == histories[1] and sum(histories[0][0] + histories[0][1]) > 100
 
 
 @pytest.mark.parametrize("column", ["parents", "sources", "scores"])

@@ -14,7 +14,6 @@ import math
 import random
 import sys
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,9 +28,7 @@ from paceline.attention.base import Segment
 from paceline.attention.rope import RopeConfig, RopeTable
 from paceline.core.sampling import SamplingParams, SequenceSampler
 from paceline.core.tree import TokenTree
-from paceline.engine.chances import Chances
-from paceline.engine.histories import History, Kind
-from paceline.engine.weighing import judge_all, weigh_all
+from paceline.engine.chances import Chances, TextChances, judge_all, weigh_all
 from paceline.kv.ring import RingCache
 from paceline.kv.views import SinkWindow
 from paceline.native.lookup import NgramTexts, SuffixTexts
@@ -481,9 +478,9 @@ def look_ups(draw: random.Random) -> None:
     texts: list[list[int]] = [[] for _ in range(4)]
     found = NgramTexts(1, draw.randint(1, 5), 8)
     suffixes = SuffixTexts(1, draw.randint(1, 9), draw.choice([0.5, 4.0]), 0.1, draw.choice([0, 40, 400]))
-    kind = Kind([Chances(), Chances()])
+    chances = [Chances(), Chances()]
     views: list[Any] = [SimpleNamespace(key=key, tokens=text) for key, text in enumerate(texts)]
-    histories = [History(kind, view, 0, 0, array("d", [0.0, 0.0]), 1, []) for view in views]
+    histories = [TextChances(view, chances) for view in views]
     for _ in range(60):
         for text in texts:
             text += draw.choices(range(3), k=draw.choice([1, 1, 2, 9]))

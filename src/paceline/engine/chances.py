@@ -1,20 +1,28 @@
-"""Honest chances: what a drafter says of its nodes, corrected by how often such nodes were right.
+"""The chance of every drafted node: what its drafter says, corrected by how often such nodes were right.
 
 A node's score is its drafter's own estimate of the chance that the path to it is accepted. Nodes are told apart by who
-proposed them, by their depth and by their estimate given their parent; of each such class is counted how often a node
-whose parent was right was right itself. One set of counts belongs to a kind of request (an application); a sequence
-shifts from it by a factor on the odds that follows its own text.
+proposed them, by their depth and by their estimate given their parent; for each such class it is counted how often a
+node whose parent was right was right itself. One set of counts belongs to a kind of request (an application); a
+sequence shifts from it by a factor on the odds that follows its own text.
 
-Nothing has to be checked by the target in order to be counted: a proposal is compared with the text that followed.
+A proposal is compared with the text that followed: a node that the target never checked is counted as well.
+
+All nodes of a step are weighed in one compiled call, and judged in another, where there are compiled kernels;
+`_weigh` and `_judge` give the same numbers without them.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from math import exp
+from typing import Any
+
+from ..core.tree import TokenTree
+from ..drafters.base import SequenceView
 
 # Odds at which classes part; those of look-ups are half of the matched tokens (see `ngram.trust`).
 EDGES = (1 / 16, 1 / 8, 1 / 4, 0.45, 0.75, 1.25, 1.75, 2.4, 3.4, 5, 7, 10, 20, 50, 150, 500)
@@ -27,6 +35,9 @@ MEMORY = 0.995  # weight of the past at every observation of a class: about two 
 SHIFT = 0.25  # how far one observation moves a sequence's log odds
 FADE = 0.98  # of a sequence's shift, at every observation: a text changes its nature
 MOST_SHIFT = 3.0
+_NUMBERS = array("d", (UNKNOWN, MEMORY, SHIFT, FADE, MOST_SHIFT, *EDGES))
+
+Ranked = list[tuple[float, int, int]]  # chance of a node's path, its tree, its node; the chances fall
 
 
 class Chances:
@@ -51,11 +62,6 @@ class Chances:
         tries = self._tries[cell] = MEMORY * self._tries[cell] + 1
         self.odds[cell] = (hits + 0.01) / (tries - hits + 0.01)
 
-    def chance(self, odds: float, depth: int) -> float:
-        """The chance of a node, from its drafter's estimate given its parent, as odds."""
-        known = self.odds[cell_of(odds, depth)]
-        return known / (1 + known)
-
     def by_depth(self) -> list[float]:
         """For depths 1, 2, 3-4, 5-8 and beyond, how often a node was right whose parent was, of those met lately."""
         rows = [slice(d * CLASSES, (d + 1) * CLASSES) for d in range(DEPTHS)]
@@ -75,70 +81,170 @@ def odds_of(log_chance: float) -> float:
     return chance / max(1 - chance, 1e-4)
 
 
+class TextChances:
+    """The chances of drafts for one sequence, and its last proposal until the text tells what that was worth."""
+
+    __slots__ = ("chances", "counts_at", "odds_at", "proposal", "shift", "view")
+
+    def __init__(self, view: SequenceView, chances: Sequence[Chances]) -> None:
+        self.view, self.chances = view, chances  # by source
+        self.shift = array("d", [0.0] * len(chances))  # by source: log odds against those of the kind of request
+        # Addresses for compiled code, by source: of hits, tries and odds; and of odds alone.
+        self.counts_at = [place for source in chances for place in source.addresses]
+        self.odds_at = self.counts_at[2::3]
+        self.proposal: tuple[Proposals, int] | None = None
+
+    def first(self, source: int, log_scores: Iterable[float]) -> float:
+        """The chance that one of the first tokens that a source proposes is right."""
+        odds, factor = self.chances[source].odds, exp(self.shift[source])
+        own = [odds[cell_of(odds_of(score), 1)] * factor for score in log_scores]
+        return min(1.0, sum(o / (1 + o) for o in own))
+
+    def unscored(self, depth: int) -> list[float]:
+        """Chances of the paths of a chain of which its drafter says nothing, by depth."""
+        odds = [self.chances[0].odds[cell_of(UNKNOWN, d)] for d in range(1, depth + 1)]
+        return [*accumulate((o / (1 + o) for o in odds), lambda path, chance: path * chance)]
+
+
 @dataclass(slots=True)
-class Offer:
-    """A proposal for one sequence, until the text tells what it was worth. Lists begin with the root."""
+class Proposals:
+    """The trees that one step proposes, flat, tree after tree, as compiled code reads and writes them."""
 
-    base: int  # tokens of the text when it was made: a node at depth d proposes token base + d - 1
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    sources: Sequence[int]
-    cells: list[int]
-    given: list[float]  # chance of each node, given its parent
-    path: list[float]  # chance of each node, root 1.0; never above its parent's
-    levels: int = 0  # depth of the deepest node
+    nodes: array[int]  # tokens, then parents, then sources
+    bases: list[int]  # [B] tokens of the text, the root included
+    starts: list[int]  # [B + 1] place of each root
+    cells: array[int] = field(init=False)  # class of each node
+    chances: array[float] = field(init=False)  # of each node given its parent, then of the path to each
 
-    def judge(self, text: Sequence[int], chances: Sequence[Chances], shift: MutableSequence[float]) -> None:
-        """Count every node whose parent turned out right and whose place in the text is known.
+    def __post_init__(self) -> None:
+        total = self.starts[-1]
+        if len(self.nodes) != 3 * total:
+            raise ValueError("trees whose columns have different lengths")
+        self.cells, self.chances = array("q", bytes(8 * total)), array("d", bytes(16 * total))
 
-        Args:
-            text: the sequence's tokens by now.
-            chances: by source.
-            shift: by source, log odds of the sequence against its kind's; changed in place.
-        """
-        known = len(text)
-        places = {0: self.base}  # by node that was right: the place of its children
-        for node in range(1, len(self.tokens)):
-            place = places.get(self.parents[node], known)
-            if place >= known:
-                continue
-            right = text[place] == self.tokens[node]
-            source = self.sources[node]
-            chances[source].learn(self.cells[node], right)
-            moved = FADE * (shift[source] + SHIFT * (right - self.given[node]))
-            shift[source] = max(-MOST_SHIFT, min(MOST_SHIFT, moved))
-            if right:
-                places[node] = place + 1
+    def columns(self, b: int) -> list[array[int]]:
+        """Tokens, parents and sources of one tree."""
+        total, start, stop = self.starts[-1], self.starts[b], self.starts[b + 1]
+        return [self.nodes[start + at : stop + at] for at in (0, total, 2 * total)]
+
+    def addresses(self, b: int) -> tuple[int, ...]:
+        """Where one tree's tokens, parents, sources, classes and chances given the parent lie."""
+        start, total = 8 * self.starts[b], 8 * self.starts[-1]
+        first = self.nodes.buffer_info()[0] + start
+        places = first, first + total, first + 2 * total
+        return *places, self.cells.buffer_info()[0] + start, self.chances.buffer_info()[0] + start
 
 
-def weigh(
-    base: int,
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    sources: Sequence[int],
-    scores: Sequence[float] | None,
-    chances: Sequence[Chances],
-    shift: Sequence[float],
-) -> Offer:
-    """The honest chance of every node of one tree.
+def weigh_all(
+    library: Any, texts: Sequence[TextChances], tree: TokenTree, scores: Sequence[Sequence[float]] | None, most: int
+) -> tuple[Ranked, int]:
+    """Weigh the proposals for several sequences, and note them for `judge_all`.
 
     Args:
-        base: tokens of the text, the root included.
-        tokens, parents, sources: of the nodes, the root first.
-        scores: log of the drafter's own estimate for each path; None: it gives none, or none that may be used.
-        chances, shift: by source.
+        library: the compiled kernels; None: there are none.
+        texts: [B] of the sequences.
+        tree: [B] what is proposed, drafted nodes among it.
+        scores: [B] log of the drafter's own estimates; None: it gives none, or none that may be used.
+        most: nodes to rank at most.
+
+    Returns:
+        The likeliest nodes of all, and the depth of the deepest.
+
+    Raises:
+        ValueError: these are no trees, or a node's source is none of the drafter's.
     """
-    cells, given, path, depths = [0], [1.0], [1.0], [0]
-    factors = [exp(x) if x else 1.0 for x in shift]
+    made = Proposals(
+        array("q", chain(*tree.tokens, *tree.parents, *tree.sources)),
+        [len(text.view.tokens) for text in texts],
+        [*accumulate(tree.counts, initial=0)],
+    )
+    own = None if scores is None else array("d", chain(*scores))
+    if own is not None and len(own) != made.starts[-1]:
+        raise ValueError("trees whose columns have different lengths")
+    most = min(most, made.starts[-1] - len(texts))
+    found = _weigh(texts, made, own, most) if library is None else _weigh_compiled(library, texts, made, own, most)
+    for b, text in enumerate(texts):
+        text.proposal = made, b
+    return found
+
+
+def _weigh_compiled(
+    library: Any, texts: Sequence[TextChances], made: Proposals, own: array[float] | None, most: int
+) -> tuple[Ranked, int]:
+    numbers = [len(texts), len(texts[0].shift), DEPTHS, len(EDGES), most]
+    for b, text in enumerate(texts):
+        numbers += (made.starts[b + 1] - made.starts[b], text.shift.buffer_info()[0], *text.odds_at)
+    given = array("q", numbers) + made.nodes[made.starts[-1] :]
+    places, best = array("q", bytes(16 * most)), array("d", bytes(8 * most))
+    results = [part.buffer_info()[0] for part in (made.cells, made.chances, places, best)]
+    own_at = None if own is None else own.buffer_info()[0]
+    deepest = library.pl_weigh(given.buffer_info()[0], _NUMBERS.buffer_info()[0], own_at, *results)
+    if deepest < 0:
+        raise ValueError("trees whose parents or marks are out of range")
+    return [*zip(best.tolist(), places[:most].tolist(), places[most:].tolist(), strict=True)], deepest
+
+
+def _weigh(texts: Sequence[TextChances], made: Proposals, scores: array[float] | None, most: int) -> tuple[Ranked, int]:
+    ranked: Ranked = []
+    deepest, total = 0, made.starts[-1]
+    for b, text in enumerate(texts):
+        start = made.starts[b]
+        _, parents, sources = made.columns(b)
+        factors = [exp(x) if x else 1.0 for x in text.shift]
+        cells, given, path, depths = [0], [1.0], [1.0], [0]
+        for node, (parent, source) in enumerate(zip(parents[1:], sources[1:], strict=True), start=1):
+            depths.append(depths[parent] + 1)
+            own = UNKNOWN if scores is None else odds_of(scores[start + node] - scores[start + parent])
+            cells.append(cell_of(own, depths[-1]))
+            odds = text.chances[source].odds[cells[-1]] * factors[source]
+            given.append(odds / (1 + odds))
+            path.append(path[parent] * given[-1])
+            ranked.append((path[-1], b, node))
+        stop, deepest = start + len(cells), max(deepest, *depths)
+        made.cells[start:stop] = array("q", cells)
+        made.chances[start:stop], made.chances[total + start : total + stop] = array("d", given), array("d", path)
+    ranked.sort(key=lambda node: -node[0])
+    return ranked[:most], deepest
+
+
+def judge_all(library: Any, texts: Iterable[TextChances]) -> None:
+    """Compare the last proposals for these sequences with what followed, and count every node whose parent turned out
+    right and whose place in the text is known."""
+    numbers: list[int] = []
+    followed: list[int] = []
+    held: list[Proposals] = []  # what the addresses mean must stay until the call
+    kinds = 0
+    for text in texts:
+        if text.proposal is None:
+            continue
+        (made, b), text.proposal = text.proposal, None
+        count = made.starts[b + 1] - made.starts[b]
+        new = text.view.tokens[made.bases[b] : made.bases[b] + count - 1]
+        if not new:
+            continue
+        if library is None:
+            _judge(text, made, b, new)
+            continue
+        numbers += (*made.addresses(b), count, len(new), text.shift.buffer_info()[0], *text.counts_at)
+        followed += new
+        held.append(made)
+        kinds = len(text.shift)
+    if held:
+        given = array("q", [len(held), kinds, DEPTHS, len(EDGES), *numbers, *followed])
+        library.pl_judge(given.buffer_info()[0], _NUMBERS.buffer_info()[0])
+
+
+def _judge(text: TextChances, made: Proposals, b: int, new: Sequence[int]) -> None:
+    tokens, parents, sources = made.columns(b)
+    start, shift = made.starts[b], text.shift
+    places = {0: 0}  # by node that was right: the place of its children in ``new``
     for node in range(1, len(tokens)):
-        parent, source = parents[node], sources[node]
-        depth = depths[parent] + 1
-        depths.append(depth)
-        own = UNKNOWN if scores is None else odds_of(scores[node] - scores[parent])
-        cell = cell_of(own, depth)
-        odds = chances[source].odds[cell] * factors[source]
-        chance = odds / (1 + odds)
-        cells.append(cell)
-        given.append(chance)
-        path.append(path[parent] * chance)
-    return Offer(base, tokens, parents, sources, cells, given, path, max(depths))
+        place = places.get(parents[node], len(new))
+        if place >= len(new):
+            continue
+        right, source = new[place] == tokens[node], sources[node]
+        text.chances[source].learn(made.cells[start + node], right)
+        moved = FADE * (shift[source] + SHIFT * (right - made.chances[start + node]))
+        shift[source] = max(-MOST_SHIFT, min(MOST_SHIFT, moved))
+        if right:
+            places[node] = place + 1

@@ -3,9 +3,9 @@
     step(B, R)  =  [ plain(B) + chain(B + R) - chain(B) + context ]  x  correction
                     B sequences of one row each, R drafted rows on top
 
-The table comes from a calibration or from a quick estimate; it knows the shape (eight rows cost little more than
-one; every sequence brings work of its own). The correction follows the machine's present load, and covers what the
-table does not: sampling, book-keeping, trees.
+The table comes from a calibration or from a quick estimate, and gives the shape of the costs: eight rows cost little
+more than one, and every sequence brings work of its own. The correction follows the machine's present load, and covers
+what the table leaves out: sampling, book-keeping, trees.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from statistics import mean
+from statistics import mean, median_low
 from typing import Any
 
 from ..core.errors import ConfigError
@@ -25,13 +25,13 @@ Points = tuple[tuple[int, float], ...]  # (count, ms), counts ascending
 
 STEEPEST = 1.5  # a correction moves by a factor of this at most for one observation
 WINDOW = 3  # observations of which the median counts: one accident in three changes nothing
-SLOWEST = 0.02  # least weight of a new observation in a correction
-FEW = 64  # tokens to catch up with; of fewer a drafter's first call tells less of what one of them costs
-SLOWEST_CATCH_UP = 0.1  # least weight of a new observation of what catching up costs
-LEVELS = 6  # passes that a draft takes at most, before anything else was seen; more nodes are siblings or looked up
-NEAR = 16  # tokens a sequence that a drafter has not seen which a call takes in its stride
-RIDGE = 0.05  # variance of levels that the guess of a level's cost is worth
+SLOWEST = 0.02  # least weight of a new observation in a correction or in the mean of a drafter's calls
 MACHINE = 0.2  # weight of a new observation in the correction that all steps share
+DEPTH_RATE = 0.1  # least weight of a call in the passes that calls take
+RIDGE = 0.05  # variance of passes that the guess of a pass's cost is worth
+LEVELS = 6  # passes that a draft takes, before any was seen
+NEAR = 16  # tokens a sequence; a drafter that is further behind catches up, which is priced apart
+FEW = 64  # tokens to catch up with, of which a call tells half of what they tell it of many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,90 +137,31 @@ def bucket(count: int) -> int:
 
 @dataclass(slots=True)
 class _Deviation:
-    """By what one kind differs from the expectation, beyond what all kinds do."""
+    """By what steps of one kind differ from the table, beyond what all steps do."""
 
-    log: float = 0.0
+    log: float
     visits: int = 0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
-class Corrections:
-    """Logs of measured times over expected ones.
-
-    The correction is a sum of two: one that all kinds share (the machine's speed now) and one of the kind, a pair of
-    buckets. Both are exponential averages, of which the median of the last three counts, so that a single slow step
-    changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._machine = 0.0
-        self._first: list[float] = []
-        self._kinds: dict[tuple[int, int], _Deviation] = {}
-        self._known: dict[tuple[int, int], float] = {}  # corrections asked for since the last observation
-
-    def factor(self, kind: tuple[int, int]) -> float:
-        """Measured over expected times of a kind."""
-        known = self._known.get(kind)
-        if known is None:
-            known = self._known[kind] = math.exp(self._machine + self._deviation(*kind))
-        return known
-
-    def visits(self, kind: tuple[int, int]) -> int:
-        """Observations of a kind."""
-        found = self._kinds.get(kind)
-        return found.visits if found else 0
-
-    def observe(self, key: tuple[int, int], log: float) -> None:
-        """Learn from one time: the log of measured over expected."""
-        self._known.clear()
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Deviation(self._nearest(*key))
-        kind.visits += 1
-        if len(self._first) < WINDOW:  # the first times tell how far off all expectations are, however far
-            self._first.append(log)
-            self._machine = sorted(self._first)[(len(self._first) - 1) // 2]
-            return
-        # As differences from the machine's speed, so that what moved that meanwhile is not counted twice.
-        kind.recent.append(log - self._machine)
-        middle = sorted(kind.recent)[(len(kind.recent) - 1) // 2]
-        # Of a new kind the table may be far off; an accident in the first of them is outweighed by the next.
-        most = math.log(STEEPEST) * (1 if kind.visits > WINDOW else WINDOW)
-        surprise = max(-most, min(most, middle - kind.log))
-        # What a new kind costs says nothing of the machine; later surprises say little of the kind.
-        self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
-        kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
-
-    def _deviation(self, first: int, second: int) -> float:
-        """The correction of a kind, from its own times or, where there are none, from its likes'."""
-        kind = self._kinds.get((first, second))
-        return self._nearest(first, second) if kind is None else kind.log
-
-    def _nearest(self, first: int, second: int) -> float:
-        """The correction of the most similar kind met; a second bucket of 0 is like no other."""
-        best, distance = 0.0, 99
-        for (a, b), kind in self._kinds.items():
-            if (b > 0) == (second > 0):
-                apart = 2 * abs(a - first) + abs(b - second)
-                if apart < distance:
-                    best, distance = kind.log, apart
-        if distance == 99 and second > 0:  # none was met yet: as far off as those of bucket 0
-            return self._deviation(first, 0)
-        return best
-
-
 class StepCosts:
-    """A cost table that follows the machine, by kinds of steps: sequences and drafted rows."""
+    """A cost table that follows the machine.
+
+    The correction is a product of two factors: one that all steps share (the machine's speed now), and one of the kind
+    of step, a bucket of sequences and a bucket of drafted rows. The median of the last three observations counts, so
+    that a single slow step changes nothing.
+    """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._corrections = Corrections()
+        self._machine = 0.0  # log
+        self._first: list[float] = []
+        self._kinds: dict[tuple[int, int], _Deviation] = {}
         self._more: dict[int, list[float]] = {}  # by batch size: what the table says of 0, 1, .. drafted rows
 
-    def predict(self, batch_size: int, extra: float, context: int | None = None) -> float:
+    def predict(self, batch_size: int, extra: int, context: int | None = None) -> float:
         """Expected ms of a step, without the drafter's own time."""
-        factor = self._corrections.factor((bucket(batch_size), bucket(math.ceil(extra))))
-        return self.table.step_ms(batch_size, extra, context) * factor
+        return self.table.step_ms(batch_size, extra, context) * self._factor(bucket(batch_size), bucket(extra))
 
     def rise(self, batch_size: int, most: int, context: int) -> list[float]:
         """[most + 1] ms by which a step grows with 0, 1, .. ``most`` drafted rows; never falling."""
@@ -230,11 +171,11 @@ class StepCosts:
         while len(more) <= most:
             more.append(table.chain_ms(batch_size + len(more)) - base)
         plain = table.step_ms(batch_size, 0, context)
-        now = plain * self._corrections.factor((first, 0))
+        now = plain * self._factor(first, 0)
         found, start, highest = [0.0], 1, 0.0
         while start <= most:
             stop = min(most, 1 << (start - 1).bit_length())  # the last of its bucket
-            factor = self._corrections.factor((first, bucket(start)))
+            factor = self._factor(first, bucket(start))
             for rows in range(start, stop + 1):
                 highest = max(highest, (plain + more[rows]) * factor - now)
                 found.append(highest)
@@ -243,68 +184,103 @@ class StepCosts:
 
     def visits(self, batch_size: int, extra: int) -> int:
         """Steps of this kind that were observed."""
-        return self._corrections.visits((bucket(batch_size), bucket(extra)))
+        kind = self._kinds.get((bucket(batch_size), bucket(extra)))
+        return kind.visits if kind else 0
 
     def observe(self, batch_size: int, extra: int, context: int, ms: float) -> None:
         """Learn from one step: its sequences, drafted rows, committed tokens and ms without the drafter's time."""
-        if ms > 0:
-            expected = self.table.step_ms(batch_size, extra, context)
-            self._corrections.observe((bucket(batch_size), bucket(extra)), math.log(ms / expected))
+        if ms <= 0:
+            return
+        log = math.log(ms / self.table.step_ms(batch_size, extra, context))
+        key = bucket(batch_size), bucket(extra)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Deviation(self._deviation(*key))
+        kind.visits += 1
+        if len(self._first) < WINDOW:  # the first steps tell how far off the whole table is, however far
+            self._first.append(log)
+            self._machine = median_low(self._first)
+            return
+        # As differences from the machine's speed, so that what moved that meanwhile is not counted twice.
+        kind.recent.append(log - self._machine)
+        most = math.log(STEEPEST) * (1 if kind.visits > WINDOW else WINDOW)
+        surprise = max(-most, min(most, median_low(kind.recent) - kind.log))
+        # What a new kind costs says nothing of the machine; later surprises say little of the kind.
+        self._machine += MACHINE * max(0, kind.visits - WINDOW) / (kind.visits + 2) * surprise
+        kind.log += (1 if kind.visits <= WINDOW else max(SLOWEST, 2 / kind.visits)) * surprise
+
+    def _factor(self, sequences: int, rows: int) -> float:
+        return math.exp(self._machine + self._deviation(sequences, rows))
+
+    def _deviation(self, sequences: int, rows: int) -> float:
+        """Of a kind of steps, or of the one most like it where none was observed: plain steps are like no others."""
+        kind = self._kinds.get((sequences, rows))
+        if kind is not None:
+            return kind.log
+        alike = [
+            (2 * abs(a - sequences) + abs(b - rows), k.log)
+            for (a, b), k in self._kinds.items()
+            if bool(b) == bool(rows)
+        ]
+        return min(alike)[1] if alike else self._deviation(sequences, 0) if rows else 0.0
 
 
 @dataclass(slots=True)
-class _Line:
-    """Running means of the calls for about so many sequences: ms as a straight line over levels."""
+class _Calls:
+    """Running means over a drafter's calls for about so many sequences: ms as a straight line over passes."""
 
-    sequences: float = 0.0
-    levels: float = 0.0
-    ms: float = 0.0
-    variance: float = 0.0  # of levels
-    covariance: float = 0.0  # of levels and ms
-    calls: int = 0
+    sequences: float
+    passes: float
+    ms: float
+    variance: float = 0.0  # of passes
+    covariance: float = 0.0  # of passes and ms
+    count: int = 0
 
-    def learn(self, sequences: int, levels: int, ms: float) -> None:
+    def learn(self, sequences: int, passes: int, ms: float) -> None:
         """Take in one call; one that took many times as long as usual was interrupted."""
-        if self.calls >= WINDOW:
+        if self.count >= WINDOW:
             ms = min(ms, STEEPEST * STEEPEST * self.ms)
         # The first calls of a process are slow (memory is met for the first time): they are forgotten soon, lest a
         # price that is too high keep anybody from asking again.
-        rate = max(SLOWEST, 2 / (self.calls + 2))
-        far, late = levels - self.levels, ms - self.ms
+        rate = max(SLOWEST, 2 / (self.count + 2))
+        far, late = passes - self.passes, ms - self.ms
         self.sequences += rate * (sequences - self.sequences)
-        self.levels += rate * far
+        self.passes += rate * far
         self.ms += rate * late
         self.variance = (1 - rate) * (self.variance + rate * far * far)
         self.covariance = (1 - rate) * (self.covariance + rate * far * late)
-        self.calls += 1
+        self.count += 1
 
     def slope(self, guess: float) -> float:
-        """Ms of a level; where all calls had about the same number of levels, near the guess."""
+        """Ms of a pass; where all calls took about the same number of passes, near the guess."""
         found = (self.covariance + RIDGE * guess) / (self.variance + RIDGE)
-        return max(0.0, min(found, self.ms / max(1.0, self.levels)))
+        return max(0.0, min(found, self.ms / max(1.0, self.passes)))
 
 
 class DraftCosts:
     """What asking a drafter takes, learned call by call.
 
-        ms = ask + level x levels + catch_up x tokens behind
+        ms = ask + level x passes + catch_up x tokens behind    of a drafter with a network
+        ms = ask x sequences + catch_up x tokens behind         of one that looks up
 
-    A draft model pays for levels and for what it has not computed, a look-up for sequences. What calls take is learned
-    by the number of sequences, from calls with little to catch up with (the last step's tokens are part of every
-    call); what a token behind costs, from the others. The first call of all does what is done once: only what it
-    caught up with is learned from.
+    What calls take is learned by the number of sequences, from calls with little to catch up with (the last step's
+    tokens are part of every call); what a token behind costs, from the others.
 
     Args:
-        ask, level, catch_up: ms to begin with, for one sequence.
+        ask: ms of a look-up for one sequence, to begin with.
+        level: ms of a network's pass, to begin with; 0: a look-up.
+        catch_up: ms of a token behind, to begin with.
     """
 
     def __init__(self, ask: float = 0.03, level: float = 0.0, catch_up: float = 0.002) -> None:
-        self._ask, self._level = max(0.0, ask), max(0.0, level)
-        self._guess = self.catch_up_ms = max(0.0, catch_up)  # a token
+        self.network = level > 0
+        self.catch_up_ms = max(0.0, catch_up)
         self.usual_calls = 0  # those with little to catch up with
-        self._lines: dict[int, _Line] = {}  # by bucket of sequences
         self._calls = self._caught_up = 0
-        self._waiting: deque[tuple[int, int, int, float]] = deque(maxlen=8)  # calls that caught up, not learned yet
+        self._level = level
+        self._passes = float(LEVELS)  # of calls lately, for however many sequences
+        self._guess = _Calls(1, LEVELS, level * LEVELS if self.network else max(0.0, ask))
+        self._known: dict[int, _Calls] = {}  # by bucket of sequences
 
     @classmethod
     def of_network(cls, target: CostTable, own: CostTable | None = None, catches_up: bool = True) -> DraftCosts:
@@ -317,64 +293,39 @@ class DraftCosts:
         """
         level = target.chain_ms(1) / LEVELS
         if own is None:
-            return cls(level / 10, level, target.chain_ms(128) / 128 / 3 if catches_up else 0.0)
-        return cls(own.step_ms(2, 0) - own.step_ms(1, 0), min(level, own.chain_ms(1)), own.chain_ms(128) / 128)
-
-    @property
-    def network(self) -> bool:
-        """Whether levels cost anything."""
-        return self._level > 0
+            return cls(level=level, catch_up=target.chain_ms(128) / 128 / 3 if catches_up else 0.0)
+        return cls(level=min(level, own.chain_ms(1)), catch_up=own.chain_ms(128) / 128)
 
     def level_ms(self, sequences: int) -> float:
-        """One more level of a call for so many sequences."""
-        line = self._line(sequences)
-        return self._level if line is None else line.slope(self._level) if self._level else 0.0
+        """One more pass of a network for so many sequences."""
+        return self._usual(sequences).slope(self._level) if self.network else 0.0
 
     def predict(self, sequences: int) -> float:
         """Expected ms of a call for so many sequences, none of them far behind, as deep as calls were lately."""
-        line = self._line(sequences)
-        if line is None:
-            return self._ask * sequences + self._level * LEVELS
-        if not self._level:
-            return line.ms * sequences / line.sequences
-        return max(0.0, line.ms + self._ask * (sequences - line.sequences))
+        known = self._usual(sequences)
+        if not self.network:
+            return known.ms * sequences / known.sequences
+        return max(0.0, known.ms + known.slope(self._level) * (self._passes - known.passes))
 
-    def _line(self, sequences: int) -> _Line | None:
-        """What is known of calls for about so many sequences."""
+    def _usual(self, sequences: int) -> _Calls:
+        """The calls for about so many sequences."""
+        if not self._known:
+            return self._guess
         size = bucket(sequences)
-        found = self._lines.get(size)
-        if found is None and self._lines:
-            found = self._lines[min(self._lines, key=lambda known: abs(known - size))]
-        return found
+        return self._known.get(size) or self._known[min(self._known, key=lambda known: abs(known - size))]
 
-    def observe(self, sequences: int, levels: int, unseen: int, ms: float) -> None:
-        """Learn from one call: its sequences, the deepest node proposed, and tokens that it processed first."""
-        if unseen > NEAR * sequences:
-            self._waiting.append((sequences, levels, unseen, ms))
-            if not self._caught_up and self.usual_calls < WINDOW:
-                # For the time being all of it was catching up. The first call does what is done once, too: with few
-                # tokens to divide that by, the drafter would seem too dear to be asked again.
-                behind = unseen - NEAR * sequences
-                guessed = max(0, FEW - behind)
-                self.catch_up_ms = (guessed * self._guess + ms) / (guessed + behind)
-        elif self._calls:
-            self._lines.setdefault(bucket(sequences), _Line()).learn(sequences, levels, ms)
+    def observe(self, sequences: int, passes: int, unseen: int, ms: float) -> None:
+        """Learn from one call: its sequences, its network's passes, and the tokens that it processed first."""
+        behind, self._calls = unseen - NEAR * sequences, self._calls + 1
+        if behind > 0:
+            # Of few tokens little is learned: the first call does what is done once, too.
+            rate = max(0.1, 1 / (self._caught_up + 1)) * behind / (behind + FEW)
+            each = max(0.0, ms - self.predict(sequences)) / behind
+            if self._caught_up >= WINDOW:  # one that took many times as long was interrupted
+                each = min(each, 3 * self.catch_up_ms)
+            self.catch_up_ms += rate * (each - self.catch_up_ms)
+            self._caught_up += 1
+        elif self._calls > 1:
             self.usual_calls += 1
-        self._calls += 1
-        if self.usual_calls >= WINDOW:  # before, all that the guess is off by would be taken for catching up
-            for call in self._waiting:
-                self._learn_catch_up(*call)
-            self._waiting.clear()
-
-    def _learn_catch_up(self, sequences: int, levels: int, unseen: int, ms: float) -> None:
-        behind = unseen - NEAR * sequences
-        line = self._line(sequences)
-        assert line is not None, "usual calls were seen"
-        usual = max(0.0, self.predict(sequences) + self.level_ms(sequences) * (levels - line.levels))
-        guess = usual + self.catch_up_ms * behind
-        self._caught_up += 1
-        # A call that took many times longer than expected was interrupted, or the guess is off: move some way. Of
-        # the first few nobody knows what is many.
-        error = max(-guess, min(ms - guess, (2 if self._caught_up > WINDOW else 50) * guess))
-        rate = max(SLOWEST_CATCH_UP, 1 / (self._caught_up + 1))
-        self.catch_up_ms = max(0.0, self.catch_up_ms + rate * error / behind)
+            self._passes += max(DEPTH_RATE, 1 / self.usual_calls) * (passes - self._passes)
+            self._known.setdefault(bucket(sequences), _Calls(sequences, passes, ms)).learn(sequences, passes, ms)

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 from ..drafters.base import SequenceView
-from .chances import Chances, Offer
+from .chances import Chances, TextChances
 
-if TYPE_CHECKING:
-    from .weighing import Offers
+FIRST_GAIN = 2.5  # tokens that the first ask of a source is taken to bring: hopeful enough for a try
+TRUSTED = 16  # asks of its kind that a new request's own are added to, at most: few of them mislead
+QUICKEST = 0.08  # least weight of an ask in what its sequence's asks bring
+KIND_RATE = 1 / 256  # least weight of an ask in what a kind's asks bring: several requests, not the last text
 
 
 @dataclass(slots=True)
 class AskGain:
-    """What asking one source brings: for a sequence, or for a kind of requests at one batch size."""
+    """Running means of what asking a source brings: for a sequence, or for a kind of requests at a batch size."""
 
-    gain: float  # running mean: tokens of an ask beyond the price of their rows
-    open: float = 1.0  # running mean: chance that the sources before it had not the next token
+    gain: float = FIRST_GAIN  # tokens of an ask beyond the price of their rows
+    open: float = 1.0  # chance that the sources before it had not the next token
     asks: int = 0
-    asked_at: int = -1  # step of the last ask
-    begun: bool = False  # the last ask only prepared the next one
-    seen: int = 0  # tokens of the text that the source has processed
-    kind: AskGain | None = None  # of all requests of its kind
-    tried: int = 0  # asks for this sequence; of a kind: completed trials
-    lift: float = 0.0  # of a kind: running mean over trials: tokens an ask beyond its cost, where that is above 0
 
-    def lifted(self, lift: float) -> None:
-        """A trial for one request of this kind has ended."""
-        self.tried += 1
-        self.lift += max(1 / 16, 1 / (self.tried + 1)) * (lift - self.lift)
-
-    def learn(self, gain: float, open_: float, quickest: float) -> None:
+    def learn(self, gain: float, open_: float, slowest: float) -> None:
         """Take in one ask."""
-        rate = max(quickest, 2 / (self.asks + 2))  # later ones count more: the chances behind them are known better
+        rate = max(slowest, 2 / (self.asks + 2))  # later ones count more: the chances behind them are known better
         self.gain += rate * (gain - self.gain)
         self.open += rate * (open_ - self.open)
         self.asks += 1
@@ -44,28 +33,35 @@ class AskGain:
 class Kind:
     """What requests of one kind (an application, or none) have in common."""
 
-    chances: list[Chances]  # by source
+    chances: list[Chances]  # by source mark
     gains: dict[tuple[int, int], AskGain] = field(default_factory=dict)  # by source and bucket of batch sizes
-    odds_at: tuple[int, ...] = field(init=False)  # addresses for compiled code
-    counts_at: tuple[int, ...] = field(init=False)  # of hits, tries and odds
-
-    def __post_init__(self) -> None:
-        self.counts_at = tuple(place for chances in self.chances for place in chances.addresses)
-        self.odds_at = self.counts_at[2::3]
 
 
-@dataclass(slots=True)
-class History:
+class History(TextChances):
     """What is known of one sequence."""
 
-    kind: Kind
-    view: SequenceView
-    born: int  # step in which it was first seen
-    rested_before: int  # steps at rest until then
-    shift: array[float]  # by kind of nodes; its place does not change
-    bucket: int  # of the batch sizes that `gains` are about
-    gains: list[AskGain]  # by source
-    offer: Offer | tuple[Offers, int] | None = None  # the last proposal; see `weighing`
+    def __init__(self, view: SequenceView, kind: Kind, sources: int, born: int, rested: int) -> None:
+        super().__init__(view, kind.chances)
+        self.kind, self.born, self.rested_before = kind, born, rested  # step of its first plan; rests before it
+        self.bucket = -1  # of the batch sizes that `gains` are about
+        self.gains: list[AskGain] = []  # by source; until it was asked for this sequence, that of the kind
+        self.seen = [0] * sources  # tokens of the text that each source has processed
+        self.asked_at = [-1] * sources  # step of the last ask
+        self.begun = [False] * sources  # the last ask only prepared the next one
+
+    def at_batch(self, size: int) -> None:
+        """The batch sizes are now those of a bucket, in which asks are worth something else."""
+        if self.bucket != size:
+            self.bucket, known = size, self.kind.gains
+            self.gains = [known.setdefault((source, size), AskGain()) for source in range(len(self.seen))]
+
+    def learn(self, source: int, gain: float, open_: float) -> None:
+        """An ask brought so many tokens; the sequence's own means begin with its first."""
+        known = self.kind.gains[source, self.bucket]
+        if self.gains[source] is known:
+            self.gains[source] = replace(known, asks=min(known.asks, TRUSTED))
+        self.gains[source].learn(gain, open_, QUICKEST)
+        known.learn(gain, open_, KIND_RATE)
 
 
 @dataclass(slots=True)
@@ -76,13 +72,3 @@ class SourceStep:
     unseen: int = 0  # tokens that it had to process first
     ms: float = 0.0  # that it took, where it was told
     passes: int = 0  # of its network; as many as its deepest proposal has levels, where it does not say
-
-
-@dataclass(slots=True)
-class Choice:
-    """What the last step chose that asked for drafts."""
-
-    batch_size: int = 0
-    nodes: int = 0  # over the batch
-    tokens: float = 0.0  # expected of them
-    rows_ms: float = 0.0  # expected of them
