@@ -21,7 +21,7 @@ from paceline.drafters.resampling import left_over
 from paceline.kv.pool import KVPool
 from paceline.network.decoder import Decoder
 from paceline.rounds import ROUNDS
-from paceline.rounds.base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, StepResult, Work
+from paceline.rounds.base import UNKNOWN, Origin, Round, RoundConfig, RunningSequence, Serve, StepResult, Work
 from paceline.rounds.serial import SerialRound
 from paceline.rounds.verification import DEFAULT_VERIFIER
 
@@ -87,6 +87,7 @@ class ExtraPassConfig(RoundConfig):
         drafter: Drafter | None,
         verifier: str = DEFAULT_VERIFIER,
         origin: Origin = UNKNOWN,
+        serve: Serve | None = None,
     ) -> Round:
         config: Any = getattr(drafter, "config", None)
         if getattr(config, "resample", None) != "alone":

@@ -35,6 +35,11 @@ class TargetHandle:
         """[.., d_model] embeddings of ``tokens`` [..] int64, without positions."""
         return F.embedding(tokens, self.embedding) if self.stack is None else self.stack.embed(tokens)
 
+    def table(self) -> Tensor:
+        """[V, d_model] all embeddings."""
+        every = torch.arange(len(self.embedding), device=self.embedding.device if not self.embedding.is_meta else "cpu")
+        return self.embed(every) if self.embedding.is_meta else self.embedding
+
     def final(self, states: Tensor) -> Tensor:
         """[rows, d_model] normed states, from raw ones."""
         return self.norm(states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,15 +22,14 @@ from .decoder import Decoder
 from .families import DecoderConfig, decoder_config, linear_shapes
 from .files import StoredTensor, free_bytes, is_file, is_out_of_memory, opened, read_json, stored_tensors
 from .gguf import is_gguf, read_gguf
-from .gguf_layout import InBlocks, gguf_of, read_gguf_config, read_pieces
+from .gguf_layout import InBlocks, read_gguf_config, read_pieces
 from .gguf_model import GGUFTensor
 from .gguf_tokenizer import load_gguf_tokenizer, load_gguf_vocabulary
+from .hub import env_offline, first_line, from_hub, local
 from .linear import QUANTS, Quant
 from .weights import Piece, weight_map
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# All that is fetched from the hub: no code, and no weights in formats that can run code.
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -396,66 +394,14 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, offlin
     if name.startswith(STRETCH):
         wrong = "a stretched model is no folder: it is made as it is loaded, to be a target"
         raise ConfigError(f"model {shown(name)}", wrong, "name the model itself here")
-    found = zoo.find(name) or _local(name)
+    found = zoo.find(name) or local(name)
     if found is None and is_gguf(name):
         raise ConfigError(f"model {shown(name)}", "there is no such file", "check the path")
     if found is None:
-        return _from_hub(name, revision, offline or _env_offline())
+        return from_hub(name, revision, offline or env_offline())
     if revision is not None:
         raise ConfigError(f"revision={revision!r}", f"{name} is a local model", "leave revision out")
     return found
-
-
-def _local(name: str) -> Path | None:
-    """The local folder of this name, if there is one.
-
-    Raises:
-        ConfigError: a path that cannot be looked at: too long, no permission, of an unknown user.
-    """
-    try:
-        place = Path(name).expanduser()
-        if not place.exists():
-            return None
-        return gguf_of(place, lambda folder: is_file(folder / "config.json")) or place
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"model {shown(name)}", f"it cannot be looked at ({_first(error)})", "check the path"
-        ) from error
-
-
-def _first(error: BaseException) -> str:
-    """The first line of what a library says, cut short and printable whatever it quotes."""
-    said = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
-    return said.splitlines()[0][:300].encode("utf-8", "backslashreplace").decode()
-
-
-def _env_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _from_hub(name: str, revision: str | None, offline: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model {shown(name)}", "there is no such folder", "check the path")
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), local_files_only=offline)
-        )
-    except HFValidationError as error:
-        wrong = f"neither a folder nor a hub name ({_first(error)})"
-        raise ConfigError(f"model {shown(name)}", wrong, "check the name") from error
-    except LocalEntryNotFoundError as error:
-        reason = "it is not in the local cache, and the hub is " + ("switched off" if offline else "out of reach")
-        remedy = "download it once without offline" if offline else "check the network, or name a local folder"
-        raise ConfigError(
-            f"model {shown(name)}", f"not a folder nor an embedded model, and {reason}", remedy
-        ) from error
-    except Exception as error:  # the client's transport library, and so its errors, differ by version
-        raise ConfigError(
-            f"model {shown(name)}", f"the hub does not give it ({_first(error)})", "check name, revision, access"
-        ) from error
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -479,7 +425,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         tokenizer.encode("")
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds, plain Exception among them
-        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({_first(error)})", _RESTORE) from error
+        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({first_line(error)})", _RESTORE) from error
 
 
 def load_vocabulary(folder: str | Path) -> Any:
@@ -500,7 +446,7 @@ def load_vocabulary(folder: str | Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
-        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({_first(error)})", _RESTORE) from error
+        raise ConfigError(f"tokenizer in {folder}", f"it cannot be read ({first_line(error)})", _RESTORE) from error
 
 
 def _plain_tokenizer(folder: Path) -> bool:

@@ -134,8 +134,8 @@ class EagleDrafter(Drafter):
         c, name = (model.head.config, model.facts.target) if isinstance(model, EagleModel) else (model.config, "")
         ours = {"d_model": c.d_model, "vocab_size": c.vocab_size}
         check_fit(asked, name, ours, {"d_model": target.d_model, "vocab_size": target.vocab_size}, target.name)
-        own, lent = model.embedding, target.handle.embedding
-        if own is not None and not torch.allclose(own.float(), lent.float().cpu(), rtol=1e-2, atol=1e-3):
+        own, lent = model.embedding, target.handle
+        if own is not None and not torch.allclose(own.float(), lent.table().float().cpu(), rtol=1e-2, atol=1e-3):
             wrong = f"its embedding is not the one of {target.name}, which it is to be fed with"
             raise CapabilityError(asked, wrong, "use the target that it was trained for")
         model.embedding = None  # the target's serves both

@@ -279,9 +279,10 @@ class SpireDrafter(Drafter):
         text = self._texts.get(view.key)
         kept = self._note(view.key, 0 if text is None else text.seen, root)
         if kept:
-            states, tokens = [self.network.decoder.embedding] * self.shape.layers, [view.tokens[p] for p in kept]
+            tokens = torch.tensor([view.tokens[p] for p in kept], device=self.network.decoder.device)
+            states = [self.network.decoder.words(tokens, tokens)] * self.shape.layers
             slots = self.ring.slots(self._texts[view.key].ring, kept)
-            self.network.write(self.ring, states, tokens, kept, slots)
+            self.network.write(self.ring, states, range(len(kept)), kept, slots)
 
     def _sink(self, view: SequenceView, text: _Text, count: int) -> None:
         """Memory of a text's first tokens, which no pass has shown: the target runs once more over these alone, whose

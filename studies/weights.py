@@ -1,0 +1,138 @@
+"""GGUF files beside llama.cpp on the same file: perplexity, plain decoding, prompts, 1 to 16 rows, load and memory.
+
+    make peer-llama.cpp
+    python studies/weights.py FILE.gguf --text TEXT
+
+Perplexity is that of ``llama-perplexity``: pieces of 512 tokens, of which the second halves count. Speeds are taken in
+turns, llama.cpp's by ``llama-bench``; medians of the rounds are shown. Both use 2 threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from paceline import LLM, SamplingParams
+from paceline.attention.base import Segment
+from paceline.kv.pool import KVPool
+from paceline.network.base import Batch
+
+BUILD = Path(__file__).resolve().parents[1] / ".peers" / "llama.cpp" / "build" / "bin"
+PIECE, NEW, PROMPT, THREADS = 512, 128, 512, 2
+OURS = """
+import json, re, sys, time
+def kilobytes(of):
+    return int(re.search(of + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
+began = time.perf_counter()
+from paceline import LLM, SamplingParams
+imported = time.perf_counter()
+base = kilobytes("VmRSS")
+llm = LLM(sys.argv[1], dtype=sys.argv[2], threads=2, max_model_len=1024, max_sequences=1, drafter="none")
+llm.generate([{"prompt_token_ids": [5] * 4}], SamplingParams(max_tokens=1, ignore_eos=True))
+done = time.perf_counter()
+peak = kilobytes("VmHWM")
+print(json.dumps({"imports": imported - began, "first": done - imported, "mb": (peak - base) / 1024}))
+"""
+
+
+@torch.inference_mode()
+def perplexity(llm: LLM, ids: list[int]) -> float:
+    """Of the second halves of all whole pieces."""
+    decoder, total, count = llm.decoder, 0.0, 0
+    pool = KVPool(*decoder.cache_shape, PIECE, decoder.dtype, decoder.device)
+    bos = llm.tokenizer.bos_token_id
+    begins = ids[:1] == [bos]
+    places = torch.arange(PIECE)
+    for start in range(0, len(ids) - PIECE + 1, PIECE):
+        piece = ids[start : start + PIECE]
+        tokens = torch.tensor([bos, *piece[1:]] if begins else piece)
+        plan = decoder.plan([Segment(0, PIECE, slice(0, PIECE), PIECE, 0, None, None)], places)
+        batch = Batch(tokens, places, torch.zeros(PIECE, dtype=torch.long), places, slice(0, PIECE), plan)
+        state = decoder.run_layers(decoder.embed(batch), 0, decoder.num_layers, pool)
+        rows = torch.arange(PIECE // 2, PIECE - 1)
+        chances = decoder.logits(state, rows).log_softmax(-1)
+        total -= float(chances.gather(1, tokens[rows + 1, None]).sum())
+        count += len(rows)
+    return math.exp(total / count)
+
+
+def llama_perplexity(file: Path, text: Path, pieces: int) -> float:
+    """llama.cpp's figure over the first pieces of the text."""
+    command = [BUILD / "llama-perplexity", "-m", file, "-f", text, "-c", PIECE, "--chunks", pieces, "-t", THREADS]
+    said = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    [found] = re.findall(r"Final estimate: PPL = ([\d.]+)", said.stdout + said.stderr)
+    return float(found)
+
+
+def llama_speed(file: Path) -> dict[str, float]:
+    """Tokens a second of prompts and of decoding."""
+    time.sleep(1)  # threads of ours are asleep then
+    command = [BUILD / "llama-bench", "-m", file, "-p", PROMPT, "-n", NEW, "-t", THREADS, "-r", 1, "-o", "json"]
+    said = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    return {"decode" if row["n_gen"] else "prompt": row["avg_ts"] for row in json.loads(said.stdout)}
+
+
+def our_speed(llm: LLM) -> dict[str, float]:
+    """Likewise."""
+    ids = [random.randrange(100, 4000) for _ in range(PROMPT)]  # none that is cached
+    began = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, ignore_eos=True))
+    prompt = time.perf_counter() - began
+    began = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids[:1]}], SamplingParams(max_tokens=NEW, ignore_eos=True))
+    return {"prompt": PROMPT / prompt, "decode": NEW / (time.perf_counter() - began)}
+
+
+def load(file: Path, dtype: str) -> dict[str, float]:
+    """Seconds from the imports' end to the first token, and megabytes above what the process had by then."""
+    said = subprocess.run([sys.executable, "-c", OURS, str(file), dtype], capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(said.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--text", type=Path, help="measure perplexity over it")
+    parser.add_argument("--tokens", type=int, default=20480, help="of the text")
+    parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
+    parser.add_argument("--dtype", default="auto", help="of ours")
+    asked = parser.parse_args()
+    llm = LLM(str(asked.file), dtype=asked.dtype, threads=THREADS, max_model_len=1024, drafter="none")
+    print(f"{asked.file.name}, dtype {asked.dtype}: {asked.file.stat().st_size / 1e6:.0f} MB")
+    if asked.text is not None:
+        # Of words that are special tokens llama-perplexity makes text.
+        text = asked.text.read_text(encoding="utf-8").replace("<unk>", "unk")
+        ids = llm.tokenizer.encode(text)[: asked.tokens]
+        pieces = len(ids) // PIECE
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as cleaned:
+            cleaned.write(text)
+            cleaned.flush()
+            ours, theirs = perplexity(llm, ids), llama_perplexity(asked.file, Path(cleaned.name), pieces)
+        print(f"perplexity of {pieces * PIECE} tokens: {ours:.4f}, llama.cpp {theirs:.4f}: {ours / theirs - 1:+.2%}")
+    if asked.rounds:
+        our_speed(llm)  # what is made at first use
+        rounds = [(our_speed(llm), llama_speed(asked.file)) for _ in range(asked.rounds)]
+        for what in ("decode", "prompt"):
+            ours, theirs = (statistics.median(pair[i][what] for pair in rounds) for i in (0, 1))
+            ratio = statistics.median(mine[what] / other[what] for mine, other in rounds)
+            print(f"{what}: {ours:.1f} tokens/s, llama.cpp {theirs:.1f}: {ratio:.2f}")
+        seen = load(asked.file, asked.dtype)
+        words = "first token {first:.2f} s behind {imports:.2f} s of imports, at most {mb:.0f} MB above these"
+        print(words.format(**seen))
+
+
+if __name__ == "__main__":
+    main()
