@@ -42,7 +42,8 @@ def blocks_of(kind: BlockType, outputs: int = OUTPUTS, inputs: int = INPUTS) -> 
 def packed(kind: BlockType, raw: np.ndarray, inputs: int = INPUTS) -> tuple[Tensor, abi.CLinear]:
     library, number = native.library(), native.GGML + kind.number
     room = torch.empty(library.pl_packed_size(len(raw), inputs, number), dtype=torch.uint8)
-    library.pl_pack(raw.ctypes.data, len(raw), inputs, number, room.data_ptr())
+    rows = torch.arange(len(raw)) * raw.strides[0] + raw.ctypes.data
+    assert library.pl_pack_rows(rows.data_ptr(), len(raw), inputs, number, room.data_ptr(), 1) == 1
     return room, abi.CLinear(weight=room.data_ptr(), n=len(raw), k=inputs, kind=number)
 
 

@@ -47,20 +47,23 @@ class BlockType:
 
 
 class StoredRows(NamedTuple):
-    """Rows of a weight in blocks, as a file has them."""
+    """Rows of a weight in blocks, where a file or a computation has them."""
 
     type: BlockType
-    rows: Tensor  # [n, bytes of a row] uint8
+    rows: np.ndarray  # [n, bytes of a row] uint8
+    order: Tensor  # [n] int64 which of these rows comes first, second, ...; -1: zeros instead
+    source: str = "a weight"  # what they are, for errors
+    release: Callable[[], None] = lambda: None  # to be called once they are packed
 
     @property
-    def finite(self) -> bool:
-        """Whether all scales are numbers."""
-        blocks = self.rows.numpy().reshape(-1, self.type.bytes)
-        return all(np.isfinite(_halves(blocks[:, at : at + 2])).all() for at in self.type.halves)
+    def addresses(self) -> Tensor:
+        """[n] int64 where each row lies, in order; 0: nowhere, it is zeros."""
+        places = self.order * self.rows.strides[0] + self.rows.ctypes.data
+        return places.masked_fill(self.order < 0, 0)
 
     def zeros(self) -> StoredRows:
         """As many rows of zeros."""
-        return StoredRows(self.type, torch.zeros_like(self.rows))
+        return self._replace(order=torch.full_like(self.order, -1))
 
 
 StoredWeights = Mapping[str, Sequence[StoredRows]]  # by the decoder's parameter: parts that follow each other

@@ -19,7 +19,7 @@ Pieces = Sequence[tuple[Piece, GGUFTensor]]
 
 
 class InBlocks(Mapping[str, Sequence[StoredRows]]):
-    """Parameters that stay in the file's blocks: each is read when it is asked for, and not kept.
+    """Parameters that stay in the file's blocks: each is read from there as it is packed.
 
     Raises:
         CapabilityError: a tensor of a type without products here, which only a plain dtype can load.
@@ -33,11 +33,7 @@ class InBlocks(Mapping[str, Sequence[StoredRows]]):
         self._pieces = {name: own for name, own in found.items() if _stays(name, own, groups_of(config))}
 
     def __getitem__(self, name: str) -> Sequence[StoredRows]:
-        found = []
-        for _, tensor in sorted(self._pieces[name], key=lambda pair: pair[0].at):
-            found.append(tensor.stored())
-            tensor.forget()
-        return found
+        return [tensor.stored() for _, tensor in sorted(self._pieces[name], key=lambda pair: pair[0].at)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)

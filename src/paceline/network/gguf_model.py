@@ -96,24 +96,19 @@ class GGUFTensor:
             wrong = f"there is no product with its type {kind.name}"
             raise CapabilityError(asked, wrong, "load it with dtype='int8' or 'bfloat16'")
 
-    def _raw(self) -> np.ndarray:
-        """[rows, bytes of a row]"""
-        raw = self.place.raw()
-        if not self.heads:
-            return raw
-        # Back from pairs (i, i + d/2 side by side) to halves: [heads, d/2, 2] to [heads, 2, d/2].
-        return np.swapaxes(raw.reshape(self.heads, -1, 2, raw.shape[-1]), 1, 2).reshape(raw.shape)
-
     def stored(self) -> StoredRows:
-        """Its rows as they are, copied.
+        """Its rows where the file has them."""
+        raw, place = self.place.raw(), self.place
+        source = f"tensor {shown(place.name)} in {place.file.path}"
+        return StoredRows(BY_NUMBER[place.type.number], raw, self._order(len(raw)), source, self.forget)
 
-        Raises:
-            ConfigError: a scale is no number.
-        """
-        found = StoredRows(BY_NUMBER[self.place.type.number], torch.from_numpy(np.array(self._raw())))
-        if not found.finite:
-            self.place.file.refuse(f"a scale in tensor {shown(self.place.name)} is no finite number")
-        return found
+    def _order(self, rows: int) -> Tensor:
+        """[rows] int64 which row of the file comes first, second, ..."""
+        order = torch.arange(rows)
+        if not self.heads:
+            return order
+        # Back from pairs (i, i + d/2 side by side) to halves: [heads, d/2, 2] to [heads, 2, d/2].
+        return order.view(self.heads, -1, 2).transpose(1, 2).flatten()
 
     def values(self) -> Tensor:
         """Its values in its shape: a plain type as it is, others as float32.
@@ -122,7 +117,9 @@ class GGUFTensor:
             CapabilityError: a type that needs the ``gguf`` package, which is not there.
             ConfigError: a scale is no number.
         """
-        kind, raw = self.place.type, self._raw()
+        kind, raw = self.place.type, self.place.raw()
+        if self.heads:
+            raw = raw[self._order(len(raw)).numpy()]
         if kind.name in PLAIN:
             return torch.from_numpy(np.array(raw)).view(PLAIN[kind.name]).reshape(self.shape)
         if kind.number in BY_NUMBER:

@@ -14,7 +14,7 @@ from .. import native
 from ..core.errors import ConfigError
 from ..native import abi
 from .adapters import LINEARS, MLP, LowRank, not_loaded
-from .blocks import BY_NAME, StoredRows, quantise
+from .blocks import BY_NAME, BY_NUMBER, StoredRows, quantise
 from .linear import Quant, quantised
 from .memory import Arena
 from .padding import widened
@@ -63,7 +63,7 @@ class NativeLinear:
         bias = None if bias is None else self.widened_outputs(bias)
         self.scale: Tensor | None = None
         if parts is not None:
-            n, k = sum(len(self.widened_outputs(part.rows)) for part in parts), weight.shape[1]
+            n, k = len(self.widened_outputs(torch.cat([part.order for part in parts]))), weight.shape[1]
             kind, address = self._pack_parts(parts, k)
         else:
             weight = self.widened_inputs(self.widened_outputs(weight))
@@ -89,30 +89,43 @@ class NativeLinear:
         return native.GGML + block.number, torch.from_numpy(quantise(quant, whole))
 
     def _pack(self, weight: Tensor, n: int, k: int, kind: int) -> int:
-        """Where the packed weight lies."""
-        library = native.library()
-        assert library is not None
-        weight = weight.contiguous()
+        """Where the packed weight lies; one in blocks is given as its bytes."""
+        if kind >= native.GGML:
+            rows = StoredRows(BY_NUMBER[kind - native.GGML], weight.numpy(), torch.arange(n))
+            return self._pack_rows([rows], k)
+        weight, library = weight.contiguous(), _library()
         self.packed = self._arena.empty(library.pl_packed_size(n, k, kind), weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self._held.append(self.packed)
         return self.packed.data_ptr()
 
+    def _pack_rows(self, parts: Sequence[StoredRows], k: int) -> int:
+        """Where the packed rows of parts of one type lie.
+
+        Raises:
+            ConfigError: a scale is no number.
+        """
+        places = [self.widened_outputs(part.addresses) for part in parts]  # zeros mean rows of zeros
+        rows, kind = torch.cat(places), native.GGML + parts[0].type.number
+        self.packed = self._arena.empty(_library().pl_packed_size(len(rows), k, kind), torch.uint8)
+        given = len(rows), k, kind, self.packed.data_ptr(), torch.get_num_threads()
+        if not _library().pl_pack_rows(rows.data_ptr(), *given):
+            remedy = "download the file again, or convert the model again"
+            raise ConfigError(" and ".join(part.source for part in parts), "a scale is no finite number", remedy)
+        for part in parts:
+            part.release()
+        self._held.append(self.packed)
+        return self.packed.data_ptr()
+
     def _pack_parts(self, parts: Sequence[StoredRows], k: int) -> tuple[int, int]:
         """The kind, and where the weight lies: packed, or a table of the lines of its parts."""
-        types = {part.type.number for part in parts}
-        rows = [self.widened_outputs(part.rows) for part in parts]
-        if len(types) == 1:
-            whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-            kind = native.GGML + parts[0].type.number
-            return kind, self._pack(whole, len(whole), k, kind)
-        library = native.library()
-        assert library is not None
+        if len({part.type.number for part in parts}) == 1:
+            return native.GGML + parts[0].type.number, self._pack_rows(parts, k)
         lines = []
-        for part, own in zip(parts, rows, strict=True):
-            kind = native.GGML + part.type.number
-            start, step = self._pack(own, len(own), k, kind), library.pl_packed_size(LANES, k, kind)
-            lines += [(start + i * step, kind) for i in range(len(own) // LANES)]
+        for part in parts:
+            kind, start = native.GGML + part.type.number, self._pack_rows([part], k)
+            step = _library().pl_packed_size(LANES, k, kind)
+            lines += [(start + i * step, kind) for i in range(self._held[-1].nbytes // step)]
         self.packed = torch.tensor(lines, dtype=torch.int64)
         return native.MIXED, self.packed.data_ptr()
 
@@ -135,8 +148,7 @@ class NativeLinear:
 
     def wide(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] float32, both padded."""
-        library = native.library()
-        assert library is not None
+        library = _library()
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != self.struct.k:
             raise ValueError(f"{x.dtype} {tuple(x.shape)} into a product of {self.struct.k} {self.dtype} inputs")
         rows = x.contiguous()
@@ -243,6 +255,13 @@ def require(refused: int) -> None:
     if refused:
         words = _REFUSALS.get(refused, f"what they refuse as number {refused}, for which _REFUSALS has no words")
         raise ValueError(f"the compiled layers were given {words}")
+
+
+def _library() -> Any:
+    """The kernels, without which there are no packed weights."""
+    found = native.library()
+    assert found is not None
+    return found
 
 
 def _address(tensor: Tensor | None) -> int | None:

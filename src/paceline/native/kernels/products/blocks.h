@@ -124,37 +124,62 @@ template <class F> struct Packed {
   static constexpr int BYTES = FACTORS + (HAS_FACTORS ? (F::LEAST ? 4 : 2) * LANES : 0);
 };
 
-template <class F> void pack_block(const uint8_t* from, int lane, uint8_t* to) {
+// Sixteen rows of a file, one block of each, as a packed block; a row that is not there is zero. False: a scale is no
+// finite number.
+template <class F> bool pack_block(const uint8_t* const from[LANES], uint8_t* to) {
   using P = Packed<F>;
-  for (int i = 0; i < F::VALUES; i++) {
-    const int code = F::code(from, i), j = i % I8_BLOCK, at = j / 4 * LINE + lane * 4 + j % 4;
-    uint8_t* step = to + i / I8_BLOCK * P::STEP;
-    if (F::BITS == 8) step[at] = (uint8_t)code;
-    else step[at % (4 * LINE)] |= (uint8_t)((code & 15) << j / 16 * 4);
-    if (F::BITS == 5) step[P::UPPER + at / 8] |= (uint8_t)(code >> 4 << at % 8);
-    if (F::BITS == 6) step[P::UPPER + j / 16 * LINE + at % LINE] |= (uint8_t)(code >> 4 << j / 4 % 4 * 2);
+  for (int step = 0; step < P::STEPS; step++) {
+    alignas(64) uint32_t codes[LANES][8], lines[P::STEP / 4];  // four codes each
+    for (int lane = 0; lane < LANES; lane++) {
+      uint8_t own[I8_BLOCK] = {};
+      if (from[lane])
+#pragma GCC unroll 32
+        for (int i = 0; i < I8_BLOCK; i++) own[i] = (uint8_t)F::code(from[lane], step * I8_BLOCK + i);
+      std::memcpy(codes[lane], own, sizeof own);
+    }
+    for (int i = 0; i < 8; i++)
+      for (int lane = 0; lane < LANES; lane++) {
+        const uint32_t lower = codes[lane][i] & 0x0f0f0f0f, upper = codes[lane][i] >> 4 & 0x0f0f0f0f;
+        uint32_t* line = lines + i % 4 * LANES + lane;
+        if (F::BITS == 8) lines[i * LANES + lane] = codes[lane][i];
+        else if (i < 4) *line = lower;
+        else *line |= lower << 4;
+        if (F::BITS == 5) {
+          const uint8_t four = (uint8_t)((upper & 1) | (upper >> 7 & 2) | (upper >> 14 & 4) | (upper >> 21 & 8));
+          uint8_t& bits = ((uint8_t*)lines)[P::UPPER + i * 8 + lane / 2];
+          bits = lane % 2 ? bits | four << 4 : four;
+        }
+        if (F::BITS == 6) {
+          uint32_t& bits = lines[P::UPPER / 4 + i / 4 * LANES + lane];
+          bits = (i % 4 ? bits : 0) | upper << i % 4 * 2;
+        }
+      }
+    std::memcpy(to + step * P::STEP, lines, P::STEP);
   }
-  if constexpr (F::SCALE == HALF) {
-    std::memcpy(to + P::SCALES + 2 * lane, from, 2);
-    if (F::LEAST) std::memcpy(to + P::LEASTS + 2 * lane, from + 2, 2);
-  } else {
-    for (int j = 0; j < P::STEPS * F::PARTS; j++) to[P::SCALES + j * LANES + lane] = F::scale(from, j);
-    if constexpr (F::LEAST)
-      for (int j = 0; j < P::STEPS; j++) to[P::LEASTS + j * LANES + lane] = F::least(from, j);
-    if constexpr (P::HAS_FACTORS) {
-      std::memcpy(to + P::FACTORS + 2 * lane, from + F::FACTOR, 2);
-      if (F::LEAST) std::memcpy(to + P::FACTORS + 2 * LANES + 2 * lane, from + F::FACTOR + 2, 2);
+  bool finite = true;
+  const auto halves = [&](int at, int lane, int source) {
+    uint16_t h = 0;
+    if (from[lane]) std::memcpy(&h, from[lane] + source, 2);
+    std::memcpy(to + at + 2 * lane, &h, 2);
+    finite = finite && (h >> 10 & 31) != 31;
+  };
+  for (int lane = 0; lane < LANES; lane++) {
+    if constexpr (F::SCALE == HALF) {
+      halves(P::SCALES, lane, 0);
+      if (F::LEAST) halves(P::LEASTS, lane, 2);
+    } else {
+      const uint8_t* own = from[lane];
+      for (int j = 0; j < P::STEPS * F::PARTS; j++)
+        to[P::SCALES + j * LANES + lane] = own ? (uint8_t)F::scale(own, j) : 0;
+      if constexpr (F::LEAST)
+        for (int j = 0; j < P::STEPS; j++) to[P::LEASTS + j * LANES + lane] = own ? (uint8_t)F::least(own, j) : 0;
+      if constexpr (P::HAS_FACTORS) {
+        halves(P::FACTORS, lane, F::FACTOR);
+        if (F::LEAST) halves(P::FACTORS + 2 * LANES, lane, F::FACTOR + 2);
+      }
     }
   }
-}
-
-template <class F> void pack_blocks(const uint8_t* file, int64_t n, int64_t k, uint8_t* out) {
-  const int64_t blocks = k / F::VALUES;
-  std::memset(out, 0, up(n, LANES) / LANES * blocks * Packed<F>::BYTES);
-  for (int64_t row = 0; row < n; row++)
-    for (int64_t b = 0; b < blocks; b++)
-      pack_block<F>(file + (row * blocks + b) * F::FILE, (int)(row % LANES),
-                    out + (row / LANES * blocks + b) * Packed<F>::BYTES);
+  return finite;
 }
 
 // Code `i` of 32, less what stands for zero.

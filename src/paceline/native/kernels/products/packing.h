@@ -15,6 +15,30 @@ template <class W> void pack_lines(const W* w, int64_t n, int64_t k, int64_t pad
       }
 }
 
+// Lines of 16 rows that lie anywhere, in blocks.
+template <class F> struct PackRows final : Job {
+  const uint8_t* const* rows;
+  const int64_t n, blocks;
+  uint8_t* out;
+  std::atomic<bool> finite{true};
+  PackRows(const uint8_t* const* from, int64_t count, int64_t k, uint8_t* to)
+      : rows(from), n(count), blocks(k / F::VALUES), out(to) {}
+  int64_t stages() const override { return 1; }
+  int64_t units(int64_t) const override { return up(n, LANES) / LANES; }
+  int64_t step(int64_t) const override { return 1; }
+  void work(int64_t, const Claim& claim) override {
+    for (int64_t line = claim.begin; line < claim.end; line++) {
+      const uint8_t* from[LANES];
+      for (int i = 0; i < LANES; i++) from[i] = line * LANES + i < n ? rows[line * LANES + i] : nullptr;
+      for (int64_t b = 0; b < blocks; b++) {
+        if (!pack_block<F>(from, out + (line * blocks + b) * Packed<F>::BYTES)) finite = false;
+        for (const uint8_t*& at : from)
+          if (at) at += F::FILE;
+      }
+    }
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -25,15 +49,24 @@ int64_t pl_packed_size(int64_t n, int64_t k, int kind) {
 }
 
 void pl_pack(const void* w, int64_t n, int64_t k, int kind, void* out) {
-  if (in_blocks(kind))
-    of_format<int>(kind, [&](auto format) { return pack_blocks<decltype(format)>((const uint8_t*)w, n, padded_k(kind, k), (uint8_t*)out), 0; });
-  else if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
+  if (kind == F32) pack_lines((const float*)w, n, k, k, 1, (float*)out);
   else if (!is_i8(kind)) pack_lines((const bf16*)w, n, k, padded_k(kind, k), 2, (bf16*)out);
   else {
     pack_lines((const int8_t*)w, n, k, padded_k(kind, k), I8_STEP, (int8_t*)out);
     if (I8_STEP > 1)  // dot products of bytes want one factor without a sign: 128 is added
       for (int64_t i = 0, size = pl_packed_size(n, k, kind); i < size; i++) ((uint8_t*)out)[i] ^= 0x80;
   }
+}
+
+// Of a weight in blocks, from the addresses of its n rows; where one is null, zeros. Returns whether all scales are
+// finite numbers.
+int pl_pack_rows(const uint8_t* const* rows, int64_t n, int64_t k, int kind, void* out, int threads) {
+  if (n == 0) return 1;
+  return of_format<int>(kind, [&](auto format) {
+    PackRows<decltype(format)> job(rows, n, padded_k(kind, k), (uint8_t*)out);
+    team().run(std::clamp<int64_t>(n * k / WORTH, 1, threads), job);
+    return (int)job.finite.load();
+  });
 }
 
 }  // extern "C"
