@@ -51,6 +51,7 @@
 #include "kernels/products/rows.h"
 #include "kernels/products/int8.h"
 #include "kernels/products/blocks.h"
+#include "kernels/products/block_products.h"
 #include "kernels/products/amx.h"
 #include "kernels/products/vector.h"
 #include "kernels/products/dispatch.h"

@@ -82,7 +82,8 @@ template <class A> Input<A> input_of(const Linear& l, const A* x, int64_t stride
   if constexpr (std::is_same_v<A, bf16>) {
     bool bytes = in_blocks(l.kind);
 #if PL_VNNI
-    bytes = bytes || (is_i8(l.kind) && !(g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0));  // tiles take x itself
+    const bool tiles = g_isa == AMX_BF16 && l.kind == I8 && rows % ROWS == 0;  // which take x itself
+    bytes = bytes || (is_i8(l.kind) && !tiles);
 #endif
     if (bytes) {
       if (fresh) round_rows(x, stride, rows, padded_k(l.kind, l.k), t_bytes);

@@ -6,7 +6,8 @@ namespace {
 
 static_assert(I8_BLOCK == K_STEP, "rows are padded to whole blocks");
 
-// One block of one row: its bytes, four at a time, the scale, and the sums of the first half and of all. What is no number stays in the scale.
+// One block of one row: its bytes, four at a time, the scale, and the sums of the first half and of all. What is no
+// number stays in the scale.
 inline int32_t round_block(const bf16* x, int32_t* y, int64_t rows, float* scale, int32_t* half) {
   int32_t four[I8_BLOCK / 4], first, total;
 #if PL_AVX512
@@ -70,15 +71,15 @@ void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t k, Bytes& y
 }
 
 #if PL_VNNI
-// sum + the products of 16 times four codes with the same four bytes of x, which the instruction reads itself: compilers
-// make a register of them first, and of these there are too few.
+// sum + the products of 16 times four codes with the same four bytes of x. The instruction reads these bytes itself:
+// compilers make a register of them first, and of these there are too few.
 [[gnu::always_inline]] inline __m512i dot_bytes(__m512i sum, __m512i codes, const int32_t& x) {
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(x));
   return sum;
 }
 
-// R rows, a panel, against B weight blocks; a block's sum is exact, and blocks are added one after the other. Of what is
-// needed next B weight blocks are asked for, those from `first` on.
+// R rows, a panel, against B weight blocks; a block's sum is exact, and blocks are added one after the other. Of what
+// is needed next B weight blocks are asked for, those from `first` on.
 template <int R, int B>
 void byte_product(const int8_t* const w[], int64_t blocks, const Panel& in, float* c, const Next& next, int first) {
   const int32_t *x = in.x, *start = in.start[Bytes::BY_128];

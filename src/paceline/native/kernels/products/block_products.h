@@ -1,0 +1,313 @@
+// Products of rows of x with weights in blocks; see blocks.h for the order in which they are added.
+
+#pragma once
+
+#if !defined(PL_VNNI) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define PL_AVX2 1
+#endif
+
+namespace {
+
+template <class F> constexpr Bytes::Start start_of(int part) {
+  if (F::PARTS == 2) return part ? Bytes::SECOND_BY_32 : Bytes::FIRST_BY_32;
+  return F::SHIFT == 4 ? Bytes::BY_8 : F::SHIFT == 3 ? Bytes::BY_16 : Bytes::BY_128;
+}
+
+#if PL_VNNI
+inline __m512 halves16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 bytes16(const uint8_t* p, bool sign) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return _mm512_cvtepi32_ps(sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+// 2^(e - 128), as ggml has it.
+inline __m512 exponents16(const uint8_t* p) {
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), one = _mm512_set1_epi32(1);
+  const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, one), 23);
+  const __mmask16 small = _mm512_cmple_epi32_mask(e, one);
+  return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(normal, small, _mm512_set1_epi32(0x200000), e));
+}
+
+struct Codes {  // of 32 inputs, 0 and more
+  __m512i line[I8_BLOCK / 4];
+};
+template <class F> [[gnu::always_inline]] inline Codes codes_of(const uint8_t* w) {
+  Codes codes;
+  if constexpr (F::BITS == 8)
+    for (int i = 0; i < 8; i++) codes.line[i] = _mm512_loadu_si512(w + i * LINE);
+  else {
+    const __m512i lower = _mm512_set1_epi8(15);
+    for (int i = 0; i < 4; i++) {
+      const __m512i both = _mm512_loadu_si512(w + i * LINE);
+      codes.line[i] = _mm512_and_si512(both, lower);
+      codes.line[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), lower);
+    }
+  }
+  if constexpr (F::TABLE != nullptr) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)F::TABLE));
+    for (int i = 0; i < 8; i++) codes.line[i] = _mm512_shuffle_epi8(table, codes.line[i]);
+  }
+  if constexpr (F::BITS == 5)
+    for (int i = 0; i < 8; i++) {
+      uint64_t mask;
+      std::memcpy(&mask, w + Packed<F>::UPPER + i * 8, 8);
+      codes.line[i] = _mm512_mask_add_epi8(codes.line[i], mask, codes.line[i], _mm512_set1_epi8(16));
+    }
+  if constexpr (F::BITS == 6) {
+    const __m512i mask = _mm512_set1_epi8(48);
+    for (int i = 0; i < 8; i += 4) {
+      const __m512i upper = _mm512_loadu_si512(w + Packed<F>::UPPER + i / 4 * LINE);
+      const __m512i moved[4] = {_mm512_slli_epi16(upper, 4), _mm512_slli_epi16(upper, 2), upper,
+                                _mm512_srli_epi16(upper, 2)};
+      for (int j = 0; j < 4; j++)
+        codes.line[i + j] = _mm512_or_si512(codes.line[i + j], _mm512_and_si512(moved[j], mask));
+    }
+  }
+  return codes;
+}
+
+// Of step `step` of a block.
+template <class F> [[gnu::always_inline]] inline __m512 scale_of(const uint8_t* block, int step, int part) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  if constexpr (F::SCALE == HALF) return halves16(at);
+  else if constexpr (F::SCALE == EXPONENT) return exponents16(at);
+  else return _mm512_mul_ps(halves16(block + P::FACTORS), bytes16(at, F::SCALE == SIGNED));
+}
+template <class F> [[gnu::always_inline]] inline __m512 least_of(const uint8_t* block, int step) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::LEASTS + step * P::WIDTH;
+  if constexpr (F::SCALE == HALF) return halves16(at);
+  else {
+    const __m512 below = _mm512_mul_ps(halves16(block + P::FACTORS + 2 * LANES), bytes16(at, false));
+    return _mm512_sub_ps(_mm512_setzero_ps(), below);
+  }
+}
+
+constexpr int ASKED_AHEAD = 2304;  // bytes before their use, weights are asked for: measured, eight blocks of Q4_0
+
+// R rows, a panel, against a block after the other of 16 outputs. What is asked for ahead may lie behind the last one:
+// the next 16 outputs, which come next.
+template <class F, int R> void block_product(const uint8_t* w, int64_t k, const Panel& in, float* c) {
+  using P = Packed<F>;
+  const int32_t *x = in.x, *start[] = {in.start[start_of<F>(0)], in.start[start_of<F>(1)]};
+  const float *scale = in.scale, *sums = in.sum;
+  constexpr int LINES = 8 / F::PARTS;
+  __m512 sum[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
+  for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
+    for (int step = 0; step < P::STEPS; step++, x += 8 * R, scale += R, sums += R) {
+      for (int i = 0; i < P::STEP; i += 64) __builtin_prefetch(w + ASKED_AHEAD + step * P::STEP + i, 0, 3);
+      const Codes codes = codes_of<F>(w + step * P::STEP);
+#pragma GCC unroll 2
+      for (int part = 0; part < F::PARTS; part++) {
+        __m512i whole[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+          whole[r] = F::SHIFT < 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(start[part][r]);
+        start[part] += R;
+#pragma GCC unroll 8
+        for (int i = part * LINES; i < (part + 1) * LINES; i++)
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) whole[r] = dot_bytes(whole[r], codes.line[i], x[i * R + r]);
+        const __m512 by = scale_of<F>(w, step, part);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+          sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r]), _mm512_mul_ps(by, _mm512_set1_ps(scale[r])), sum[r]);
+      }
+      if constexpr (F::LEAST) {
+        const __m512 least = least_of<F>(w, step);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sum[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(sums[r]), sum[r]);
+      }
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(c + r * BLOCKS * LANES, sum[r]);
+}
+#elif PL_AVX2
+// Eight outputs, half a line, at a time.
+inline __m256 halves8(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline __m256 bytes8(const uint8_t* p, bool sign) {
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
+  return _mm256_cvtepi32_ps(sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+}
+template <class F> [[gnu::always_inline]] inline __m256 scale_of(const uint8_t* block, int step, int part, int half) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::SCALES + (step * F::PARTS + part) * P::WIDTH;
+  if constexpr (F::SCALE == HALF) return halves8(at + half * 16);
+  else if constexpr (F::SCALE == EXPONENT) {
+    float scales[8];
+    for (int i = 0; i < 8; i++) scales[i] = scale_at<F>(block, step, part, half * 8 + i);
+    return _mm256_loadu_ps(scales);
+  } else
+    return _mm256_mul_ps(halves8(block + P::FACTORS + half * 16), bytes8(at + half * 8, F::SCALE == SIGNED));
+}
+template <class F> [[gnu::always_inline]] inline __m256 least_of(const uint8_t* block, int step, int half) {
+  using P = Packed<F>;
+  const uint8_t* at = block + P::LEASTS + step * P::WIDTH;
+  if constexpr (F::SCALE == HALF) return halves8(at + half * 16);
+  else {
+    const __m256 below =
+        _mm256_mul_ps(halves8(block + P::FACTORS + 2 * LANES + half * 16), bytes8(at + half * 8, false));
+    return _mm256_sub_ps(_mm256_setzero_ps(), below);
+  }
+}
+
+// Line `i` of a step: codes of 0 and more.
+template <class F> [[gnu::always_inline]] inline __m256i codes_of(const uint8_t* w, int i, int half) {
+  const auto line = [&](int at) { return _mm256_loadu_si256((const __m256i*)(w + at + half * 32)); };
+  if constexpr (F::BITS == 8) return line(i * LINE);
+  const __m256i both = line(i % 4 * LINE);
+  __m256i codes = _mm256_and_si256(i < 4 ? both : _mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+  if constexpr (F::TABLE != nullptr) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)F::TABLE));
+    codes = _mm256_shuffle_epi8(table, codes);
+  }
+  if constexpr (F::BITS == 5) {
+    int32_t bits;
+    std::memcpy(&bits, w + Packed<F>::UPPER + i * 8 + half * 4, 4);
+    const __m256i byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i own = _mm256_set1_epi64x((int64_t)0x8040201008040201);  // its bit of that byte
+    const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte), own);
+    codes = _mm256_or_si256(codes, _mm256_and_si256(_mm256_cmpeq_epi8(found, own), _mm256_set1_epi8(16)));
+  }
+  if constexpr (F::BITS == 6) {
+    const __m256i upper = line(Packed<F>::UPPER + i / 4 * LINE);
+    const __m256i moved = i % 4 == 0   ? _mm256_slli_epi16(upper, 4)
+                          : i % 4 == 1 ? _mm256_slli_epi16(upper, 2)
+                          : i % 4 == 2 ? upper
+                                       : _mm256_srli_epi16(upper, 2);
+    codes = _mm256_or_si256(codes, _mm256_and_si256(moved, _mm256_set1_epi8(48)));
+  }
+  return codes;
+}
+
+// Codes times bytes of x are added up in 32 bits. Without an instruction for that they are added in 16 bits first:
+// products of two codes of 4 bits fit eight times, of 5 bits four times, of 6 bits twice, and of 8 bits once, with the
+// code's sign moved to x.
+#if defined(__AVXVNNI__)
+template <class F> constexpr bool SIGNED_CODES = false;
+template <class F> constexpr int IN_16_BITS = 1;
+#else
+template <class F> constexpr bool SIGNED_CODES = F::BITS == 8 || F::TABLE != nullptr;
+template <class F> constexpr int IN_16_BITS = SIGNED_CODES<F> ? 1 : F::BITS == 4 ? 8 : F::BITS == 5 ? 4 : 2;
+#endif
+
+// R rows, from `row` of a panel on, against half a line after the other.
+template <class F, int R>
+void block_product(const uint8_t* w, int64_t k, const Panel& in, int row, int half, float* c) {
+  using P = Packed<F>;
+  constexpr int LINES = 8 / F::PARTS, FEW = std::min(IN_16_BITS<F>, LINES);
+  const int width = in.width;
+  const int32_t* x = in.x + row;
+  int64_t at = row;
+  __m256 sum[R];
+  for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_ps();
+  for (int64_t b = k / F::VALUES; b; b--, w += P::BYTES)
+    for (int step = 0; step < P::STEPS; step++, x += 8 * width, at += width) {
+      for (int part = 0; part < F::PARTS; part++) {
+        __m256i whole[R];
+        for (int r = 0; r < R; r++)
+          whole[r] = F::SHIFT < 0 || SIGNED_CODES<F> ? _mm256_setzero_si256()
+                                                     : _mm256_set1_epi32(in.start[start_of<F>(part)][at + r]);
+#pragma GCC unroll 8
+        for (int i = part * LINES; i < (part + 1) * LINES; i += FEW) {
+#if defined(__AVXVNNI__)
+          const __m256i codes = codes_of<F>(w + step * P::STEP, i, half);
+          for (int r = 0; r < R; r++)
+            whole[r] = _mm256_dpbusd_avx_epi32(whole[r], codes, _mm256_set1_epi32(x[i * width + r]));
+#else
+          __m256i few[R];
+#pragma GCC unroll 8
+          for (int j = 0; j < FEW; j++) {
+            __m256i codes = codes_of<F>(w + step * P::STEP, i + j, half), sizes = codes;
+            if (SIGNED_CODES<F>)
+              codes = _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80)), sizes = _mm256_abs_epi8(codes);
+            for (int r = 0; r < R; r++) {
+              __m256i bytes = _mm256_set1_epi32(x[(i + j) * width + r]);
+              if (SIGNED_CODES<F>) bytes = _mm256_sign_epi8(bytes, codes);
+              const __m256i pairs = _mm256_maddubs_epi16(sizes, bytes);
+              few[r] = j ? _mm256_add_epi16(few[r], pairs) : pairs;
+            }
+          }
+          for (int r = 0; r < R; r++)
+            whole[r] = _mm256_add_epi32(whole[r], _mm256_madd_epi16(few[r], _mm256_set1_epi16(1)));
+#endif
+        }
+        const __m256 by = scale_of<F>(w, step, part, half);
+        for (int r = 0; r < R; r++) {
+          const __m256 scale = _mm256_mul_ps(by, _mm256_set1_ps(in.scale[at + r]));
+          sum[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), scale, sum[r]);
+        }
+      }
+      if constexpr (F::LEAST) {
+        const __m256 least = least_of<F>(w, step, half);
+        for (int r = 0; r < R; r++) sum[r] = _mm256_fmadd_ps(least, _mm256_set1_ps(in.sum[at + r]), sum[r]);
+      }
+    }
+  for (int r = 0; r < R; r++) _mm256_storeu_ps(c + r * BLOCKS * LANES + half * 8, sum[r]);
+}
+#else
+// Up to ROWS rows, whose sums lie in c.
+template <class F>
+void block_product(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
+  using P = Packed<F>;
+  constexpr int PART = I8_BLOCK / F::PARTS;
+  for (int r = 0; r < rows; r++) std::memset(c + r * BLOCKS * LANES, 0, LANES * sizeof(float));
+  for (int64_t b = 0, j = 0; b < k / F::VALUES; b++, w += P::BYTES)
+    for (int step = 0; step < P::STEPS; step++, j++) {
+      int8_t codes[LANES][I8_BLOCK];
+      float scales[F::PARTS][LANES], leasts[LANES];
+      for (int lane = 0; lane < LANES; lane++) {
+        for (int i = 0; i < I8_BLOCK; i++) codes[lane][i] = code_at<F>(w + step * P::STEP, lane, i);
+        for (int part = 0; part < F::PARTS; part++) scales[part][lane] = scale_at<F>(w, step, part, lane);
+        if (F::LEAST) leasts[lane] = least_at<F>(w, step, lane);
+      }
+      for (int r = 0; r < rows; r++) {
+        const Panel panel = panel_of(in, row + r);
+        const int64_t place = (row + r) % 8, at = j * panel.width + place;
+        int8_t x[I8_BLOCK];
+        for (int i = 0; i < 8; i++) std::memcpy(x + 4 * i, panel.x + (j * 8 + i) * panel.width + place, 4);
+        for (int lane = 0; lane < LANES; lane++) {
+          float& y = c[r * BLOCKS * LANES + lane];
+          for (int part = 0; part < F::PARTS; part++) {
+            int32_t whole = 0;
+            for (int i = part * PART; i < (part + 1) * PART; i++) whole += codes[lane][i] * x[i];
+            y = std::fma((float)whole, scales[part][lane] * panel.scale[at], y);
+          }
+          if (F::LEAST) y = std::fma(leasts[lane], panel.sum[at], y);
+        }
+      }
+    }
+}
+#endif
+
+// All rows of a product, a panel at a time where vectors compute: a block is unpacked once for it.
+template <class F>
+void block_products(const uint8_t* w, int64_t k, const Bytes& in, int64_t row, int rows, float* c) {
+#if PL_VNNI
+  for (; rows > 0; row += 8, rows -= 8, c += 8 * BLOCKS * LANES) {
+    const Panel panel = panel_of(in, row);
+    if (panel.width == 8) block_product<F, 8>(w, k, panel, c);
+    else if (panel.width == 6) block_product<F, 6>(w, k, panel, c);
+    else if (panel.width == 4) block_product<F, 4>(w, k, panel, c);
+    else if (panel.width == 2) block_product<F, 2>(w, k, panel, c);
+    else block_product<F, 1>(w, k, panel, c);
+  }
+#elif PL_AVX2
+  for (; rows > 0; row += 8, rows -= 8, c += 8 * BLOCKS * LANES) {
+    const Panel panel = panel_of(in, row);
+    for (int half = 0; half < 2; half++)
+      for (int r = 0; r < panel.width; r += 4) {
+        float* y = c + r * BLOCKS * LANES;
+        if (panel.width - r >= 4) block_product<F, 4>(w, k, panel, r, half, y);
+        else if (panel.width - r == 2) block_product<F, 2>(w, k, panel, r, half, y);
+        else block_product<F, 1>(w, k, panel, r, half, y);
+      }
+  }
+#else
+  block_product<F>(w, k, in, row, rows, c);
+#endif
+}
+
+}  // namespace
