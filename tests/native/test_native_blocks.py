@@ -150,3 +150,12 @@ def test_a_plain_weight_is_stored_in_blocks(name: str, inputs: int) -> None:
     assert (linear.wide(x).double() - exact).abs().max() > 0  # rows are rounded
     far = {"q4_0": 0.25, "q8_0": 0.02}[name]
     assert (exact - x.double() @ weight.double().T - bias.double()).abs().max() < far * inputs**0.5
+
+
+@needs_kernels
+def test_zeros_lie_behind_a_padded_group_of_outputs() -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, x = torch.randn(40, 64, generator=generator).bfloat16(), torch.randn(5, 64, generator=generator).bfloat16()
+    alone, padded = (NativeLinear(weight, None, "q4_0", groups=groups).wide(x) for groups in ((0, 0), (0, 20)))
+    groups = padded.view(5, 2, 32)
+    assert torch.equal(groups[..., :20].reshape(5, 40), alone) and not groups[..., 20:].any()

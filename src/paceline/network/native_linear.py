@@ -91,22 +91,21 @@ class NativeLinear:
     def _pack(self, weight: Tensor, n: int, k: int, kind: int) -> int:
         """Where the packed weight lies; one in blocks is given as its bytes."""
         if kind >= native.GGML:
-            rows = StoredRows(BY_NUMBER[kind - native.GGML], weight.numpy(), torch.arange(n))
-            return self._pack_rows([rows], k)
+            whole = StoredRows(BY_NUMBER[kind - native.GGML], weight.numpy(), torch.arange(n))
+            return self._pack_rows([whole], whole.addresses, k)
         weight, library = weight.contiguous(), _library()
         self.packed = self._arena.empty(library.pl_packed_size(n, k, kind), weight.dtype)
         library.pl_pack(weight.data_ptr(), n, k, kind, self.packed.data_ptr())
         self._held.append(self.packed)
         return self.packed.data_ptr()
 
-    def _pack_rows(self, parts: Sequence[StoredRows], k: int) -> int:
-        """Where the packed rows of parts of one type lie.
+    def _pack_rows(self, parts: Sequence[StoredRows], rows: Tensor, k: int) -> int:
+        """Where the packed rows of parts of one type lie; ``rows`` are their addresses.
 
         Raises:
             ConfigError: a scale is no number.
         """
-        places = [self.widened_outputs(part.addresses) for part in parts]  # zeros mean rows of zeros
-        rows, kind = torch.cat(places), native.GGML + parts[0].type.number
+        kind = native.GGML + parts[0].type.number
         self.packed = self._arena.empty(_library().pl_packed_size(len(rows), k, kind), torch.uint8)
         given = len(rows), k, kind, self.packed.data_ptr(), torch.get_num_threads()
         if not _library().pl_pack_rows(rows.data_ptr(), *given):
@@ -119,13 +118,14 @@ class NativeLinear:
 
     def _pack_parts(self, parts: Sequence[StoredRows], k: int) -> tuple[int, int]:
         """The kind, and where the weight lies: packed, or a table of the lines of its parts."""
+        places = [self.widened_outputs(part.addresses) for part in parts]  # 0, a row of zeros, between them
         if len({part.type.number for part in parts}) == 1:
-            return native.GGML + parts[0].type.number, self._pack_rows(parts, k)
+            return native.GGML + parts[0].type.number, self._pack_rows(parts, torch.cat(places), k)
         lines = []
-        for part in parts:
-            kind, start = native.GGML + part.type.number, self._pack_rows([part], k)
+        for part, rows in zip(parts, places, strict=True):
+            kind, start = native.GGML + part.type.number, self._pack_rows([part], rows, k)
             step = _library().pl_packed_size(LANES, k, kind)
-            lines += [(start + i * step, kind) for i in range(self._held[-1].nbytes // step)]
+            lines += [(start + i * step, kind) for i in range(len(rows) // LANES)]
         self.packed = torch.tensor(lines, dtype=torch.int64)
         return native.MIXED, self.packed.data_ptr()
 

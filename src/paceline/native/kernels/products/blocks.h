@@ -1,9 +1,10 @@
 // Products with weights in blocks of inputs that have scales of their own, as GGUF files have them.
 //
 // Packed are [outputs / 16][k / VALUES] blocks of 16 outputs. A block begins with its codes, 32 inputs after 32, in
-// lines of 64 bytes: a line is [16 outputs][4 inputs]. Of a code's lower four bits, four lines hold inputs 0 .. 15 in
-// their lower halves and 16 .. 31 in their upper ones. A fifth bit stands in 64 bits for each four inputs; a fifth and
-// a sixth stand in two lines. Behind all codes come the scales, the least values and the factors, 16 outputs side by side.
+// lines of 64 bytes: a line is [16 outputs][4 inputs]. Four lines hold the lower four bits, those of inputs 0 .. 15 in
+// their lower halves and those of 16 .. 31 in their upper ones. A fifth bit stands in 64 bits for each four inputs; a
+// fifth and a sixth stand in two lines. Behind all codes come the scales, the least values and the factors, 16 outputs
+// side by side.
 //
 // Same bits everywhere. Rows of x are rounded to bytes by blocks of 32 (`round_rows`). The products of the codes that
 // share a scale make an exact integer; then, in this order over k and nowhere contracted otherwise,
